@@ -1,0 +1,26 @@
+from ..parity import Case, Parity
+
+
+class TestAdd(Parity):
+    op = "add"
+    cases = (Case("two axes", axes=[3, 5]), Case("empty", axes=[0]))
+
+
+class TestMultiply(Parity):
+    op = "multiply"
+    cases = (Case("two axes", axes=[3, 5]), Case("scalar", axes=[]))
+
+
+class TestScale(Parity):
+    op = "scale"
+    cases = (Case("two axes", axes=[3, 5], factor=0.3),)
+
+
+class TestReshape(Parity):
+    op = "reshape"
+    cases = (Case("split", axes=[3, 4], shape=(3, 2, -1)),)
+
+
+class TestColumns(Parity):
+    op = "columns"
+    cases = (Case("middle", rows=[3], columns=7, start=2, stop=5),)

@@ -1,0 +1,250 @@
+"""The one proof that every op passes: its gradient, its rounding, its kernels.
+
+    class TestSwiglu(Parity):
+        op = "swiglu"
+        cases = [Case("odd", rows=[3], inner=13), Case("empty", rows=[0], inner=4)]
+
+``Parity`` proves a definition: finite differences, one rounding, any strides.  ``KernelParity``
+adds: kernels, forward and backward, on the CPU and on a GPU, agree with the definition.
+
+    |kernel - exact| <= 2 * max|plain - exact| + 4 * eps(dtype) * max|exact|
+
+where exact is the definition in float64 and plain the definition in the dtype of the case.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy  # noqa: F401  every op registers itself
+from unsloth_cupy._jit import KERNEL_DTYPES, using
+from unsloth_cupy._op import OPS, Op
+from unsloth_cupy._signature import BFLOAT16, DIFFERENTIABLE, Operand
+
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+Arrays = dict[str, np.ndarray | None]
+
+
+class Case:
+    """One call: sizes of axes, optional operands that are given, arrays drawn by hand, options.
+
+    ``arrays`` maps an operand to an array or to ``lambda rng: array``.  Options and sizes are
+    told apart by the op's signature.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        given: Sequence[str] = (),
+        arrays: dict[str, Any] | None = None,
+        **sizes_and_options: Any,
+    ) -> None:
+        self.label, self.given, self.arrays = label, given, arrays or {}
+        self.both = sizes_and_options
+
+    def options(self, op: Op) -> dict[str, Any]:
+        return {name: value for name, value in self.both.items() if name in op.options}
+
+    def draw(self, op: Op, dtype: Any) -> Arrays:
+        """Return inputs by name, read-only; floats of the dtype, rounded to float16 before."""
+        rng = np.random.default_rng(0)
+        drawn: Arrays = dict.fromkeys(op.names)
+        for operand in op.contract.inputs:
+            if operand.name in self.arrays:
+                made = self.arrays[operand.name]
+                array = np.asarray(made(rng) if callable(made) else made)
+            elif operand.optional and operand.name not in self.given:
+                continue
+            else:
+                array = self._random(operand, rng)
+            if array.dtype.kind == "f":
+                array = array.astype(np.float16).astype(_dtype(operand, dtype))
+            array.flags.writeable = False
+            drawn[operand.name] = array
+        return drawn
+
+    def _random(self, operand: Operand, rng: np.random.Generator) -> np.ndarray:
+        shape: list[int] = []
+        for axis in operand.axes:
+            size = int(axis) if axis.isdigit() else self.both[axis.strip("*?").split("|")[0]]
+            shape += size if axis.startswith("*") else [size]
+        if operand.kind == "bool":
+            return rng.random(shape) < 0.7
+        if operand.kind == "int":
+            return rng.integers(0, self.both[operand.below or ""], shape)
+        return rng.standard_normal(shape)
+
+
+class Parity:
+    """Subclass with ``op``, the name of a forward op, and ``cases``."""
+
+    op: str
+    cases: Sequence[Case]
+
+    def test_gradient_matches_finite_differences(self, case: Case) -> None:
+        """Every differentiable input, in one random direction, through every output."""
+        op = OPS[self.op]
+        assert op.backward is not None, f"{self.op} has no gradient: set `differentiable = False`"
+        inputs, options = case.draw(op, np.float64), case.options(op)
+        rng = np.random.default_rng(1)
+        seeds = _seeds(op, _outputs(op, inputs, options), rng)
+
+        def loss(moved: Arrays) -> float:
+            outputs = _outputs(op, moved, options)
+            return sum(float((seed * outputs[name[1:]]).sum()) for name, seed in seeds.items())
+
+        gradients = _backward(op, inputs, options, seeds)
+        for operand in op.contract.inputs:
+            value = inputs[operand.name]
+            if value is None or operand.kind not in DIFFERENTIABLE:
+                continue
+            assert gradients["d" + operand.name].dtype == value.dtype, operand.name
+            assert gradients["d" + operand.name].shape == value.shape, operand.name
+            direction = np.where(np.isfinite(value), rng.standard_normal(value.shape), 0)
+            errors = []
+            for step in (1e-4, 1e-5, 1e-6):  # truncation and rounding pull apart: one is small
+                ahead, behind = (
+                    loss(inputs | {operand.name: value + sign * step * direction})
+                    for sign in (1, -1)
+                )
+                slope = (ahead - behind) / (2 * step)
+                exact = float((gradients["d" + operand.name] * direction).sum())
+                size = np.abs(gradients["d" + operand.name] * direction).sum()
+                errors.append(abs(slope - exact) / max(size, 1e-300) if size else abs(slope))
+            assert min(errors) < 1e-7, f"{operand.name}: {errors}"
+
+    @pytest.mark.parametrize("dtype", [np.dtype("float16"), BFLOAT16], ids=str)
+    def test_rounds_once(self, case: Case, dtype: Any) -> None:
+        """In 16 bits a definition is off by one rounding and no more."""
+        op = OPS[self.op]
+        inputs, options = case.draw(op, dtype), case.options(op)
+        exact = _outputs(op, _cast(op, inputs, np.float64), options)
+        for name, plain in _outputs(op, inputs, options).items():
+            assert _error(plain, exact[name]) <= EPS[dtype.name] * _size(exact[name]), name
+
+    def test_any_strides(self, case: Case) -> None:
+        """Reversed, Fortran-ordered and read-only arrays give the same bits."""
+        op = OPS[self.op]
+        inputs, options = case.draw(op, np.float32), case.options(op)
+        expected = _outputs(op, inputs, options)
+        for view in (_reversed, _fortran):
+            viewed = {name: None if a is None else view(a) for name, a in inputs.items()}
+            for name, found in _outputs(op, viewed, options).items():
+                scale = 4 * EPS["float32"] * _size(expected[name])
+                assert _error(found, expected[name].astype(np.float64)) <= scale, name
+
+
+class KernelParity(Parity):
+    """A Parity whose op, and whose backward op, have kernels."""
+
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        """The kernels, run on the CPU, agree with the definition; two runs give equal bits."""
+        from .cuda_on_cpu import Emulator
+
+        def run(function: Callable[[], Arrays]) -> Arrays:
+            with using(Emulator()):
+                return function()
+
+        _compare_kernels(OPS[self.op], case, dtype, run)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_gpu_kernels(self, case: Case, dtype: Any) -> None:
+        """The same on a GPU."""
+        import cupy
+
+        _compare_kernels(OPS[self.op], case, dtype, lambda function: function(), cupy)
+
+
+def _compare_kernels(
+    op: Op, case: Case, dtype: Any, run: Callable[[Callable[[], Arrays]], Arrays], library: Any = np
+) -> None:
+    inputs, options = case.draw(op, dtype), case.options(op)
+    wide = _cast(op, inputs, np.float64)
+    exact, plain = _outputs(op, wide, options), _outputs(op, inputs, options)
+    there = {name: None if a is None else library.asarray(a) for name, a in inputs.items()}
+    _within_rule(plain, exact, run(lambda: _outputs(op, there, options)), dtype)
+    _equal_bits(*(run(lambda: _outputs(op, there, options)) for _ in range(2)))
+    if op.backward is None or op.backward.launch is None:
+        return
+    seeds = _seeds(op, plain, np.random.default_rng(1))
+    wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
+    seeds_there = {name: library.asarray(seed) for name, seed in seeds.items()}
+    exact, plain = (
+        _backward(op, wide, options, wide_seeds),
+        _backward(op, inputs, options, seeds),
+    )
+    _within_rule(plain, exact, run(lambda: _backward(op, there, options, seeds_there)), dtype)
+    _equal_bits(*(run(lambda: _backward(op, there, options, seeds_there)) for _ in range(2)))
+
+
+def _within_rule(plain: Arrays, exact: Arrays, kernel: Arrays, dtype: Any) -> None:
+    for name, array in kernel.items():
+        found = np.asarray(array.get() if hasattr(array, "get") else array)
+        assert found.dtype == plain[name].dtype, name
+        eps = EPS[found.dtype.name]
+        budget = 2 * _error(plain[name], exact[name]) + 4 * eps * _size(exact[name])
+        assert _error(found, exact[name]) <= budget, f"{name}: {_error(found, exact[name])}"
+
+
+def _equal_bits(first: Arrays, second: Arrays) -> None:
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes(), f"{name} differs between two runs"
+
+
+def _outputs(op: Op, inputs: Arrays, options: dict[str, Any]) -> Arrays:
+    result = op.call([inputs[name] for name in op.names], dict(options))
+    result = result if isinstance(result, tuple) else (result,)
+    return {o.name: a for o, a in zip(op.contract.outputs, result, strict=True) if a is not None}
+
+
+def _backward(op: Op, inputs: Arrays, options: dict[str, Any], seeds: Arrays) -> Arrays:
+    backward = op.backward
+    wired = inputs | _outputs(op, inputs, options) | seeds
+    kept = {name: value for name, value in options.items() if name in backward.options}
+    return _outputs(backward, {name: wired.get(name) for name in backward.names}, kept)
+
+
+def _seeds(op: Op, outputs: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return a random gradient for every output whose gradient the backward op takes."""
+    taken = [o for o in op.contract.outputs if "d" + o.name in op.backward.names]
+    return {
+        "d" + o.name: rng.standard_normal(outputs[o.name].shape).astype(outputs[o.name].dtype)
+        for o in taken
+    }
+
+
+def _cast(op: Op, inputs: Arrays, dtype: Any) -> Arrays:
+    floats = {o.name for o in op.contract.inputs if o.kind in (*DIFFERENTIABLE, "table")}
+    return {n: a.astype(dtype) if n in floats and a is not None else a for n, a in inputs.items()}
+
+
+def _dtype(operand: Operand, dtype: Any) -> Any:
+    narrow = np.dtype(dtype).itemsize < 4 and operand.kind == "stat"
+    return np.dtype("float32") if narrow else np.dtype(dtype)
+
+
+def _error(found: Any, exact: Any) -> float:
+    """Return the largest difference; infinities must be equal, and nothing may be NaN."""
+    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
+    assert not np.isnan(found).any()
+    assert not np.isnan(exact).any()
+    finite = np.isfinite(exact)
+    assert (found[~finite] == exact[~finite]).all()
+    return float(np.abs(found - exact, where=finite, out=np.zeros(exact.shape)).max(initial=0))
+
+
+def _reversed(array: np.ndarray) -> np.ndarray:
+    return array[..., ::-1].copy()[..., ::-1] if array.ndim else array
+
+
+def _fortran(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, order="F")
+
+
+def _size(exact: Any) -> float:
+    return float(np.abs(exact, where=np.isfinite(exact), out=np.zeros(exact.shape)).max(initial=0))

@@ -1,0 +1,130 @@
+"""Arrays of NumPy, CuPy, torch, JAX and of anything that speaks DLPack, without copies."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .errors import DTypeError, FrameworkError
+
+
+class Framework(NamedTuple):
+    """A foreign library: how its arrays become NumPy's or CuPy's, and how results go back."""
+
+    name: str
+    adopt: Callable[[Any], Any]
+    give_back: Callable[[Any], Any]
+    stream: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def _torch_adopt(tensor: Any) -> Any:
+    import torch
+
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise FrameworkError(
+            "torch's autograd would not see this call: use unsloth_cupy.interop.torch,"
+            " pass tensor.detach(), or call under torch.no_grad()"
+        )
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _torch_give_back(array: Any) -> Any:
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _jax_give_back(array: Any) -> Any:
+    import jax.numpy
+
+    return jax.numpy.asarray(array)
+
+
+FRAMEWORKS = {
+    "torch": Framework("torch", _torch_adopt, _torch_give_back),
+    "jax": Framework("jax", np.asarray, _jax_give_back),
+}
+DLPACK = Framework("dlpack", np.from_dlpack, lambda array: array)
+
+
+def empty(shape: Any, dtype: Any, like: Any) -> Any:
+    """Return a new array, uninitialised, of like's library and device."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    return sys.modules["cupy"].empty(shape, dtype)
+
+
+def full_like(array: Any, number: float) -> Any:
+    """Return a new array of array's library, shape, dtype and device, filled with a number."""
+    library = framework_of(array)
+    if library in ("numpy", "cupy"):
+        return np.full_like(array, number)
+    there = sys.modules["jax.numpy" if library == "jax" else library]
+    return there.full_like(array, number)
+
+
+def framework_of(array: Any) -> str:
+    """Return the name of the library an array comes from; raise for what is no array."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    name = type(array).__module__.partition(".")[0]
+    name = {"jaxlib": "jax"}.get(name, name)
+    if name in ("cupy", "torch", "jax") or hasattr(array, "__dlpack__"):
+        return name
+    raise DTypeError(f"is no array but {type(array).__name__}; wrap it in numpy.asarray(...)")
+
+
+def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
+    """Return the one library that all arrays of a call come from, or raise."""
+    places: dict[str, str] = {}
+    for name, array in zip(names, arrays, strict=True):
+        if array is not None and not isinstance(array, int):
+            try:
+                places[name] = framework_of(array)
+            except DTypeError as error:
+                raise DTypeError(f"{op}: {name} {error}") from None
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} from {place}" for name, place in places.items())
+        raise FrameworkError(f"{op}: arrays of one call must come from one library: {listed}")
+    return next(iter(places.values()), "numpy")
+
+
+def packed(array: Any) -> Any:
+    """Return array with its elements in C order, copied only where they are not."""
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def check_devices(op: str, names: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Raise if the arrays of a call live on more than one device."""
+    places = {
+        name: str(array.device)
+        for name, array in zip(names, arrays, strict=True)
+        if array is not None and type(array) is not int
+    }
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise FrameworkError(f"{op}: arrays of one call must be on one device: {listed}")
+
+
+def elsewhere(
+    library: str,
+    call: Callable[[list[Any], dict[str, Any]], Any],
+    arrays: Sequence[Any],
+    options: dict[str, Any],
+) -> Any:
+    """Run call on adopted arrays of another library, on its stream, and give results back."""
+    there = FRAMEWORKS.get(library, DLPACK)
+    with there.stream():
+        adopted = [a if a is None or type(a) is int else there.adopt(a) for a in arrays]
+        result = call(adopted, options)
+        if type(result) is tuple:
+            return tuple(a if a is None else there.give_back(a) for a in result)
+        return there.give_back(result)

@@ -1,0 +1,1 @@
+"""The ops, one module each: formula, definition, launch, backward."""

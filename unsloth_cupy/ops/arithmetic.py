@@ -1,0 +1,80 @@
+"""What joins ops on a tape: sums, products, and other views of the same elements."""
+
+import math
+
+import numpy as np
+
+from .._op import op
+from .._typing import Array
+from ..errors import ShapeError
+
+
+@op("a(*axes), b(*axes) -> c(*axes)")
+def add(a: Array, b: Array) -> Array:
+    """Return ``c = a + b``, element by element; both have the same shape and dtype."""
+    return a + b
+
+
+@add.gradient("dc(*axes) -> da(*axes), db(*axes)")
+def add_backward(dc: Array) -> tuple[Array, Array]:
+    """Return the gradients of a and b."""
+    return dc, dc
+
+
+@op("a(*axes), b(*axes) -> c(*axes)")
+def multiply(a: Array, b: Array) -> Array:
+    """Return ``c = a * b``, element by element; both have the same shape and dtype."""
+    return a * b
+
+
+@multiply.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
+def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    """Return the gradients of a and b."""
+    return dc * b, dc * a
+
+
+@op("x(*axes) -> y(*axes)")
+def scale(x: Array, *, factor: float) -> Array:
+    """Return ``y = factor * x``, rounded once."""
+    return x * x.dtype.type(factor)
+
+
+@scale.gradient("dy(*axes) -> dx(*axes)")
+def scale_backward(dy: Array, *, factor: float) -> Array:
+    """Return the gradient of x."""
+    return dy * dy.dtype.type(factor)
+
+
+@op("x(*axes) -> y(*shape)", widen=False)
+def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
+    """Return the elements of x in another shape; one size may be -1.
+
+    Raises
+    ------
+    ShapeError
+        x does not have as many elements as shape.
+    """
+    known = math.prod(n for n in shape if n != -1)
+    if (x.size != known) if -1 not in shape else (known == 0 or x.size % known):
+        raise ShapeError(f"reshape: x {x.shape} has {x.size} elements; shape={shape} does not")
+    return x.reshape(shape)
+
+
+@reshape.gradient("dy(*shape), x(*axes) -> dx(*axes)")
+def reshape_backward(dy: Array, x: Array) -> Array:
+    """Return the gradient of x."""
+    return dy.reshape(x.shape)
+
+
+@op("x(*rows, columns) -> y(*rows, part)", widen=False)
+def columns(x: Array, *, start: int, stop: int) -> Array:
+    """Return ``y = x[..., start:stop]``: what splits a fused projection."""
+    return x[..., start:stop]
+
+
+@columns.gradient("dy(*rows, part), x(*rows, columns) -> dx(*rows, columns)")
+def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
+    """Return the gradient of x: dy, with zeros around it."""
+    dx = np.zeros_like(x)
+    dx[..., start:stop] = dy
+    return dx

@@ -1,0 +1,189 @@
+"""A tape records ops as they run and replays their backward ops in reverse.
+
+    tape = Tape()
+    w = tape.watch(weight)
+    loss = rms_norm(x, w)
+    (dw,) = tape.gradients(loss, [w], seed)
+
+The wiring is by name: a backward op asks for inputs, outputs and d + output of its forward op,
+and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
+"""
+
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+from . import _arrays
+from ._signature import DIFFERENTIABLE
+from .errors import GradientError, ShapeError
+
+
+class Var:
+    """An array on a tape: ``value`` is the array; ops of a Var give Vars."""
+
+    __slots__ = ("index", "tape", "value")
+
+    def __init__(self, value: Any, tape: "Tape") -> None:
+        self.value, self.tape = value, tape
+        self.index = tape.issued
+        tape.issued += 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the array."""
+        return len(self.value.shape)
+
+    def reshape(self, *shape: int) -> "Var":
+        """Return the same elements in another shape, on the tape."""
+        from .ops import arithmetic
+
+        return arithmetic.reshape(self, shape=shape)  # type: ignore[arg-type,return-value]
+
+    def __add__(self, other: Any) -> "Var":
+        """Add an array of the same shape."""
+        from .ops import arithmetic
+
+        return arithmetic.add(self, other)  # type: ignore[arg-type,return-value]
+
+    def __getitem__(self, index: tuple[EllipsisType, slice]) -> "Var":
+        """Return ``[..., start:stop]``: a part of the last axis."""
+        from .ops import arithmetic
+
+        _, part = index
+        start, stop, _ = part.indices(self.shape[-1])
+        return arithmetic.columns(self, start=start, stop=stop)  # type: ignore[arg-type,return-value]
+
+    def __repr__(self) -> str:
+        """Show shape and dtype, not the numbers."""
+        return f"Var({self.shape}, {self.dtype})"
+
+
+class Entry(NamedTuple):
+    """One call: the op, its values by name, and the indices of those that are Vars."""
+
+    op: Any
+    values: dict[str, Any]
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    options: dict[str, Any]
+
+
+class Tape:
+    """The ops of one forward pass, in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.issued = 0
+
+    def watch(self, array: Any) -> Var:
+        """Return array as a Var whose uses this tape records."""
+        return Var(array, self)
+
+    def gradients(self, of: Var, wrt: Sequence[Var], seed: Any = None) -> list[Any]:
+        """Return the gradient of ``sum(seed * of)`` with respect to each of wrt.
+
+        Parameters
+        ----------
+        of : Var
+            The result to differentiate.
+        wrt : sequence of Var
+            Vars of this tape; one that ``of`` does not depend on gets zeros.
+        seed : array, optional
+            Weights of the elements of ``of``, in its shape; 1 where ``of`` is a scalar.
+
+        Raises
+        ------
+        GradientError
+            The way back passes an op, or enters an input, that has no gradient.
+        ShapeError
+            seed is missing for an array, or its shape is not that of ``of``.
+        """
+        if any(var.tape is not self for var in (of, *wrt)):
+            raise GradientError("Tape.gradients: a Var belongs to another tape; use one tape")
+        if seed is None and of.shape != ():
+            raise ShapeError(f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape")
+        seed = _arrays.full_like(of.value, 1) if seed is None else seed
+        if tuple(seed.shape) != tuple(of.shape):
+            raise ShapeError(f"Tape.gradients: seed has shape {seed.shape}, of has {of.shape}")
+        kept = {var.index for var in wrt}
+        grads: dict[int, Any] = {of.index: seed}
+        for entry in reversed(self.entries):
+            take = {
+                name: grads.get(i) if i in kept else grads.pop(i, None)
+                for name, i in entry.outputs.items()
+            }
+            if any(grad is not None for grad in take.values()):
+                _add_back(entry, take, grads)
+        found = ((var, grads.get(var.index)) for var in wrt)
+        return _unshared(
+            [_arrays.full_like(var.value, 0) if grad is None else grad for var, grad in found], seed
+        )
+
+
+def record(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Run op on the values and write the call on the tape."""
+    tape: Tape = next(array.tape for array in arrays if type(array) is Var)
+    if any(array.tape is not tape for array in arrays if type(array) is Var):
+        raise GradientError(f"{op.__name__}: arguments are on two tapes; watch them on one")
+    values = [array.value if type(array) is Var else array for array in arrays]
+    result = op.call(list(values), options)
+    results = result if type(result) is tuple else (result,)
+    outputs = [None if value is None else Var(value, tape) for value in results]
+    names = [operand.name for operand in op.contract.outputs]
+    entry = Entry(
+        op,
+        {**dict(zip(op.names, values, strict=True)), **dict(zip(names, results, strict=True))},
+        {n: a.index for n, a in zip(op.names, arrays, strict=True) if type(a) is Var},
+        {n: v.index for n, v in zip(names, outputs, strict=True) if v is not None},
+        dict(options),
+    )
+    tape.entries.append(entry)
+    return tuple(outputs) if type(result) is tuple else outputs[0]
+
+
+def _add_back(entry: Entry, take: dict[str, Any], grads: dict[int, Any]) -> None:
+    """Call the backward op of one entry and add what it returns to grads."""
+    op, backward = entry.op, entry.op.backward
+    if backward is None:
+        raise GradientError(f"{op.__name__} has no gradient; keep it off the way to the loss")
+    wired = entry.values | {"d" + name: grad for name, grad in take.items()}
+    for operand in backward.contract.inputs:
+        if wired.get(operand.name) is None and not operand.optional:
+            wired[operand.name] = _arrays.full_like(entry.values[operand.name[1:]], 0)
+    options = {name: entry.options[name] for name in backward.options & entry.options.keys()}
+    result = backward.call([wired.get(name) for name in backward.names], options)
+    result = result if type(result) is tuple else (result,)
+    found = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
+    for operand in op.contract.inputs:
+        index, grad = entry.inputs.get(operand.name), found.get(operand.name)
+        if index is None or operand.kind in ("int", "bool", "byte", "code"):
+            continue
+        if grad is None:
+            reason = "is a constant" if operand.kind not in DIFFERENTIABLE else "has no gradient"
+            raise GradientError(f"{op.__name__}: {operand.name} {reason}; do not watch it")
+        grads[index] = grads[index] + grad if index in grads else grad
+
+
+def _unshared(grads: list[Any], seed: Any) -> list[Any]:
+    """Copy what shares memory: a caller may scale gradients in place."""
+    seen = {id(_owner(seed))}
+    for i, grad in enumerate(grads):
+        if id(_owner(grad)) in seen:
+            grads[i] = grad + _arrays.full_like(grad, 0)
+        seen.add(id(_owner(grads[i])))
+    return grads
+
+
+def _owner(array: Any) -> Any:
+    base = getattr(array, "base", None)
+    return array if base is None else base

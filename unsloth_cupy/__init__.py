@@ -15,5 +15,10 @@ from .ops.rms_norm import rms_norm_backward as rms_norm_backward
 from .ops.rms_norm import rms_norm_forward as rms_norm_forward
 
 # Training
+from .gradients import clip_gradients as clip_gradients
+from .optimizer import AdamW as AdamW
+from .schedules import constant_schedule as constant_schedule
+from .schedules import cosine_schedule as cosine_schedule
+from .schedules import linear_schedule as linear_schedule
 from .tape import Tape as Tape
 from .tape import Var as Var

@@ -64,14 +64,14 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
 
 def full_like(array: Any, number: float) -> Any:
     """Return a new array of array's library, shape, dtype and device, filled with a number."""
-    library = framework_of(array)
+    library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
         return np.full_like(array, number)
     there = sys.modules["jax.numpy" if library == "jax" else library]
     return there.full_like(array, number)
 
 
-def framework_of(array: Any) -> str:
+def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is no array."""
     if isinstance(array, np.ndarray):
         return "numpy"
@@ -79,7 +79,8 @@ def framework_of(array: Any) -> str:
     name = {"jaxlib": "jax"}.get(name, name)
     if name in ("cupy", "torch", "jax") or hasattr(array, "__dlpack__"):
         return name
-    raise DTypeError(f"is no array but {type(array).__name__}; wrap it in numpy.asarray(...)")
+    kind = type(array).__name__
+    raise DTypeError(f"{what} is no array but {kind}; wrap it in numpy.asarray(...)")
 
 
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
@@ -87,10 +88,7 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
     places: dict[str, str] = {}
     for name, array in zip(names, arrays, strict=True):
         if array is not None and not isinstance(array, int):
-            try:
-                places[name] = framework_of(array)
-            except DTypeError as error:
-                raise DTypeError(f"{op}: {name} {error}") from None
+            places[name] = framework_of(array, f"{op}: {name}")
     if len(set(places.values())) > 1:
         listed = ", ".join(f"{name} from {place}" for name, place in places.items())
         raise FrameworkError(f"{op}: arrays of one call must come from one library: {listed}")

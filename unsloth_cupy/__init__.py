@@ -14,6 +14,9 @@ from .ops.rms_norm import rms_norm as rms_norm
 from .ops.rms_norm import rms_norm_backward as rms_norm_backward
 from .ops.rms_norm import rms_norm_forward as rms_norm_forward
 
+# Inference
+from .kv_cache import KVCache as KVCache
+
 # Training
 from .gradients import clip_gradients as clip_gradients
 from .optimizer import AdamW as AdamW

@@ -71,6 +71,11 @@ def full_like(array: Any, number: float) -> Any:
     return there.full_like(array, number)
 
 
+def on_host(array: Any) -> Any:
+    """Return array as NumPy's, copied from its GPU where it lives on one."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
 def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is no array."""
     if isinstance(array, np.ndarray):

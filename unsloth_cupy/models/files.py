@@ -1,0 +1,230 @@
+"""Checkpoint folders: config.json, generation_config.json and safetensors files, nothing else.
+
+Every tensor's name, shape and dtype is checked before one is used.  Pickles are never opened:
+they can run code.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from .. import _arrays
+from .._signature import BFLOAT16, FLOATS
+from .._typing import Array
+from ..errors import ConfigError
+from .config import Config
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F16": np.dtype("float16"),
+    "BF16": BFLOAT16,
+    "F32": np.dtype("float32"),
+    "F64": np.dtype("float64"),
+}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# Gemma 3 with eyes: its language model goes by other names, and its eyes stay behind.
+RENAMED = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+LEFT_OUT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$")
+
+Layout = dict[str, list[str]]  # file -> names of the parameters in it
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; pass a folder that holds one") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
+    return values
+
+
+class Home(NamedTuple):
+    """Where a parameter is: the file, its name there, its dtype there."""
+
+    file: str
+    stored: str
+    dtype: np.dtype[Any]
+
+
+def read_tensors(
+    folder: Path, config: Config, dtype: np.dtype[Any] | None
+) -> tuple[dict[str, Array], Layout]:
+    """Return the parameters of a checkpoint, and which file holds which.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or truncated; a tensor is missing, unexpected, of another shape than
+        config.json says, or of a dtype that is no float.
+    """
+    homes: dict[str, Home] = {}
+    files = _weight_files(folder)
+    for file in files:
+        _find(folder / file, config, homes)
+    shapes = config.shapes()
+    if missing := [name for name in shapes if name not in homes]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"{folder}: tensor {missing[0]!r}{more} is missing in {', '.join(files)}; copy the"
+            " checkpoint again, or correct config.json"
+        )
+    if dtype is None:
+        _check_mixture(folder, homes)
+    parameters: dict[str, Array] = {}
+    layout: Layout = {file: [name for name in shapes if homes[name].file == file] for file in files}
+    for file, names in layout.items():
+        with _opened(folder / file) as tensors:
+            for name in names:
+                home = homes[name]
+                array = tensors.get_tensor(home.stored).astype(dtype or home.dtype, copy=False)
+                parameters[name] = array if array.flags.writeable else array.copy()
+    return {name: parameters[name] for name in shapes}, layout
+
+
+def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:
+    """Enter every tensor of a file into homes, or raise at the first that does not belong."""
+    shapes = config.shapes()
+    with _opened(path) as tensors:
+        for stored in tensors.keys():  # noqa: SIM118 -- it is no dict
+            name = _renamed(stored)
+            if LEFT_OUT.match(stored) or (config.tied and name == "lm_head.weight"):
+                continue
+            part = tensors.get_slice(stored)
+            shape, code = tuple(part.get_shape()), part.get_dtype()
+            problem = None
+            if name not in shapes:
+                problem = f"is not part of the {config.model_type} that config.json describes"
+            elif name in homes:
+                problem = f"is also in {homes[name].file}; keep one"
+            elif shape != shapes[name]:
+                problem = f"has shape {shape}; config.json asks for {shapes[name]}"
+            elif code not in DTYPES:
+                problem = f"is {code}; it must be {', '.join(DTYPES)}"
+            if problem:
+                raise ConfigError(f"{path}: tensor {stored!r} {problem}")
+            homes[name] = Home(path.name, stored, DTYPES[code])
+
+
+def write_folder(
+    folder: Path,
+    texts: Mapping[str, Mapping[str, Any]],
+    parameters: Mapping[str, Array],
+    layout: Layout,
+) -> None:
+    """Write a checkpoint beside its place, then rename it: a crash leaves the old or the new.
+
+    A folder that exists keeps its other files (a tokenizer), and each file is replaced whole.
+
+    Raises
+    ------
+    ConfigError
+        The folder holds weights in other files: together they would be no checkpoint.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"save: {folder} is a file; pass a folder")
+    if len(layout) > 1:
+        weights = {name: file for file, names in layout.items() for name in names}
+        size = sum(array.nbytes for array in parameters.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weights}
+        texts = {**texts, INDEX: index}
+    kept = {*layout, *texts}
+    strangers = {p.name for p in folder.glob("*.safetensors*")} - kept if folder.is_dir() else ()
+    if strangers:
+        listed = ", ".join(sorted(strangers))
+        raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for file, names in layout.items():
+            tensors = {
+                name: np.ascontiguousarray(_arrays.on_host(parameters[name])) for name in names
+            }
+            safetensors.numpy.save_file(tensors, beside / file, metadata={"format": "pt"})
+        for file, values in texts.items():
+            (beside / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        for path in beside.iterdir():
+            with path.open("rb+") as stream:
+                os.fsync(stream.fileno())
+        beside.chmod(0o755)  # mkdtemp is for its maker only
+        if folder.is_dir():
+            for file in kept:
+                (beside / file).replace(folder / file)
+        else:
+            beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files of a checkpoint."""
+    if (folder / INDEX).exists():
+        weights = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
+            raise ConfigError(f"{folder / INDEX}: weight_map must map tensors to file names")
+        files = sorted(set(weights.values()))
+        for file in files:
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ConfigError(f"{folder / INDEX}: {file!r} is no safetensors file beside it")
+        return files
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    files = [file for file in files if not file.startswith("adapter_")]
+    if files:
+        return files
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ConfigError(
+            f"{folder} holds only {', '.join(pickles)}; pickled weights can run code and are never"
+            " read: store them as safetensors (in transformers: model.save_pretrained(folder))"
+        )
+    raise ConfigError(f"{folder} holds no *.safetensors file; pass the folder of a checkpoint")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, or say which one is missing or broken."""
+    try:
+        stream = safetensors.safe_open(path, framework="np")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; download or copy it again") from None
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is truncated or broken ({error}); copy it again") from None
+    with stream as tensors:
+        yield tensors
+
+
+def _renamed(stored: str) -> str:
+    for prefix, plain in RENAMED:
+        if stored.startswith(prefix):
+            return plain + stored.removeprefix(prefix)
+    return stored
+
+
+def _check_mixture(folder: Path, homes: Mapping[str, Home]) -> None:
+    """Raise unless all tensors have one dtype; norms alone may be float32 beside 16 bits."""
+    main = homes["model.embed_tokens.weight"].dtype
+    for name, home in homes.items():
+        if home.dtype != main and not (name.endswith("norm.weight") and home.dtype == FLOATS[2]):
+            raise ConfigError(
+                f"{folder / home.file}: tensor {home.stored!r} is {home.dtype} among {main};"
+                " choose one for all, as in load(folder, dtype='float32')"
+            )

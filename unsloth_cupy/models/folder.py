@@ -1,0 +1,140 @@
+"""Models from folders and from nothing: ``load`` and ``create``."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._signature import FLOAT32, FLOATS
+from .._typing import Array
+from ..errors import ConfigError
+from .files import read_json, read_tensors
+from .parse import parse, text_config, token_ids
+from .transformer import Transformer
+
+
+def load(
+    folder: str | PathLike[str], *, dtype: Any = None, device: str | None = None
+) -> Transformer:
+    """Return the model of a Hugging Face folder: config.json and safetensors files.
+
+    Model types: llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3 (its language model), phi3,
+    olmo2, bitnet.  Every tensor's name, shape and dtype is checked before one is used; pickled
+    weights are never read and no code in a folder is ever run.
+
+    Parameters
+    ----------
+    folder : path
+        Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
+        differ from config.json's, generation_config.json.
+    dtype : dtype or its name, optional
+        float16, bfloat16, float32 or float64; None keeps the checkpoint's.
+    device : str, optional
+        "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None: NumPy.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing, broken or at odds with config.json; the message names it and the cure.
+    """
+    path = Path(fspath(folder))
+    if not path.is_dir():
+        raise ConfigError(f"load: {path} is no folder; pass one that holds config.json")
+    source = read_json(path / "config.json")
+    try:
+        config = parse(source)
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(source)}
+    if (path / "generation_config.json").exists():
+        generation = texts["generation_config.json"] = read_json(path / "generation_config.json")
+        config = replace(
+            config,
+            end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
+            pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
+        )
+    wanted = None if dtype is None else _dtype("load", dtype)
+    with _device("load", device) as place:
+        parameters, layout = read_tensors(path, config, wanted)
+        parameters = {name: place(array) for name, array in parameters.items()}
+        return Transformer(config, parameters, texts, layout)
+
+
+def create(
+    config: Mapping[str, Any], *, seed: int, dtype: Any = "float32", device: str | None = None
+) -> Transformer:
+    """Return a model with random parameters.
+
+    Matrices are drawn from a normal distribution with a standard deviation of the config's
+    ``initializer_range``; norms begin at 1, biases at 0.
+
+    Parameters
+    ----------
+    config : dict
+        As in a Hugging Face config.json; ``model_type`` names the family.
+    seed : int
+        Equal seeds give equal parameters.
+    dtype, device
+        As in ``load``.
+
+    Raises
+    ------
+    ConfigError
+        The config or an option makes no sense.
+    """
+    parsed, kind = parse(config), _dtype("create", dtype)
+    if type(seed) is not int or seed < 0:
+        raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
+    with _device("create", device) as place:
+        parameters: dict[str, Array] = {}
+        for index, (name, shape) in enumerate(parsed.shapes().items()):
+            if name.endswith("norm.weight"):
+                array = np.full(shape, 1 - parsed.norm_offset, kind)
+            elif name.endswith(".bias"):
+                array = np.zeros(shape, kind)
+            else:
+                draw = np.random.default_rng([seed, index])
+                array = draw.standard_normal(shape, FLOAT32) * FLOAT32.type(
+                    parsed.initializer_range
+                )
+                array = array.astype(kind)
+            parameters[name] = place(array)
+        return Transformer(parsed, parameters, {"config.json": dict(text_config(config))})
+
+
+def _dtype(call: str, given: Any) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(given)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype not in FLOATS:
+        known = ", ".join(known.name for known in FLOATS)
+        raise ConfigError(f"{call}: dtype={given!r}; choose from {known}")
+    return dtype
+
+
+@contextmanager
+def _device(call: str, device: str | None) -> Iterator[Callable[[Any], Any]]:
+    """Yield a function that puts an array on the device, while that device is the current one."""
+    if device is None:
+        yield lambda array: array
+        return
+    found = re.fullmatch(r"cuda(?::(\d+))?", str(device))
+    if found is None:
+        raise ConfigError(f"{call}: device={device!r}; choose None (NumPy), 'cuda' or 'cuda:1'")
+    try:
+        import cupy
+    except ImportError:
+        cure = "pip install 'unsloth-cupy[cuda12]' or leave device out"
+        raise ConfigError(f"{call}: device={device!r} needs CuPy: {cure}") from None
+    count = cupy.cuda.runtime.getDeviceCount() if cupy.cuda.is_available() else 0
+    number = int(found[1] or 0)
+    if number >= count:
+        raise ConfigError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; leave it out")
+    with cupy.cuda.Device(number):
+        yield cupy.asarray

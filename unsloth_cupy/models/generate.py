@@ -1,0 +1,178 @@
+"""Generation: prompts in, tokens out, one step at a time through a KV cache.
+
+p = softmax(logits / temperature), cut to the top_k most likely tokens, then to the fewest
+whose share reaches top_p; the next token is where the running sum of p passes a uniform draw
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _arrays
+from .._typing import Array
+from ..errors import ConfigError
+from ..kv_cache import KVCache
+from .config import Config
+from .inputs import check
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to go on, as ``Transformer.generate`` describes it."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens"):
+            self._require(name, _is_int(getattr(self, name), 0), "be an integer, 0 or more")
+        self._require(
+            "min_new_tokens",
+            self.min_new_tokens <= self.max_new_tokens,
+            f"not exceed max_new_tokens={self.max_new_tokens}",
+        )
+        warm = _is_number(self.temperature) and 0 <= self.temperature < float("inf")
+        self._require("temperature", warm, "be a number, 0 (greedy) or more")
+        self._require(
+            "top_k", self.top_k is None or _is_int(self.top_k, 1), "be 1 or more, or None"
+        )
+        share = self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1)
+        self._require("top_p", share, "be in (0, 1], or None")
+        drawn = self.temperature == 0 and self.seed is None
+        self._require(
+            "seed", drawn or _is_int(self.seed, 0), "be an integer, as in seed=0, to draw"
+        )
+
+    def _require(self, name: str, fine: bool, must: str) -> None:
+        if not fine:
+            raise ConfigError(f"generate: {name}={getattr(self, name)!r} must {must}")
+
+    def end_tokens(self, config: Config) -> Array:
+        """Return the tokens that end a row."""
+        stop = self.stop
+        if stop is None:
+            return np.array([token for token in config.end_tokens if token < config.vocab], int)
+        listed = list(stop) if isinstance(stop, Sequence) else [stop]
+        if not all(_is_int(token, 0) for token in listed):
+            raise ConfigError(f"generate: stop={stop!r} must be a token, a list of them, or None")
+        if any(token >= config.vocab for token in listed):
+            raise ConfigError(
+                f"generate: stop={stop!r} is outside the vocabulary of {config.vocab}"
+            )
+        return np.array(listed, int)
+
+
+def stream(
+    model: "Transformer", tokens: Array, mask: Array | None, options: Options
+) -> Iterator[Array]:
+    """Check everything, then return an iterator over the new tokens: (batch,) each."""
+    ends = options.end_tokens(model.config)
+    check(tokens, mask)
+    prompt = _arrays.on_host(tokens)
+    real = np.ones(prompt.shape, bool) if mask is None else _arrays.on_host(mask) != 0
+    if not real.any(axis=1).all():
+        row = int(np.argmin(real.any(axis=1)))
+        raise ConfigError(f"generate: row {row} has no real token; begin it with one")
+    # Padding goes to the left, so that new tokens follow their prompt without a gap.
+    order = np.argsort(real, axis=1, kind="stable")
+    prompt, real = (np.take_along_axis(array, order, axis=1) for array in (prompt, real))
+    return _steps(model, tokens, prompt, real, ends, options)
+
+
+def _steps(
+    model: "Transformer", like: Array, prompt: Array, real: Array, ends: Array, options: Options
+) -> Iterator[Array]:
+    config, most = model.config, options.max_new_tokens
+    batch, length = prompt.shape
+    pad = config.pad_token
+    if pad is None:
+        pad = config.end_tokens[0] if config.end_tokens else 0
+    draws = [np.random.default_rng([options.seed or 0, row]) for row in range(batch)]
+    cache = KVCache(
+        config.layers,
+        batch,
+        length + most,
+        config.kv_heads,
+        config.dim,
+        dtype=model.table.dtype,
+        like=model.table,
+    )
+    finished = np.zeros(batch, bool)
+    past, seen = prompt, real
+    switch = _switch(config)
+    for step in range(most):
+        if finished.all():
+            return
+        new = past if step == 0 else past[:, -1:]
+        longest = int(seen.sum(axis=1).max(initial=0))
+        if longest == switch and step:  # every angle changes: the cache is worth nothing now
+            cache.reset()
+            new = past
+        there, shown = _like(new, like), _like(seen, like) if new is past else None
+        x = model.hidden(model.parameters, there, shown, cache)
+        logits = _arrays.on_host(model.head(x[:, -1:]))[:, 0].astype(np.float64)
+        if step < options.min_new_tokens:
+            logits[:, ends] = -np.inf
+        chosen = _choose(logits, options, draws)
+        shown_tokens = np.where(finished, pad, chosen).astype(like.dtype)
+        yield _like(shown_tokens, like)
+        # A pad token may lie outside the vocabulary: rows that ended go on with any other.
+        past = np.concatenate([past, chosen[:, None].astype(like.dtype)], axis=1)
+        seen = np.concatenate([seen, np.ones((batch, 1), bool)], axis=1)
+        finished |= np.isin(chosen, ends)
+
+
+def _choose(logits: Array, options: Options, draws: list[np.random.Generator]) -> Array:
+    """Return one token per row of (batch, vocab) logits."""
+    if options.temperature == 0:
+        return logits.argmax(axis=-1)
+    rows = zip(logits, draws, strict=True)
+    return np.array([_draw(row, options, draw.random()) for row, draw in rows], int)
+
+
+def _draw(logits: Array, options: Options, uniform: float) -> int:
+    """Return the token at which the running sum of the kept probabilities passes uniform."""
+    order = np.arange(logits.size)
+    if options.top_k is not None or options.top_p is not None:
+        order = np.argsort(-logits, kind="stable")[: options.top_k]
+    kept = logits[order] / options.temperature
+    running = np.exp(kept - kept.max()).cumsum()
+    if options.top_p is not None:
+        running = running[: np.searchsorted(running, options.top_p * running[-1]) + 1]
+    index = np.searchsorted(running, uniform * running[-1], side="right")
+    return int(order[min(int(index), running.size - 1)])
+
+
+def _switch(config: Config) -> int | None:
+    """Return the length beyond which longrope takes other angles for all positions."""
+    ropes = (rope for rope in config.ropes.values() if rope.original is not None)
+    found = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
+    return next((original + 1 for original in found if original is not None), None)
+
+
+def _like(array: Array, like: Any) -> Any:
+    """Return a NumPy array on the device of like."""
+    if isinstance(like, np.ndarray):
+        return array
+    there = _arrays.empty(array.shape, array.dtype, like)
+    there.set(np.ascontiguousarray(array))
+    return there
+
+
+def _is_int(value: Any, least: int) -> bool:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return bool(whole and value >= least)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating))

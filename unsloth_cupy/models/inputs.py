@@ -1,0 +1,43 @@
+"""Tokens and masks, checked before anything is computed."""
+
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays
+from ..errors import DTypeError, RangeError, ShapeError
+from ..kv_cache import KVCache
+
+
+def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
+    """Raise unless tokens and mask are arrays that fit each other and the cache."""
+    _arrays.common("Transformer", ("tokens", "mask"), (tokens, mask))
+    if tokens.ndim != 2:
+        cure = "pass tokens[None]" if tokens.ndim == 1 else "pass (batch, tokens)"
+        raise ShapeError(f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}")
+    batch, new = tokens.shape
+    held = cache.length if cache is not None else 0
+    if cache is not None and cache.real.shape[0] != batch:
+        rows = cache.real.shape[0]
+        raise ShapeError(f"Transformer: tokens are {tokens.shape}, the cache has batch={rows}")
+    if cache is not None and held + new > cache.capacity:
+        problem = f"{new} tokens do not fit beside {held} of capacity={cache.capacity}"
+        raise RangeError(f"Transformer: {problem}; make the cache with capacity={held + new}")
+    if mask is None:
+        return
+    if mask.shape not in ((batch, new), (batch, held + new)):
+        raise ShapeError(f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make equal")
+    if mask.dtype.kind not in "biu":
+        raise DTypeError(f"Transformer: mask is {mask.dtype}; it must be bool or an integer")
+
+
+def real_keys(mask: Any, cache: KVCache | None, start: int, new: int) -> Any:
+    """Return which keys are no padding, (batch, keys), or None where all are known to be real."""
+    real = None if mask is None else mask != 0
+    if cache is None:
+        return None if isinstance(real, np.ndarray) and real.all() else real
+    stop = start + new
+    if real is not None:
+        cache.real[:, stop - real.shape[1] : stop] = real
+    known = cache.real[:, :stop]
+    return None if isinstance(known, np.ndarray) and known.all() else known

@@ -1,0 +1,232 @@
+"""From a Hugging Face config.json to a ``Config``, in the older and the newer form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .config import FULL, SLIDING, Config, Rope
+from .families import COMMON, FAMILIES, Family
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+}
+ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
+UNSUPPORTED = {
+    "quantization_config": "load the plain weights (float16, bfloat16 or float32) instead",
+    "use_bidirectional_attention": "only causal models are known",
+}
+
+
+class Reader:
+    """A config.json that names what is missing or wrong in it."""
+
+    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
+        self.values, self.family = values, family
+        self.defaults = {**COMMON, **family.defaults}
+
+    def get(self, key: str) -> Any:
+        """Return the value, or the family's default, or None."""
+        return self.values.get(key, self.defaults.get(key))
+
+    def size(self, key: str) -> int:
+        """Return a positive integer."""
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f'config: {key} is missing; add it, as in "{key}": 64')
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"config: {key} is {value!r}; it must be a positive integer")
+        return value
+
+    def number(self, key: str) -> float:
+        """Return a finite number that is not negative."""
+        value = self.get(key)
+        if type(value) not in (int, float) or not 0 <= value < float("inf"):
+            raise ConfigError(f"config: {key} is {value!r}; it must be a number, 0 or more")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """Return a truth value."""
+        value = self.get(key)
+        if type(value) is not bool:
+            raise ConfigError(f"config: {key} is {value!r}; it must be true or false")
+        return value
+
+
+def parse(values: Mapping[str, Any]) -> Config:
+    """Return the ``Config`` of a config.json.
+
+    Raises
+    ------
+    ConfigError
+        The model type is unknown, a key is missing or makes no sense, or sizes contradict.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
+    outer, values = values, text_config(values)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(sorted({*FAMILIES, "gemma3"}))
+        raise ConfigError(f"config: model_type is {model_type!r}; choose from {known}")
+    family = FAMILIES[model_type]
+    read = Reader(values, family)
+    for key, cure in UNSUPPORTED.items():
+        if outer.get(key) or values.get(key):
+            raise ConfigError(f"config: {key} is set; {cure}")
+    hidden, heads, layers = (
+        read.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    kv_heads = read.size("num_key_value_heads") if read.get("num_key_value_heads") else heads
+    if read.get("head_dim") is None and hidden % heads:
+        raise ConfigError(
+            f"config: hidden_size={hidden} is no multiple of num_attention_heads={heads};"
+            " change one of them or add head_dim"
+        )
+    dim = read.size("head_dim") if read.get("head_dim") is not None else hidden // heads
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
+    layer_types = _layer_types(read, layers)
+    bias = read.flag("attention_bias")
+    return Config(
+        model_type=model_type,
+        vocab=read.size("vocab_size"),
+        hidden=hidden,
+        inner=read.size("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        eps=read.number("rms_norm_eps"),
+        activation=_activation(read),
+        layer_types=layer_types,
+        window=read.size("sliding_window") if SLIDING in layer_types else None,
+        ropes={kind: _rope(read, kind, dim) for kind in sorted(set(layer_types))},
+        scale=(_obeyed(read, "query_pre_attn_scalar") or dim) ** -0.5,
+        softcap=_obeyed(read, "attn_logit_softcapping"),
+        logit_softcap=_obeyed(read, "final_logit_softcapping"),
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        query_key_norm=family.query_key_norm,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=bias if family.output_bias is None else family.output_bias,
+        mlp_bias=model_type == "llama" and read.flag("mlp_bias"),
+        fused=family.fused,
+        sub_norms=family.sub_norms,
+        tied=read.flag("tie_word_embeddings"),
+        initializer_range=read.number("initializer_range"),
+        positions=read.size("max_position_embeddings"),
+        end_tokens=token_ids("eos_token_id", outer, values),
+        pad_token=next(iter(token_ids("pad_token_id", outer, values)), None),
+    )
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a config.json that also describes others."""
+    if values.get("model_type") != "gemma3":
+        return values
+    inner = values.get("text_config", values)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
+    return {**inner, "model_type": "gemma3_text"}
+
+
+def _obeyed(read: Reader, key: str) -> float | None:
+    """Return a positive number, or None where it is absent or means nothing to the family."""
+    if key not in read.family.obeys or read.get(key) is None:
+        return None
+    number = read.number(key)
+    if number == 0:
+        raise ConfigError(f"config: {key} is 0; it must be positive, or null to leave it out")
+    return number
+
+
+def _activation(read: Reader) -> str:
+    """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
+    gemma = read.family.scaled_embedding
+    name = read.get("hidden_activation") if gemma else None
+    name = name or read.get("hidden_act")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
+    return "gelu_tanh" if gemma and name == "gelu" else ACTIVATIONS[name]
+
+
+def _layer_types(read: Reader, layers: int) -> tuple[str, ...]:
+    """Return for each layer whether its queries see all keys or a window of them."""
+    windows, window = read.family.windows, read.get("sliding_window")
+    if windows == "none" or (windows == "late" and not read.flag("use_sliding_window")):
+        return (FULL,) * layers
+    if windows == "all":
+        return (SLIDING if window else FULL,) * layers
+    given = read.get("layer_types")
+    if given is None and windows == "late":
+        first = read.get("max_window_layers")
+        return tuple(SLIDING if window and i >= first else FULL for i in range(layers))
+    if given is None:
+        every = read.size("sliding_window_pattern")
+        return tuple(SLIDING if (i + 1) % every else FULL for i in range(layers))
+    if not isinstance(given, list) or not {*given} <= {FULL, SLIDING} or len(given) != layers:
+        raise ConfigError(
+            f"config: layer_types must be a list of num_hidden_layers={layers} names,"
+            f" each {FULL!r} or {SLIDING!r}, not {given!r}"
+        )
+    return tuple(given)
+
+
+def _rope(read: Reader, kind: str, dim: int) -> Rope:
+    """Return the rotary positions of the layers of one type.
+
+    The newer form is ``rope_parameters``, for all layers or by layer type; the older one is
+    ``rope_theta``, ``rope_scaling`` and, in Gemma 3, ``rope_local_base_freq``.
+    """
+    local = kind == SLIDING and read.get("rope_local_base_freq") is not None
+    given = read.get("rope_parameters") or {}
+    scaling = read.get("rope_scaling") or {}
+    if not isinstance(given, Mapping) or not isinstance(scaling, Mapping):
+        raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
+    nested = FULL in given or SLIDING in given
+    parameters = dict(given.get(kind) or {}) if nested else {} if local else {**given, **scaling}
+    parameters.setdefault("rope_theta", read.get("rope_local_base_freq" if local else "rope_theta"))
+    base = Reader(parameters, read.family).number("rope_theta")
+    if base <= 0:
+        raise ConfigError("config: rope_theta is 0; it must be positive")
+    name = parameters.get("rope_type") or parameters.get("type") or "default"
+    if read.family.fused and name in ("su", "yarn"):  # what Phi-3 called longrope
+        name = "longrope"
+    if name not in ROPES:
+        raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
+    share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1
+    if type(share) not in (int, float) or not 0 < share <= 1 or int(dim * share) % 2:
+        raise ConfigError(
+            f"config: partial_rotary_factor={share!r} of a head of {dim} must be an even number"
+            " of elements; choose a share in (0, 1] and an even head_dim"
+        )
+    if name == "default":
+        return Rope(int(dim * share), base)
+    positions = read.size("max_position_embeddings")
+    original = positions
+    if name != "dynamic":
+        known = Reader({"original": read.get("original_max_position_embeddings")}, read.family)
+        original = parameters.get("original_max_position_embeddings", positions)
+        original = known.size("original") if known.get("original") else original
+    parameters |= {"rope_type": name, "original_max_position_embeddings": original}
+    if name == "longrope" and parameters.get("factor") is None:
+        parameters["factor"] = positions / original
+    return Rope(int(dim * share), base, parameters, original if name in GROWING else None)
+
+
+def token_ids(key: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the first source's token ids, one or a list; a negative one stands for none."""
+    given = next((source[key] for source in sources if source.get(key) is not None), None)
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(token) is not int for token in listed):
+        raise ConfigError(f"config: {key} is {given!r}; it must be a token id or a list of them")
+    return tuple(token for token in listed if token >= 0)

@@ -1,0 +1,278 @@
+"""A decoder-only transformer: the ops put to work.
+
+model = load(folder)
+logits = model.logits(tokens)
+loss, gradients = model.loss_and_gradients(tokens, labels)
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays, embedding, linear, linear_cross_entropy, rope_tables, scale
+from .._signature import FLOAT32
+from .._typing import Array
+from ..errors import DTypeError, ShapeError
+from ..kv_cache import KVCache
+from ..tape import Tape
+from . import generate as generation
+from .block import Call, block, join
+from .config import Config, Rope
+from .files import SINGLE, Layout, write_folder
+from .inputs import check, real_keys
+
+IGNORE = -100
+
+
+class Transformer:
+    """A language model: parameters by their Hugging Face names, and what can be done with them.
+
+    Attributes
+    ----------
+    config : Config
+        The block, as facts.
+    parameters : dict of str to array
+        Replace or change them in place: every call reads them anew.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parameters: dict[str, Array],
+        texts: Mapping[str, Mapping[str, Any]],
+        layout: Layout | None = None,
+    ) -> None:
+        self.config, self.parameters, self.texts = config, parameters, texts
+        self.layout = layout or {SINGLE: list(parameters)}
+        self.tables = {
+            kind: _tables(rope, self.table) for kind, rope in sorted(config.ropes.items())
+        }
+        for tables in self.tables.values():
+            tables(1)  # a broken rope_scaling shows now, not in the first call
+
+    @property
+    def table(self) -> Array:
+        """The embedding of every token: (vocab, hidden)."""
+        return self.parameters["model.embed_tokens.weight"]
+
+    def logits(
+        self, tokens: Array, *, mask: Array | None = None, cache: KVCache | None = None
+    ) -> Array:
+        """Return the score of every next token, at every position.
+
+        Parameters
+        ----------
+        tokens : (batch, tokens) int32 or int64
+            Token ids.
+        mask : (batch, tokens) bool or int, optional
+            True or 1 where a token is real, 0 where it is padding, on the left or on the right.
+            Positions count real tokens.  Logits at padding mean nothing.
+        cache : KVCache, optional
+            Continue after the tokens that it holds, and add these to it; mask may then also
+            cover all tokens, (batch, held + tokens).
+
+        Returns
+        -------
+        logits : (batch, tokens, vocab), in the dtype of the parameters
+
+        Raises
+        ------
+        RangeError
+            A token is outside the vocabulary, or the cache is full.
+        ShapeError, DTypeError
+            tokens or mask are no such arrays.
+        """
+        return self.head(self.hidden(self.parameters, tokens, mask, cache))
+
+    def loss(self, tokens: Array, labels: Array, *, mask: Array | None = None) -> Any:
+        """Return the mean negative log probability of the labels, in nats.
+
+        The shift by one token happens here: position t predicts ``labels[:, t + 1]``.
+
+        Parameters
+        ----------
+        tokens : (batch, tokens) int32 or int64
+            Token ids.
+        labels : (batch, tokens) int32 or int64
+            Usually the tokens themselves; -100 where a token does not count.
+        mask : (batch, tokens) bool or int, optional
+            As in ``logits``; padding counts unless its label is -100.
+
+        Returns
+        -------
+        loss : float64 scalar
+            0 where no label counts.
+        """
+        x = self.hidden(self.parameters, tokens, mask)
+        losses = self._losses(self.parameters, x, tokens, labels)
+        return losses.sum(dtype=np.float64) / _count(labels)
+
+    def loss_and_gradients(
+        self, tokens: Array, labels: Array, *, mask: Array | None = None
+    ) -> tuple[Any, dict[str, Array]]:
+        """Return ``loss`` and its gradient with respect to every parameter, by name."""
+        tape = Tape()
+        watched = {name: tape.watch(array) for name, array in self.parameters.items()}
+        x = self.hidden(watched, tokens, mask)
+        losses = self._losses(watched, x, tokens, labels)
+        count = _count(labels)
+        seed = _arrays.full_like(losses.value, 1) / count
+        gradients = tape.gradients(losses, list(watched.values()), seed.astype(losses.dtype))
+        loss = losses.value.sum(dtype=np.float64) / count
+        return loss, dict(zip(watched, gradients, strict=True))
+
+    def generate(
+        self,
+        tokens: Array,
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        mask: Array | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: int | Sequence[int] | None = None,
+    ) -> Array:
+        """Return the prompts, each followed by the tokens that the model goes on with.
+
+        Parameters
+        ----------
+        tokens : (batch, prompt) int32 or int64
+            Prompts, padded on the left or on the right where mask is 0.
+        max_new_tokens, min_new_tokens : int
+            How many tokens to add, at most and at least.
+        mask : (batch, prompt) bool or int, optional
+            1 where a token is real.
+        temperature : float
+            0: the most likely token.  Otherwise tokens are drawn from softmax(logits /
+            temperature), cut to the ``top_k`` most likely ones and then to the fewest whose
+            share reaches ``top_p``.
+        seed : int
+            Needed to draw.  Row i of a batch draws from (seed, i), whatever the other rows hold.
+        stop : int or sequence of int, optional
+            Tokens that end a row.  None: the config's; (): none, so rows run to max_new_tokens.
+
+        Returns
+        -------
+        tokens : (batch, prompt + new)
+            new is max_new_tokens, or less where all rows have ended before; a row that ended
+            is filled with the pad token.
+
+        Raises
+        ------
+        ConfigError
+            An option makes no sense.
+        """
+        options = generation.Options(
+            max_new_tokens, min_new_tokens, temperature, top_k, top_p, seed, stop
+        )
+        added = generation.stream(self, tokens, mask, options)
+        return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
+
+    def stream(
+        self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
+    ) -> Iterator[Array]:
+        """Yield what ``generate`` appends, as it is made: (batch,) tokens at a time."""
+        return generation.stream(self, tokens, mask, generation.Options(max_new_tokens, **options))
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write config.json and the parameters, in the files and under the names they came in.
+
+        Everything is written beside its place and then renamed: a crash leaves the old
+        checkpoint or the new one.  Other files in the folder stay.
+
+        Raises
+        ------
+        ConfigError
+            The folder is a file, or holds weights under other names.
+        """
+        name = self.table.dtype.name
+        config = dict(self.texts["config.json"])
+        for key in {"dtype", "torch_dtype"} & config.keys():
+            config[key] = name
+        texts = {**self.texts, "config.json": config}
+        write_folder(Path(folder), texts, self.parameters, self.layout)
+
+    def hidden(
+        self,
+        parameters: Mapping[str, Any],
+        tokens: Array,
+        mask: Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Return the normed output of the last block; parameters are arrays, or Vars of a tape."""
+        check(tokens, mask, cache)
+        config = self.config
+        new = tokens.shape[1]
+        branch = embedding(tokens, parameters["model.embed_tokens.weight"])
+        if config.embedding_scale != 1:  # rounded as the embedding is
+            branch = scale(branch, factor=float(np.asarray(config.embedding_scale, branch.dtype)))
+        start = cache.length if cache is not None else 0
+        real = real_keys(mask, cache, start, new)
+        length, positions = start + new, None
+        if real is not None:
+            counted = real.cumsum(axis=1)[:, start:] - 1
+            positions = counted * (counted > 0)
+            if any(rope.original is not None for rope in config.ropes.values()):
+                length = int(positions.max(initial=0)) + 1
+        rows = slice(None) if real is not None else slice(start, start + new)
+        tables = {
+            kind: tuple(table[rows] for table in tables(max(length, 1)))
+            for kind, tables in self.tables.items()
+        }
+        keys = None if real is None else real[:, None, None, :]
+        call = Call(config, parameters, tables, positions, keys, cache)  # type: ignore[arg-type]
+        stream = None
+        for layer in range(config.layers):
+            branch, stream = block(call, layer, branch, stream)
+        return join(call, "model.", "norm", branch, stream)[0]
+
+    def head(self, x: Array) -> Array:
+        """Return the logits of normed hidden states."""
+        logits = linear(x, self._head(self.parameters))
+        cap = self.config.logit_softcap
+        if cap is None:
+            return logits
+        wide = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
+        return (np.tanh(wide / cap) * cap).astype(logits.dtype, copy=False)
+
+    def _head(self, parameters: Mapping[str, Any]) -> Any:
+        return parameters["model.embed_tokens.weight" if self.config.tied else "lm_head.weight"]
+
+    def _losses(self, parameters: Mapping[str, Any], x: Any, tokens: Array, labels: Array) -> Any:
+        """Return the loss of every position: (batch, tokens) float32."""
+        _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
+        if labels.shape != tokens.shape:
+            raise ShapeError(f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal")
+        if labels.dtype.kind != "i":
+            raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
+        shifted = _arrays.full_like(labels, IGNORE)
+        shifted[:, :-1] = labels[:, 1:]
+        cap = self.config.logit_softcap
+        return linear_cross_entropy(x, self._head(parameters), shifted, ignore=IGNORE, softcap=cap)
+
+
+def _tables(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
+    """Return a function from a length to cos and sin of at least as many positions."""
+
+    @functools.lru_cache(maxsize=8)
+    def build(size: int) -> tuple[Array, Array]:
+        return rope_tables(size, rope.dim, base=rope.base, scaling=rope.scaling, like=like)
+
+    def tables(length: int) -> tuple[Array, Array]:
+        size = max(256, 1 << (length - 1).bit_length())  # so that decoding meets few sizes
+        if rope.original is not None:
+            size = min(size, rope.original) if length <= rope.original else length
+        return build(size)
+
+    return tables
+
+
+def _count(labels: Array) -> Any:
+    """Return how many labels count, at least 1, without asking a GPU."""
+    return (labels[:, 1:] != IGNORE).sum().clip(1)

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 import numpy as np
 
 from . import _arrays, _jit, tape
-from ._signature import DIFFERENTIABLE, FLOAT32, FLOATS, Form, check, explain, parse
+from ._signature import DIFFERENTIABLE, FLOAT32, FLOATS, Form, check, explain, parse, shape_of
 from .errors import RangeError
 
 P = ParamSpec("P")
@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     widen: tuple[int, ...]  # 16-bit operands of a definition
     ranges: tuple[tuple[int, int], ...]  # operand, exclusive limit of its values
     outputs: tuple[np.dtype[Any] | None, ...]
+    planned: tuple[tuple[int, ...], ...] | None  # shapes of the outputs, if only those are asked
 
 
 class Op(Generic[P, R]):
@@ -103,7 +104,12 @@ class Op(Generic[P, R]):
             return self._apply(cast(Callable[P, R], self.launch), arrays, options)
         for index in plan.widen:
             arrays[index] = arrays[index].astype(FLOAT32)
-        result: Any = self._apply(self.definition, arrays, options)
+        result: Any
+        if plan.planned is None:
+            result = self._apply(self.definition, arrays, options)
+        else:
+            result = tuple(map(_arrays.Planned.of, plan.planned, plan.outputs))
+            result = result if len(result) > 1 else result[0]
         if type(result) is not tuple:
             return cast(R, _rounded(result, plan.outputs[0]))
         return cast(R, tuple(map(_rounded, result, plan.outputs)))
@@ -153,17 +159,27 @@ class Op(Generic[P, R]):
         lead = next(a for a in arrays if a is not None and type(a) is not int)
         _arrays.check_devices(self.__name__, self.names, arrays)
         on_host = isinstance(lead, np.ndarray)
-        kernel = self.launch is not None and bound.dtype in _jit.KERNEL_DTYPES
+        planned = self._planned(arrays, bound.sizes)
+        kernel = planned is None and self.launch is not None and bound.dtype in _jit.KERNEL_DTYPES
+        widen = planned is None and self.widen
         return Plan(
             kernel and _jit.target_of(lead) is not None,
-            tuple(i for i, f in enumerate(forms) if f and self.widen and f.dtype in NARROW),
+            tuple(i for i, f in enumerate(forms) if f and widen and f.dtype in NARROW),
             tuple(
                 (i, bound.sizes[o.below])
                 for i, o in enumerate(self.contract.inputs)
                 if o.below and forms[i] and on_host  # reading values would stall a GPU
             ),
             bound.outputs,
+            planned,
         )
+
+    def _planned(self, arrays: Sequence[Any], sizes: Any) -> tuple[tuple[int, ...], ...] | None:
+        """Return the shapes of the outputs of planned arrays, where the signature knows them."""
+        if not any(type(array) is _arrays.Planned for array in arrays):
+            return None
+        shapes = tuple(shape_of(operand, sizes) for operand in self.contract.outputs)
+        return None if None in shapes else cast(tuple[tuple[int, ...], ...], shapes)
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:
         values = np.asarray(arrays[index])

@@ -156,7 +156,7 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
             return f"{operand.name} has {len(shape)} {axes_word}, not ({', '.join(operand.axes)})"
         pairs = zip(axes, shape, strict=True)
     for axis, size in pairs:
-        name, operator, number = re.fullmatch(r"\*?(\w+)([+/|?]?)(\d*)", axis).groups()  # type: ignore[union-attr]
+        name, operator, number = _parts(axis)
         if operator == "|" and size == 1:
             continue
         if operator == "/" or (operator == "+" and name in sizes):
@@ -169,6 +169,30 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
         if size != want:
             return f"{operand.name} has {axis.strip('*?')}={size}; it must be {want}"
     return None
+
+
+def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of an operand whose axes are bound; None where one of them is not."""
+    shape: tuple[int, ...] = ()
+    for axis in operand.axes:
+        name, operator, number = _parts(axis)
+        if name.isdigit():
+            shape += (int(name),)
+        elif name not in sizes:
+            if operator != "?":
+                return None
+        elif axis.startswith("*"):
+            shape += tuple(sizes[name])
+        elif operator == "/":
+            shape += (-(-sizes[name] // int(number)),)
+        else:
+            shape += (sizes[name] + int(number or 0),)
+    return shape
+
+
+def _parts(axis: str) -> tuple[str, str, str]:
+    """Return the name, the operator and the number of an axis."""
+    return re.fullmatch(r"\*?(\w+)([+/|?]?)(\d*)", axis).groups()  # type: ignore[union-attr,return-value]
 
 
 def _droppable(axes: tuple[str, ...]) -> int | None:

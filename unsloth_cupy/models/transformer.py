@@ -108,7 +108,7 @@ class Transformer:
             0 where no label counts.
         """
         x = self.hidden(self.parameters, tokens, mask)
-        losses = self._losses(self.parameters, x, tokens, labels)
+        losses = self.losses(self.parameters, x, tokens, labels)
         return losses.sum(dtype=np.float64) / _count(labels)
 
     def loss_and_gradients(
@@ -118,7 +118,7 @@ class Transformer:
         tape = Tape()
         watched = {name: tape.watch(array) for name, array in self.parameters.items()}
         x = self.hidden(watched, tokens, mask)
-        losses = self._losses(watched, x, tokens, labels)
+        losses = self.losses(watched, x, tokens, labels)
         count = _count(labels)
         seed = _arrays.full_like(losses.value, 1) / count
         gradients = tape.gradients(losses, list(watched.values()), seed.astype(losses.dtype))
@@ -244,7 +244,7 @@ class Transformer:
     def _head(self, parameters: Mapping[str, Any]) -> Any:
         return parameters["model.embed_tokens.weight" if self.config.tied else "lm_head.weight"]
 
-    def _losses(self, parameters: Mapping[str, Any], x: Any, tokens: Array, labels: Array) -> Any:
+    def losses(self, parameters: Mapping[str, Any], x: Any, tokens: Array, labels: Array) -> Any:
         """Return the loss of every position: (batch, tokens) float32."""
         _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
         if labels.shape != tokens.shape:

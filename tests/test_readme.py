@@ -1,0 +1,69 @@
+"""README.md tells the truth: its commands, its table of ops, its example and its links."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+import unsloth_cupy
+from unsloth_cupy._op import OPS, Op
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Return (op, gradient, kernel) of every op of the table."""
+    rows = re.findall(r"^\| (`.*`) \| .* \| (yes|no) \| (yes|no) \|$", README, re.M)
+    return [(name, *marks) for names, *marks in rows for name in re.findall(r"`(\w+)`", names)]
+
+
+def public_ops() -> set[str]:
+    """Return the public names that are ops, without the parts an op is made of."""
+    names = set()
+    for name, value in vars(unsloth_cupy).items():
+        module = getattr(value, "__module__", "")
+        made_here = isinstance(module, str) and module.startswith("unsloth_cupy.ops.")
+        function = isinstance(value, Op) or (callable(value) and not isinstance(value, type))
+        if made_here and function and not name.endswith(("_forward", "_backward")):
+            names.add(name)
+    return names
+
+
+def test_commands_are_what_the_ci_runs() -> None:
+    commands = re.findall(r"```sh\n(.*?)\n```", README, re.S)
+    assert len(commands) == 2
+    assert all("\n" not in command for command in commands), "one line each, to copy"
+    assert commands[0].endswith("unsloth-cupy finetune")
+    assert f"\n{commands[1]}\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_table_lists_every_public_op() -> None:
+    assert sorted(name for name, *_ in table()) == sorted(public_ops())
+
+
+@pytest.mark.parametrize(("name", "gradient", "kernel"), table())
+def test_table_is_true(name: str, gradient: str, kernel: str) -> None:
+    op = OPS.get(name) or OPS.get(f"{name}_forward")
+    if op is not None:  # what is no op is made of ops and has their gradients
+        assert (op.backward is not None) == (gradient == "yes")
+    assert (op is not None and op.launch is not None) == (kernel == "yes")
+
+
+def test_example_runs() -> None:
+    result = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_fits_one_screen() -> None:
+    lines = README.splitlines()
+    assert len(lines) < 80
+    assert max(len(line) for line in lines) <= 110

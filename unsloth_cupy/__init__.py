@@ -9,10 +9,31 @@ from .ops.arithmetic import multiply as multiply
 from .ops.arithmetic import reshape as reshape
 from .ops.arithmetic import scale as scale
 
+# Matrices and tables
+from .ops.embedding import embedding as embedding
+from .ops.embedding import embedding_backward as embedding_backward
+from .ops.linear import linear as linear
+from .ops.linear import linear_backward as linear_backward
+
 # Normalisation
 from .ops.rms_norm import rms_norm as rms_norm
 from .ops.rms_norm import rms_norm_backward as rms_norm_backward
 from .ops.rms_norm import rms_norm_forward as rms_norm_forward
+
+# Activations
+from .ops.geglu import geglu as geglu
+from .ops.geglu import geglu_backward as geglu_backward
+from .ops.relu2 import relu2 as relu2
+from .ops.relu2 import relu2_backward as relu2_backward
+from .ops.softmax import softmax as softmax
+from .ops.softmax import softmax_backward as softmax_backward
+from .ops.swiglu import swiglu as swiglu
+from .ops.swiglu import swiglu_backward as swiglu_backward
+
+# Loss
+from .ops.cross_entropy import cross_entropy as cross_entropy
+from .ops.cross_entropy import cross_entropy_backward as cross_entropy_backward
+from .ops.cross_entropy import cross_entropy_forward as cross_entropy_forward
 
 # Inference
 from .kv_cache import KVCache as KVCache

@@ -1,0 +1,122 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
+
+from ..golden.golden import OpCase
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+LABELS = np.array([[0, 12, -100], [5, -100, 5]])
+EVERYTHING = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
+
+
+class TestCrossEntropy(Parity):
+    op = "cross_entropy_forward"
+    cases = (
+        Case("odd", rows=[2, 3], vocab=13, arrays={"labels": LABELS}),
+        Case("smoothing", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, smoothing=0.1),
+        Case("z loss", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, z_loss=0.1),
+        Case("soft cap", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, softcap=1.5),
+        Case("everything", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, **EVERYTHING),
+        Case("zero is ignored", rows=[3], vocab=5, arrays={"labels": [0, 4, 0]}, ignore=0),
+        Case("one row", rows=[], vocab=7, arrays={"labels": 3}),
+        Case("one word", rows=[2], vocab=1, arrays={"labels": [0, 0]}),
+        Case("no rows", rows=[0], vocab=7, arrays={"labels": np.zeros(0, int)}),
+    )
+
+
+@both_dtypes
+@golden("layers", "cross_entropy")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    if golden.name == "cross_entropy_shifted" and dtype == np.float32:
+        pytest.skip("float32 rounds logits near 1000 to 6e-5 before the call: see the next test")
+    given, options = cast(golden, dtype), {}
+    logits, labels = given["logits"], given["target"]
+    options["smoothing"] = golden.params.get("label_smoothing", 0.0)
+    options["softcap"] = golden.params.get("softcap")
+    loss, lse = uc.cross_entropy_forward(logits, labels, **options)
+    np.testing.assert_array_equal(loss, uc.cross_entropy(logits, labels, **options))
+    reduction = golden.params.get("reduction", "mean")
+    counted = max(1, int((labels != -100).sum()))
+    expected = {"none": loss, "sum": loss.sum(), "mean": loss.sum() / counted}[reduction]
+    agree(expected, golden.outputs["y"])
+    share = given["cotangent"] / (counted if reduction == "mean" else 1)
+    dloss = np.broadcast_to(share, labels.shape).astype(dtype)
+    dlogits, none = uc.cross_entropy_backward(dloss, None, logits, labels, lse, **options)
+    assert none is None
+    agree(dlogits, golden.grads["logits"])
+
+
+@golden("layers", "cross_entropy_shifted")
+def test_golden_shifted_in_float32(golden: OpCase) -> None:
+    """The loss does not change when all logits of a row are shifted alike."""
+    logits, labels = golden.inputs["logits"].astype(np.float32), golden.inputs["target"]
+    near_zero = (logits.astype(np.float64) - 1000).astype(np.float32)  # exact
+    dloss = np.ones(labels.shape, np.float32)
+    results = []
+    for values in (logits, near_zero):
+        loss, lse = uc.cross_entropy_forward(values, labels)
+        dlogits, _ = uc.cross_entropy_backward(dloss, None, values, labels, lse)
+        results.append((loss, dlogits))
+    (loss, dlogits), (plain_loss, plain_dlogits) = results
+    np.testing.assert_allclose(loss, plain_loss, rtol=2**-22)
+    np.testing.assert_allclose(dlogits, plain_dlogits, rtol=1024 * 2**-23, atol=1e-7)  # lse's ulp
+    agree(results[1][0].mean(), golden.outputs["y"])
+
+
+def test_ignored_rows_may_hold_anything() -> None:
+    logits = np.array([[np.nan, 1], [1, 2]], np.float32)
+    labels = np.array([-100, 0])
+    loss, lse = uc.cross_entropy_forward(logits, labels)
+    dlogits, _ = uc.cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse)
+    assert loss[0] == 0
+    assert not dlogits[0].any()
+    assert dlogits[1].any()
+
+
+def test_huge_and_infinite_logits() -> None:
+    logits = np.array([[1e30, 0, -1e30], [0, -np.inf, 0]], np.float32)
+    labels = np.array([0, 0])
+    loss, lse = uc.cross_entropy_forward(logits, labels)
+    np.testing.assert_allclose(loss, [0, np.log(2)], rtol=1e-6)
+    dlogits, _ = uc.cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse)
+    np.testing.assert_allclose(dlogits, [[0, 0, 0], [-0.5, 0, 0.5]], rtol=1e-6)
+
+
+def test_a_row_of_nothing_but_minus_infinity() -> None:
+    loss, lse = uc.cross_entropy_forward(np.full((1, 3), -np.inf), np.array([1]))
+    assert (loss[0], lse[0]) == (np.inf, -np.inf)
+
+
+def test_no_words() -> None:
+    loss, lse = uc.cross_entropy_forward(np.ones((2, 0), np.float32), np.array([-100, -100]))
+    assert (loss.tolist(), lse.tolist()) == ([0, 0], [-np.inf, -np.inf])
+    dlogits, _ = uc.cross_entropy_backward(
+        loss, None, np.ones((2, 0), np.float32), lse=lse, labels=np.array([-100, -100])
+    )
+    assert dlogits.shape == (2, 0)
+
+
+def test_losses_of_narrow_logits_are_float32() -> None:
+    assert uc.cross_entropy(np.ones((2, 3), np.float16), np.array([0, 1])).dtype == np.float32
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_label_outside_the_vocabulary(label: int) -> None:
+    with pytest.raises(RangeError, match=rf"labels holds {label}; it must be in 0 .. 2"):
+        uc.cross_entropy(np.ones((2, 3), np.float32), np.array([0, label]))
+
+
+@pytest.mark.parametrize("option", [{"smoothing": 1.5}, {"z_loss": -1.0}, {"softcap": 0.0}])
+def test_options_out_of_range(option: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} must be"):
+        uc.cross_entropy(np.ones((2, 3), np.float32), np.array([0, 1]), **option)
+
+
+def test_one_label_per_row() -> None:
+    with pytest.raises(ShapeError, match="labels has rows="):
+        uc.cross_entropy(np.ones((2, 3), np.float32), np.array([0, 1, 2]))

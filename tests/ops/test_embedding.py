@@ -1,0 +1,52 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import DTypeError, RangeError
+
+from ..golden.golden import OpCase
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+
+class TestEmbedding(Parity):
+    op = "embedding"
+    cases = (
+        Case("repeated tokens", rows=[3, 7], vocab=5, hidden=13),
+        Case("rare tokens", rows=[4], vocab=50, hidden=3),
+        Case("one token", rows=[], vocab=5, hidden=2),
+        Case("no tokens", rows=[0], vocab=5, hidden=2),
+        Case("no columns", rows=[3], vocab=5, hidden=0),
+    )
+
+
+@both_dtypes
+@golden("layers", "embedding")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    given = cast(golden, dtype)
+    agree(uc.embedding(given["ids"], given["weight"]), golden.outputs["y"])
+    none, dweight = uc.embedding_backward(given["cotangent"], given["ids"], given["weight"])
+    assert none is None
+    agree(dweight, golden.grads["weight"])
+
+
+def test_two_backward_runs_give_equal_bits() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 3, 1000)
+    dx = rng.standard_normal((1000, 8)).astype(np.float32)
+    weight = np.ones((3, 8), np.float32)
+    first, second = (uc.embedding_backward(dx, tokens, weight)[1] for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("token", [-1, 5])
+def test_token_outside_the_vocabulary(token: int) -> None:
+    with pytest.raises(RangeError, match=rf"tokens holds {token}; it must be in 0 .. 4"):
+        uc.embedding(np.array([0, token]), np.ones((5, 2), np.float32))
+
+
+def test_tokens_are_integers() -> None:
+    with pytest.raises(DTypeError, match="tokens is float32; it must be int32 or int64"):
+        uc.embedding(np.ones(2, np.float32), np.ones((5, 2), np.float32))

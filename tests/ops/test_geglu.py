@@ -1,0 +1,54 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ShapeError
+
+from ..golden.golden import OpCase
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+EXTREMES = np.array([-3e38, -1e20, -1e4, -41, -13, -1e-30, 0, 1e-30, 13, 41, 1e4, 1e20, 3e38])
+
+
+class TestGeglu(Parity):
+    op = "geglu"
+    cases = (
+        Case("odd", axes=[2, 3, 13]),
+        Case("odd, tanh", axes=[2, 3, 13], approximate=True),
+        Case("scalar", axes=[]),
+        Case("empty", axes=[0, 4], approximate=True),
+    )
+
+
+@both_dtypes
+@golden("layers", "geglu")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    given, approximate = cast(golden, dtype), golden.name.endswith("tanh")
+    gate, up = given["gate"], given["up"]
+    agree(uc.geglu(gate, up, approximate=approximate), golden.outputs["y"])
+    dgate, dup = uc.geglu_backward(given["cotangent"], gate, up, approximate=approximate)
+    agree(dgate, golden.grads["gate"])
+    agree(dup, golden.grads["up"])
+
+
+@both_dtypes
+@pytest.mark.parametrize("approximate", [False, True])
+@pytest.mark.filterwarnings("error:overflow", "error:invalid")
+def test_extremes(approximate: bool, dtype: Any) -> None:
+    """Far from 0 the unit is 0 on the left and the identity on the right."""
+    gate = EXTREMES.astype(dtype)
+    one = np.ones_like(gate)
+    far = np.abs(EXTREMES) > 40
+    dgate, dup = uc.geglu_backward(one, gate, one, approximate=approximate)
+    for value in (uc.geglu(gate, one, approximate=approximate), dup):
+        np.testing.assert_array_equal(value[far], np.where(gate > 0, gate, 0)[far])
+    np.testing.assert_array_equal(dgate[far], (gate > 0)[far])
+    np.testing.assert_allclose(dgate[np.abs(EXTREMES) < 1e-20], 0.5)
+
+
+def test_shapes_must_be_equal() -> None:
+    with pytest.raises(ShapeError, match="up has axes="):
+        uc.geglu(np.ones((2, 3), np.float32), np.ones((2, 4), np.float32))

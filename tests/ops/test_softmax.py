@@ -1,0 +1,49 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ConfigError, ShapeError
+
+from ..golden.golden import OpCase
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+HIDDEN = np.array([[0.5, -np.inf, 2], [-np.inf, -np.inf, -np.inf], [1, 2, 3]])
+
+
+class TestSoftmax(Parity):
+    op = "softmax"
+    cases = (
+        Case("odd", rows=[2, 3], columns=13),
+        Case("scaled", rows=[3], columns=5, scale=-0.3),
+        Case("one row", rows=[], columns=5),
+        Case("one column", rows=[3], columns=1),
+        Case("no rows", rows=[0], columns=4),
+        Case("no columns", rows=[3], columns=0),
+        Case("hidden columns and a hidden row", arrays={"x": HIDDEN}, scale=2.0),
+    )
+
+
+@both_dtypes
+@golden("layers", "softmax")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    given = cast(golden, dtype)
+    y = uc.softmax(given["x"])
+    agree(y, golden.outputs["y"])
+    agree(uc.softmax_backward(given["cotangent"], y), golden.grads["x"])
+
+
+def test_hidden_rows_are_zero_and_huge_rows_finite() -> None:
+    y = uc.softmax(HIDDEN)
+    assert not y[1].any()
+    assert y[0, 1] == 0
+    np.testing.assert_allclose(uc.softmax(HIDDEN[2] + 1e6), y[2], rtol=1e-9)
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(ConfigError, match="scale must be finite"):
+        uc.softmax(np.ones(3), scale=float("inf"))
+    with pytest.raises(ShapeError, match="x has 0 axes"):
+        uc.softmax(np.ones(()))

@@ -1,0 +1,85 @@
+"""The gate of Gemma's feed-forward layer.
+
+y = gelu(gate) * up        gelu(x) = x * (1 + erf(x / sqrt(2))) / 2
+                           approximately x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))) / 2
+
+Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.  Shazeer, GLU Variants, 2020.
+"""
+
+import math
+
+import numpy as np
+
+from .. import _arrays
+from .._op import op
+from .._typing import Array
+
+CUBIC = 0.044715
+STEEPNESS = math.sqrt(2 / math.pi)
+SATURATION = 10.0  # from here on tanh(...) is 1 in float64 too; its polynomial may not overflow
+FAR = 40.0  # exp(-x**2 / 2) is 0 in float64 too
+
+
+@op("gate(*axes), up(*axes) -> y(*axes)")
+def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
+    """Gate up by the Gaussian error linear unit of gate: ``y = gelu(gate) * up``.
+
+    Parameters
+    ----------
+    gate, up : (*axes) float
+        Of one shape and dtype.
+    approximate : bool
+        True for the formula with tanh (Hugging Face's ``gelu_pytorch_tanh``), False for erf.
+
+    Returns
+    -------
+    y : (*axes) float
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    y = _share(gate, approximate)
+    y *= gate
+    y *= up
+    return y
+
+
+@geglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
+def geglu_backward(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    """Return the gradients of gate and up."""
+    share = _share(gate, approximate)
+    slope = share + _rise(gate, share, approximate)
+    slope *= up
+    slope *= dy
+    share *= gate
+    share *= dy
+    return slope, share
+
+
+def _share(x: Array, approximate: bool) -> Array:
+    """Return ``gelu(x) / x``, between 0 and 1, in a new array."""
+    share = np.empty_like(x)
+    if approximate:
+        near = np.clip(x, -SATURATION, SATURATION)
+        np.tanh(STEEPNESS * near * (1 + CUBIC * near * near), out=share)
+        share += 1
+    else:
+        # erfc, for 1 + erf cancels where x is far below 0
+        np.multiply(x, -math.sqrt(0.5), out=share)
+        _arrays.scipy_of("special", x).erfc(share, out=share)
+    share /= 2
+    return share
+
+
+def _rise(x: Array, share: Array, approximate: bool) -> Array:
+    """Return x times the derivative of its share; 0 where x is far from 0."""
+    if approximate:
+        near = np.clip(x, -SATURATION, SATURATION)
+        steep = 2 * STEEPNESS * near * (1 + 3 * CUBIC * near * near)  # 1 - tanh^2 = 4 s (1 - s)
+        return steep * share * (1 - share)
+    near = np.clip(x, -FAR, FAR)
+    return near * np.exp(near * near / -2) / math.sqrt(2 * math.pi)

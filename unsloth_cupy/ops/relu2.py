@@ -1,0 +1,41 @@
+"""The squared rectifier of BitNet's feed-forward layer.
+
+y = max(x, 0)**2
+
+So et al., Primer: Searching for Efficient Transformers for Language Modeling, 2021.
+"""
+
+import numpy as np
+
+from .._op import op
+from .._typing import Array
+
+
+@op("x(*axes) -> y(*axes)")
+def relu2(x: Array) -> Array:
+    """Square the positive part: ``y = max(x, 0)**2``.
+
+    Parameters
+    ----------
+    x : (*axes) float
+
+    Returns
+    -------
+    y : (*axes) float
+
+    Raises
+    ------
+    DTypeError
+        x is no float array.
+    """
+    y = np.maximum(x, 0, out=np.empty_like(x))
+    return np.square(y, out=y)
+
+
+@relu2.gradient("dy(*axes), x(*axes) -> dx(*axes)")
+def relu2_backward(dy: Array, x: Array) -> Array:
+    """Return the gradient of x: ``2 * max(x, 0) * dy``."""
+    dx = np.maximum(x, 0, out=np.empty_like(x))
+    dx *= 2
+    dx *= dy
+    return dx

@@ -1,0 +1,58 @@
+"""Softmax over the last axis.
+
+y = exp(scale * x) / sum(exp(scale * x))
+"""
+
+import math
+
+import numpy as np
+
+from .._op import op
+from .._typing import Array
+from ..errors import ConfigError
+
+
+@op("x(*rows, columns) -> y(*rows, columns)")
+def softmax(x: Array, *, scale: float = 1.0) -> Array:
+    """Turn each row into shares that add up to 1: ``y = exp(scale * x) / sum(exp(scale * x))``.
+
+    Parameters
+    ----------
+    x : (*rows, columns) float
+        An element of -inf gets 0, and so does each element of a row that holds nothing else.
+    scale : float
+        Inverse temperature.
+
+    Returns
+    -------
+    y : (*rows, columns) float
+
+    Raises
+    ------
+    ConfigError
+        scale is not finite.
+    ShapeError, DTypeError
+        x is no float array with an axis.
+    """
+    if not math.isfinite(scale):
+        raise ConfigError(f"softmax(scale={scale}): scale must be finite")
+    y = x * x.dtype.type(scale)
+    if y.size:
+        y -= finite(y.max(axis=-1, keepdims=True))
+        np.exp(y, out=y)
+        y /= np.maximum(y.sum(axis=-1, keepdims=True), np.finfo(y.dtype).tiny)
+    return y
+
+
+@softmax.gradient("dy(*rows, columns), y(*rows, columns) -> dx(*rows, columns)")
+def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
+    """Return the gradient of x: ``scale * y * (dy - sum(y * dy))``."""
+    dx = dy - np.einsum("...i,...i->...", dy, y)[..., None]
+    dx *= y
+    dx *= y.dtype.type(scale)
+    return dx
+
+
+def finite(top: Array) -> Array:
+    """Return top, with 0 for -inf: so a row of nothing but -inf stays free of -inf - -inf."""
+    return np.where(top == -np.inf, top.dtype.type(0), top)

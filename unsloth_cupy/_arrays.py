@@ -1,5 +1,6 @@
 """Arrays of NumPy, CuPy, torch, JAX and of anything that speaks DLPack, without copies."""
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,6 +72,21 @@ def full_like(array: Any, number: float) -> Any:
     return there.full_like(array, number)
 
 
+def placed(array: Any, like: Any) -> Any:
+    """Return a NumPy array as one of like's library and device."""
+    library = framework_of(like, "the model of a new array")
+    if library in FRAMEWORKS:
+        given = FRAMEWORKS[library].give_back(array)
+        return given.to(like.device) if library == "torch" else given
+    return np.asarray(array, like=like) if library == "cupy" else array
+
+
+def scipy_of(module: str, like: Any) -> Any:
+    """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
+    home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
+    return importlib.import_module(f"{home}.{module}")
+
+
 class Planned(np.ndarray[Any, Any]):
     """A shape and a dtype that ops compute with instead of numbers; it takes no memory."""
 
@@ -112,6 +128,21 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
 def packed(array: Any) -> Any:
     """Return array with its elements in C order, copied only where they are not."""
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def lanes(row: int, *arrays: Any) -> int:
+    """Return how many values of a row one access of at most 16 bytes moves, by the first's dtype.
+
+    A power of two that divides the row and that the address of every array allows.
+    """
+    size = arrays[0].dtype.itemsize
+    lowest = 16 | row * size
+    for array in arrays:
+        if array is not None:
+            address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+            if address % 16:
+                lowest |= address * size // array.dtype.itemsize
+    return (lowest & -lowest) // size
 
 
 def check_devices(op: str, names: Sequence[str], arrays: Sequence[Any]) -> None:

@@ -1,0 +1,374 @@
+"""CUDA on the CPU: a Target that runs the kernels of kernels_cu, unchanged, on NumPy arrays.
+
+    with using(Emulator()):
+        rms_norm(x, weight)                      the real launch code, the real .cu file
+
+g++ compiles the translation unit that NVRTC would get; ``include/`` supplies CUDA's language as
+C++, ``src/`` the machine.  ``Emulator(check=True)`` reports what a GPU would not have forgiven as
+``EmulatorError``: file:line, block and thread.  ``seed`` draws another schedule of threads and
+blocks.  Builds are kept by content in $UNSLOTH_CUPY_EMULATOR_CACHE, or in the user's cache folder.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unsloth_cupy import _jit
+from unsloth_cupy.errors import KernelError
+
+HERE = Path(__file__).resolve().parent
+COMMON = [
+    "-std=c++17",
+    "-g",
+    "-fPIC",
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+    "-ffp-contract=fast",  # a * b + c rounds once, as on a GPU
+    "-fno-gnu-unique",  # else two builds of one template would share its statics
+    "-fno-strict-aliasing",
+    "-fwrapv",
+    "-ftrivial-auto-var-init=pattern",  # registers hold NaN until they are written
+]
+FAST = ["-O2", "-fno-math-errno"]
+CHECKED = [
+    "-Og",
+    "-fsanitize=thread,bounds,alignment,shift",
+    "--param=tsan-instrument-func-entry-exit=0",
+    "--param=tsan-distinguish-volatile=1",
+]
+DYNAMIC_SHARED = 232448  # bytes a block of sm_90 may ask for
+PATIENCE = 50_000_000  # accesses of a block between two collectives: seconds
+GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
+GUARD = 0xCB
+
+
+class EmulatorError(AssertionError):
+    """What a kernel did that a GPU would not have forgiven."""
+
+
+class TensorMap(NamedTuple):
+    """A TMA descriptor of a C-contiguous array; box is innermost first, as the driver takes it."""
+
+    array: np.ndarray
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+    def packed(self, address: int) -> np.ndarray:
+        """Return 128 bytes, aligned to 64, as async_copy.cpp reads them."""
+        shape, strides = self.array.shape[::-1], self.array.strides[::-1]
+        padded = [[*values, 0, 0, 0, 0, 0, 0] for values in (shape, self.box, strides[1:])]
+        mode = {0: 0, 32: 1, 64: 2, 128: 3}[self.swizzle]
+        head = (0x544D4150, len(shape), self.array.itemsize, mode, 0, address)
+        raw = struct.pack(
+            "=I4BQ5I6H4Q", *head, *padded[0][:5], *padded[1][:6], *padded[2][:4]
+        ).ljust(128, b"\0")
+        room = np.zeros(192, np.uint8)
+        room = room[-room.ctypes.data % 64 :][:128]
+        room[:] = np.frombuffer(raw, np.uint8)
+        return room
+
+
+class Emulator(NamedTuple):
+    """A Target: owns NumPy arrays and compiles for the CPU, with checks or fast."""
+
+    check: bool = True
+    seed: int = 0  # 0: threads take turns; else a random schedule
+    folders: tuple[Path, ...] = ()  # searched for #include before kernels_cu
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def compile(self, name: str, source: str) -> Callable[..., None]:
+        module = _load(name, source, self.check, (*self.folders, _jit.source_root()))
+        return functools.partial(module.launch, self.seed)
+
+
+def missing() -> str | None:
+    """Return why the emulator cannot run here, or None."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "the CUDA emulator needs Linux on x86-64"
+    for program in ("g++", "addr2line"):
+        if shutil.which(program) is None:
+            return f"the CUDA emulator needs {program}: apt-get install g++"
+    return None
+
+
+# ---- building -----------------------------------------------------------------------------------
+@functools.cache
+def cache_folder() -> Path:
+    """Return a folder that can be written, outside the repository."""
+    given = os.environ.get("UNSLOTH_CUPY_EMULATOR_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    shared = Path(tempfile.gettempdir()) / f"unsloth_cupy-{os.getuid()}"
+    for folder in [Path(given)] if given else [Path(home) / "unsloth_cupy", shared]:
+        with contextlib.suppress(OSError):
+            (folder / "emulator").mkdir(parents=True, exist_ok=True)
+            if os.access(folder / "emulator", os.W_OK):
+                return folder / "emulator"
+    raise OSError(f"{given or home} cannot be written; set UNSLOTH_CUPY_EMULATOR_CACHE")
+
+
+@functools.cache
+def _recipe() -> bytes:
+    """Return what changes every build: the compiler, this file."""
+    version = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, check=True).stdout
+    return version + Path(__file__).read_bytes()
+
+
+def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
+    running = [
+        subprocess.Popen([str(word) for word in c], cwd=cwd, stderr=subprocess.PIPE, text=True)
+        for c in commands
+    ]
+    for process in running:
+        log = process.communicate()[1]
+        if process.returncode:
+            raise KernelError(f"{name} does not compile\n{log}")
+
+
+def _built(name: str, key: str, build: Callable[[Path], Path]) -> Path:
+    """Return the library kept under a key; else build it in a folder of its own, then rename."""
+    digest = hashlib.sha256(_recipe() + key.encode()).hexdigest()[:24]
+    path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}.so"
+    if not path.exists():
+        with open(path.with_suffix(".lock"), "w") as lock:  # one of many processes builds
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                    build(Path(folder)).rename(path)
+    return path
+
+
+@functools.cache
+def _runtime() -> Any:
+    sources = sorted((HERE / "src").glob("*.cpp"))
+    flags = [*(flag for flag in COMMON if flag != "-g"), "-O2", f"-I{HERE / 'src'}"]
+
+    def build(folder: Path) -> Path:
+        _compile("runtime", *(["g++", *flags, "-c", path] for path in sources), cwd=folder)
+        objects = [f"{path.stem}.o" for path in sources]
+        _compile("runtime", ["g++", "-shared", *objects, "-o", "runtime.so", "-ldl"], cwd=folder)
+        return folder / "runtime.so"
+
+    texts = [path.read_text() for path in (*sources, HERE / "src/machine.hpp")]
+    path = _built("runtime", "\0".join(texts), build)
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    library.emu_launch.restype = ctypes.c_char_p
+    return library
+
+
+def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[str]:
+    """Yield a source and, in order, everything it includes from the folders."""
+    yield text
+    for file in re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.M):
+        path = next((f / file for f in folders if (f / file).is_file()), None)
+        if path is not None and path not in seen:
+            seen.add(path)
+            yield from _included(path.read_text(), folders, seen)
+
+
+@functools.lru_cache(maxsize=512)
+def _load(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> "Module":
+    folders = (HERE / "include", *roots)
+    text = re.sub(r"^// kernels_cu \w+\n", "", source)  # only the files that it includes matter
+    whole = "\n".join(_included(f'#include "cuda_on_cpu.hpp"\n{text}', folders, set()))
+    # Dynamic shared memory is one buffer; kernels declare it by any name and type.
+    buffers = set(re.findall(r"extern __shared__ (?:__align__\(\d+\) )?[\w ]+?(\w+)\[\]", whole))
+    buffers |= set(re.findall(r"^(?!#).*\bDYNAMIC_SHARED\([^,]+,\s*(\w+)\)", whole, re.M))
+    unit = f"""{text}
+static thread_local char emu_first;
+extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{DYNAMIC_SHARED}];
+extern "C" void *emu_dynamic() {{ emu_first = 0; return {"emu_buffer" if buffers else "nullptr"}; }}
+EMU_ENTRY({name})
+"""
+    if buffers:
+        labels = [f".globl {b}; .type {b}, @object; {b}:" for b in ("emu_buffer", *sorted(buffers))]
+        section = '.section .tbss, \\"awT\\", @nobits; .balign 1024'
+        lines = [section, *labels, f".zero {DYNAMIC_SHARED}; .text"]
+        unit += "asm(" + "".join(f'"{line}\\n"\n' for line in lines) + ");\n"
+    flags = [*COMMON, *(CHECKED if check else FAST), "-fno-extern-tls-init", "-w"]
+
+    def build(folder: Path) -> Path:
+        (folder / "unit.cpp").write_text(unit)
+        includes = [f"-I{path}" for path in folders]
+        try:
+            _compile(
+                name,
+                ["g++", *flags, *includes, "-include", "cuda_on_cpu.hpp", "-c", "unit.cpp"],
+                cwd=folder,
+            )
+        except KernelError as error:
+            raise KernelError(f"{error}\n{source}") from None
+        # linked without -fsanitize: src/memory.cpp stands in for the sanitiser's libraries
+        _compile(name, ["g++", "-shared", "unit.o", "-o", "unit.so"], cwd=folder)
+        return folder / "unit.so"
+
+    runtime = _runtime()
+    return Module(name, _built(name, f"{check}\0{unit}\0{whole}", build), runtime, check, whole)
+
+
+# ---- running ------------------------------------------------------------------------------------
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_int),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("thunk", ctypes.c_void_p),
+        ("dynamic", ctypes.c_void_p),
+        ("dynamic_size", ctypes.c_size_t),
+        ("dynamic_capacity", ctypes.c_size_t),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("args", ctypes.POINTER(ctypes.c_void_p)),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("buffer_count", ctypes.c_int),
+        ("checks", ctypes.c_int),
+        ("seed", ctypes.c_uint64),
+        ("patience", ctypes.c_uint64),
+    )
+
+
+class _Allocation:
+    """Device memory for arrays that share theirs: the bytes, between two guard gaps."""
+
+    def __init__(self, names: list[str], arrays: list[np.ndarray]) -> None:
+        self.name, self.arrays = " and ".join(names), arrays
+        self.writable = any(array.flags.writeable for array in arrays)
+        self.start = min(array.ctypes.data for array in arrays)
+        self.size = max(array.ctypes.data + array.nbytes for array in arrays) - self.start
+        self.slab = np.full(self.size + 2 * GAP + 256, GUARD, np.uint8)
+        # 256-byte alignment, as cudaMalloc gives, where the array has 16; else as misaligned
+        self.first = GAP + (self.start % 16 - self.slab.ctypes.data - GAP) % 256
+        self.base = self.slab.ctypes.data + self.first
+        for array, mine in self._pairs():
+            mine[:] = array
+
+    def _pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for array in self.arrays:
+            at = self.first + array.ctypes.data - self.start
+            yield array.reshape(-1).view(np.uint8), self.slab[at : at + array.nbytes]
+
+    def read_back(self) -> None:
+        """Copy what the kernel wrote; raise where it wrote beside the buffer."""
+        outside = self.slab[: self.first], self.slab[self.first + self.size :]
+        if any((gap != GUARD).any() for gap in outside):
+            raise EmulatorError(f"write beside {self.name}")
+        for array, mine in self._pairs():
+            if array.flags.writeable:
+                array[:] = mine
+
+
+class Module:
+    """One kernel, compiled."""
+
+    def __init__(self, name: str, path: Path, runtime: Any, check: bool, text: str) -> None:
+        self.name, self.path, self.runtime, self.check = name, path, runtime, check
+        self.library = ctypes.CDLL(str(path))
+        self.library.emu_dynamic.restype = ctypes.c_void_p
+        self.arity = ctypes.c_int.in_dll(self.library, "emu_arity").value
+        declared = re.search(rf"\b{re.escape(name.partition('<')[0])}\(([^)]*)\)", text)
+        self.names = re.findall(r"(\w+)\s*(?:,|$)", declared[1]) if declared else []
+
+    def launch(
+        self, seed: int, grid: Any, block: Any, args: Sequence[Any], shared: int = 0
+    ) -> None:
+        """Run every block; arrays are copied to guarded buffers and back, scalars are values."""
+        if len(args) != self.arity:
+            raise TypeError(f"{self.name} takes {self.arity} arguments, not {len(args)}")
+        names = (
+            self.names if len(self.names) == self.arity else [f"argument {i}" for i in range(99)]
+        )
+        arrays = {
+            name: array
+            for name, arg in zip(names, args, strict=False)
+            if isinstance(array := getattr(arg, "array", arg), np.ndarray)
+        }
+        allocations = list(_allocate(arrays))
+        values = (ctypes.c_void_p * max(self.arity, 1))()
+        kept: list[Any] = []
+        for i, (name, arg) in enumerate(zip(names, args, strict=False)):
+            address = 0  # of an empty array
+            for home in allocations:
+                if name in arrays and any(arrays[name] is array for array in home.arrays):
+                    address = home.base + arrays[name].ctypes.data - home.start
+            if isinstance(arg, TensorMap):
+                cell = arg.packed(address)
+            else:
+                cell = np.array(arg) if name not in arrays else np.array(address, np.uintp)
+            kept.append(cell)
+            values[i] = cell.ctypes.data
+        buffers = (_Buffer * max(len(allocations), 1))(
+            *(_Buffer(a.base, a.size, a.name.encode(), a.writable) for a in allocations)
+        )
+        dynamic = self.library.emu_dynamic()
+        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block)]
+        error = self.runtime.emu_launch(
+            ctypes.byref(
+                _Launch(
+                    ctypes.cast(self.library.emu_entry, ctypes.c_void_p),
+                    dynamic,
+                    shared,
+                    DYNAMIC_SHARED if dynamic else 0,
+                    *sizes,
+                    values,
+                    buffers,
+                    len(allocations),
+                    self.check,
+                    seed,
+                    PATIENCE if self.check else 0,
+                )
+            )
+        )
+        if error:
+            raise EmulatorError(
+                f"{self.name}: {re.sub(r'<pc (0x[0-9a-f]+)>', self._place, error.decode())}"
+            )
+        for allocation in allocations:
+            allocation.read_back()
+
+    def _place(self, match: re.Match[str]) -> str:
+        """Turn an address of the library's code into file:line, with the line that called it."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        base = min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)
+        command = ["addr2line", "-i", "-e", self.path, hex(int(match[1], 16) - 1 - base)]
+        frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ours = [line.split(" ")[0] for line in frames.splitlines() if str(HERE) not in line]
+        return " in ".join(Path(frame).name for frame in dict.fromkeys(ours)) or frames
+
+
+def _allocate(arrays: dict[str, np.ndarray]) -> Iterator[_Allocation]:
+    """Yield one allocation for every group of arrays that overlap in memory."""
+    names: list[str] = []
+    end = -1
+    for name in sorted(
+        (n for n in arrays if arrays[n].nbytes), key=lambda n: arrays[n].ctypes.data
+    ):
+        array = arrays[name]
+        if names and array.ctypes.data >= end:
+            yield _Allocation(names, [arrays[n] for n in names])
+            names = []
+        names.append(name)
+        end = max(end, array.ctypes.data + array.nbytes)
+    if names:
+        yield _Allocation(names, [arrays[n] for n in names])

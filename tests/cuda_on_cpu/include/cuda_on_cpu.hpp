@@ -1,0 +1,199 @@
+// CUDA C as C++: what g++ includes before a kernel's translation unit.
+//
+// The language surface only: keywords, vector types, intrinsics.  The machine behind it (fibers,
+// barriers, memory checks) is in src/.  Nothing here is visible to nvcc or NVRTC.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __grid_constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+// thread_local is the one C++ storage class that is legal both alone at block scope (where it
+// implies static) and after `extern`.  Every block starts with the module's thread-local image
+// poisoned.
+#define __shared__ thread_local
+
+// ---- vector types ------------------------------------------------------------------------------
+#define EMU_VECTOR(T, N, A2, A3, A4)                                  \
+  struct alignas(A2) N##2 { T x, y; };                                \
+  struct alignas(A3) N##3 { T x, y, z; };                             \
+  struct alignas(A4) N##4 { T x, y, z, w; };                          \
+  inline N##2 make_##N##2(T x, T y) { return {x, y}; }                \
+  inline N##3 make_##N##3(T x, T y, T z) { return {x, y, z}; }        \
+  inline N##4 make_##N##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+EMU_VECTOR(float, float, 8, 4, 16)
+EMU_VECTOR(int, int, 8, 4, 16)
+EMU_VECTOR(unsigned, uint, 8, 4, 16)
+EMU_VECTOR(short, short, 4, 2, 8)
+EMU_VECTOR(unsigned short, ushort, 4, 2, 8)
+EMU_VECTOR(char, char, 2, 1, 4)
+EMU_VECTOR(unsigned char, uchar, 2, 1, 4)
+EMU_VECTOR(double, double, 16, 8, 16)
+EMU_VECTOR(long long, longlong, 16, 8, 16)
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+// Constant for the fiber that reads them: the scheduler rewrites threadIdx at each switch, and a
+// value that the compiler keeps lives in that fiber's own registers or stack.  `const` also keeps
+// the sanitiser pass from instrumenting the reads.
+extern const uint3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr int warpSize = 32;
+
+// ---- the machine -------------------------------------------------------------------------------
+// Default arguments record the place of the call, for messages.
+#define EMU_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define EMU_HERE file, line
+namespace emu {
+void barrier(int id, int count, bool wait, const char *file, int line);
+void syncwarp(unsigned mask, const char *file, int line);
+uint64_t shfl(unsigned mask, uint64_t v, int src, const char *file, int line);
+unsigned ballot(unsigned mask, bool pred, const char *file, int line);
+void atomic_enter(void *p, unsigned size, const char *file, int line);
+void threadfence();
+[[noreturn]] void trap(const char *what, const char *file, int line);
+unsigned active_lanes();
+}  // namespace emu
+
+inline void __syncthreads(EMU_PLACE) { emu::barrier(0, 0, true, EMU_HERE); }
+inline void __syncwarp(unsigned mask = ~0u, EMU_PLACE) { emu::syncwarp(mask, EMU_HERE); }
+inline void __threadfence() { emu::threadfence(); }
+inline void __threadfence_block() { emu::threadfence(); }
+inline unsigned __activemask() { return emu::active_lanes(); }
+inline void __trap(EMU_PLACE) { emu::trap("__trap()", EMU_HERE); }
+inline void __nanosleep(unsigned) {}
+
+// ---- warps -------------------------------------------------------------------------------------
+namespace emu {
+template <class T> inline T shfl_as(unsigned mask, T v, int src, const char *file, int line) {
+  static_assert(sizeof(T) <= 8, "shuffle operand wider than 8 bytes");
+  uint64_t bits = 0;
+  __builtin_memcpy(&bits, &v, sizeof(T));
+  bits = shfl(mask, bits, src, file, line);
+  __builtin_memcpy(&v, &bits, sizeof(T));
+  return v;
+}
+inline int lane() {
+  return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & 31;
+}
+}  // namespace emu
+template <class T> inline T __shfl_sync(unsigned m, T v, int src, int width = 32, EMU_PLACE) {
+  int l = emu::lane();
+  return emu::shfl_as(m, v, (l & ~(width - 1)) | (src & (width - 1)), EMU_HERE);
+}
+template <class T> inline T __shfl_xor_sync(unsigned m, T v, int x, int width = 32, EMU_PLACE) {
+  int l = emu::lane(), s = l ^ x;
+  return emu::shfl_as(m, v, (s & ~(width - 1)) > (l | (width - 1)) ? l : s, EMU_HERE);
+}
+template <class T> inline T __shfl_down_sync(unsigned m, T v, unsigned d, int width = 32, EMU_PLACE) {
+  int l = emu::lane(), s = l + (int)d;
+  return emu::shfl_as(m, v, s > (l | (width - 1)) ? l : s, EMU_HERE);
+}
+template <class T> inline T __shfl_up_sync(unsigned m, T v, unsigned d, int width = 32, EMU_PLACE) {
+  int l = emu::lane(), s = l - (int)d;
+  return emu::shfl_as(m, v, s < (l & ~(width - 1)) ? l : s, EMU_HERE);
+}
+inline unsigned __ballot_sync(unsigned m, int p, EMU_PLACE) { return emu::ballot(m, p, EMU_HERE); }
+inline int __any_sync(unsigned m, int p, EMU_PLACE) { return emu::ballot(m, p, EMU_HERE) != 0; }
+inline int __all_sync(unsigned m, int p, EMU_PLACE) { return emu::ballot(m, !p, EMU_HERE) == 0; }
+
+// ---- atomics: one CPU thread runs every fiber, so a plain read-modify-write is atomic -----------
+template <class T> struct emu_same { using type = T; };
+#define EMU_ATOMIC(NAME, EXPR)                                     \
+  template <class T>                                               \
+  __attribute__((no_sanitize("thread"), noinline)) T NAME(         \
+      T *p, typename emu_same<T>::type v, EMU_PLACE) {             \
+    emu::atomic_enter(p, sizeof(T), EMU_HERE);                     \
+    T old = *p;                                                    \
+    *p = EXPR;                                                     \
+    return old;                                                    \
+  }
+EMU_ATOMIC(atomicAdd, old + v)
+EMU_ATOMIC(atomicSub, old - v)
+EMU_ATOMIC(atomicExch, v)
+EMU_ATOMIC(atomicMax, old > v ? old : v)
+EMU_ATOMIC(atomicMin, old < v ? old : v)
+EMU_ATOMIC(atomicOr, old | v)
+EMU_ATOMIC(atomicAnd, old & v)
+EMU_ATOMIC(atomicXor, old ^ v)
+EMU_ATOMIC(atomicInc, old >= v ? 0 : old + 1)
+template <class T>
+__attribute__((no_sanitize("thread"), noinline)) T atomicCAS(
+    T *p, typename emu_same<T>::type compare, typename emu_same<T>::type v, EMU_PLACE) {
+  emu::atomic_enter(p, sizeof(T), EMU_HERE);
+  T old = *p;
+  if (old == compare) *p = v;
+  return old;
+}
+
+// ---- loads, bits, maths ------------------------------------------------------------------------
+template <class T> inline T __ldg(const T *p) { return *p; }
+template <class T> inline T __ldcs(const T *p) { return *p; }
+template <class T> inline T __ldcg(const T *p) { return *p; }
+template <class T> inline void __stcs(T *p, T v) { *p = v; }
+template <class T> inline void __stcg(T *p, T v) { *p = v; }
+inline float __uint_as_float(unsigned u) { float f; __builtin_memcpy(&f, &u, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned u; __builtin_memcpy(&u, &f, 4); return u; }
+inline float __int_as_float(int u) { return __uint_as_float((unsigned)u); }
+inline int __float_as_int(float f) { return (int)__float_as_uint(f); }
+inline int __popc(unsigned u) { return __builtin_popcount(u); }
+inline int __popcll(unsigned long long u) { return __builtin_popcountll(u); }
+inline int __clz(int u) { return u ? __builtin_clz(u) : 32; }
+inline int __ffs(int u) { return __builtin_ffs(u); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+inline float __expf(float x) { return expf(x); }
+inline float __exp2f(float x) { return exp2f(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __log2f(float x) { return log2f(x); }
+inline float __sinf(float x) { return sinf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __powf(float x, float y) { return powf(x, y); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __saturatef(float x) { return x < 0 ? 0 : x > 1 ? 1 : x; }
+inline int __float2int_rn(float x) { return (int)rintf(x); }
+#define EMU_MINMAX(T)                              \
+  inline T min(T a, T b) { return b < a ? b : a; } \
+  inline T max(T a, T b) { return a < b ? b : a; }
+EMU_MINMAX(int) EMU_MINMAX(unsigned) EMU_MINMAX(long) EMU_MINMAX(unsigned long)
+EMU_MINMAX(long long) EMU_MINMAX(unsigned long long)
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+
+// ---- launch: unpack an array of pointers to arguments -------------------------------------------
+namespace emu {
+template <size_t... I> struct Sequence {};
+template <size_t N, size_t... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <size_t... I> struct Count<0, I...> { using type = Sequence<I...>; };
+template <class T> struct Bare { using type = T; };
+template <class T> struct Bare<const T> { using type = T; };
+template <class... A, size_t... I>
+__attribute__((no_sanitize("thread"), noinline)) void call(void (*f)(A...), void **a, Sequence<I...>) {
+  f(*static_cast<typename Bare<A>::type *>(a[I])...);
+}
+template <class... A> inline void call(void (*f)(A...), void **a) {
+  call(f, a, typename Count<sizeof...(A)>::type());
+}
+template <class... A> constexpr int arity(void (*)(A...)) { return sizeof...(A); }
+}  // namespace emu
+#define EMU_ENTRY(...)                                                       \
+  extern "C" {                                                               \
+  void emu_entry(void **a) { emu::call(__VA_ARGS__, a); }                    \
+  extern const int emu_arity = emu::arity(__VA_ARGS__);                      \
+  }

@@ -1,0 +1,176 @@
+// Collectives: barriers, shuffles, votes, and the rendezvous that tensor-core products share.
+//
+// Lanes that bring the same operation under the same mask meet; the last to arrive does the work
+// for all.  Lanes of one mask that meet with different operations, or at different lines, diverge:
+// undefined on a GPU, an error here.  A barrier joins the vector clocks of those it lets through.
+#include "machine.hpp"
+
+#include <algorithm>
+
+namespace emu {
+void join(Clock *into, const Clock *from) {
+  for (int i = 0; i < M.ids; i++) into[i] = std::max(into[i], from[i]);
+}
+
+// ---- rendezvous --------------------------------------------------------------------------------
+struct Meeting {
+  int kind;
+  const char *what;
+  uint32_t mask;
+  int group, size, arrived;
+  Where at;
+  Op op;
+  void *lane[128];
+};
+static std::vector<Meeting *> open_meetings;
+
+void collective(int kind, int group, int size, uint32_t mask, const char *what, void *mine, Op op,
+                Where at) {
+  Fiber *me = M.cur;
+  int lane = me->index - group * size;
+  int want = size == 32 ? __builtin_popcount(mask) : size;
+  if (size == 32 && !(mask >> lane & 1))
+    fail(std::string(what) + ": the calling lane is not in the mask", at);
+  Meeting *m = nullptr;
+  for (auto *o : open_meetings)
+    if (o->group == group && o->size == size && o->mask == mask) m = o;
+  if (!m) {
+    m = new Meeting{kind, what, mask, group, size, 0, at, op, {}};
+    open_meetings.push_back(m);
+  }
+  if (m->kind != kind || m->at.line != at.line)
+    fail(std::string("divergent warp: this lane is at ") + what +
+             ", others of the same mask wait at " + m->what + " " + place(m->at), at);
+  if (size == 32)
+    for (int i = 0; i < 32; i++) {
+      int thread = group * 32 + i;
+      if ((mask >> i & 1) && (thread >= M.threads || M.fiber[thread].state == Fiber::Done))
+        fail(std::string(what) + ": the mask names lane " + std::to_string(i) +
+                 ", which has exited or never existed", at);
+    }
+  m->lane[lane] = mine;
+  if (++m->arrived < want) return suspend(what, at);
+  open_meetings.erase(std::find(open_meetings.begin(), open_meetings.end(), m));
+  m->op(m->lane, size);
+  for (int i = 0; i < size; i++)
+    if (m->lane[i] && i != lane) make_ready(&M.fiber[group * size + i]);
+  delete m;
+}
+
+// ---- barriers of a block -----------------------------------------------------------------------
+struct Barrier {
+  int arrived = 0, count = 0;
+  Where at{};
+  std::vector<Fiber *> waiting, passed;
+};
+static Barrier barriers[16];
+
+static void release(Barrier &b) {
+  if (M.checks) {
+    static std::vector<Clock> all;
+    all.assign(M.ids, 0);
+    for (auto *side : {&b.waiting, &b.passed})
+      for (auto *f : *side) join(all.data(), f->clock);
+    for (auto *f : b.waiting) {
+      memcpy(f->clock, all.data(), M.ids * sizeof(Clock));
+      f->clock[f->index]++;
+    }
+  }
+  for (auto *f : b.waiting)
+    if (f != M.cur) make_ready(f);
+  b = Barrier();
+}
+
+// id 0 with count 0 is __syncthreads; wait = false is bar.arrive
+void barrier(int id, int count, bool wait, const char *file, int line) {
+  Barrier &b = barriers[id];
+  Where at{file, line};
+  if (b.arrived && b.count != count)
+    fail("barrier " + std::to_string(id) + " used with two thread counts", at);
+  if (count % 32) fail("barrier thread count must be a multiple of 32", at);
+  if (b.arrived && !count && b.at.line != line)
+    fail("divergent __syncthreads: " + std::to_string(b.arrived) +
+             " thread(s) of this block wait at " + place(b.at), at);
+  b.count = count;
+  b.at = at;
+  b.arrived++;
+  (wait ? b.waiting : b.passed).push_back(M.cur);
+  bool full = b.arrived == (count ? count : M.threads);
+  if (full) {
+    Fiber *me = M.cur;
+    release(b);
+    if (!wait && M.checks) me->clock[me->index]++;
+    return;
+  }
+  if (wait) return suspend(count ? "named barrier" : "__syncthreads", at);
+  if (M.checks) M.cur->clock[M.cur->index]++;
+}
+
+// ---- a warp ------------------------------------------------------------------------------------
+void syncwarp(unsigned mask, const char *file, int line) {
+  auto op = [](void **lane, int n) {
+    if (!M.checks) return;
+    static std::vector<Clock> all;
+    all.assign(M.ids, 0);
+    for (int i = 0; i < n; i++)
+      if (lane[i]) join(all.data(), ((Fiber *)lane[i])->clock);
+    for (int i = 0; i < n; i++)
+      if (auto *f = (Fiber *)lane[i]) {
+        memcpy(f->clock, all.data(), M.ids * sizeof(Clock));
+        f->clock[f->index]++;
+      }
+  };
+  collective(SYNCWARP, M.cur->index / 32, 32, mask, "__syncwarp", M.cur, op, {file, line});
+}
+
+// Shuffles and votes order no memory: they leave the clocks alone.
+uint64_t shfl(unsigned mask, uint64_t v, int src, const char *file, int line) {
+  struct Lane {
+    uint64_t in, out;
+    int src;
+    Where at;
+  } mine{v, 0, src, {file, line}};
+  auto op = [](void **lane, int) {
+    for (int i = 0; i < 32; i++)
+      if (auto *l = (Lane *)lane[i]) {
+        if (!lane[l->src])
+          fail("shuffle reads lane " + std::to_string(l->src) + ", which is not in the mask",
+               l->at);
+        l->out = ((Lane *)lane[l->src])->in;
+      }
+  };
+  collective(SHFL, M.cur->index / 32, 32, mask, "__shfl_sync", &mine, op, mine.at);
+  return mine.out;
+}
+
+unsigned ballot(unsigned mask, bool pred, const char *file, int line) {
+  struct Lane {
+    bool in;
+    unsigned out;
+  } mine{pred, 0};
+  auto op = [](void **lane, int) {
+    unsigned votes = 0;
+    for (int i = 0; i < 32; i++)
+      if (lane[i] && ((Lane *)lane[i])->in) votes |= 1u << i;
+    for (int i = 0; i < 32; i++)
+      if (lane[i]) ((Lane *)lane[i])->out = votes;
+  };
+  collective(BALLOT, M.cur->index / 32, 32, mask, "__ballot_sync", &mine, op, {file, line});
+  return mine.out;
+}
+
+unsigned active_lanes() {
+  unsigned lanes = 0;
+  for (int i = 0, w = M.cur->index & ~31; i < 32 && w + i < M.threads; i++)
+    if (M.fiber[w + i].state != Fiber::Done) lanes |= 1u << i;
+  return lanes;
+}
+
+[[noreturn]] void trap(const char *what, const char *file, int line) { fail(what, {file, line}); }
+
+void reset_collectives() {
+  for (auto *m : open_meetings) delete m;
+  open_meetings.clear();
+  for (auto &b : barriers) b = Barrier();
+}
+}  // namespace emu

@@ -1,0 +1,244 @@
+// Scheduler: every CUDA thread of a block is a fiber, all on one CPU thread; blocks run in turn.
+//
+// A fiber runs until a collective, a barrier or an mbarrier makes it wait; then the next ready one
+// goes on: round robin for seed 0, else in a random order, with TMA traffic landing at random
+// moments.  Where nobody is ready and no copy is outstanding, the block is deadlocked.
+// A failed check switches back to the launch for good, which returns the error text.
+#include "machine.hpp"
+
+#include <algorithm>
+#include <map>
+#include <sys/mman.h>
+#include <xmmintrin.h>
+
+uint3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emu {
+Machine M;
+
+// Save the callee-saved registers on this stack, go to the other.
+extern "C" void emu_switch(void **save, void *load);
+asm(R"(
+.text
+.globl emu_switch
+.type emu_switch,@function
+emu_switch:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+)");
+
+uint64_t random_bits() {
+  uint64_t &x = M.rng;
+  x ^= x << 13;
+  x ^= x >> 7;
+  return x ^= x << 17;
+}
+
+// ---- errors ------------------------------------------------------------------------------------
+static std::string text(uint3 v) {
+  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
+}
+
+std::string place(Where at) {
+  if (at.line == kInstructionPointer) {  // the Python side turns it into file:line
+    char pc[32];
+    snprintf(pc, sizeof pc, "<pc %p>", (const void *)at.file);
+    return pc;
+  }
+  const char *slash = strrchr(at.file, '/');
+  return std::string(slash ? slash + 1 : at.file) + ":" + std::to_string(at.line);
+}
+
+[[noreturn]] void fail(const std::string &what, Where at) {
+  M.error = place(at) + ": " + what;
+  if (M.cur) M.error += " [block " + text(blockIdx) + " thread " + text(M.cur->tid) + "]";
+  void *dead;
+  emu_switch(&dead, M.main_sp);
+  __builtin_unreachable();
+}
+
+static void deadlock() {
+  std::map<std::pair<std::string, std::string>, std::vector<int>> by;
+  Fiber *first = nullptr;
+  for (auto &f : M.fiber)
+    if (f.state == Fiber::Waiting) {
+      by[{f.doing, place(f.at)}].push_back(f.index);
+      if (!first) first = &f;
+    }
+  std::string s = "deadlock:";
+  for (auto &[what, threads] : by) {
+    s += " " + std::to_string(threads.size()) + " thread(s) [";
+    for (size_t i = 0; i < threads.size();) {  // runs of neighbours as first-last
+      size_t j = i;
+      while (j + 1 < threads.size() && threads[j + 1] == threads[j] + 1) j++;
+      s += (i ? "," : "") + std::to_string(threads[i]);
+      if (j > i) s += "-" + std::to_string(threads[j]);
+      i = j + 1;
+    }
+    s += "] wait at " + what.first + " " + what.second + ";";
+  }
+  s += " " + std::to_string(M.threads - M.live) + " exited";
+  M.cur = first;
+  fail(s, first->at);
+}
+
+// ---- the ready queue ---------------------------------------------------------------------------
+void make_ready(Fiber *f) {
+  f->state = Fiber::Ready;
+  M.ready.push_back(f->index);
+}
+
+static Fiber *next_ready() {
+  auto &q = M.ready;
+  if (M.ready_head == q.size()) return nullptr;
+  if (M.rng) std::swap(q[M.ready_head], q[M.ready_head + random_bits() % (q.size() - M.ready_head)]);
+  Fiber *f = &M.fiber[q[M.ready_head++]];
+  if (M.ready_head > 4096) {
+    q.erase(q.begin(), q.begin() + M.ready_head);
+    M.ready_head = 0;
+  }
+  return f;
+}
+
+static void run_next() {
+  Fiber *me = M.cur, *f;
+  if (M.rng && random_bits() % 8 == 0) land_oldest_copy();
+  while (!(f = next_ready())) {
+    if (!copies_outstanding()) deadlock();
+    land_oldest_copy();
+  }
+  if (f == me) return;
+  M.cur = f;
+  threadIdx = f->tid;
+  emu_switch(&me->sp, f->sp);
+}
+
+void suspend(const char *doing, Where at) {
+  M.accesses = 0;
+  M.cur->state = Fiber::Waiting;
+  M.cur->doing = doing;
+  M.cur->at = at;
+  run_next();
+}
+
+void yield(Where at) {
+  make_ready(M.cur);
+  M.cur->at = at;
+  land_oldest_copy();
+  run_next();
+}
+
+// ---- blocks ------------------------------------------------------------------------------------
+static char *stacks;
+
+static void enter() {
+  M.thunk(M.args);
+  if (M.cur->stores)
+    fail("thread exits while its TMA stores may still read shared memory", {"exit", 0});
+  M.cur->state = Fiber::Done;
+  M.live--;
+  M.accesses = 0;
+  if (M.live) run_next();
+  void *dead;
+  emu_switch(&dead, M.main_sp);
+}
+
+static void run_block() {
+  int n = M.threads;
+  M.ready.clear();
+  M.ready_head = 0;
+  M.live = n;
+  M.ids = n + kAgents;
+  M.fiber.resize(n);
+  if (M.checks) {
+    M.clocks.assign(size_t(n) * M.ids, 0);
+    M.agent_clocks.assign(size_t(kAgents) * M.ids, 0);
+  }
+  reset_collectives();
+  reset_memory();
+  reset_tensor_core();
+  reset_async_copy();
+  for (int i = 0; i < n; i++) {
+    Fiber &f = M.fiber[i];
+    f.index = i;
+    f.tid = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+    f.stack = stacks + size_t(i) * kStack;
+    f.clock = M.checks ? &M.clocks[size_t(i) * M.ids] : nullptr;
+    if (f.clock) f.clock[i] = 1;
+    f.fence = 0;
+    f.dirty = false;
+    f.stores = 0;
+    f.groups.assign(1, {});
+    // staggered, because equal offsets in all stacks would share cache sets
+    void **sp = (void **)(f.stack + kStack - 64 - i * 448 % 32768);
+    *--sp = nullptr;  // keeps the entry frame 16-byte aligned
+    *--sp = (void *)enter;
+    for (int k = 0; k < 6; k++) *--sp = nullptr;
+    f.sp = sp;
+    make_ready(&f);
+  }
+  M.cur = next_ready();
+  threadIdx = M.cur->tid;
+  emu_switch(&M.main_sp, M.cur->sp);
+  M.cur = nullptr;
+}
+
+struct Buffer {
+  char *base;
+  size_t size;
+  const char *name;
+  int writable;
+};
+
+struct Launch {
+  void (*thunk)(void **);
+  char *dynamic;  // the module's dynamic shared memory, or null
+  size_t dynamic_size, dynamic_capacity;
+  unsigned grid[3], block[3];
+  void **args;
+  const Buffer *buffers;
+  int buffer_count, checks;
+  uint64_t seed, patience;
+};
+
+// Returns nullptr, or the error text.
+extern "C" const char *emu_launch(const Launch *l) {
+  if (!stacks)
+    stacks = (char *)mmap(nullptr, size_t(kMaxThreads) * kStack, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  M.thunk = l->thunk;
+  M.args = l->args;
+  M.checks = l->checks;
+  M.rng = l->seed;
+  M.patience = l->patience;
+  M.accesses = 0;
+  M.error.clear();
+  gridDim = {l->grid[0], l->grid[1], l->grid[2]};
+  blockDim = {l->block[0], l->block[1], l->block[2]};
+  M.threads = blockDim.x * blockDim.y * blockDim.z;
+  start_memory(l->dynamic, l->dynamic_size, l->dynamic_capacity, (void *)l->thunk);
+  for (int i = 0; i < l->buffer_count; i++) {
+    auto &b = l->buffers[i];
+    M.regions.push_back({b.base, b.size, b.name, bool(b.writable), {}});
+  }
+  std::vector<unsigned> order(size_t(gridDim.x) * gridDim.y * gridDim.z);
+  for (size_t i = 0; i < order.size(); i++) order[i] = unsigned(i);
+  if (M.rng)
+    for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_bits() % i]);
+
+  unsigned control = _mm_getcsr();
+  _mm_setcsr(control | 0x8040);  // denormals are zero, as under the -ftz=true that CuPy appends
+  for (unsigned b : order) {
+    if (!M.error.empty()) break;
+    M.block_serial = b + 1;
+    blockIdx = {b % gridDim.x, b / gridDim.x % gridDim.y, b / (gridDim.x * gridDim.y)};
+    run_block();
+  }
+  _mm_setcsr(control);
+  M.cur = nullptr;
+  return M.error.empty() ? nullptr : M.error.c_str();
+}
+}  // namespace emu

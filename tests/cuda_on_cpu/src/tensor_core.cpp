@@ -1,0 +1,227 @@
+// Tensor cores: mma.sync, ldmatrix and wgmma, by the fragment layouts of the PTX ISA.
+//
+// wgmma reads its operands when issued and poisons its accumulators until the wait: a kernel that
+// reads them early gets NaN.  Its reads of shared memory go through the async proxy.
+#include "machine.hpp"
+
+#include <algorithm>
+
+namespace emu {
+static float decode(int type, uint16_t bits) {
+  if (type == F16) {
+    _Float16 h;
+    memcpy(&h, &bits, 2);
+    return (float)h;
+  }
+  uint32_t wide = uint32_t(bits) << 16;
+  float f;
+  memcpy(&f, &wide, 4);
+  return f;
+}
+static uint16_t half_of(uint32_t r, int i) { return uint16_t(r >> 16 * i); }
+
+// ---- mma.sync m16n8k16 -------------------------------------------------------------------------
+struct MmaLane {
+  int type;
+  float *d;
+  const uint32_t *a, *b;
+  const float *c;
+};
+
+void mma16816(int type, float *d, const uint32_t *a, const uint32_t *b, const float *c,
+              const char *file, int line) {
+  MmaLane mine{type, d, a, b, c};
+  auto op = [](void **lane, int) {
+    float A[16][16], B[16][8], C[16][8];
+    for (int l = 0; l < 32; l++) {
+      auto &m = *(MmaLane *)lane[l];
+      int g = l >> 2, t = (l & 3) * 2;
+      for (int r = 0; r < 4; r++)
+        for (int h = 0; h < 2; h++)
+          A[g + (r & 1) * 8][t + (r >> 1) * 8 + h] = decode(m.type, half_of(m.a[r], h));
+      for (int r = 0; r < 2; r++)
+        for (int h = 0; h < 2; h++) B[t + r * 8 + h][g] = decode(m.type, half_of(m.b[r], h));
+      for (int r = 0; r < 4; r++) C[g + (r >> 1) * 8][t + (r & 1)] = m.c[r];
+    }
+    for (int i = 0; i < 16; i++)
+      for (int k = 0; k < 16; k++)
+        for (int j = 0; j < 8; j++) C[i][j] += A[i][k] * B[k][j];
+    for (int l = 0; l < 32; l++)
+      for (int r = 0; r < 4; r++)
+        ((MmaLane *)lane[l])->d[r] = C[(l >> 2) + (r >> 1) * 8][(l & 3) * 2 + (r & 1)];
+  };
+  collective(MMA, M.cur->index / 32, 32, ~0u, "mma.sync", &mine, op, {file, line});
+}
+
+// ---- ldmatrix ----------------------------------------------------------------------------------
+struct LdLane {
+  int n;
+  bool trans;
+  uint32_t *r;
+  const char *row;
+  Where at;
+};
+
+void ldmatrix(int n, bool trans, uint32_t *r, const void *row, const char *file, int line) {
+  LdLane mine{n, trans, r, (const char *)row, {file, line}};
+  auto op = [](void **lane, int) {
+    auto L = [&](int i) -> LdLane & { return *(LdLane *)lane[i]; };
+    int warp = M.cur->index & ~31;
+    for (int m = 0; m < L(0).n; m++) {
+      uint16_t t[8][8];
+      for (int i = 0; i < 8; i++) {  // lane 8 m + i gives the address of row i of matrix m
+        auto &l = L(m * 8 + i);
+        if ((uintptr_t)l.row & 15)
+          fail("ldmatrix row address of lane " + std::to_string(m * 8 + i) +
+                   " is not 16-byte aligned", l.at);
+        touch(l.row, 16, Read, l.at, -1, &M.fiber[warp + m * 8 + i]);
+        memcpy(t[i], l.row, 16);
+      }
+      for (int l = 0; l < 32; l++) {
+        int i = l >> 2, j = (l & 3) * 2;
+        L(l).r[m] = L(0).trans ? t[j][i] | uint32_t(t[j + 1][i]) << 16
+                               : t[i][j] | uint32_t(t[i][j + 1]) << 16;
+      }
+    }
+  };
+  collective(LDMATRIX, M.cur->index / 32, 32, ~0u, "ldmatrix", &mine, op, {file, line});
+}
+
+// ---- wgmma -------------------------------------------------------------------------------------
+struct Pending {
+  float *d;
+  std::vector<float> value;
+};
+struct Group {
+  Clock tick;
+  std::vector<Pending> acc;
+};
+struct WgState {
+  bool fenced = false;
+  std::vector<Group> groups{1};
+};
+static std::vector<WgState> wg;
+
+// The 16-byte unit that holds element (mn, k): 8 elements along k (K-major) or mn (MN-major).
+static const char *unit(uint64_t desc, bool mn_major, int mn, int k, Where at, int agent) {
+  uint32_t start = (desc & 0x3fff) << 4;
+  uint32_t leading = (desc >> 16 & 0x3fff) << 4, stride = (desc >> 32 & 0x3fff) << 4;
+  int mode = desc >> 62 & 3;  // 0 none, 1 128 B, 2 64 B, 3 32 B
+  if (desc >> 49 & 7) fail("wgmma: descriptor base offset is not emulated", at);
+  uint32_t pitch = mode ? 256u >> mode : 16, a = start;
+  if (!mn_major)
+    a += mn % 8 * pitch + mn / 8 * stride + k / 8 * (mode ? 16 : leading);
+  else if (mode)
+    a += mn / 8 * 16 % pitch + mn / 8 * 16 / pitch * leading + k % 8 * pitch + k / 8 * stride;
+  else
+    a += mn / 8 * stride + k % 8 * 16 + k / 8 * leading;
+  char *p = from_shared(swizzled(mode ? 4 - mode : 0, a), 16, at);
+  touch(p, 16, Read, at, agent);
+  return p;
+}
+
+static void load_operand(float *out, int rows, uint64_t desc, bool mn_major, int type, Where at,
+                         int agent) {  // out[k][rows]
+  for (int mn = 0; mn < rows; mn += mn_major ? 8 : 1)
+    for (int k = 0; k < 16; k += mn_major ? 1 : 8) {
+      uint16_t h[8];
+      memcpy(h, unit(desc, mn_major, mn, k, at, agent), 16);
+      for (int i = 0; i < 8; i++) {
+        float v = decode(type, h[i]);
+        mn_major ? out[k * rows + mn + i] = v : out[(k + i) * rows + mn] = v;
+      }
+    }
+}
+
+void wgmma_fence(const char *, int) { wg[M.cur->index].fenced = true; }
+
+void wgmma_commit() {
+  auto &s = wg[M.cur->index];
+  int agent = M.cur->index / 128;
+  s.groups.back().tick = M.checks ? agent_clock(agent)[M.threads + agent] : 0;
+  s.groups.emplace_back();
+  s.fenced = false;
+}
+
+struct WgLane {
+  Fiber *f;
+  int n, type;
+  float *d;
+  uint64_t a, b;
+  int scale_d;
+  bool ta, tb;
+  Where at;
+};
+
+void wgmma(int n, int type, float *d, uint64_t a, uint64_t b, int scale_d, bool ta, bool tb,
+           const char *file, int line) {
+  WgLane mine{M.cur, n, type, d, a, b, scale_d, ta, tb, {file, line}};
+  if (!wg[M.cur->index].fenced)
+    fail("wgmma.mma_async without wgmma.fence since the last commit", mine.at);
+  auto op = [](void **lane, int) {
+    auto &z = *(WgLane *)lane[0];
+    int agent = z.f->index / 128, N = z.n;
+    for (int l = 1; l < 128; l++) {
+      auto &m = *(WgLane *)lane[l];
+      if (m.a != z.a || m.b != z.b || m.scale_d != z.scale_d)
+        fail("wgmma: descriptors differ between threads of the warpgroup", m.at);
+    }
+    if (M.checks) {
+      for (int l = 0; l < 128; l++) join(agent_clock(agent), ((WgLane *)lane[l])->f->clock);
+      agent_clock(agent)[M.threads + agent]++;
+    }
+    static float A[16][64], B[16 * 256], D[64][256];
+    load_operand(A[0], 64, z.a, z.ta, z.type, z.at, agent);
+    load_operand(B, N, z.b, z.tb, z.type, z.at, agent);
+    // thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8), columns 8 j + 2 (t % 4) (+ 1)
+    auto cell = [&](int t, int i) -> float & {
+      return D[16 * (t / 32) + t % 32 / 4 + (i >> 1 & 1) * 8][i / 4 * 8 + t % 4 * 2 + (i & 1)];
+    };
+    for (int t = 0; t < 128; t++) {
+      auto &m = *(WgLane *)lane[t];
+      const float *c = m.d;
+      for (auto &g : wg[m.f->index].groups)
+        for (auto &p : g.acc)
+          if (p.d == m.d) c = p.value.data();
+      for (int i = 0; i < N / 2; i++) cell(t, i) = m.scale_d ? c[i] : 0;
+    }
+    for (int i = 0; i < 64; i++)
+      for (int k = 0; k < 16; k++)
+        for (int j = 0; j < N; j++) D[i][j] += A[k][i] * B[k * N + j];
+    for (int t = 0; t < 128; t++) {
+      auto &m = *(WgLane *)lane[t];
+      auto &acc = wg[m.f->index].groups.back().acc;
+      Pending *p = nullptr;
+      for (auto &q : acc)
+        if (q.d == m.d) p = &q;
+      if (!p) {
+        acc.push_back({m.d, std::vector<float>(N / 2)});
+        p = &acc.back();
+      }
+      for (int i = 0; i < N / 2; i++) p->value[i] = cell(t, i);
+      memset(m.d, 0xff, N / 2 * sizeof(float));
+    }
+  };
+  collective(WGMMA, M.cur->index / 128, 128, 0, "wgmma", &mine, op, {file, line});
+}
+
+void wgmma_wait(int pending, const char *, int) {
+  auto &s = wg[M.cur->index];
+  int done = std::max(0, int(s.groups.size()) - 1 - pending);
+  for (int g = 0; g < done; g++) {
+    for (auto &p : s.groups[g].acc) {
+      bool newer = false;
+      for (size_t h = g + 1; h < s.groups.size(); h++)
+        for (auto &q : s.groups[h].acc) newer |= q.d == p.d;
+      if (!newer) memcpy(p.d, p.value.data(), p.value.size() * sizeof(float));
+    }
+    if (M.checks) {
+      Clock &c = M.cur->clock[M.threads + M.cur->index / 128];
+      c = std::max(c, s.groups[g].tick);
+    }
+  }
+  s.groups.erase(s.groups.begin(), s.groups.begin() + done);
+}
+
+void reset_tensor_core() { wg.assign(M.threads, {}); }
+}  // namespace emu

@@ -143,7 +143,10 @@ class KernelParity(Parity):
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
         """The kernels, run on the CPU, agree with the definition; two runs give equal bits."""
-        from .cuda_on_cpu import Emulator
+        from .cuda_on_cpu import Emulator, missing
+
+        if (reason := missing()) is not None:
+            pytest.skip(reason)
 
         def run(function: Callable[[], Arrays]) -> Arrays:
             with using(Emulator()):

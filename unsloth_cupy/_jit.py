@@ -156,6 +156,18 @@ class Kernel:
             self.launch(grid, block, tuple(values), shared)
 
 
+@functools.cache
+def _processors(device: int) -> int:
+    from cupy.cuda import runtime
+
+    return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+
+
+def processors(like: Any) -> int:
+    """Return how many multiprocessors run kernels where ``like`` lives: 1 on the host."""
+    return 1 if isinstance(like, np.ndarray) else _processors(like.device.id)
+
+
 def parameters(
     file: str, name: str, constants: Mapping[str, Any]
 ) -> tuple[tuple[np.dtype[Any], bool], ...]:
@@ -166,10 +178,15 @@ def parameters(
     declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(([^)]*)\)", text)
     if declared is None:
         raise KernelError(f"{file} declares no KERNEL(...) {name}(...)")
-    found = re.findall(
-        r"(?:const )?([\w ]+?)\s*([*\s])\s*(?:__restrict__ )?\w+\s*(?:,|$)", declared[1]
-    )
-    return tuple((known[ctype], star == "*") for ctype, star in found)
+    found = []
+    for parameter in " ".join(declared[1].split()).split(","):
+        words = re.fullmatch(r" ?(?:const )?([\w ]+?) ?(\*?) ?(?:__restrict__ )?\w+ ?", parameter)
+        if words is None or words[1] not in known:
+            raise KernelError(
+                f"{file}: {name} has a parameter of unknown type: {parameter.strip()}"
+            )
+        found.append((known[words[1]], words[2] == "*"))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -161,6 +161,7 @@ class Op(Generic[P, R]):
         on_host = isinstance(lead, np.ndarray)
         planned = self._planned(arrays, bound.sizes)
         kernel = planned is None and self.launch is not None and bound.dtype in _jit.KERNEL_DTYPES
+        kernel &= all(f is None or 0 not in f.shape for f in forms)  # kernels meet no empty axis
         widen = planned is None and self.widen
         return Plan(
             kernel and _jit.target_of(lead) is not None,

@@ -5,8 +5,13 @@ y = h * rstd * (weight + offset) + bias        h = x + residual,  rstd = 1 / sqr
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 
+from .._arrays import empty, lanes
+from .._jit import load, processors
 from .._op import op
 from .._typing import Array
 
@@ -66,9 +71,75 @@ def rms_norm_forward(
 ) -> tuple[Array, Array, Array]:
     """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op."""
     h = x if residual is None else x + residual
-    rstd = 1 / np.sqrt(np.mean(h * h, axis=-1) + eps)
+    rstd = 1 / np.sqrt(np.sum(h * h, axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
     y = h * rstd[..., None] * (weight + offset)
     return y if bias is None else y + bias, h, rstd
+
+
+@cache
+def _geometry(hidden: int, lanes: int) -> dict[str, int]:
+    """Return the launch constants of rms_norm.cu for rows of this length.
+
+    A thread holds 16 values of a row: two 16-byte accesses in flight for 16-bit dtypes, four for
+    float32, and few enough registers for 768 threads an SM in the backward kernel.
+
+        hidden <= 512     a power of two of threads a row, several rows a block: no barrier
+        hidden <= 8192    the block takes a row, 16 values a thread
+        hidden <= 16384   512 threads, up to 32 values each: 128 registers hold them backward too
+        beyond            1024 threads; forward keeps up to 32,768 values, longer rows, and all
+                          of them backward, are read twice
+    """
+    wanted = -(-hidden // 16)
+    if wanted <= 32:
+        row_threads = 1 << (wanted - 1).bit_length()
+    else:
+        row_threads = min(-(-wanted // 32) * 32, 512 if hidden <= 16384 else 1024)
+    threads = row_threads if row_threads > 32 else 128
+    return {
+        "HIDDEN": hidden,
+        "LANES": lanes,
+        "ROW_THREADS": row_threads,
+        "THREADS": threads,
+        "RESIDENT": max(1, 768 // threads),
+    }
+
+
+@cache
+def _variant(
+    x: Any, weight: Any, bias: Any, residual: bool, hidden: int, lanes: int
+) -> dict[str, Any]:
+    """Return every constant of rms_norm.cu for these dtypes; bias None: there is none."""
+    types = {"T": x, "W": weight, "B": bias or weight}
+    return types | _geometry(hidden, lanes) | {"RESIDUAL": residual, "BIAS": bias is not None}
+
+
+@rms_norm_forward.kernel
+def _launch_forward(
+    x: Array,
+    weight: Array,
+    residual: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> tuple[Array, Array, Array]:
+    hidden, rows = x.shape[-1], x.size // x.shape[-1]
+    y, rstd = empty(x.shape, x.dtype, like=x), empty(x.shape[:-1], np.float32, like=x)
+    h = x if residual is None else empty(x.shape, x.dtype, like=x)
+    constants = _variant(
+        x.dtype,
+        weight.dtype,
+        None if bias is None else bias.dtype,
+        residual is not None,
+        hidden,
+        lanes(hidden, x, residual, weight, bias),
+    )
+    blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
+    kernel = load("rms_norm.cu", "rms_norm_forward", x, **constants)
+    kernel[blocks, constants["THREADS"]](
+        x, weight, residual, bias, y, None if h is x else h, rstd, rows, eps, offset
+    )
+    return y, h, rstd
 
 
 @rms_norm_forward.gradient(
@@ -89,8 +160,46 @@ def rms_norm_backward(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Return the gradients of x, weight, residual and bias; x and residual share theirs."""
     hhat, g = h * rstd[..., None], dy * (weight + offset)
-    dx = rstd[..., None] * (g - hhat * np.mean(g * hhat, axis=-1, keepdims=True))
+    mean = np.sum(g * hhat, axis=-1, keepdims=True) / max(h.shape[-1], 1)
+    dx = rstd[..., None] * (g - hhat * mean)
     dx = dx if dh is None else dx + dh
     rows = tuple(range(dy.ndim - 1))
     dbias = None if bias is None else dy.sum(axis=rows)
     return dx, (dy * hhat).sum(axis=rows), None if residual is None else dx, dbias
+
+
+@rms_norm_backward.kernel
+def _launch_backward(
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    residual: Array | None,
+    bias: Array | None,
+    rstd: Array,
+    *,
+    offset: float = 0.0,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    hidden, rows = h.shape[-1], h.size // h.shape[-1]
+    dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
+    dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
+    constants = _variant(
+        h.dtype,
+        weight.dtype,
+        None if bias is None else bias.dtype,
+        dh is not None,
+        hidden,
+        lanes(hidden, h, dy, dh, weight),
+    )
+    # as many blocks as the device holds at once, so that each sums many rows before it writes
+    blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
+    blocks = min(blocks, processors(h) * constants["RESIDENT"])
+    partial = empty((1 if bias is None else 2, blocks, hidden), np.float32, like=h)
+    kernel = load("rms_norm.cu", "rms_norm_backward", h, **constants)
+    kernel[blocks, constants["THREADS"]](dy, dh, h, weight, rstd, dx, partial, rows, offset)
+
+    kernel = load("column_sum.cu", "column_sum", h, W=constants["W"], B=constants["B"])
+    warps = min(32, -(-blocks // 8))  # a warp adds at least 8 rows
+    grid = (-(-hidden // 32), len(partial))
+    kernel[grid, 32 * warps](partial, dweight, dbias, blocks, hidden)
+    return dx, dweight, None if residual is None else dx, dbias

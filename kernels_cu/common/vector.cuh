@@ -1,0 +1,50 @@
+// LANES neighbouring values of a row: widened on load, narrowed on store, moved 16 bytes at a time.
+#pragma once
+
+template <int BYTES> struct Word { using type = uint4; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<4> { using type = unsigned; };
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<1> { using type = unsigned char; };
+
+// Values as they lie in memory: what a kernel keeps when it wants to keep few registers.
+template <class T, int LANES> struct Vector {
+    static constexpr int BYTES = sizeof(T) * LANES;
+    using Word = typename ::Word<BYTES < 16 ? BYTES : 16>::type;
+    static constexpr int WORDS = BYTES / sizeof(Word);
+    alignas(Word) T at[LANES];
+};
+
+template <int LANES, class T>
+__device__ __forceinline__ void fetch(Vector<T, LANES> &to, const T *from) {
+    using V = Vector<T, LANES>;
+#pragma unroll
+    for (int i = 0; i < V::WORDS; i++)
+        reinterpret_cast<typename V::Word *>(&to)[i] =
+            reinterpret_cast<const typename V::Word *>(from)[i];
+}
+
+template <int LANES, class T>
+__device__ __forceinline__ void widen(float (&to)[LANES], const Vector<T, LANES> &from) {
+#pragma unroll
+    for (int j = 0; j < LANES; j++) to[j] = (float)from.at[j];
+}
+
+template <int LANES, class T>
+__device__ __forceinline__ void load(float (&to)[LANES], const T *from) {
+    Vector<T, LANES> v;
+    fetch(v, from);
+    widen(to, v);
+}
+
+template <int LANES, class T>
+__device__ __forceinline__ void store(T *to, const float (&from)[LANES]) {
+    using V = Vector<T, LANES>;
+    V v;
+#pragma unroll
+    for (int j = 0; j < LANES; j++) v.at[j] = (T)from[j];
+#pragma unroll
+    for (int i = 0; i < V::WORDS; i++)
+        reinterpret_cast<typename V::Word *>(to)[i] =
+            reinterpret_cast<const typename V::Word *>(&v)[i];
+}

@@ -2,6 +2,11 @@
 
 from ._version import __version__ as __version__
 
+# Attention
+from .ops.attention import attention as attention
+from .ops.attention import attention_backward as attention_backward
+from .ops.attention import attention_forward as attention_forward
+
 # Joining ops on a tape
 from .ops.arithmetic import add as add
 from .ops.arithmetic import columns as columns

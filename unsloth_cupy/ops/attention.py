@@ -1,0 +1,284 @@
+"""Attention: out = softmax(score) @ v, row by row, with every option that models use.
+
+score = cap * tanh(scale * q @ k.T / cap) + bias - slope * abs(query position - key position)
+lse = log(sum(exp(score)))      out = exp(score - lse) @ v
+
+    dv = p.T @ dout      ds = p * (dout @ v.T - rowsum(dout * out) + dlse)      p = exp(score - lse)
+    dq = scale * ds @ k      dk = scale * ds.T @ q
+
+Vaswani and others, Attention Is All You Need, 2017; Dao and others, FlashAttention, 2022 (blocks
+of rows, and a backward that recomputes p from lse).
+"""
+
+import math
+
+import numpy as np
+
+from .._op import op
+from .._typing import Array
+from ._scores import Scores, Window, stacked, unstacked
+
+OPERANDS = (
+    "mask?(batch|1, heads|1, queries|1, keys|1): bool,"
+    " bias?(batch|1, heads|1, queries|1, keys|1): param, alibi?(batch?, heads): param,"
+    " sinks?(heads): param, key_lengths?(batch): int, query_start?(batch?): int,"
+    " block_mask?(batch|1, heads|1, queries/128, keys/128): bool"
+)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Array:
+    """Return ``softmax(score) @ v``, where ``score = scale * q @ k.T`` and its options.
+
+    In this order: ``scale``; ``softcap * tanh(score / softcap)``; plus bias, minus alibi; -inf
+    where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.  All
+    options compose.  A query that sees no key gets zeros, and zero gradients.
+
+    Parameters
+    ----------
+    q : (batch, queries, heads, dim) float
+        Queries.  Query head h reads key head ``h // (heads // kv_heads)``.
+    k : (batch, keys, kv_heads, dim) float
+        Keys; kv_heads divides heads.
+    v : (batch, keys, kv_heads, value_dim) float
+        Values.
+    causal : bool
+        A query sees no key after its own position.
+    window : (left, right), optional
+        The query at position p sees the keys p - left .. p + right; None is unbounded.
+    scale : float, optional
+        1 / sqrt(dim) by default.
+    softcap : float, optional
+        Bounds the scaled scores to -softcap .. softcap.
+    mask : bool, up to 4 axes that broadcast to (batch, heads, queries, keys), optional
+        True where a query may see a key.
+    bias : dtype of q or float32, axes as mask, optional
+        Added to the scores; -inf hides a key.
+    alibi : (heads,) or (batch, heads) dtype of q or float32, optional
+        Slopes; ``slope * abs(query position - key position)`` is subtracted.
+    sinks : (heads,) dtype of q or float32, optional
+        Score of one more key, seen by every query, that has no value.
+    key_lengths : (batch,) int, optional
+        Keys from this one on do not exist, whatever their bytes hold.
+    query_start : int or (batch,) int, optional
+        Position of the first query among the keys.  By default the last query stands at the last
+        key: ``keys - queries``, or ``key_lengths - queries``.
+    block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
+        Tiles of 128 queries by 128 keys that are False are skipped.
+    dropout : float
+        Share of the probabilities that become 0; the others grow by ``1 / (1 - dropout)``.
+    seed : int, optional
+        Of dropout, in 0 .. 2**64 - 1; the same seed drops the same (batch, head, query, key).
+
+    Returns
+    -------
+    out : (batch, queries, heads, value_dim) float
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    ConfigError
+        An option makes no sense, or dropout comes without a seed.
+    RangeError
+        key_lengths holds a number outside 0 .. keys.
+
+    Notes
+    -----
+    Vaswani and others, Attention Is All You Need, 2017.  Ainslie and others, GQA, 2023.  Press
+    and others, Train Short, Test Long (ALiBi), 2022.
+    """
+    return attention_forward(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        sinks=sinks,
+        key_lengths=key_lengths,
+        query_start=query_start,
+        block_mask=block_mask,
+        dropout=dropout,
+        seed=seed,
+    )[0]
+
+
+@op(
+    "q(batch, queries, heads, dim), k(batch, keys, kv_heads, dim),"
+    f" v(batch, keys, kv_heads, value_dim), {OPERANDS}"
+    " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
+    " where heads % kv_heads"
+)
+def attention_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array]:
+    """Return out as attention does, and the natural log of each row's sum of exp(score)."""
+    limits = (mask, key_lengths, query_start, block_mask, causal, window)
+    scores = Scores(q, k, *limits, scale, softcap, bias, alibi, dropout, seed)
+    return attend(scores, v, sinks)
+
+
+def attend(scores: Scores, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Return out and lse: softmax of the scores, block by block, times v."""
+    group = scores.group
+    v = scores.existing(v)
+    out = np.zeros((*scores.q.shape[:3], v.shape[3]), scores.q.dtype, like=scores.q)
+    lse = np.full((scores.batch, scores.heads, scores.queries), -math.inf, out.dtype, like=out)
+    if sinks is not None:
+        sinks = sinks.astype(out.dtype)[:, None, None]
+        lse[:] = sinks[..., 0]
+    for block in scores.blocks():
+        rows = (block.batch, block.heads, block.rows)
+        _, p, _ = scores.logits(block)
+        by_head = scores.by_head(p, block)
+        top = by_head.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks[block.heads].reshape(-1, group, 1, 1)
+            top = np.maximum(top, sink)
+        top[top == -math.inf] = 0  # a row that sees no key
+        by_head -= top
+        np.exp(p, out=p)
+        total = (p @ np.ones((p.shape[-1], 1), p.dtype, like=p)).reshape(top.shape)
+        if sinks is not None:
+            total += np.exp(sink - top)
+        empty = total == 0
+        total[empty] = 1
+        top += np.log(total)
+        top[empty] = -math.inf
+        lse[rows] = top.reshape(lse[rows].shape)
+        if scores.dropout:
+            np.multiply(by_head, scores.kept(block), out=by_head)
+            total *= 1 - scores.dropout
+        part = p @ v[block.batch, block.keys, block.kv_heads].transpose(0, 2, 1, 3)
+        part /= total.reshape(*part.shape[:-1], 1)
+        out[block.batch, block.rows, block.heads] = unstacked(part, group)
+    return out, lse
+
+
+@attention_forward.gradient(
+    "dout(batch, queries, heads, value_dim), q(batch, queries, heads, dim),"
+    " k(batch, keys, kv_heads, dim), v(batch, keys, kv_heads, value_dim),"
+    f" out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat, {OPERANDS},"
+    " dlse?(batch, heads, queries): stat"
+    " -> dq(batch, queries, heads, dim), dk(batch, keys, kv_heads, dim),"
+    " dv(batch, keys, kv_heads, value_dim), dbias(batch|1, heads|1, queries|1, keys|1),"
+    " dalibi(batch?, heads), dsinks(heads) where heads % kv_heads"
+)
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    dlse: Array | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
+    """Return the gradients of q, k, v, bias, alibi and sinks; dlse is lse's, where it is used."""
+    limits = (mask, key_lengths, query_start, block_mask, causal, window)
+    scores = Scores(q, k, *limits, scale, softcap, bias, alibi, dropout, seed)
+    return attend_backward(scores, v, sinks, dout, out, lse, dlse)
+
+
+def attend_backward(
+    scores: Scores,
+    v: Array,
+    sinks: Array | None,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
+    """Return the gradients of q, k, v, bias, alibi and sinks, each block's scores made again."""
+    q, k, v, group = scores.q, scores.k, scores.existing(v), scores.group
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
+    dalibi = None if scores.alibi is None else np.zeros_like(scores.alibi, dtype=q.dtype)
+    delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp): what the softmax takes off
+    delta = delta if dlse is None else delta - dlse
+    dsinks = None
+    if sinks is not None:
+        seen = np.where(lse == -math.inf, 0, lse)
+        dsinks = -(np.exp(sinks[:, None] - seen) * delta).sum(axis=(0, 2))
+    for block in scores.blocks():
+        rows = (block.batch, block.heads, block.rows)
+        keys = (block.batch, block.keys, block.kv_heads)
+        stacked_q, p, tanh = scores.logits(block)
+        by_head = scores.by_head(p, block)
+        shape = (*by_head.shape[:-1], 1)
+        by_head -= np.where(lse[rows] == -math.inf, 0, lse[rows]).reshape(shape)
+        np.exp(p, out=p)
+        stacked_dout = stacked(dout, block, group)
+        ds = stacked_dout @ v[keys].transpose(0, 2, 3, 1)
+        ds_by_head = scores.by_head(ds, block)
+        weights = p
+        if scores.dropout:
+            kept = scores.kept(block) * p.dtype.type(1 / (1 - scores.dropout))
+            weights = (by_head * kept).reshape(p.shape)
+            ds_by_head *= kept
+        dv[keys] += (weights.swapaxes(2, 3) @ stacked_dout).transpose(0, 2, 1, 3)
+        ds_by_head -= delta[rows].reshape(shape)
+        ds *= p
+        if dbias is not None:
+            scores.add_sum(dbias, ds_by_head, block)
+        if dalibi is not None:
+            distance = np.abs(scores.offsets(block)).astype(q.dtype)
+            scores.add_sum(dalibi, ds_by_head * -distance, block)
+        if tanh is not None:
+            ds *= 1 - tanh * tanh
+        dq[block.batch, block.rows, block.heads] = unstacked(
+            (ds @ k[keys].transpose(0, 2, 1, 3)) * scores.scale, group
+        )
+        dk[keys] += (ds.swapaxes(2, 3) @ stacked_q).transpose(0, 2, 1, 3)
+    return dq, dk, dv, dbias, dalibi, dsinks

@@ -31,8 +31,13 @@ class Reader:
         self.defaults = {**COMMON, **family.defaults}
 
     def get(self, key: str) -> Any:
-        """Return the value, or the family's default, or None."""
+        """Return the value, which may be null, or the family's default, or None."""
         return self.values.get(key, self.defaults.get(key))
+
+    def given(self, key: str) -> Any:
+        """Return the value, or the family's default where it is null."""
+        value = self.values.get(key)
+        return self.defaults.get(key) if value is None else value
 
     def size(self, key: str) -> int:
         """Return a positive integer."""
@@ -45,14 +50,14 @@ class Reader:
 
     def number(self, key: str) -> float:
         """Return a finite number that is not negative."""
-        value = self.get(key)
+        value = self.given(key)
         if type(value) not in (int, float) or not 0 <= value < float("inf"):
             raise ConfigError(f"config: {key} is {value!r}; it must be a number, 0 or more")
         return float(value)
 
     def flag(self, key: str) -> bool:
         """Return a truth value."""
-        value = self.get(key)
+        value = self.given(key)
         if type(value) is not bool:
             raise ConfigError(f"config: {key} is {value!r}; it must be true or false")
         return value
@@ -135,7 +140,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = values.get("text_config", values)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
-    return {**inner, "model_type": "gemma3_text"}
+    tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+    return {**tied, **inner, "model_type": "gemma3_text"}
 
 
 def _obeyed(read: Reader, key: str) -> float | None:
@@ -151,12 +157,12 @@ def _obeyed(read: Reader, key: str) -> float | None:
 def _activation(read: Reader) -> str:
     """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
     gemma = read.family.scaled_embedding
-    name = read.get("hidden_activation") if gemma else None
-    name = name or read.get("hidden_act")
-    if name not in ACTIVATIONS:
+    named = read.get("hidden_activation") if gemma else None
+    name = named or read.given("hidden_act")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
-    return "gelu_tanh" if gemma and name == "gelu" else ACTIVATIONS[name]
+    return "gelu_tanh" if gemma and not named and name == "gelu" else ACTIVATIONS[name]
 
 
 def _layer_types(read: Reader, layers: int) -> tuple[str, ...]:
@@ -218,7 +224,7 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
         original = parameters.get("original_max_position_embeddings", positions)
         original = known.size("original") if known.get("original") else original
     parameters |= {"rope_type": name, "original_max_position_embeddings": original}
-    if name == "longrope" and parameters.get("factor") is None:
+    if name in ("yarn", "longrope") and parameters.get("factor") is None:
         parameters["factor"] = positions / original
     return Rope(int(dim * share), base, parameters, original if name in GROWING else None)
 

@@ -1,0 +1,124 @@
+"""From config.json to Config: both forms of the rotary settings, defaults, and what is wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models import create
+from unsloth_cupy.models.config import FULL, SLIDING
+from unsloth_cupy.models.parse import parse
+
+from .peers import CONFIGS, LLAMA3, SIZES
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "models"
+
+
+@pytest.mark.parametrize("label", CONFIGS)
+def test_older_form_means_the_same(label):
+    """``rope_theta`` and ``rope_scaling`` beside each other, as transformers 4 wrote them."""
+    newer = SIZES | CONFIGS[label]
+    older = {key: value for key, value in newer.items() if key != "rope_parameters"}
+    given = newer.get("rope_parameters", {})
+    if label == "gemma3":
+        older["rope_local_base_freq"] = given[SLIDING]["rope_theta"]
+        older["rope_theta"] = given[FULL]["rope_theta"]
+        older["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+        older["sliding_window_pattern"] = 2
+        del older["layer_types"]
+    elif given:
+        older["rope_theta"] = given["rope_theta"]
+        kept = {k: v for k, v in given.items() if k not in ("rope_theta", "rope_type")}
+        kept.pop("partial_rotary_factor", None)
+        older["rope_scaling"] = kept | {"type": given["rope_type"]}
+    tokens = np.arange(3, 27)[None]
+    logits = [create(config, seed=0).logits(tokens) for config in (newer, older)]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("family", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+def test_what_transformers_4_leaves_out(family):
+    """Defaults of a family stand in for null and absent keys."""
+    given = json.loads((GOLDEN / family / "config.json").read_text())
+    config = parse(given)
+    nothing = {key: value for key, value in given.items() if value is not None}
+    assert parse(nothing | {"sliding_window": given.get("sliding_window")}) == config
+
+
+def test_windows():
+    def kinds(**given):
+        return [t == SLIDING for t in parse(SIZES | {"num_hidden_layers": 8} | given).layer_types]
+
+    assert not any(kinds(model_type="llama", sliding_window=4))
+    assert all(kinds(model_type="mistral", sliding_window=4))
+    assert not any(kinds(model_type="mistral", sliding_window=None))
+    assert not any(kinds(model_type="qwen2", sliding_window=4, max_window_layers=2))
+    late = kinds(model_type="qwen2", sliding_window=4, max_window_layers=6, use_sliding_window=True)
+    assert late == [False] * 6 + [True] * 2
+    assert kinds(model_type="gemma2") == [True, False] * 4
+    assert kinds(model_type="gemma3_text") == [True] * 5 + [False] + [True] * 2
+
+
+def test_gemma3_needs_no_more_than_its_hub_config_says():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    outer = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text}
+    config = parse(outer)
+    assert (config.vocab, config.heads, config.kv_heads, config.dim) == (262_208, 8, 4, 256)
+    assert config.end_tokens == (1, 106)
+    assert config.tied
+    assert config.ropes[FULL].base == 1e6
+    assert config.ropes[SLIDING].base == 1e4
+    assert config.ropes[SLIDING].scaling is None
+
+
+def test_create():
+    model = create(SIZES | {"model_type": "gemma2", "head_dim": 8}, seed=5)
+    assert set(model.parameters) == set(model.config.shapes())
+    assert not model.parameters["model.norm.weight"].any()
+    weight = model.parameters["model.layers.0.mlp.up_proj.weight"]
+    assert abs(weight.std() - 0.2) < 0.02
+    again = create(SIZES | {"model_type": "gemma2", "head_dim": 8}, seed=5)
+    np.testing.assert_array_equal(weight, again.parameters["model.layers.0.mlp.up_proj.weight"])
+    other = create(SIZES | {"model_type": "gemma2", "head_dim": 8}, seed=6)
+    assert (weight != other.parameters["model.layers.0.mlp.up_proj.weight"]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "choose from bitnet, gemma, gemma2, gemma3,"),
+        ({"model_type": None}, "choose from"),
+        ({"model_type": ["llama"]}, "choose from"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"intermediate_size": "big"}, "intermediate_size is 'big'"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0"),
+        ({"num_attention_heads": 5}, "hidden_size=32 is no multiple"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
+        ({"head_dim": 7}, "even"),
+        ({"hidden_act": "mish"}, "choose from silu"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "choose from default, linear"),
+        ({"rope_scaling": 3}, "must be dicts"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"quantization_config": {"bits": 4}}, "plain weights"),
+        ({"model_type": "gemma2", "layer_types": [FULL]}, "num_hidden_layers=3"),
+        ({"model_type": "gemma3", "text_config": 5}, "text_config"),
+    ],
+)
+def test_broken(change, message):
+    with pytest.raises(ConfigError, match=message):
+        create(SIZES | {"model_type": "llama"} | change, seed=0)
+
+
+def test_no_dict():
+    with pytest.raises(ConfigError, match="must be a dict"):
+        create("config.json", seed=0)

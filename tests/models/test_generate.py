@@ -1,0 +1,201 @@
+"""Generation: what must hold whatever the model says."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import KVCache
+from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+from unsloth_cupy.models import create
+
+from .peers import SIZES
+
+CONFIG = {**SIZES, "model_type": "mistral", "sliding_window": 6}
+PROMPT = np.random.default_rng(0).integers(3, 97, (2, 7))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return create(CONFIG, seed=0)
+
+
+def naive_greedy(model, row, new):
+    """Feed everything anew for every token."""
+    for _ in range(new):
+        row = np.append(row, model.logits(row[None])[0, -1].argmax())
+    return row
+
+
+def test_cached_equals_uncached(model):
+    made = model.generate(PROMPT, max_new_tokens=12, stop=())
+    for row, prompt in zip(made, PROMPT, strict=True):
+        np.testing.assert_array_equal(row, naive_greedy(model, prompt, 12))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(model, side):
+    mask = np.ones((2, 7), bool)
+    mask[1, slice(None, 3) if side == "left" else slice(-3, None)] = False
+    made = model.generate(PROMPT, mask=mask, max_new_tokens=9, stop=())
+    alone = model.generate(PROMPT[1][mask[1]][None], max_new_tokens=9, stop=())
+    np.testing.assert_array_equal(made[1, 7:], alone[0, 4:])
+    np.testing.assert_array_equal(made[:, :7], PROMPT)
+
+
+def test_draws_repeat_and_ignore_the_other_rows(model):
+    options = {"max_new_tokens": 10, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "stop": ()}
+    both = model.generate(PROMPT, seed=3, **options)
+    np.testing.assert_array_equal(both, model.generate(PROMPT, seed=3, **options))
+    np.testing.assert_array_equal(both[:1], model.generate(PROMPT[:1], seed=3, **options))
+    changed = np.stack([PROMPT[0], PROMPT[0]])
+    np.testing.assert_array_equal(both[0], model.generate(changed, seed=3, **options)[0])
+    assert (both != model.generate(PROMPT, seed=4, **options)).any()
+
+
+def test_top_k_of_one_is_greedy(model):
+    greedy = model.generate(PROMPT, max_new_tokens=8, stop=())
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4}):
+        options = {"temperature": 2.0, "seed": 0} | cut
+        made = model.generate(PROMPT, max_new_tokens=8, stop=(), **options)
+        np.testing.assert_array_equal(made, greedy)
+
+
+def test_draws_follow_the_distribution(model):
+    """2,000 rows of one prompt: the shares of the first token are those of the softmax."""
+    rows, temperature, top_k = 2000, 1.5, 5
+    prompt = PROMPT[:1]
+    made = model.generate(
+        np.repeat(prompt, rows, axis=0),
+        max_new_tokens=1,
+        temperature=temperature,
+        top_k=top_k,
+        seed=0,
+    )[:, -1]
+    logits = model.logits(prompt)[0, -1].astype(np.float64) / temperature
+    best = np.argsort(-logits)[:top_k]
+    share = np.exp(logits[best]) / np.exp(logits[best]).sum()
+    counted = np.array([(made == token).sum() for token in best])
+    assert counted.sum() == rows
+    deviation = np.sqrt(rows * share * (1 - share))
+    assert (np.abs(counted - rows * share) < 5 * deviation).all()
+
+
+def test_top_p_keeps_the_fewest_that_reach_it(model):
+    logits = model.logits(PROMPT[:1])[0, -1].astype(np.float64)
+    share = np.sort(np.exp(logits) / np.exp(logits).sum())[::-1]
+    top_p = share[:2].sum() + share[2] / 2
+    made = model.generate(
+        np.repeat(PROMPT[:1], 500, axis=0), max_new_tokens=1, temperature=1.0, top_p=top_p, seed=1
+    )[:, -1]
+    assert set(made) == set(np.argsort(-logits)[:3])
+
+
+def test_stop_pads_and_ends_early(model):
+    free = model.generate(PROMPT, max_new_tokens=12, stop=())
+    first = int(free[0, 9])
+    made = model.generate(PROMPT, max_new_tokens=12, stop=first)
+    row = list(free[0, 7:])
+    length = row.index(first) + 1
+    np.testing.assert_array_equal(made[0, 7 : 7 + length], free[0, 7 : 7 + length])
+    assert (made[0, 7 + length :] == SIZES["pad_token_id"]).all()
+    alone = model.generate(PROMPT[:1], max_new_tokens=12, stop=[first])
+    assert alone.shape == (1, 7 + length)
+    later = model.generate(PROMPT[:1], max_new_tokens=12, min_new_tokens=12, stop=[first])
+    assert later.shape == (1, 19)
+    assert first not in later[0, 7:]
+
+
+def test_streams_what_generate_returns(model):
+    made = model.generate(PROMPT, max_new_tokens=5, stop=())
+    steps = list(model.stream(PROMPT, max_new_tokens=5, stop=()))
+    np.testing.assert_array_equal(np.stack(steps, axis=1), made[:, 7:])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_keeps_the_dtype_of_tokens(model, dtype):
+    assert model.generate(PROMPT.astype(dtype), max_new_tokens=2).dtype == dtype
+
+
+def test_no_new_tokens(model):
+    np.testing.assert_array_equal(model.generate(PROMPT, max_new_tokens=0), PROMPT)
+
+
+def test_a_users_cache_goes_on_where_it_stopped(model):
+    """Chunks through a cache, masks of the chunk or of everything, equal one call."""
+    mask = np.array([[1] * 7, [0, 0, 1, 1, 1, 1, 1]], np.int8)
+    whole = model.logits(PROMPT, mask=mask)
+    for full in (False, True):
+        cache = KVCache(3, 2, 7, 2, 8, dtype="float32")
+        parts = []
+        for start, stop in ((0, 4), (4, 5), (5, 7)):
+            shown = mask[:, :stop] if full else mask[:, start:stop]
+            parts.append(model.logits(PROMPT[:, start:stop], mask=shown, cache=cache))
+        np.testing.assert_allclose(
+            np.concatenate(parts, axis=1)[mask == 1], whole[mask == 1], atol=1e-5
+        )
+        with pytest.raises(RangeError, match="capacity=8"):
+            model.logits(PROMPT[:, :1], cache=cache)
+        assert cache.length == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"min_new_tokens": 9}, "min_new_tokens"),
+        ({"temperature": -0.1, "seed": 0}, "temperature"),
+        ({"temperature": float("nan"), "seed": 0}, "temperature"),
+        ({"temperature": 1.0}, "seed"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"stop": 97}, "stop"),
+        ({"stop": "</s>"}, "stop"),
+        ({"mask": np.zeros((2, 7), bool)}, "no real token"),
+    ],
+)
+def test_bad_options(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        model.generate(PROMPT, **({"max_new_tokens": 3} | options))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "error"),
+    [
+        (PROMPT.tolist(), None, DTypeError),
+        (PROMPT.astype(np.float32), None, DTypeError),
+        (PROMPT[0], None, ShapeError),
+        (PROMPT + 90, None, RangeError),
+        (-PROMPT, None, RangeError),
+        (PROMPT, np.ones((2, 8), bool), ShapeError),
+        (PROMPT, np.ones((2, 7), np.float32), DTypeError),
+    ],
+)
+def test_bad_tokens(model, tokens, mask, error):
+    with pytest.raises(error):
+        model.logits(tokens, mask=mask)
+    with pytest.raises(error):
+        model.generate(tokens, mask=mask, max_new_tokens=1)
+
+
+def test_bad_labels(model):
+    with pytest.raises(ShapeError, match="labels"):
+        model.loss(PROMPT, PROMPT[:, 1:])
+    with pytest.raises(DTypeError, match="labels"):
+        model.loss(PROMPT, PROMPT.astype(np.float32))
+    with pytest.raises(RangeError):
+        model.loss(PROMPT, PROMPT + 90)
+
+
+@pytest.mark.parametrize("kind", [bool, np.int8, np.int32, np.int64])
+def test_masks_of_every_kind(model, kind):
+    mask = np.ones((2, 7), kind)
+    mask[1, :2] = 0
+    expected = model.logits(PROMPT[1:, 2:])
+    np.testing.assert_allclose(model.logits(PROMPT, mask=mask)[1:, 2:], expected, atol=1e-5)
+
+
+def test_loss_where_no_label_counts(model):
+    loss, gradients = model.loss_and_gradients(PROMPT, np.full_like(PROMPT, -100))
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients.values())

@@ -1,0 +1,70 @@
+"""Other configs of the ten families against transformers itself, where it is installed."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.models import load
+
+from .peers import CONFIGS, batch, make
+
+torch = pytest.importorskip("torch", reason="torch computes the references")
+pytest.importorskip("transformers", reason="transformers computes the references")
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request, tmp_path_factory):
+    """Return a transformers model and ours, from the same folder."""
+    folder = tmp_path_factory.mktemp("peer") / "model"
+    peer = make(folder, CONFIGS[request.param])
+    return peer, load(folder)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_loss_logits_and_gradients(pair, side):
+    peer, model = pair
+    data = batch(seed=1, tokens=20)
+    mask = None if side == "none" else data[side]
+    given = {}
+    if mask is not None:
+        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
+        given = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
+    labels = data[f"labels {side}"]
+    peer.zero_grad()
+    ids = torch.tensor(data["ids"])
+    out = peer(input_ids=ids, labels=torch.tensor(labels), use_cache=False, **given)
+    out.loss.backward()
+    real = np.ones(data["ids"].shape, bool) if mask is None else mask == 1
+    logits = model.logits(data["ids"], mask=mask)
+    assert np.abs(logits - out.logits.detach().numpy())[real].max() < 1e-4
+    loss, gradients = model.loss_and_gradients(data["ids"], labels, mask=mask)
+    assert abs(loss - out.loss.item()) < 1e-5
+    expected = {name: p.grad.numpy() for name, p in peer.named_parameters()}
+    assert set(gradients) == set(expected)
+    for name, gradient in gradients.items():
+        error = np.linalg.norm(gradient - expected[name])
+        assert error <= 1e-4 * np.linalg.norm(expected[name]), name
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_greedy_tokens(pair, side):
+    peer, model = pair
+    data = batch(seed=2, tokens=8)
+    mask = np.ones(data["ids"].shape, np.int64) if side == "none" else data[side]
+    expected = peer.generate(
+        torch.tensor(data["ids"]),
+        attention_mask=torch.tensor(mask),
+        max_new_tokens=12,
+        do_sample=False,
+    )
+    made = model.generate(data["ids"], mask=mask, max_new_tokens=12)
+    np.testing.assert_array_equal(made, expected.numpy())
+
+
+def test_transformers_reads_what_we_save(pair, tmp_path):
+    peer, model = pair
+    model.save(tmp_path / "ours")
+    import transformers
+
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, dict(peer.named_parameters())[name]), name

@@ -77,40 +77,45 @@ def rms_norm_forward(
 
 
 @cache
-def _geometry(hidden: int, lanes: int) -> dict[str, int]:
-    """Return the launch constants of rms_norm.cu for rows of this length.
+def _constants(
+    x: Any, weight: Any, bias: Any, residual: bool, hidden: int, lanes: int, backward: bool
+) -> dict[str, Any]:
+    """Return the constants of rms_norm.cu for these dtypes (bias None: there is none) and rows.
 
     A thread holds 16 values of a row: two 16-byte accesses in flight for 16-bit dtypes, four for
-    float32, and few enough registers for 768 threads an SM in the backward kernel.
+    float32, and few enough registers for 512 to 768 threads an SM in the backward kernel.
 
         hidden <= 512     a power of two of threads a row, several rows a block: no barrier
         hidden <= 8192    the block takes a row, 16 values a thread
-        hidden <= 16384   512 threads, up to 32 values each: 128 registers hold them backward too
-        beyond            1024 threads; forward keeps up to 32,768 values, longer rows, and all
-                          of them backward, are read twice
+        beyond, forward   512 threads, then 1024, hold up to 32 values each; float32 up to 16
+        beyond, backward  512 threads hold up to 32 values each where 128 registers allow it
+        else              rows are read twice
     """
+    # what a thread keeps of a value backward: dw, dbias in float32; dy, h, dh as they lie in memory
+    registers = 1 + (bias is not None) + (2 + residual) * x.itemsize / 4
     wanted = -(-hidden // 16)
     if wanted <= 32:
         row_threads = 1 << (wanted - 1).bit_length()
+    elif wanted <= 512:
+        row_threads = -(-wanted // 32) * 32
     else:
-        row_threads = min(-(-wanted // 32) * 32, 512 if hidden <= 16384 else 1024)
+        row_threads = 512 if backward or (hidden <= 16384 and x.itemsize == 2) else 1024
     threads = row_threads if row_threads > 32 else 128
+    values = -(-hidden // (row_threads * lanes)) * lanes
     return {
+        "T": x,
+        "W": weight,
+        "B": bias or weight,
         "HIDDEN": hidden,
         "LANES": lanes,
         "ROW_THREADS": row_threads,
         "THREADS": threads,
-        "RESIDENT": max(1, 768 // threads),
+        "RESIDENT": max(1, (768 if values * registers <= 64 else 512) // threads),
+        "KEEP": values <= (32 if x.itemsize == 2 else 16),
+        "KEEP_BACKWARD": values * registers <= 80,
+        "RESIDUAL": residual,
+        "BIAS": bias is not None,
     }
-
-
-@cache
-def _variant(
-    x: Any, weight: Any, bias: Any, residual: bool, hidden: int, lanes: int
-) -> dict[str, Any]:
-    """Return every constant of rms_norm.cu for these dtypes; bias None: there is none."""
-    types = {"T": x, "W": weight, "B": bias or weight}
-    return types | _geometry(hidden, lanes) | {"RESIDUAL": residual, "BIAS": bias is not None}
 
 
 @rms_norm_forward.kernel
@@ -126,13 +131,14 @@ def _launch_forward(
     hidden, rows = x.shape[-1], x.size // x.shape[-1]
     y, rstd = empty(x.shape, x.dtype, like=x), empty(x.shape[:-1], np.float32, like=x)
     h = x if residual is None else empty(x.shape, x.dtype, like=x)
-    constants = _variant(
+    constants = _constants(
         x.dtype,
         weight.dtype,
         None if bias is None else bias.dtype,
         residual is not None,
         hidden,
         lanes(hidden, x, residual, weight, bias),
+        backward=False,
     )
     blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
     kernel = load("rms_norm.cu", "rms_norm_forward", x, **constants)
@@ -183,13 +189,14 @@ def _launch_backward(
     hidden, rows = h.shape[-1], h.size // h.shape[-1]
     dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
     dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
-    constants = _variant(
+    constants = _constants(
         h.dtype,
         weight.dtype,
         None if bias is None else bias.dtype,
         dh is not None,
         hidden,
         lanes(hidden, h, dy, dh, weight),
+        backward=True,
     )
     # as many blocks as the device holds at once, so that each sums many rows before it writes
     blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])

@@ -1,0 +1,141 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeError, ShapeError
+
+from ..golden.golden import OpCase
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+SIZES: dict[str, Any] = {"batch": 2, "tokens": 3, "heads": 3, "dim": 10, "length": 5, "half": 5}
+ROW = np.array([4, 0, 2])
+CASES = (
+    Case("tokens in order", **SIZES),
+    Case("positions of each row", **SIZES, given=["positions"]),
+    Case("positions for all rows", **SIZES, arrays={"positions": ROW}),
+    Case("neighbours", **SIZES, given=["positions"], interleaved=True),
+    Case("part of a head", **SIZES | {"half": 2, "dim": 7}),
+    Case("neighbours, part of a head", **SIZES | {"half": 2, "dim": 7}, interleaved=True),
+    Case("no tokens", **SIZES | {"tokens": 0}),
+    Case("no pairs", **SIZES | {"half": 0, "dim": 1}),
+)
+
+
+class TestRope(Parity):
+    op = "rope"
+    cases = CASES
+
+
+class TestRopeQK(Parity):
+    op = "rope_qk"
+    cases = tuple(
+        Case(case.label, given=case.given, arrays=case.arrays, kv_heads=2, **case.both)
+        for case in CASES
+    )
+
+
+class TestApplyRotaryEmbedding(Parity):
+    op = "apply_rotary_embedding_forward"
+    cases = (
+        Case("any positions", **SIZES, kv_heads=1, arrays={"positions": [[9, 0, -3], [1, 1, 100]]}),
+        Case(
+            "positions for all rows",
+            **SIZES,
+            kv_heads=1,
+            arrays={"positions": ROW},
+            rope_theta=50.0,
+        ),
+        Case(
+            "no tokens", **SIZES | {"tokens": 0}, kv_heads=1, arrays={"positions": np.zeros(0, int)}
+        ),
+    )
+
+
+@both_dtypes
+@golden("rotary", "half", "interleaved", "partial")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    """One row of the tables for each token of each row of the batch."""
+    given, interleaved = cast(golden, dtype), golden.params.get("interleaved", False)
+    half = golden.params.get("rotary_dim", 16) // 2
+    cos, sin = (given[name][..., :half].reshape(-1, half) for name in ("cos", "sin"))
+    x, dy = (given[name].transpose(0, 2, 1, 3) for name in ("x", "cotangent"))
+    positions = np.arange(len(cos)).reshape(given["positions"].shape)
+    y = uc.rope(x, cos, sin, positions, interleaved=interleaved)
+    agree(y.transpose(0, 2, 1, 3), golden.outputs["y"])
+    dx, *nothing = uc.rope_backward(dy, cos, sin, positions, interleaved=interleaved)
+    agree(dx.transpose(0, 2, 1, 3), golden.grads["x"])
+    assert nothing == [None, None, None]
+
+
+@golden("rotary", "half")
+def test_golden_from_positions(golden: OpCase) -> None:
+    """Tables, and angles worked out on the spot, from base and positions."""
+    given = cast(golden, np.float32)
+    x, positions = given["x"].transpose(0, 2, 1, 3), given["positions"]
+    tables = uc.rope_tables(int(positions.max()) + 1, 16, base=golden.params["theta"])
+    y = uc.rope(x, *tables, positions)
+    q, k = uc.apply_rotary_embedding(x, x, positions, golden.params["theta"])
+    for found in (y, q, k):
+        agree(found.transpose(0, 2, 1, 3), golden.outputs["y"])
+
+
+def _qk() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = [(2, 3, heads, 8) for heads in (4, 2)]
+    q, k = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return q, k
+
+
+def test_both_at_once_equals_one_by_one() -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 8)
+    for found, x in zip(uc.rope_qk(q, k, *tables, ROW), (q, k), strict=True):
+        np.testing.assert_array_equal(found, uc.rope(x, *tables, ROW))
+
+
+def test_in_place() -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 8)
+    expected = uc.rope_qk(q, k, *tables, ROW, interleaved=True)
+    found = uc.rope_qk_(q, k, *tables, ROW, interleaved=True)
+    assert found[0] is q
+    assert found[1] is k
+    np.testing.assert_array_equal(q, expected[0])
+    np.testing.assert_array_equal(k, expected[1])
+
+
+def test_in_place_needs_arrays_that_may_change() -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 8)
+    with pytest.raises(GradientError, match="q is on a tape; call rope_qk"):
+        uc.rope_qk_(uc.Tape().watch(q), k, *tables)
+    k.flags.writeable = False
+    with pytest.raises(ConfigError, match="k is read-only; call rope_qk"):
+        uc.rope_qk_(q, k, *tables)
+
+
+@pytest.mark.parametrize("position", [-1, 9])
+def test_position_outside_the_tables(position: int) -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 8)
+    with pytest.raises(RangeError, match=rf"positions holds {position}; it must be in 0 .. 8"):
+        uc.rope_qk(q, k, *tables, np.array([0, position, 1]))
+
+
+def test_more_tokens_than_positions() -> None:
+    q, _ = _qk()
+    with pytest.raises(RangeError, match=r"make tables with rope_tables\(3, 8\)"):
+        uc.rope(q, *uc.rope_tables(2, 8))
+
+
+def test_wrong_shapes_and_dtypes() -> None:
+    q, k = _qk()
+    with pytest.raises(ShapeError, match="turns 10 columns"):
+        uc.rope(q, *uc.rope_tables(9, 10))
+    with pytest.raises(ShapeError, match="positions has tokens=2; it must be 3"):
+        uc.rope(q, *uc.rope_tables(9, 8), np.array([0, 1]))
+    with pytest.raises(DTypeError, match="positions is float32"):
+        uc.rope(q, *uc.rope_tables(9, 8), np.ones(3, np.float32))
+    with pytest.raises(ShapeError, match="odd dim"):
+        uc.apply_rotary_embedding(q[..., :7], k[..., :7], ROW)
+    with pytest.raises(ConfigError, match="it must be above 1"):
+        uc.apply_rotary_embedding(q, k, ROW, -5.0)

@@ -1,0 +1,76 @@
+"""Attention beside torch's, on the same arrays and threads, and its memory at long sequences."""
+
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import attention
+
+HEADS, DIM = 8, 64
+ROUNDS = 9
+
+
+def arrays(tokens: int) -> list[np.ndarray]:
+    """Return q, k and v of one sequence: (1, tokens, heads, dim) float32."""
+    rng = np.random.default_rng(0)
+    return list(rng.standard_normal((3, 1, tokens, HEADS, DIM), np.float32))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return the time of one call."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+class AgainstTorch:
+    """Our time over torch's, calls of both taking turns; below 1 we are faster."""
+
+    unit, version = "times torch", "1"
+    params = (2048,)
+    param_names = ("tokens",)
+    timeout = 300
+
+    def setup(self, tokens: int) -> None:
+        """Give torch views of the same arrays, in its layout (batch, heads, tokens, dim)."""
+        try:
+            import torch
+        except ImportError as error:
+            raise NotImplementedError("torch is not installed") from error
+        self.ours = arrays(tokens)
+        theirs = [torch.from_numpy(array).transpose(1, 2) for array in self.ours]
+        self.theirs = lambda: torch.nn.functional.scaled_dot_product_attention(*theirs)
+        np.testing.assert_allclose(
+            attention(*self.ours), self.theirs().transpose(1, 2).numpy(), rtol=1e-4, atol=1e-5
+        )
+
+    def track_ratio(self, tokens: int) -> float:
+        both = [
+            (seconds(lambda: attention(*self.ours)), seconds(self.theirs)) for _ in range(ROUNDS)
+        ]
+        ours, theirs = (statistics.median(column) for column in zip(*both, strict=True))
+        return ours / theirs
+
+
+class Long:
+    """Bytes beyond q, k and v: linear in the sequence, as no array is (queries, keys)."""
+
+    unit, version = "bytes", "1"
+    params = (2048, 8192)
+    param_names = ("tokens",)
+    timeout = 300
+
+    def setup(self, tokens: int) -> None:
+        """Draw q, k and v."""
+        self.arrays = arrays(tokens)
+
+    def track_peak(self, tokens: int) -> int:
+        tracemalloc.start()
+        attention(*self.arrays)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak

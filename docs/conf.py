@@ -1,0 +1,35 @@
+"""Sphinx configuration; ``collect.py`` beside it writes the API pages from the code."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from unsloth_cupy import __version__
+
+project = "unsloth_cupy"
+author = "the unsloth_cupy developers"
+copyright = f"2026, {author}"
+release = version = __version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "numpydoc",
+    "myst_parser",
+    "collect",
+]
+exclude_patterns = ["_build", "examples"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+autodoc_typehints = "none"  # numpydoc's Parameters say shapes and dtypes, which types cannot
+numpydoc_show_class_members = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = "unsloth_cupy"
+html_theme_options = {
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "show_prev_next": False,
+}

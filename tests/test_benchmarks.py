@@ -1,0 +1,63 @@
+"""Every benchmark runs once, draws what its op asks for, and has a version."""
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "asv_benchmarks"
+MODULES = sorted(path.stem for path in (FOLDER / "benchmarks").glob("[!_]*.py"))
+LONG = {("Long", 8192)}  # seconds long; asv runs it
+
+
+def suites() -> Iterator[tuple[str, type]]:
+    """Return every class of the benchmarks that holds one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        for name in MODULES:
+            module = importlib.import_module(f"benchmarks.{name}")
+            for label, suite in inspect.getmembers(module, inspect.isclass):
+                if suite.__module__ == module.__name__ and methods(suite):
+                    yield f"{name}.{label}", suite
+
+
+def methods(suite: type) -> list[str]:
+    """Return the names that asv measures."""
+    return [name for name in dir(suite) if name.startswith(("time_", "track_", "peakmem_"))]
+
+
+SUITES = dict(suites())
+
+
+def calls() -> Iterator[Any]:
+    """Return every suite with each of its combinations of parameters."""
+    for label, suite in SUITES.items():
+        params = getattr(suite, "params", ())
+        axes = [params] if params and not isinstance(params[0], list) else params
+        for values in itertools.product(*axes):
+            if (suite.__name__, *values) not in LONG:
+                yield pytest.param(suite, values, id="-".join(map(str, (label, *values))))
+
+
+@pytest.mark.parametrize("label", SUITES)
+def test_every_benchmark_has_a_version(label: str) -> None:
+    """asv would otherwise hash the source and throw old results away at every edit."""
+    assert isinstance(getattr(SUITES[label], "version", None), str)
+
+
+@pytest.mark.parametrize(("suite", "values"), list(calls()))
+def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = inspect.getmodule(suite)
+    monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
+    bench: Any = suite()
+    try:
+        bench.setup(*values)
+    except NotImplementedError as error:  # how asv skips
+        pytest.skip(str(error))
+    for name in methods(suite):
+        result = getattr(bench, name)(*values)
+        assert name.startswith("time_") or result > 0 or suite.__name__ == "CheckedCall"

@@ -1,0 +1,64 @@
+"""Every example and every block of Python in the pages runs; the pages build without a warning."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the Python of a page, each block at its own line number."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return ["\n" * (text[: hit.start()].count("\n") + 1) + hit[1] for hit in found]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one page share their names, as a reader who types them would."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        if needs := re.search(r"^# needs (\w+)$", block, re.M):
+            pytest.importorskip(needs[1], reason=f"needs the extra `peers` ({needs[1]})")
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-W", "error", str(example)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    page = DOCS / "guide" / "getting-started.md"
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(block, names)
+    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert shown is not None
+    assert capsys.readouterr().out == shown[1]
+
+
+def test_pages_build(tmp_path: Path) -> None:
+    """``-W``: a docstring that numpydoc cannot read, or a link that leads nowhere, fails."""
+    for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
+        pytest.importorskip(package, reason="needs the extra `docs`")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = "".join(path.read_text() for path in (tmp_path / "html" / "api").glob("*.html"))
+    assert "x(*rows, hidden)" in pages, "an op shows its signature"

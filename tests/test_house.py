@@ -1,0 +1,257 @@
+"""The conventions of docs/architecture.md, as assertions that name whatever breaks them."""
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unsloth_cupy
+from unsloth_cupy._op import OPS
+from unsloth_cupy._signature import DIFFERENTIABLE
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = sorted((ROOT / "unsloth_cupy").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
+HEADERS = sorted((ROOT / "kernels_cu").rglob("*.cuh"))
+MACHINE_ROOM = ("_op", "_signature", "_arrays", "_jit", "errors")
+# Everything that is written by hand or committed; caches and builds are not.
+TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
+TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}
+
+# Ops without a gradient, each with its reason.
+NO_GRADIENT = {
+    "attention_paged": "it reads a cache of pages, which only inference has",
+    "adamw_": "it is what gradients are for",
+}
+
+# The public names as other people's programs call them: parameters, their order and defaults.
+API = {
+    "attention": "q, k, v, *, causal=False, window=None, scale=None, softcap=None, mask=None,"
+    " bias=None, alibi=None, sinks=None, key_lengths=None, query_start=None, block_mask=None,"
+    " dropout=0.0, seed=None",
+    "attention_forward": "q, k, v, *, causal=False, window=None, scale=None, softcap=None,"
+    " mask=None, bias=None, alibi=None, sinks=None, key_lengths=None, query_start=None,"
+    " block_mask=None, dropout=0.0, seed=None",
+    "attention_backward": "dout, q, k, v, out, lse, *, causal=False, window=None, scale=None,"
+    " softcap=None, mask=None, bias=None, alibi=None, sinks=None, key_lengths=None,"
+    " query_start=None, block_mask=None, dropout=0.0, seed=None",
+    "attention_varlen": "q, k, v, q_offsets, k_offsets, *, max_queries, max_keys, causal=False,"
+    " window=None, scale=None, softcap=None, alibi=None, sinks=None, dropout=0.0, seed=None",
+    "attention_paged": "q, k_pages, v_pages, page_table, lengths, *, causal=True, window=None,"
+    " scale=None, softcap=None, alibi=None, sinks=None",
+    "merge_attention": "out_a, lse_a, out_b, lse_b",
+    "rope_tables": "length, dim, *, base=10000.0, scaling=None, like=None",
+    "rope": "x, cos, sin, positions=None, *, interleaved=False",
+    "rope_qk": "q, k, cos, sin, positions=None, *, interleaved=False",
+    "rope_qk_": "q, k, cos, sin, positions=None, *, interleaved=False",
+    "apply_rotary_embedding": "q, k, positions, rope_theta=10000.0",
+    "rms_norm": "x, weight, *, eps=1e-06, residual=None, bias=None, offset=0.0",
+    "rms_norm_forward": "x, weight, residual=None, bias=None, *, eps=1e-06, offset=0.0",
+    "layer_norm": "x, weight, bias=None, *, eps=1e-05, residual=None",
+    "swiglu": "gate, up",
+    "geglu": "gate, up, *, approximate=False",
+    "relu2": "x",
+    "softmax": "x, *, scale=1.0",
+    "swiglu_mlp": "x, gate_weight, up_weight, down_weight, *, chunk=None",
+    "linear": "x, weight, bias=None",
+    "embedding": "tokens, weight",
+    "cross_entropy": "logits, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None",
+    "linear_cross_entropy": "x, weight, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0,"
+    " softcap=None, max_bytes=None",
+    "Tape": "",
+    "AdamW": "parameters, *, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01,"
+    " state_bits=32",
+    "clip_gradients": "gradients, max_norm",
+    "cosine_schedule": "step, *, lr, warmup, steps, minimum=0.0",
+    "linear_schedule": "step, *, lr, warmup, steps, minimum=0.0",
+    "constant_schedule": "step, *, lr, warmup, steps, minimum=0.0",
+    "KVCache": "layers, batch, capacity, kv_heads, dim, *, dtype, like=None",
+    "models.load": "folder, *, dtype=None, device=None",
+    "models.create": "config, *, seed, dtype='float32', device=None",
+}
+
+
+def named(path: Path) -> str:
+    """Return a path as test reports show it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def lookup(name: str) -> object:
+    """Return a public name of the table above."""
+    module, _, last = f"unsloth_cupy.{name}".rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+def code_lines(path: Path) -> int:
+    """Count lines that are neither blank nor comment nor docstring."""
+    text = path.read_text()
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            prose.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(i not in prose and line.strip()[:1] not in ("", "#") for i, line in lines)
+
+
+def text_files() -> Iterator[Path]:
+    """Return every text file of the project."""
+    folders = [path for name in TRACKED for path in (ROOT / name).rglob("*")]
+    for path in [*folders, *ROOT.glob("*"), *ROOT.glob(".*")]:
+        hidden = any(part in (".asv", "_build", "__pycache__", "api") for part in path.parts)
+        if path.is_file() and not hidden and path.suffix in TEXT and path.name != ".git":
+            yield path
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=named)
+def test_module_fits_a_reader(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300, "split it by variant, never by layer"
+
+
+def test_machine_room_is_small() -> None:
+    sizes = {name: code_lines(ROOT / "unsloth_cupy" / f"{name}.py") for name in MACHINE_ROOM}
+    assert sum(sizes.values()) < 500, sizes
+
+
+def forward_ops() -> list[str]:
+    """Return the ops that are nobody's backward op."""
+    backward = {op.backward.__name__ for op in OPS.values() if op.backward is not None}
+    return sorted(OPS.keys() - backward)
+
+
+@pytest.mark.parametrize("name", forward_ops())
+def test_op_has_tests(name: str) -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    public = name.removesuffix("_forward")
+    proof = rf'op = "{name}"' if name not in NO_GRADIENT else rf"\b{public.strip('_')}_?\("
+    assert re.search(proof, tests, re.I), f"write tests/ops/test_{public}.py"
+
+
+@pytest.mark.parametrize("name", forward_ops())
+def test_op_has_a_gradient(name: str) -> None:
+    differentiable = any(o.kind in DIFFERENTIABLE for o in OPS[name].contract.inputs)
+    assert (OPS[name].backward is not None) == (differentiable and name not in NO_GRADIENT)
+
+
+@pytest.mark.parametrize("name", API)
+def test_public_signature(name: str) -> None:
+    """Keywords may stand in any order, and more of them may be added."""
+    value: Any = lookup(name)
+    found = inspect.signature(value).parameters
+    promised = eval(f"lambda {API[name]}: None")
+    wanted = inspect.signature(promised).parameters
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    positional = [[n for n, p in side.items() if p.kind != keyword] for side in (found, wanted)]
+    assert positional[0] == positional[1]
+    for parameter in wanted.values():
+        assert found[parameter.name].kind == parameter.kind, parameter.name
+        assert found[parameter.name].default == parameter.default, parameter.name
+
+
+@pytest.mark.parametrize("name", API)
+def test_public_docstring_has_its_sections(name: str) -> None:
+    value, text = lookup(name), inspect.getdoc(lookup(name)) or ""
+    wanted = ["Parameters"] if name != "Tape" else []
+    if not isinstance(value, type) and not name.endswith(("_forward", "_backward")):
+        wanted += ["Returns", "Raises"]
+    if name.endswith(("_forward", "_backward")):
+        wanted = []  # they speak of the public function that documents the arrays
+    missing = [section for section in wanted if f"\n{section}\n{'-' * len(section)}\n" not in text]
+    assert text
+    assert not missing
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=named)
+def test_only_our_errors_are_raised(path: Path) -> None:
+    """In the machine room a built-in error may tell a developer of an op what is wrong."""
+    tree = ast.parse(path.read_text())
+    assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert)], "raise an error"
+    if path.stem in MACHINE_ROOM:
+        return
+    raised = [n.exc for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
+    names = [
+        node.func.id
+        for node in raised
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    control = {"SystemExit", "KeyboardInterrupt"}
+    assert not [name for name in names if hasattr(builtins, name) and name not in control]
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=named)
+def test_no_code_is_read_from_data(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+            found = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib"} & set(names)
+            assert not found, node.lineno
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "torch.load"), node.lineno
+            assert not any(word.arg == "allow_pickle" for word in node.keywords), node.lineno
+
+
+def test_import_is_light() -> None:
+    heavy = "torch jax cupy click rich matplotlib tokenizers"
+    program = f"import sys, unsloth_cupy; print(*(m for m in {heavy.split()} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=named)
+def test_kernel_opens_with_its_maths(path: Path) -> None:
+    header = re.match(r"(//.*\n)+", path.read_text())
+    assert header, "open with a header comment"
+    missing = [word for word in ("=", "traffic", "constants") if word not in header[0]]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", KERNELS + HEADERS, ids=named)
+def test_kernel_source_speaks_of_the_gpu_alone(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith("//"), "open with a header comment"
+    assert not re.search(r"emulat|\bcpu\b", text, re.I), "the twin headers are the place for that"
+    assert path.name == "ptx.cuh" or not re.search(r"\basm\b", text), "PTX belongs in ptx.cuh"
+
+
+def test_no_machine_paths() -> None:
+    pattern = re.compile("|".join(f"/{name}/" for name in ("work", "opt", "root", "home")))
+    found = {
+        named(path): hit[0]
+        for path in text_files()
+        if (hit := pattern.search(path.read_text(encoding="utf-8", errors="replace")))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=named)
+def test_wide_tolerances_have_a_reason(path: Path) -> None:
+    """Kernels have their rule in parity.py; what is wide elsewhere says why, on its line."""
+    wide = re.compile(r"\b(atol|rtol|abs|rel)\s*=\s*[^,)]*(e-[0-3]\b|\b0\.\d)")
+    lines = enumerate(path.read_text().splitlines(), 1)
+    assert not [f"{i}: {line}" for i, line in lines if wide.search(line) and "  # " not in line]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=named)
+def test_every_skip_has_a_reason(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    calls = {id(n.func): n for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    skips = ("mark.skip", "mark.skipif", "mark.xfail", "importorskip", "skip", "xfail")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in [f"pytest.{s}" for s in skips]:
+            call = calls.get(id(node))
+            given = call is not None and any(word.arg == "reason" for word in call.keywords)
+            said = call is not None and ast.unparse(node) == "pytest.skip" and call.args
+            assert given or said, f"line {node.lineno}: {ast.unparse(node)} gives no reason"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import unsloth_cupy
+import unsloth_cupy  # noqa: F401  every op registers itself
 from unsloth_cupy._op import OPS
 from unsloth_cupy._signature import DIFFERENTIABLE
 

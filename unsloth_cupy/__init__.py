@@ -32,6 +32,9 @@ from .ops.rope import rope_qk_backward as rope_qk_backward
 from .ops.rope_tables import rope_tables as rope_tables
 
 # Normalisation
+from .ops.layer_norm import layer_norm as layer_norm
+from .ops.layer_norm import layer_norm_backward as layer_norm_backward
+from .ops.layer_norm import layer_norm_forward as layer_norm_forward
 from .ops.rms_norm import rms_norm as rms_norm
 from .ops.rms_norm import rms_norm_backward as rms_norm_backward
 from .ops.rms_norm import rms_norm_forward as rms_norm_forward
@@ -45,14 +48,28 @@ from .ops.softmax import softmax as softmax
 from .ops.softmax import softmax_backward as softmax_backward
 from .ops.swiglu import swiglu as swiglu
 from .ops.swiglu import swiglu_backward as swiglu_backward
+from .ops.swiglu_mlp import swiglu_mlp as swiglu_mlp
+from .ops.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
 
 # Loss
 from .ops.cross_entropy import cross_entropy as cross_entropy
 from .ops.cross_entropy import cross_entropy_backward as cross_entropy_backward
 from .ops.cross_entropy import cross_entropy_forward as cross_entropy_forward
+from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .ops.linear_cross_entropy import linear_cross_entropy_backward as linear_cross_entropy_backward
+from .ops.linear_cross_entropy import linear_cross_entropy_forward as linear_cross_entropy_forward
 
 # Inference
 from .kv_cache import KVCache as KVCache
+
+# Memory
+from .memory import MemoryEstimate as MemoryEstimate
+from .memory import estimate_attention_memory as estimate_attention_memory
+from .memory import estimate_flash_attention_memory as estimate_flash_attention_memory
+from .memory import estimate_forward_memory as estimate_forward_memory
+from .memory import estimate_training_memory as estimate_training_memory
+from .memory import format_bytes as format_bytes
+from .memory import plan_memory as plan_memory
 
 # Training
 from .gradients import clip_gradients as clip_gradients

@@ -8,10 +8,10 @@ import math
 from .._op import op
 from .._typing import Array
 
+BLOCK_BYTES = 8 * 2**20  # of a product on its way into a sum
 
-@op(
-    "x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)",
-)
+
+@op("x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)")
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiply each row by a weight: ``y = x @ weight.T + bias``.
 
@@ -56,3 +56,11 @@ def linear_backward(
 def flat(x: Array) -> Array:
     """Return x as a matrix of its rows: one BLAS call then serves all leading axes."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def accumulate(total: Array, left: Array, right: Array) -> None:
+    """Add ``left.T @ right`` to total, block by block: no second array of the size of total."""
+    step = max(1, BLOCK_BYTES // max(1, total[:1].nbytes))
+    for start in range(0, len(total), step):
+        block = slice(start, start + step)
+        total[block] += left[:, block].T @ right

@@ -1,0 +1,62 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ConfigError, ShapeError
+
+from ..golden.golden import OpCase
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+
+class TestLayerNorm(Parity):
+    op = "layer_norm_forward"
+    cases = (
+        Case("one row", rows=[], hidden=32),
+        Case("no rows", rows=[0], hidden=8, given=["bias"]),
+        Case("no columns", rows=[2], hidden=0, given=["bias"]),
+        Case("odd width", rows=[2, 3], hidden=201, given=["bias"]),
+        Case("one column", rows=[3], hidden=1, given=["bias"]),
+        Case("large eps", rows=[5], hidden=64, eps=1.0),
+        Case("all", rows=[2, 5], hidden=64, given=["residual", "bias"]),
+    )
+
+
+@both_dtypes
+@golden("layers", "layer_norm")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    given, eps = cast(golden, dtype), golden.params["eps"]
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    agree(uc.layer_norm(x, weight, bias, eps=eps), golden.outputs["y"])
+    _, h, mean, rstd = uc.layer_norm_forward(x, weight, bias, eps=eps)
+    grads = uc.layer_norm_backward(given["cotangent"], None, h, weight, bias, None, mean, rstd)
+    for found, name in zip(grads, ("x", "weight", "bias"), strict=False):
+        agree(found, golden.grads[name])
+    assert grads[3] is None
+
+
+def test_residual_is_added_first() -> None:
+    rng = np.random.default_rng(0)
+    x, residual = rng.standard_normal((2, 3, 8)).astype(np.float32)
+    weight = np.ones(8, np.float32)
+    y, h, *_ = uc.layer_norm_forward(x, weight, residual=residual)
+    np.testing.assert_array_equal(h, x + residual)
+    np.testing.assert_array_equal(y, uc.layer_norm(x, weight, residual=residual))
+    np.testing.assert_array_equal(y, uc.layer_norm(h, weight))
+
+
+def test_rows_far_from_zero_keep_their_digits() -> None:
+    """The mean leaves before anything is squared."""
+    row = np.array([1, 2, 3, 4], np.float32)
+    weight = np.ones(4, np.float32)
+    np.testing.assert_array_equal(uc.layer_norm(row + 2**20, weight), uc.layer_norm(row, weight))
+
+
+def test_wrong_calls() -> None:
+    x = np.ones((2, 8), np.float32)
+    with pytest.raises(ShapeError, match="bias has hidden=7; it must be 8"):
+        uc.layer_norm(x, np.ones(8, np.float32), np.ones(7, np.float32))
+    with pytest.raises(ConfigError, match="eps must be 0 or more"):
+        uc.layer_norm(x, np.ones(8, np.float32), eps=-1.0)

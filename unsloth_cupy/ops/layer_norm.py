@@ -1,0 +1,116 @@
+"""Layer normalisation.
+
+y = (h - mean) * rstd * weight + bias      h = x + residual,  rstd = 1 / sqrt(var(h) + eps)
+
+Ba, Kiros and Hinton, Layer Normalization, 2016.
+"""
+
+import numpy as np
+
+from .._op import op
+from .._typing import Array
+from ..errors import ConfigError
+
+
+def layer_norm(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Array | None = None,
+) -> Array:
+    """Shift each row of ``h = x + residual`` to mean 0, scale it to variance 1, then by weight.
+
+    ``y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias``, over the last axis; the variance
+    is the mean square of ``h - mean(h)``.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        Rows to normalise.
+    weight : (hidden,) dtype of x or float32
+        Scale of each column.
+    bias : (hidden,) dtype of x or float32, optional
+        Added last.
+    eps : float
+        Added to the variance, in units of x squared.
+    residual : (*rows, hidden) float, optional
+        Added to x first.
+
+    Returns
+    -------
+    y : (*rows, hidden) float
+
+    Raises
+    ------
+    ConfigError
+        eps is negative.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return layer_norm_forward(x, weight, bias, residual, eps=eps)[0]
+
+
+@op(
+    "x(*rows, hidden), weight(hidden): param, bias?(hidden): param, residual?(*rows, hidden)"
+    " -> y(*rows, hidden), h(*rows, hidden), mean(*rows): stat, rstd(*rows): stat"
+)
+def layer_norm_forward(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Array, Array, Array, Array]:
+    """Return y as layer_norm does; h, which the next layer adds to; what the backward op needs."""
+    if not eps >= 0:
+        raise ConfigError(f"layer_norm(eps={eps}): eps must be 0 or more")
+    h = x if residual is None else x + residual
+    hidden = max(1, x.shape[-1])
+    mean = h.sum(axis=-1) / h.dtype.type(hidden)
+    y = h - mean[..., None]
+    rstd = 1 / np.sqrt(np.einsum("...i,...i->...", y, y) / hidden + eps)
+    y *= rstd[..., None]
+    y *= weight
+    if bias is not None:
+        y += bias
+    return y, h, mean, rstd
+
+
+@layer_norm_forward.gradient(
+    "dy(*rows, hidden), dh?(*rows, hidden), h(*rows, hidden), weight(hidden): param,"
+    " bias?(hidden): param, residual?(*rows, hidden), mean(*rows): stat, rstd(*rows): stat"
+    " -> dx(*rows, hidden), dweight(hidden), dbias(hidden), dresidual(*rows, hidden)"
+)
+def layer_norm_backward(
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    mean: Array,
+    rstd: Array,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Return the gradients of x, weight, bias and residual; x and residual share theirs."""
+    hidden = max(1, h.shape[-1])
+    hhat = h - mean[..., None]
+    hhat *= rstd[..., None]
+    rows = tuple(range(dy.ndim - 1))
+    dweight = (dy * hhat).sum(axis=rows)
+    dx = dy * weight
+    along = np.einsum("...i,...i->...", dx, hhat)[..., None] / hidden
+    dx -= dx.sum(axis=-1, keepdims=True) / hidden
+    hhat *= along
+    dx -= hhat
+    dx *= rstd[..., None]
+    if dh is not None:
+        dx += dh
+    return (
+        dx,
+        dweight,
+        None if bias is None else dy.sum(axis=rows),
+        None if residual is None else dx,
+    )

@@ -32,13 +32,13 @@ class TestGolden:
         assert case.compare_gradients(gradients) < 1e-4
         assert loss == model.loss(*arguments, mask=data["attention_mask"])
 
-    @pytest.mark.parametrize("case", ["generate_single", "generate_padded"])
-    def test_greedy_tokens(self, family, case):
+    @pytest.mark.parametrize("prompts", ["generate_single", "generate_padded"])
+    def test_greedy_tokens(self, family, prompts):
         data = model_case(ROOT / family).data
-        prompt, tokens = data[f"{case}/prompt"], data[f"{case}/tokens"]
+        prompt, tokens = data[f"{prompts}/prompt"], data[f"{prompts}/tokens"]
         new = tokens.shape[1]
         made = load(ROOT / family, dtype="float32").generate(
-            prompt, mask=data[f"{case}/mask"], max_new_tokens=new, min_new_tokens=new
+            prompt, mask=data[f"{prompts}/mask"], max_new_tokens=new, min_new_tokens=new
         )
         np.testing.assert_array_equal(made, np.concatenate([prompt, tokens], axis=1))
 

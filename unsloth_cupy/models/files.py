@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; pass a folder that holds one") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
@@ -145,8 +145,7 @@ def write_folder(
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         texts = {**texts, INDEX: index}
-    kept = {*layout, *texts}
-    strangers = {p.name for p in folder.glob("*.safetensors*")} - kept if folder.is_dir() else ()
+    strangers = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
     if strangers:
         listed = ", ".join(sorted(strangers))
         raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
@@ -165,7 +164,7 @@ def write_folder(
                 os.fsync(stream.fileno())
         beside.chmod(0o755)  # mkdtemp is for its maker only
         if folder.is_dir():
-            for file in kept:
+            for file in (*layout, *texts):
                 (beside / file).replace(folder / file)
         else:
             beside.rename(folder)

@@ -1,0 +1,441 @@
+"""The command line on tiny runs: artefacts, resuming after SIGKILL, Ctrl-C, wrong input."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click.testing
+import numpy as np
+import pytest
+
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.cli.run_folder import RunFolder
+from unsloth_cupy.cli.text import Batches, held_out_rows, split, unigram_baseline
+from unsloth_cupy.cli.tokenizer import TextStream, encode, train_tokenizer
+from unsloth_cupy.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = Path(__file__).parent / "golden"
+LLAMA = GOLDEN / "models" / "llama"
+STEPS = 60
+SMALL = (
+    "--steps", str(STEPS), "--batch", "4", "--tokens", "16", "--layers", "1", "--hidden", "32",
+    "--vocabulary", "300", "--evaluate-every", "20", "--save-every", "7", "--lr", "0.01",
+)  # fmt: skip
+TIMES = ("seconds", "tokens_per_second", "memory_bytes")
+
+
+def run(*arguments: object) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(group, [str(a) for a in arguments])
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "unsloth_cupy", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for_lines(log: Path, count: int, process: "subprocess.Popen[str]") -> None:
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < count):
+        time.sleep(0.001)
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """The log, which must be whole, without what depends on the machine."""
+    text = (folder / "log.jsonl").read_text()
+    assert text.endswith("\n")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of sentences that a small model can learn, none of them twice."""
+    draw = random.Random(0)
+    nouns, verbs = ["cat", "dog", "fish", "bird", "horse"], ["sees", "hears", "likes", "finds"]
+    lines = [
+        f"{i}. The {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}."
+        for i in range(600)
+    ]
+    path = tmp_path_factory.mktemp("text") / "animals.txt"
+    path.write_text("\n\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that nothing stopped, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    process = start("finetune", "--text", text, "--out", folder, *SMALL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert not {"\x1b", "\r", "\b"} & {*output, *errors}, "a pipe is no terminal"
+    return folder, output
+
+
+class TestText:
+    def test_the_parts_share_no_paragraph(self) -> None:
+        said_twice = "What is said twice."
+        paragraphs = [f"Paragraph {i}." for i in range(50)]
+        paragraphs[3] = paragraphs[48] = said_twice
+        parts = split("name", "\n\n".join(paragraphs))
+        assert said_twice in parts.train
+        assert said_twice not in parts.held_out
+        assert "Paragraph 49." in parts.held_out
+        assert "Paragraph 49." not in parts.train
+
+    def test_one_long_paragraph_is_split_too(self) -> None:
+        parts = split("name", "word " * 1000)
+        assert len(parts.train) == 4500
+        assert len(parts.held_out) == 500
+
+    def test_batches_depend_on_seed_and_step_alone(self) -> None:
+        tokens = np.arange(1000)
+        first, second = (Batches(tokens, batch=4, length=10, seed=7) for _ in range(2))
+        second.at(200)
+        np.testing.assert_array_equal(first.at(50), second.at(50))
+        other = Batches(tokens, batch=4, length=10, seed=8)
+        assert (first.at(50) != other.at(50)).any()
+
+    def test_an_epoch_takes_every_window_once(self) -> None:
+        batches = Batches(np.arange(1000), batch=1, length=10, seed=0)
+        starts = sorted(batches.at(step)[0, 0] for step in range(batches.windows))
+        assert np.diff(starts).tolist() == [10] * (batches.windows - 1)
+
+    def test_held_out_rows_ask_for_every_token_but_the_first_once(self) -> None:
+        tokens = np.arange(100, 195)
+        asked: list[int] = []
+        for rows, labels in held_out_rows(tokens, batch=3, length=8):
+            assert rows.shape == labels.shape == (3, 8)
+            asked += labels[:, 1:][labels[:, 1:] != -100].tolist()
+            counted = labels != -100
+            np.testing.assert_array_equal(rows[counted], labels[counted])
+        assert asked == tokens[1:].tolist()
+
+    def test_the_baseline_is_the_entropy_of_what_was_seen(self) -> None:
+        train = np.array([0] * 7 + [1] * 1)  # with one added: 8 and 2 of 10
+        assert unigram_baseline(train, np.array([0, 0, 1]), 2) == pytest.approx(
+            -(np.log(0.8) + np.log(0.2)) / 2
+        )
+
+
+class TestTextStream:
+    WORDS = "Grüße, 漢字 and 👩‍👧: fin"
+
+    def test_characters_of_many_tokens_come_whole(self) -> None:
+        tokenizer = train_tokenizer("nothing but ASCII", 257)
+        stream = TextStream(tokenizer)
+        pieces = [stream.push(int(token)) for token in encode(tokenizer, self.WORDS)]
+        assert "".join(pieces) + stream.flush() == self.WORDS
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert len(pieces) > len(self.WORDS)
+
+    def test_bytes_that_are_no_text_are_not_held_back_for_ever(self) -> None:
+        tokenizer = train_tokenizer("nothing but ASCII", 257)
+        broken = int(encode(tokenizer, "漢")[1])  # the middle of a character
+        stream = TextStream(tokenizer)
+        assert "\ufffd" in "".join(stream.push(broken) for _ in range(8))
+
+
+class TestFinetune:
+    def test_what_a_run_leaves_and_prints(self, finished: tuple[Path, str]) -> None:
+        folder, output = finished
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"settings.json", "log.jsonl", "curve.png", "model"}
+        assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        assert {p.name for p in (folder / "model").iterdir()} == {
+            "config.json", "model.safetensors", "tokenizer.json",
+        }  # fmt: skip
+        lines = numbers(folder)
+        assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+        held_out = [line for line in lines if "held_out_loss" in line]
+        assert [line["step"] for line in held_out] == [0, 20, 40, 60]
+        last = held_out[-1]
+        assert last["held_out_loss"] < held_out[0]["held_out_loss"] - 1
+        for said in (f"{last['unigram_baseline']:.3f}", f"{last['held_out_loss']:.3f}", "sampled"):
+            assert said in output
+
+    def test_equal_bits_after_sigkill(
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        folder, kills = tmp_path / "killed", 0
+        for lines in sorted(random.sample(range(1, STEPS), 3)):
+            process = start("finetune", "--text", text, "--out", folder, *SMALL)
+            wait_for_lines(folder / "log.jsonl", lines, process)
+            time.sleep(random.uniform(0, 0.02))
+            process.kill()
+            process.communicate()
+            kills += process.returncode == -signal.SIGKILL
+        result = run("finetune", "--text", text, "--out", folder, *SMALL)
+        assert result.exit_code == 0, result.output
+        assert kills
+        assert weights(folder) == weights(finished[0])
+        assert numbers(folder) == numbers(finished[0])
+
+    def test_control_c_saves_and_says_how_to_go_on(
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "stopped"
+        arguments = ("finetune", "--text", text, "--out", folder, *SMALL)
+        process = start(*arguments)
+        wait_for_lines(folder / "log.jsonl", 11, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 130, errors
+        assert "go on with the same command" in errors
+        assert "Traceback" not in errors
+        assert (folder / "curve.png").exists()
+        stopped = RunFolder(folder).newest_checkpoint()
+        assert stopped is not None
+        assert (
+            numbers(folder)[-1]["step"]
+            == json.loads((stopped / "trainer.json").read_text())["step"]
+        )
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert f"going on from {stopped}" in result.stderr
+        assert weights(folder) == weights(finished[0])
+        assert numbers(folder) == numbers(finished[0])
+
+    def test_a_finished_run_is_left_alone(self, finished: tuple[Path, str], text: Path) -> None:
+        folder = finished[0]
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        result = run("finetune", "--text", text, "--out", folder, *SMALL)
+        assert result.exit_code == 0
+        assert "is finished" in result.output
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+    def test_other_settings_ask_for_another_folder(
+        self, finished: tuple[Path, str], text: Path
+    ) -> None:
+        result = run("finetune", "--text", text, "--out", finished[0], *SMALL, "--seed", "5")
+        assert_one_clear_error(result, "seed 0 (now 5)", "--out")
+
+    def test_what_failed_before_its_first_checkpoint_claims_no_folder(
+        self, text: Path, tmp_path: Path
+    ) -> None:
+        options = ("--text", text, "--out", tmp_path / "run", *SMALL)
+        assert_one_clear_error(run("finetune", *options, "--tokens", 9999), "too short")
+        assert run("finetune", *options, "--steps", 1).exit_code == 0
+
+    def test_from_a_model_folder(
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        options = ("--steps", 3, "--batch", 2, "--tokens", 16, "--text", text)
+        result = run("finetune", finished[0], *options, "--out", tmp_path / "more")
+        assert result.exit_code == 0, result.output
+        first, last = (numbers(folder) for folder in (tmp_path / "more", finished[0]))
+        assert first[0]["held_out_loss"] == pytest.approx(last[-1]["held_out_loss"], abs=1e-5)
+
+    def test_a_loss_that_explodes_stops_the_run(self, text: Path, tmp_path: Path) -> None:
+        with np.errstate(all="ignore"):
+            result = run(
+                "finetune", "--text", text, "--out", tmp_path / "run", *SMALL, "--lr", "1e30"
+            )
+        assert_one_clear_error(result, "smaller --lr")
+
+
+class TestGenerate:
+    def test_the_text_goes_on_and_the_speed_to_stderr(self, finished: tuple[Path, str]) -> None:
+        options = ("--max-new-tokens", 20, "--seed", 3)
+        first, again = (run("generate", finished[0], "The cat", *options) for _ in range(2))
+        assert first.exit_code == 0, first.output
+        assert first.stdout.startswith("The cat")
+        assert len(first.stdout) > len("The cat\n")
+        assert first.stdout == again.stdout
+        assert re.search(r"20 tokens in .* tokens/s", first.stderr)
+
+    def test_greedy_tokens_are_those_of_the_model(self, finished: tuple[Path, str]) -> None:
+        from tokenizers import Tokenizer
+
+        from unsloth_cupy import models
+
+        folder = finished[0] / "model"
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        prompt = tokenizer.encode("The dog").ids
+        tokens = models.load(folder).generate(np.array([prompt]), max_new_tokens=12)
+        result = run("generate", folder, "The dog", "--temperature", 0, "--max-new-tokens", 12)
+        assert result.stdout == tokenizer.decode(tokens[0].tolist()) + "\n"
+
+    def test_it_stops_at_the_end_token(self, finished: tuple[Path, str], tmp_path: Path) -> None:
+        folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
+        written = run("generate", folder, "The dog", "--temperature", 0, "--max-new-tokens", 3)
+        from tokenizers import Tokenizer
+
+        tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(written.stdout).ids
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": tokens}))
+        result = run("generate", folder, "The dog", "--temperature", 0)
+        assert result.stderr.startswith("1 tokens")
+
+
+class TestPlan:
+    @pytest.mark.parametrize("config", [LLAMA, LLAMA / "config.json"])
+    def test_it_says_what_fits(self, config: Path) -> None:
+        result = run("plan", config, "--batch", 2, "--tokens", 64)
+        assert result.exit_code == 0, result.output
+        for said in ("weights", "activations", "total", "141 GB", "fits"):
+            assert said in result.output
+
+    def test_a_large_model_does_not_fit(self, tmp_path: Path) -> None:
+        config = json.loads((LLAMA / "config.json").read_text())
+        large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        (tmp_path / "config.json").write_text(json.dumps(config | large | {"head_dim": 128}))
+        result = run("plan", tmp_path, "--tokens", 8192)
+        assert result.exit_code == 0, result.output
+        assert result.output.count("too large") == 6
+
+
+def test_info_says_what_is_here() -> None:
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    for said in ("NumPy arrays", f"numpy {np.__version__}", "GPU", "kernel"):
+        assert said in result.output
+
+
+@pytest.mark.parametrize("command", ["info", "finetune", "generate", "plan"])
+def test_help(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def assert_one_clear_error(result: click.testing.Result, *said: str) -> None:
+    assert result.exit_code not in (0, None)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert result.stderr.count("Error:") == 1
+    assert "Traceback" not in result.output
+    flat = " ".join(result.stderr.split())
+    for words in said:
+        assert words in flat, flat
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    """A folder full of input that makes no sense."""
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text("Too short.")
+    (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.doc").write_text("years of work")
+    shutil.copytree(LLAMA, tmp_path / "no-tokenizer")
+    for name, config in {
+        "broken": "{",
+        "unknown": '{"model_type": "mamba"}',
+        "list": "[]",
+    }.items():
+        shutil.copytree(LLAMA, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(config)
+        shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", tmp_path / name)
+    shutil.copytree(LLAMA, tmp_path / "bad-tokenizer")
+    (tmp_path / "bad-tokenizer" / "tokenizer.json").write_text("{}")
+    shutil.copytree(LLAMA, tmp_path / "truncated")
+    shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", tmp_path / "truncated")
+    whole = (LLAMA / "model.safetensors").read_bytes()
+    (tmp_path / "truncated" / "model.safetensors").write_bytes(whole[:-100])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("info --nonsense", "No such option"),
+        ("finetune --text missing.txt --out run", "missing.txt: No such file"),
+        ("finetune --text full --out run", "full: Is a directory"),
+        ("finetune --text empty.txt --out run", "is empty"),
+        ("finetune --text short.txt --out run", "too short"),
+        ("finetune --text latin.txt --out run", "is not UTF-8: byte 2 is 0xfc"),
+        ("finetune --out full", "full is not empty and holds no run"),
+        ("finetune --out empty.txt", "is a file"),
+        ("finetune --steps 0", "--steps"),
+        ("finetune --lr -1", "--lr"),
+        ("finetune --lr nan --out run", "--lr"),
+        ("finetune --vocabulary 100 --out run", "--vocabulary 100 is too small"),
+        ("finetune missing --out run", "missing does not exist"),
+        ("finetune full --out run", "holds no config.json"),
+        ("finetune broken --out run", "config.json cannot be read as JSON"),
+        ("finetune unknown --out run", "'mamba'"),
+        ("finetune no-tokenizer --out run", "holds no tokenizer.json"),
+        ("finetune bad-tokenizer --out run", "tokenizer.json is broken"),
+        ("finetune truncated --out run", "model.safetensors"),
+        ("finetune truncated --hidden 64 --out run", "leave them out"),
+        ("generate missing", "missing does not exist"),
+        ("generate empty.txt", "is a file"),
+        ("generate no-tokenizer", "holds no tokenizer.json"),
+        ("generate truncated Hi", "model.safetensors"),
+        ("generate unknown Hi", "'mamba'"),
+        ("generate full --top-p 2", "--top-p"),
+        ("generate full --temperature nan", "--temperature"),
+        ("plan missing", "missing does not exist"),
+        ("plan empty.txt", "empty.txt cannot be read as JSON"),
+        ("plan list", "must hold an object"),
+        ("plan unknown", "choose from bitnet"),
+        ("plan no-tokenizer --dtype int8", "'int8' is not one of"),
+        ("plan no-tokenizer --batch 0", "--batch"),
+    ],
+)
+def test_wrong_input_is_one_clear_error(
+    wrong: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(wrong)
+    assert_one_clear_error(run(*arguments.split()), said)
+    assert not list(wrong.glob("run/checkpoint-*"))
+
+
+def test_a_missing_extra_is_named_with_its_cure(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('No click', name='click')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "unsloth_cupy", "info"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Error: the command line needs the package click;"
+        " install it with pip install 'unsloth_cupy[cli]'\n"
+    )
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    finished: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(LLAMA, tmp_path / "llama")
+    shutil.copy(finished[0] / "model" / "tokenizer.json", tmp_path / "llama")
+    result = run("finetune", tmp_path / "llama", "--text", text, "--out", tmp_path / "run")
+    assert_one_clear_error(result, "they do not belong together")
+
+
+def test_a_checkpoint_that_lost_its_optimizer_is_named(
+    finished: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(finished[0] / "settings.json", folder)
+    shutil.copytree(finished[0] / "model", folder / "checkpoint-00000007")
+    result = run("finetune", "--text", text, "--out", folder, *SMALL)
+    assert_one_clear_error(result, "cannot be resumed from", "delete it to start over")
+
+
+def test_line_of_a_log_that_was_torn_is_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    folder.trim(2)
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="256 bytes"):
+        train_tokenizer("text", 256)

@@ -1,0 +1,44 @@
+"""The group of commands, and how errors end one of them."""
+
+from typing import Any
+
+import click
+
+from .._version import __version__
+from ..errors import UnslothCupyError
+from . import missing
+from .finetune import finetune
+from .generate import generate
+from .info import info
+from .plan import plan
+
+
+class Commands(click.Group):
+    """Commands whose errors are one message, with the cure, and an exit status of 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what the user can mend is no traceback."""
+        try:
+            return super().invoke(ctx)
+        except UnslothCupyError as error:
+            raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            raise click.ClickException(missing(error)) from error
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader of a pipe is gone
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(f"{where}{error.strerror or error}") from error
+        except MemoryError as error:
+            cure = "try a smaller --batch, fewer --tokens or a smaller model"
+            raise click.ClickException(f"out of memory ({error}); {cure}") from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="unsloth-cupy")
+def group() -> None:
+    """Train transformers on NumPy and CUDA, let them write, know the memory before."""
+
+
+for command in (info, finetune, generate, plan):
+    group.add_command(command)

@@ -1,0 +1,64 @@
+"""The loss curve of a run as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .run_folder import written_beside
+
+SMOOTHING = 0.03  # share of the steps that the smooth line averages over
+INK, SOFT = "#22272e", "#8b95a1"
+TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
+
+
+def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
+    """Draw train loss, held-out loss and unigram baseline over the steps into a PNG file."""
+    from matplotlib.figure import Figure
+
+    train = np.array([(line["step"], line["loss"]) for line in lines if "loss" in line])
+    held = np.array(
+        [(line["step"], line["held_out_loss"]) for line in lines if "held_out_loss" in line]
+    )
+    baseline = next(
+        (line["unigram_baseline"] for line in lines if "unigram_baseline" in line), None
+    )
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    if len(train):
+        axes.plot(train[:, 0], train[:, 1], color=TRAIN, alpha=0.25, linewidth=0.8)
+        axes.plot(train[:, 0], smooth(train[:, 1]), color=TRAIN, linewidth=1.8, label="train")
+    if len(held):
+        axes.plot(
+            held[:, 0], held[:, 1], "o-", color=HELD_OUT, markersize=4.5, linewidth=1.6,
+            label=f"held out: {held[-1, 1]:.2f}",
+        )  # fmt: skip
+    if baseline is not None:
+        axes.axhline(
+            baseline, color=BASELINE, linestyle=(0, (5, 3)), linewidth=1.4,
+            label=f"unigram baseline: {baseline:.2f}",
+        )  # fmt: skip
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(SOFT)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
+    axes.margins(x=0.01)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    with written_beside(path) as partial:
+        figure.savefig(partial, format="png")
+
+
+def smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a running mean that weighs recent steps more, unbiased at the start."""
+    rate = min(1.0, 1 / max(1.0, SMOOTHING * len(losses)))
+    mean, weight, out = 0.0, 0.0, np.empty(len(losses))
+    for i, loss in enumerate(losses):
+        mean, weight = (1 - rate) * mean + rate * loss, (1 - rate) * weight + rate
+        out[i] = mean / weight
+    return out

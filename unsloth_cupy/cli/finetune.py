@@ -1,0 +1,232 @@
+"""``unsloth-cupy finetune``: a model learns a text."""
+
+import hashlib
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from ..errors import ConfigError
+from ..memory import format_bytes
+from .curve import draw_curve
+from .generate import stream_text
+from .machine import peak_memory
+from .options import FILE, Number, option
+from .run_folder import RunFolder, model_folder, written_beside
+from .text import Batches, Text, held_out_rows, read_text, unigram_baseline
+from .tokenizer import END, encode, load_tokenizer, train_tokenizer
+from .trainer import Interrupted, Plan, Trainer
+
+SAMPLE_TOKENS = 120
+PROMPT_TOKENS = 12
+NEW_MODEL = {"layers": 4, "hidden": 192, "vocabulary": 2048}
+
+
+class Request(NamedTuple):
+    """What the command line asks for."""
+
+    model: Path | None
+    text: Path | None
+    batch: int
+    tokens: int
+    layers: int | None
+    hidden: int | None
+    vocabulary: int | None
+
+
+@click.command()
+@click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
+@option("--text", FILE, "UTF-8 file to learn  [default: Python's docs]")
+@option("--out", FILE, "Folder of the run  [default: runs/MODEL-TEXT]")
+@option("--steps", click.IntRange(1), "Updates of the weights.", 300)
+@option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
+@option("--batch", click.IntRange(1), "Rows of text in a step.", 8)
+@option("--tokens", click.IntRange(2), "Tokens in a row.", 128)
+@option("--weight-decay", Number(0), "Share of the weights lost per step and rate.", 0.1)
+@option("--max-norm", Number(0, min_open=True), "Norm to clip gradients to.", 1.0)
+@option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
+@option("--evaluate-every", click.IntRange(1), "Steps between held-out losses.", 50)
+@option("--save-every", click.IntRange(1), "Steps between checkpoints.", 50)
+@option("--layers", click.IntRange(1), f"Of a new model  [default: {NEW_MODEL['layers']}]")
+@option("--hidden", click.IntRange(1), f"Of a new model  [default: {NEW_MODEL['hidden']}]")
+@option(
+    "--vocabulary", click.IntRange(1), f"Of a new tokenizer  [default: {NEW_MODEL['vocabulary']}]"
+)
+def finetune(
+    model: Path | None,
+    text: Path | None,
+    out: Path | None,
+    steps: int,
+    lr: float | None,
+    batch: int,
+    tokens: int,
+    weight_decay: float,
+    max_norm: float,
+    seed: int,
+    evaluate_every: int,
+    save_every: int,
+    layers: int | None,
+    hidden: int | None,
+    vocabulary: int | None,
+) -> None:
+    """Teach a text to the model in MODEL_FOLDER, or to a new small Llama.
+
+    The run is kept in the folder --out: the same command goes on with a run that was stopped.
+    """
+    request = Request(model, text, batch, tokens, layers, hidden, vocabulary)
+    source = None if model is None else model_folder(model)
+    if source is not None and (layers or hidden or vocabulary):
+        raise ConfigError(
+            "--layers, --hidden and --vocabulary describe a new model; leave them out or leave"
+            " MODEL_FOLDER out"
+        )
+    rate = lr or (3e-3 if source is None else 1e-4)
+    plan = Plan(steps, rate, weight_decay, max_norm, seed, evaluate_every, save_every)
+    words = read_text(text)
+    name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
+    run = RunFolder(out or Path("runs") / name)
+    run.claim(settings(request, plan, words, source))
+    if run.finished:
+        click.echo(f"{run.folder} is finished; train anew in another folder with --out\n")
+        report(run, run.lines())
+        return
+    trainer, baseline = prepare(run, request, plan, words, source)
+    try:
+        trainer.train(baseline)
+    except Interrupted:
+        draw_curve(run.curve, run.lines(), name)
+        command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
+        click.echo(
+            f"stopped after step {trainer.step} of {steps}, saved in {run.folder};"
+            f" go on with the same command:\n  {command}",
+            err=True,
+        )
+        raise SystemExit(130) from None  # 128 + SIGINT, as shells count
+    lines = run.lines()
+    draw_curve(run.curve, lines, name)
+    with written_beside(run.model) as partial:
+        trainer.save_model(partial)
+    run.drop_checkpoints()
+    report(run, lines, trainer)
+    sample(trainer, words, seed)
+
+
+def settings(request: Request, plan: Plan, text: Text, source: Path | None) -> dict[str, Any]:
+    """Return what makes the run this run and no other."""
+    return {
+        "model": None if source is None else str(source.resolve()),
+        "text": text.name,
+        "text_sha256": hashlib.sha256((text.train + text.held_out).encode()).hexdigest(),
+        **plan._asdict(),
+        "batch": request.batch,
+        "tokens": request.tokens,
+        **({} if source else {k: getattr(request, k) or NEW_MODEL[k] for k in NEW_MODEL}),
+    }
+
+
+def prepare(
+    run: RunFolder, request: Request, plan: Plan, text: Text, source: Path | None
+) -> tuple[Trainer, float]:
+    """Load or create model and tokenizer, at the newest checkpoint if there is one."""
+    from .. import models
+
+    checkpoint = run.newest_checkpoint()
+    folder = checkpoint or source
+    if folder is None:
+        size = {key: getattr(request, key) or NEW_MODEL[key] for key in NEW_MODEL}
+        tokenizer = train_tokenizer(text.train, size["vocabulary"])
+        config = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
+        model = models.create(config, seed=plan.seed, dtype="float32", device=None)
+    else:
+        tokenizer = load_tokenizer(folder)
+        model = models.load(folder, dtype="float32")
+    vocabulary, positions = model.config.vocab, model.config.positions
+    if tokenizer.get_vocab_size() > vocabulary:
+        raise ConfigError(
+            f"the tokenizer of {folder} has {tokenizer.get_vocab_size()} tokens, the model"
+            f" {vocabulary}; they do not belong together"
+        )
+    if request.tokens > positions:
+        raise ConfigError(
+            f"--tokens {request.tokens} is more than the {positions} positions of the model"
+        )
+    train, held_out = encode(tokenizer, text.train), encode(tokenizer, text.held_out)
+    batches = Batches(train, batch=request.batch, length=request.tokens, seed=plan.seed)
+    rows = held_out_rows(held_out, batch=request.batch, length=request.tokens)
+    trainer = Trainer(run, model, tokenizer, batches, rows, plan)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+        click.echo(f"going on from {checkpoint}", err=True)
+    count = sum(array.size for array in model.parameters.values())
+    click.echo(
+        f"{model.config.model_type} of {count:,} parameters; {len(train):,} tokens to learn,"
+        f" {len(held_out):,} held out; {run.folder}",
+        err=True,
+    )
+    return trainer, unigram_baseline(train, held_out, vocabulary)
+
+
+def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
+    """Return the config.json of a new model; heads are of 32 or, if that does not divide, all."""
+    head = 32 if hidden % 32 == 0 else hidden
+    end = tokenizer.token_to_id(END)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 8 // 3 // 8 * 8 or 8,  # as many weights as 2 x 4 hidden
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // head,
+        "num_key_value_heads": hidden // head,
+        "head_dim": head,
+        "hidden_act": "silu",
+        "max_position_embeddings": max(2048, tokens),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "torch_dtype": "float32",
+    }
+
+
+def report(run: RunFolder, lines: list[dict[str, Any]], trainer: Trainer | None = None) -> None:
+    """Print the result of a run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    last = next(line for line in reversed(lines) if "held_out_loss" in line)
+    loss, baseline = last["held_out_loss"], last["unigram_baseline"]
+    steps = [line for line in lines if "loss" in line]
+    table = Table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
+    table.add_row("held-out loss", f"{loss:.3f} nats per token, {baseline - loss:.3f} below")
+    table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
+    seconds = sum(line["seconds"] for line in steps)
+    speed = sum(line["tokens_per_second"] * line["seconds"] for line in steps) / seconds
+    table.add_row("time", f"{seconds:.0f} s in {len(steps)} steps, {speed:.0f} tokens/s")
+    if trainer is not None:
+        table.add_row("peak memory", format_bytes(peak_memory()))
+    table.add_row("model", str(run.model))
+    table.add_row("loss curve", str(run.curve))
+    table.add_row("numbers", str(run.log))
+    Console(highlight=False, markup=False).print(table)
+
+
+def sample(trainer: Trainer, text: Text, seed: int) -> None:
+    """Print how the model continues the first words of the held-out text."""
+    start = encode(trainer.tokenizer, text.held_out)[:PROMPT_TOKENS]
+    prompt = trainer.tokenizer.decode(start.tolist())
+    click.echo("\nsampled text:\n")
+    stream_text(
+        trainer.model, trainer.tokenizer, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.8,
+        top_p=0.95, seed=seed,
+    )  # fmt: skip

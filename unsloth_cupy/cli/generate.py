@@ -1,0 +1,73 @@
+"""``unsloth-cupy generate``: a model continues a text."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from ..errors import ConfigError
+from .options import FILE, Number, option
+from .run_folder import model_folder
+from .tokenizer import TextStream, load_tokenizer
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+
+
+@click.command()
+@click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
+@click.argument("prompt", default="")
+@option("--max-new-tokens", click.IntRange(1), "Tokens to write at most.", 200)
+@option("--temperature", Number(0), "0 always takes the likeliest token.", 0.8)
+@option("--top-k", click.IntRange(1), "Choose among the N likeliest tokens.")
+@option(
+    "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens with this share."
+)
+@option("--seed", click.IntRange(0), "Of the choices.", 0)
+def generate(
+    folder: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+) -> None:
+    """Continue PROMPT with the model in MODEL_FOLDER.
+
+    MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
+    of a finetune run. The text goes to standard output as it is written, the speed to standard
+    error.
+    """
+    from .. import models
+
+    source = model_folder(folder)
+    tokenizer = load_tokenizer(source)
+    model = models.load(source)
+    started = time.perf_counter()
+    count = stream_text(
+        model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=seed,
+    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    click.echo(f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", err=True)
+
+
+def stream_text(model: "Transformer", tokenizer: Any, prompt: str, **options: Any) -> int:
+    """Write prompt and continuation to standard output; return the number of new tokens."""
+    tokens = tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
+    if not tokens:
+        raise ConfigError("the tokenizer knows no token to start from; give a PROMPT")
+    if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    stream = TextStream(tokenizer, tokens)
+    click.echo(prompt, nl=False)
+    count = 0
+    for token in model.stream(np.array([tokens]), **options):
+        click.echo(stream.push(int(token[0])), nl=False)
+        count += 1
+    click.echo(stream.flush())
+    return count

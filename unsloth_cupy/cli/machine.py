@@ -1,0 +1,82 @@
+"""What the process uses of the machine it runs on, and what that machine has."""
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+
+
+class Gpu(NamedTuple):
+    """One CUDA device."""
+
+    name: str
+    capability: str
+    memory: int
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has held so far; 0 if unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory of the machine, if it says so."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def version(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def blas() -> str:
+    """Return the library that multiplies NumPy's matrices."""
+    found = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return f"{found['name']} {found['version']}"
+
+
+def gpus() -> tuple[list[Gpu], str]:
+    """Return the CUDA devices and, where there is none, the reason."""
+    try:
+        import cupy
+    except ImportError as error:
+        reason = "CuPy is not installed" if error.name == "cupy" else f"CuPy fails: {error}"
+        return [], reason
+    runtime = cupy.cuda.runtime
+    try:
+        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+    except runtime.CUDARuntimeError as error:
+        return [], str(error)
+    return [
+        Gpu(p["name"].decode(), f"{p['major']}.{p['minor']}", p["totalGlobalMem"]) for p in found
+    ], "" if found else "CUDA sees no device"
+
+
+def kernel_cache() -> Path:
+    """Return the folder where CuPy keeps compiled kernels."""
+    return Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()

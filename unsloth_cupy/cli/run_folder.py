@@ -1,0 +1,146 @@
+"""The folder of a run: settings, numbers as JSON lines, checkpoints, the trained model.
+
+    settings.json        what the run was asked to do; a second run must ask for the same
+    log.jsonl            one line per step, one per evaluation
+    checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json
+    model/               the result; its presence says that the run is finished
+    curve.png
+
+Everything is written beside its place and renamed, so that a name always means a whole thing.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+PARTIAL = ".partial"
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Give a name beside path to write a file or a folder to; rename it when all is on disk."""
+    partial = path.with_name(path.name + PARTIAL)
+    remove(partial)
+    yield partial
+    for name in [*partial.rglob("*"), partial]:
+        sync(name)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or the names in a folder are on disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders, and keeps their names by itself
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder that may be there; a folder loses its name first."""
+    if path.is_dir():
+        doomed = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
+        if doomed != path:
+            path.replace(doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class RunFolder:
+    """One run's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.curve = folder / "model", folder / "curve.png"
+        self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
+
+    def claim(self, settings: dict[str, Any]) -> None:
+        """Make the folder this run's, or raise if it holds anything else."""
+        if self.folder.is_file():
+            raise ConfigError(f"--out {self.folder} is a file; name a folder")
+        if self.finished or self.newest_checkpoint():
+            self._compare(settings)
+        elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.settings.is_file():
+            raise ConfigError(
+                f"--out {self.folder} is not empty and holds no run; name a new folder"
+            )
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with written_beside(self.settings) as partial:
+                partial.write_text(json.dumps(settings, indent=2) + "\n")
+        for leftover in (*self.folder.glob("*" + PARTIAL), *self.folder.glob(".*")):
+            remove(leftover)  # hidden ones are what saving a model began
+
+    def _compare(self, settings: dict[str, Any]) -> None:
+        try:
+            before = json.loads(self.settings.read_text())
+            changed = [key for key in settings if before.get(key) != settings[key]]
+        except (OSError, ValueError, AttributeError):
+            raise ConfigError(
+                f"{self.settings} is missing or broken; name a new folder with --out"
+            ) from None
+        if changed:
+            listed = ", ".join(f"{k} {before.get(k)} (now {settings[k]})" for k in changed)
+            raise ConfigError(
+                f"--out {self.folder} holds a run with {listed}; ask for the same to go on with"
+                " it, or name a new folder with --out"
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.model.is_dir()
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the checkpoint with the most steps, if there is one."""
+        found = (p for p in self.folder.glob("checkpoint-*") if not p.name.endswith(PARTIAL))
+        return max(found, default=None)
+
+    def drop_checkpoints(self, before: str = "checkpoint-~") -> None:
+        """Remove the checkpoints whose name sorts before this one."""
+        for path in self.folder.glob("checkpoint-*"):
+            if path.name < before:
+                remove(path)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line to the log, in one write."""
+        with self.log.open("ab", buffering=0) as file:
+            file.write((json.dumps(line) + "\n").encode())
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the log; a line that a crash tore is left out."""
+        if not self.log.exists():
+            return []
+        whole = self.log.read_bytes().split(b"\n")[:-1]
+        return [json.loads(line) for line in whole]
+
+    def trim(self, step: int) -> None:
+        """Forget what the log says of later steps: they will run again."""
+        kept = [line for line in self.lines() if line["step"] <= step]
+        with written_beside(self.log) as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def model_folder(path: Path) -> Path:
+    """Return the folder of a model's files: the path, or the result of the run in it."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; name a folder with config.json in it")
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file; name the folder that holds config.json")
+    if (path / "config.json").is_file():
+        return path
+    run = RunFolder(path)
+    inside = run.model if run.finished else run.newest_checkpoint()
+    if inside is None:
+        raise ConfigError(f"{path} holds no config.json; name a Hugging Face model folder")
+    return inside

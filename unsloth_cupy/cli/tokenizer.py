@@ -1,0 +1,93 @@
+"""Text to tokens and back, through the ``tokenizers`` package."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._typing import Array
+from ..errors import ConfigError
+
+FILE = "tokenizer.json"
+END = "<|endoftext|>"
+BYTES = 256
+LONGEST_CHARACTER = 4  # bytes of one character in UTF-8, so tokens at most
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a model folder."""
+    from tokenizers import Tokenizer
+
+    path = folder / FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} holds no {FILE}; copy it from the model's page into the folder"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises no narrower class
+        raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
+
+
+def train_tokenizer(text: str, vocabulary: int) -> Any:
+    """Return a byte-level BPE tokenizer of at most this many tokens, learnt from text.
+
+    Every byte is a token, so that any text has an encoding (Sennrich et al., Neural Machine
+    Translation of Rare Words with Subword Units, 2016).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocabulary <= BYTES:
+        raise ConfigError(
+            f"--vocabulary {vocabulary} is too small: {BYTES} bytes and the end of text need"
+            f" {BYTES + 1} tokens"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str) -> Array:
+    """Return the tokens of a text, as int64, with no token that marks its start or end."""
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+
+class TextStream:
+    """Tokens go in one by one, text comes out as soon as its characters are complete."""
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = list(before)  # a decoder may drop the space before its first token
+        self.start = max(0, len(self.tokens) - LONGEST_CHARACTER)
+        self.said = len(self.tokens)
+
+    def push(self, token: int) -> str:
+        """Take one token; return the text that is now complete, perhaps none."""
+        self.tokens.append(token)
+        text = self._new()
+        unfinished = text.endswith("\ufffd")  # what a decoder writes for half a character
+        return "" if unfinished and self._waiting() < LONGEST_CHARACTER else self._say(text)
+
+    def flush(self) -> str:
+        """Return what is left when no more tokens come."""
+        return self._say(self._new())
+
+    def _waiting(self) -> int:
+        return len(self.tokens) - self.said
+
+    def _new(self) -> str:
+        known = self.tokenizer.decode(self.tokens[self.start : self.said])
+        return str(self.tokenizer.decode(self.tokens[self.start :])[len(known) :])
+
+    def _say(self, text: str) -> str:
+        self.start, self.said = self.said, len(self.tokens)
+        return text

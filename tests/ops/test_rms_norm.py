@@ -1,4 +1,14 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import DTypeError, ShapeError
+
+from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
+from .golden_cases import agree, both_dtypes, cast, golden
 
 
 class TestRMSNorm(KernelParity):
@@ -26,3 +36,29 @@ class TestRMSNormLongRows(KernelParity):
         Case("read twice", rows=[1], hidden=131072),
     )
     test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
+
+
+@both_dtypes
+@golden("layers", "rms_norm")
+def test_golden(golden: OpCase, dtype: Any) -> None:
+    """Rows near 1, and of 1e-13 or 1e17, whose squares float32 can just hold."""
+    given, options = cast(golden, dtype), dict(golden.params)
+    x, weight, dy = given["x"], given["weight"], given["cotangent"]
+    y, h, rstd = uc.rms_norm_forward(x, weight, **options)
+    agree(y, golden.outputs["y"])
+    np.testing.assert_array_equal(y, uc.rms_norm(x, weight, **options))
+    options.pop("eps")
+    dx, dweight, *nothing = uc.rms_norm_backward(dy, None, h, weight, None, None, rstd, **options)
+    agree(dx, golden.grads["x"])
+    agree(dweight, golden.grads["weight"])
+    assert nothing == [None, None]
+
+
+def test_wrong_calls() -> None:
+    x = np.ones((2, 8), np.float32)
+    with pytest.raises(ShapeError, match="weight has hidden=7; it must be 8"):
+        uc.rms_norm(x, np.ones(7, np.float32))
+    with pytest.raises(DTypeError, match="weight is float64; it must be float32"):
+        uc.rms_norm(x, np.ones(8))
+    with pytest.raises(DTypeError, match="x is int64"):
+        uc.rms_norm(np.ones((2, 8), int), np.ones(8))

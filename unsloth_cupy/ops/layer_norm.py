@@ -69,9 +69,9 @@ def layer_norm_forward(
         raise ConfigError(f"layer_norm(eps={eps}): eps must be 0 or more")
     h = x if residual is None else x + residual
     hidden = max(1, x.shape[-1])
-    mean = h.sum(axis=-1) / h.dtype.type(hidden)
+    mean = h.sum(axis=-1) / hidden
     y = h - mean[..., None]
-    rstd = 1 / np.sqrt(np.einsum("...i,...i->...", y, y) / hidden + eps)
+    rstd = 1 / np.sqrt(np.square(y).sum(axis=-1) / hidden + eps)
     y *= rstd[..., None]
     y *= weight
     if bias is not None:
@@ -95,15 +95,15 @@ def layer_norm_backward(
     rstd: Array,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Return the gradients of x, weight, bias and residual; x and residual share theirs."""
-    hidden = max(1, h.shape[-1])
+    rows, hidden = tuple(range(dy.ndim - 1)), max(1, h.shape[-1])
     hhat = h - mean[..., None]
     hhat *= rstd[..., None]
-    rows = tuple(range(dy.ndim - 1))
-    dweight = (dy * hhat).sum(axis=rows)
-    dx = dy * weight
-    along = np.einsum("...i,...i->...", dx, hhat)[..., None] / hidden
+    dx = dy * hhat
+    dweight = dx.sum(axis=rows)
+    dx *= weight
+    hhat *= dx.sum(axis=-1, keepdims=True) / hidden
+    np.multiply(dy, weight, out=dx)
     dx -= dx.sum(axis=-1, keepdims=True) / hidden
-    hhat *= along
     dx -= hhat
     dx *= rstd[..., None]
     if dh is not None:

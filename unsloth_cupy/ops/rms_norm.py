@@ -71,9 +71,13 @@ def rms_norm_forward(
 ) -> tuple[Array, Array, Array]:
     """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op."""
     h = x if residual is None else x + residual
-    rstd = 1 / np.sqrt(np.sum(h * h, axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
-    y = h * rstd[..., None] * (weight + offset)
-    return y if bias is None else y + bias, h, rstd
+    y = h * h
+    rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
+    np.multiply(h, rstd[..., None], out=y)
+    y *= weight + offset
+    if bias is not None:
+        y += bias
+    return y, h, rstd
 
 
 @cache
@@ -165,13 +169,19 @@ def rms_norm_backward(
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Return the gradients of x, weight, residual and bias; x and residual share theirs."""
-    hhat, g = h * rstd[..., None], dy * (weight + offset)
-    mean = np.sum(g * hhat, axis=-1, keepdims=True) / max(h.shape[-1], 1)
-    dx = rstd[..., None] * (g - hhat * mean)
-    dx = dx if dh is None else dx + dh
-    rows = tuple(range(dy.ndim - 1))
+    rows, scale = tuple(range(dy.ndim - 1)), weight + offset
+    hhat = h * rstd[..., None]
+    dx = dy * hhat
+    dweight = dx.sum(axis=rows)
+    dx *= scale
+    hhat *= dx.sum(axis=-1, keepdims=True) / max(h.shape[-1], 1)
+    np.multiply(dy, scale, out=dx)
+    dx -= hhat
+    dx *= rstd[..., None]
+    if dh is not None:
+        dx += dh
     dbias = None if bias is None else dy.sum(axis=rows)
-    return dx, (dy * hhat).sum(axis=rows), None if residual is None else dx, dbias
+    return dx, dweight, None if residual is None else dx, dbias
 
 
 @rms_norm_backward.kernel

@@ -47,7 +47,8 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
 @softmax.gradient("dy(*rows, columns), y(*rows, columns) -> dx(*rows, columns)")
 def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
     """Return the gradient of x: ``scale * y * (dy - sum(y * dy))``."""
-    dx = dy - np.einsum("...i,...i->...", dy, y)[..., None]
+    dx = dy * y
+    np.subtract(dy, dx.sum(axis=-1, keepdims=True), out=dx)
     dx *= y
     dx *= y.dtype.type(scale)
     return dx

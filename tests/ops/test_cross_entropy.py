@@ -68,6 +68,24 @@ def test_golden_shifted_in_float32(golden: OpCase) -> None:
     agree(results[1][0].mean(), golden.outputs["y"])
 
 
+@pytest.mark.parametrize("options", [{"z_loss": 0.1}, EVERYTHING], ids=["z loss", "everything"])
+def test_equals_torch(options: dict[str, float]) -> None:
+    """What the golden cases lack: the square of lse, alone and with the other options."""
+    torch = pytest.importorskip("torch", reason="the peer of cross_entropy")
+    logits, labels = np.random.default_rng(0).standard_normal((2, 3, 13)), LABELS
+    x, target = torch.tensor(logits, requires_grad=True), torch.tensor(labels)
+    cap = options.get("softcap")
+    z = cap * torch.tanh(x / cap) if cap else x
+    expected = torch.nn.functional.cross_entropy(
+        z.mT, target, reduction="none", label_smoothing=options.get("smoothing", 0.0)
+    )
+    expected = expected + options["z_loss"] * z.logsumexp(-1) ** 2 * (target != -100)
+    loss, lse = uc.cross_entropy_forward(logits, labels, **options)
+    dlogits, _ = uc.cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse, **options)
+    agree(loss, expected.detach().numpy())
+    agree(dlogits, torch.autograd.grad(expected.sum(), x)[0].numpy())
+
+
 def test_ignored_rows_may_hold_anything() -> None:
     logits = np.array([[np.nan, 1], [1, 2]], np.float32)
     labels = np.array([-100, 0])

@@ -231,6 +231,11 @@ class TestFinetune:
         assert_one_clear_error(run("finetune", *options, "--tokens", 9999), "too short")
         assert run("finetune", *options, "--steps", 1).exit_code == 0
 
+    def test_two_runs_do_not_share_a_folder(self, text: Path, tmp_path: Path) -> None:
+        with RunFolder(tmp_path / "run").claimed({}):
+            result = run("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
+        assert_one_clear_error(result, "is in use by a run that is going on")
+
     def test_from_a_model_folder(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:

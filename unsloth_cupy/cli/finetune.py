@@ -13,7 +13,6 @@ from ..errors import ConfigError
 from ..memory import format_bytes
 from .curve import draw_curve
 from .generate import stream_text
-from .machine import peak_memory
 from .options import FILE, Number, option
 from .run_folder import RunFolder, model_folder, written_beside
 from .text import Batches, Text, held_out_rows, read_text, unigram_baseline
@@ -39,8 +38,8 @@ class Request(NamedTuple):
 
 @click.command()
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
-@option("--text", FILE, "UTF-8 file to learn  [default: Python's docs]")
-@option("--out", FILE, "Folder of the run  [default: runs/MODEL-TEXT]")
+@option("--text", FILE, "UTF-8 file to learn.  [default: Python's docs]")
+@option("--out", FILE, "Folder of the run.  [default: runs/MODEL-TEXT]")
 @option("--steps", click.IntRange(1), "Updates of the weights.", 300)
 @option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
 @option("--batch", click.IntRange(1), "Rows of text in a step.", 8)
@@ -50,10 +49,10 @@ class Request(NamedTuple):
 @option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
 @option("--evaluate-every", click.IntRange(1), "Steps between held-out losses.", 50)
 @option("--save-every", click.IntRange(1), "Steps between checkpoints.", 50)
-@option("--layers", click.IntRange(1), f"Of a new model  [default: {NEW_MODEL['layers']}]")
-@option("--hidden", click.IntRange(1), f"Of a new model  [default: {NEW_MODEL['hidden']}]")
+@option("--layers", click.IntRange(1), f"Of a new model.  [default: {NEW_MODEL['layers']}]")
+@option("--hidden", click.IntRange(1), f"Of a new model.  [default: {NEW_MODEL['hidden']}]")
 @option(
-    "--vocabulary", click.IntRange(1), f"Of a new tokenizer  [default: {NEW_MODEL['vocabulary']}]"
+    "--vocabulary", click.IntRange(1), f"Of a new tokenizer.  [default: {NEW_MODEL['vocabulary']}]"
 )
 def finetune(
     model: Path | None,
@@ -88,30 +87,36 @@ def finetune(
     words = read_text(text)
     name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
     run = RunFolder(out or Path("runs") / name)
-    run.claim(settings(request, plan, words, source))
-    if run.finished:
-        click.echo(f"{run.folder} is finished; train anew in another folder with --out\n")
-        report(run, run.lines())
-        return
-    trainer, baseline = prepare(run, request, plan, words, source)
+    with run.claimed(settings(request, plan, words, source)):
+        if run.finished:
+            click.echo(f"{run.folder} is finished; train anew in another folder with --out\n")
+            report(run)
+            return
+        trainer, baseline = prepare(run, request, plan, words, source)
+        learn(trainer, baseline, name)
+        report(run)
+        sample(trainer, words, seed)
+
+
+def learn(trainer: Trainer, baseline: float, name: str) -> None:
+    """Train to the end, or until Ctrl-C; draw the curve; keep the model."""
+    run, stopped = trainer.run, False
     try:
         trainer.train(baseline)
     except Interrupted:
-        draw_curve(run.curve, run.lines(), name)
+        stopped = True
+    draw_curve(run.curve, run.lines(), name)
+    if stopped:
         command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
         click.echo(
-            f"stopped after step {trainer.step} of {steps}, saved in {run.folder};"
+            f"stopped after step {trainer.step} of {trainer.plan.steps}, saved in {run.folder};"
             f" go on with the same command:\n  {command}",
             err=True,
         )
-        raise SystemExit(130) from None  # 128 + SIGINT, as shells count
-    lines = run.lines()
-    draw_curve(run.curve, lines, name)
+        raise SystemExit(130)  # 128 + SIGINT, as shells count
     with written_beside(run.model) as partial:
         trainer.save_model(partial)
     run.drop_checkpoints()
-    report(run, lines, trainer)
-    sample(trainer, words, seed)
 
 
 def settings(request: Request, plan: Plan, text: Text, source: Path | None) -> dict[str, Any]:
@@ -196,11 +201,12 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
     }
 
 
-def report(run: RunFolder, lines: list[dict[str, Any]], trainer: Trainer | None = None) -> None:
+def report(run: RunFolder) -> None:
     """Print the result of a run."""
     from rich.console import Console
     from rich.table import Table
 
+    lines = run.lines()
     last = next(line for line in reversed(lines) if "held_out_loss" in line)
     loss, baseline = last["held_out_loss"], last["unigram_baseline"]
     steps = [line for line in lines if "loss" in line]
@@ -213,8 +219,7 @@ def report(run: RunFolder, lines: list[dict[str, Any]], trainer: Trainer | None 
     seconds = sum(line["seconds"] for line in steps)
     speed = sum(line["tokens_per_second"] * line["seconds"] for line in steps) / seconds
     table.add_row("time", f"{seconds:.0f} s in {len(steps)} steps, {speed:.0f} tokens/s")
-    if trainer is not None:
-        table.add_row("peak memory", format_bytes(peak_memory()))
+    table.add_row("peak memory", format_bytes(max(line["memory_bytes"] for line in steps)))
     table.add_row("model", str(run.model))
     table.add_row("loss curve", str(run.curve))
     table.add_row("numbers", str(run.log))

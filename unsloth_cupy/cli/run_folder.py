@@ -38,7 +38,7 @@ def sync(path: Path) -> None:
     """Wait until a file or the names in a folder are on disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows opens no folders, and keeps their names by itself
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -56,6 +56,26 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder; the end of the process, however it comes, lets go."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"--out {folder} is in use by a run that is going on; name a new folder"
+        ) from None
+    finally:
+        os.close(handle)
+
+
 class RunFolder:
     """One run's files."""
 
@@ -64,31 +84,33 @@ class RunFolder:
         self.model, self.curve = folder / "model", folder / "curve.png"
         self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
 
-    def claim(self, settings: dict[str, Any]) -> None:
-        """Make the folder this run's, or raise if it holds anything else."""
+    @contextmanager
+    def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Make the folder this run's inside a ``with`` block, or raise if it is another's."""
         if self.folder.is_file():
             raise ConfigError(f"--out {self.folder} is a file; name a folder")
-        if self.finished or self.newest_checkpoint():
-            self._compare(settings)
-        elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.settings.is_file():
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not self.settings.is_file():
             raise ConfigError(
                 f"--out {self.folder} is not empty and holds no run; name a new folder"
             )
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with written_beside(self.settings) as partial:
-                partial.write_text(json.dumps(settings, indent=2) + "\n")
-        for leftover in (*self.folder.glob("*" + PARTIAL), *self.folder.glob(".*")):
-            remove(leftover)  # hidden ones are what saving a model began
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            if self.finished or self.newest_checkpoint():
+                self._compare(settings)
+            else:
+                with written_beside(self.settings) as partial:
+                    partial.write_text(json.dumps(settings, indent=2) + "\n")
+            for pattern in ("*" + PARTIAL, f".*{PARTIAL}-*"):  # the second is a model's own
+                for leftover in self.folder.glob(pattern):
+                    remove(leftover)
+            yield
 
     def _compare(self, settings: dict[str, Any]) -> None:
         try:
             before = json.loads(self.settings.read_text())
             changed = [key for key in settings if before.get(key) != settings[key]]
-        except (OSError, ValueError, AttributeError):
-            raise ConfigError(
-                f"{self.settings} is missing or broken; name a new folder with --out"
-            ) from None
+        except (ValueError, AttributeError):
+            raise ConfigError(f"{self.settings} is broken; name a new folder with --out") from None
         if changed:
             listed = ", ".join(f"{k} {before.get(k)} (now {settings[k]})" for k in changed)
             raise ConfigError(

@@ -34,6 +34,8 @@ class KVCache:
         The storage; what lies beyond ``lengths`` is not defined.
     real : (batch, capacity) bool
         Which tokens are no padding; a model notes it here and attention obeys it later.
+    padded : bool
+        Whether any may be: False until a model notes a mask.
 
     Raises
     ------
@@ -132,6 +134,7 @@ class KVCache:
         """Forget every token; the storage is kept."""
         self.filled = [0] * len(self.filled)
         self.real[...] = True
+        self.padded = False
 
     def reorder(self, index: Array) -> None:
         """Let row i go on from what row ``index[i]`` holds, as beam search does.

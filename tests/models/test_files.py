@@ -174,10 +174,12 @@ def test_gemma3_beside_its_vision_tower(tmp_path):
         stored["vision_tower.patch.weight"] = np.zeros((2, 2), np.float32)
         save_file(stored, folder / "model.safetensors")
         outer = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+        outer["eos_token_id"] = [2, 5]
         (folder / "config.json").write_text(json.dumps(outer))
         model = load(folder)
         model.save(tmp_path / f"text{number}")
         for again in (model, load(tmp_path / f"text{number}")):
+            assert again.config.end_tokens == (2, 5)
             for name, array in again.parameters.items():
                 assert array.tobytes() == expected[name].tobytes()
 

@@ -118,8 +118,8 @@ def _steps(
         if longest == switch and step:  # every angle changes: the cache is worth nothing now
             cache.reset()
             new = past
-        there, shown = _like(new, like), _like(seen, like) if new is past else None
-        x = model.hidden(model.parameters, there, shown, cache)
+        shown = _like(seen, like) if new is past and not seen.all() else None
+        x = model.hidden(model.parameters, _like(new, like), shown, cache)
         logits = _arrays.on_host(model.head(x[:, -1:]))[:, 0].astype(np.float64)
         if step < options.min_new_tokens:
             logits[:, ends] = -np.inf

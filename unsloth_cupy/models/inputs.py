@@ -33,11 +33,14 @@ def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
 
 def real_keys(mask: Any, cache: KVCache | None, start: int, new: int) -> Any:
     """Return which keys are no padding, (batch, keys), or None where all are known to be real."""
+    padded = cache is not None and cache.padded
     real = None if mask is None else mask != 0
+    if isinstance(real, np.ndarray) and real.all() and not padded:  # a GPU is not asked: it waits
+        real = None
     if cache is None:
-        return None if isinstance(real, np.ndarray) and real.all() else real
+        return real
     stop = start + new
     if real is not None:
         cache.real[:, stop - real.shape[1] : stop] = real
-    known = cache.real[:, :stop]
-    return None if isinstance(known, np.ndarray) and known.all() else known
+        cache.padded = True
+    return cache.real[:, :stop] if cache.padded else None

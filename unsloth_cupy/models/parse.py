@@ -17,6 +17,7 @@ ACTIVATIONS = {
 }
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
+OF_BOTH = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
 UNSUPPORTED = {
     "quantization_config": "load the plain weights (float16, bfloat16 or float32) instead",
     "use_bidirectional_attention": "only causal models are known",
@@ -73,7 +74,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
-    outer, values = values, text_config(values)
+    values = text_config(values)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted({*FAMILIES, "gemma3"}))
@@ -81,7 +82,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     family = FAMILIES[model_type]
     read = Reader(values, family)
     for key, cure in UNSUPPORTED.items():
-        if outer.get(key) or values.get(key):
+        if values.get(key):
             raise ConfigError(f"config: {key} is set; {cure}")
     hidden, heads, layers = (
         read.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -128,8 +129,8 @@ def parse(values: Mapping[str, Any]) -> Config:
         tied=read.flag("tie_word_embeddings"),
         initializer_range=read.number("initializer_range"),
         positions=read.size("max_position_embeddings"),
-        end_tokens=token_ids("eos_token_id", outer, values),
-        pad_token=next(iter(token_ids("pad_token_id", outer, values)), None),
+        end_tokens=token_ids("eos_token_id", values),
+        pad_token=next(iter(token_ids("pad_token_id", values)), None),
     )
 
 
@@ -140,8 +141,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = values.get("text_config", values)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
-    tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
-    return {**tied, **inner, "model_type": "gemma3_text"}
+    of_both = {key: values[key] for key in OF_BOTH if values.get(key) is not None}
+    return {**inner, **of_both, "model_type": "gemma3_text"}
 
 
 def _obeyed(read: Reader, key: str) -> float | None:
@@ -229,9 +230,9 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
     return Rope(int(dim * share), base, parameters, original if name in GROWING else None)
 
 
-def token_ids(key: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the first source's token ids, one or a list; a negative one stands for none."""
-    given = next((source[key] for source in sources if source.get(key) is not None), None)
+def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return token ids, given as one or as a list; a negative one stands for none."""
+    given = values.get(key)
     listed = given if isinstance(given, list) else [] if given is None else [given]
     if any(type(token) is not int for token in listed):
         raise ConfigError(f"config: {key} is {given!r}; it must be a token id or a list of them")

@@ -16,30 +16,21 @@ results are rounded once, to the dtypes that the signature names, after it retur
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
 from . import _arrays, _jit, tape
 from ._signature import DIFFERENTIABLE, FLOAT32, FLOATS, Form, check, explain, parse, shape_of
-from .errors import RangeError
+from .errors import DTypeError, RangeError
+from .interop import exchange
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 KEPT_PLANS = 4096  # per op; decoding meets a new shape with every token
-NARROW = FLOATS[:2]
 OPS: dict[str, "Op[..., Any]"] = {}
-
-
-class Plan(NamedTuple):
-    """What a call with these shapes and dtypes needs; worked out once and kept."""
-
-    kernel: bool
-    widen: tuple[int, ...]  # 16-bit operands of a definition
-    ranges: tuple[tuple[int, int], ...]  # operand, exclusive limit of its values
-    outputs: tuple[np.dtype[Any] | None, ...]
-    planned: tuple[tuple[int, ...], ...] | None  # shapes of the outputs, if only those are asked
 
 
 class Op(Generic[P, R]):
@@ -54,13 +45,13 @@ class Op(Generic[P, R]):
         self.names = tuple(operand.name for operand in self.contract.inputs)
         parameters = inspect.signature(definition).parameters
         self.positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
-        self.keywords = frozenset(self.names[self.positional :])
+        self.keywords = self.names[self.positional :]
         self.options = frozenset(parameters) - frozenset(self.names)
         if tuple(parameters)[: len(self.names)] != self.names:
             raise TypeError(f"{self.__name__}: parameters {[*parameters]} are not {signature!r}")
         self.launch: Callable[P, R] | None = None
         self.backward: Op[..., Any] | None = None
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
         OPS[self.__name__] = self
 
     def __repr__(self) -> str:
@@ -69,50 +60,23 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Check the arrays against the signature, then run where they live."""
-        arrays: list[Any] = [*args, *[None] * (len(self.names) - len(args))]
-        if options:
-            for name in self.names:
-                if name in options:
-                    arrays[self.names.index(name)] = options.pop(name)
-        return self.call(arrays, options)
-
-    def call(self, arrays: list[Any], options: dict[str, Any]) -> R:
-        """Run on one array per name of the signature; the first call of a kind makes its plan."""
+        if len(args) > self.positional:
+            wanted = ", ".join(self.names[: self.positional])
+            raise DTypeError(f"{self.__name__} takes ({wanted}); pass other arrays by keyword")
+        arrays: list[Any] = [*args]
+        for name in self.names[len(args) :]:
+            arrays.append(options.pop(name, None))
         try:
             forms = [a if a is None else (a.__class__, a.shape, a.dtype) for a in arrays]
-            key = (_jit.targets, *forms)
-            plan = self.plans[key]
+            run = self.plans[_jit.targets, *forms]
         except (AttributeError, KeyError, TypeError):
-            if any(type(array) is tape.Var for array in arrays):
-                return cast(R, tape.record(self, arrays, options))
-            if any(isinstance(array, np.generic) for array in arrays):
-                return self.call(
-                    [np.asarray(a) if isinstance(a, np.generic) else a for a in arrays], options
-                )
-            library = _arrays.common(self.__name__, self.names, arrays)
-            if library not in ("numpy", "cupy"):
-                return cast(R, _arrays.elsewhere(library, self.call, arrays, options))
-            plan = self._plan(arrays)
-            if not any(type(array) is int for array in arrays):
-                if len(self.plans) >= KEPT_PLANS:
-                    self.plans.clear()
-                self.plans[key] = plan
-        for index, limit in plan.ranges:
-            self._check_range(index, limit, arrays)
-        if plan.kernel:
-            arrays = [a if a is None or type(a) is int else _arrays.packed(a) for a in arrays]
-            return self._apply(cast(Callable[P, R], self.launch), arrays, options)
-        for index in plan.widen:
-            arrays[index] = arrays[index].astype(FLOAT32)
-        result: Any
-        if plan.planned is None:
-            result = self._apply(self.definition, arrays, options)
-        else:
-            result = tuple(map(_arrays.Planned.of, plan.planned, plan.outputs))
-            result = result if len(result) > 1 else result[0]
-        if type(result) is not tuple:
-            return cast(R, _rounded(result, plan.outputs[0]))
-        return cast(R, tuple(map(_rounded, result, plan.outputs)))
+            run = self._plan(arrays)
+        return run(arrays, options)
+
+    def call(self, arrays: Sequence[Any], options: dict[str, Any]) -> R:
+        """Call with one array for every name of the signature."""
+        given = dict(zip(self.keywords, arrays[self.positional :], strict=True))
+        return self(*arrays[: self.positional], **given, **options)
 
     def kernel(self, launch: Callable[P, R]) -> Callable[P, R]:
         """Register the launch; mypy holds it to the definition's parameters."""
@@ -146,41 +110,67 @@ class Op(Generic[P, R]):
 
         return register
 
-    def _apply(self, function: Callable[P, R], arrays: list[Any], options: Any) -> R:
-        if self.keywords:
-            options = {**dict(zip(self.names, arrays, strict=True)), **options}
-            for name in self.names[: self.positional]:
-                del options[name]
-        return function(*arrays[: self.positional], **options)
-
-    def _plan(self, arrays: Sequence[Any]) -> Plan:
+    def _plan(self, arrays: Sequence[Any]) -> Run:
+        """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
+        if any(type(array) is tape.Var for array in arrays):
+            return functools.partial(tape.record, self)
+        library = _arrays.common(self.__name__, self.names, arrays)
+        if not _arrays.native(arrays):
+            return functools.partial(exchange.elsewhere, library, self)
         forms = [_form(array) for array in arrays]
-        bound = check(self.__name__, self.contract, forms)
-        lead = next(a for a in arrays if a is not None and type(a) is not int)
-        _arrays.check_devices(self.__name__, self.names, arrays)
-        on_host = isinstance(lead, np.ndarray)
-        planned = self._planned(arrays, bound.sizes)
-        kernel = planned is None and self.launch is not None and bound.dtype in _jit.KERNEL_DTYPES
-        kernel &= all(f is None or 0 not in f.shape for f in forms)  # kernels meet no empty axis
-        widen = planned is None and self.widen
-        return Plan(
-            kernel and _jit.target_of(lead) is not None,
-            tuple(i for i, f in enumerate(forms) if f and widen and f.dtype in NARROW),
-            tuple(
-                (i, bound.sizes[o.below])
-                for i, o in enumerate(self.contract.inputs)
-                if o.below and forms[i] and on_host  # reading values would stall a GPU
-            ),
-            bound.outputs,
-            planned,
-        )
+        key = _jit.targets, *(f and (a.__class__, *f) for a, f in zip(arrays, forms, strict=True))
+        if key not in self.plans:
+            if len(self.plans) >= KEPT_PLANS:
+                self.plans.clear()
+            self.plans[key] = self._native_plan(library, arrays, forms)
+        return self.plans[key]
 
-    def _planned(self, arrays: Sequence[Any], sizes: Any) -> tuple[tuple[int, ...], ...] | None:
-        """Return the shapes of the outputs of planned arrays, where the signature knows them."""
-        if not any(type(array) is _arrays.Planned for array in arrays):
-            return None
-        shapes = tuple(shape_of(operand, sizes) for operand in self.contract.outputs)
-        return None if None in shapes else cast(tuple[tuple[int, ...], ...], shapes)
+    def _native_plan(
+        self, library: str, arrays: Sequence[Any], forms: Sequence[Form | None]
+    ) -> Run:
+        """Check the forms, then return what runs: the launch, the definition, or shapes alone."""
+        bound = check(self.__name__, self.contract, forms)
+        shapes = [shape_of(operand, bound.sizes) for operand in self.contract.outputs]
+        if _arrays.Planned in map(type, arrays) and None not in shapes:
+            return functools.partial(_planned, shapes, bound.outputs)
+        ranges = [
+            (i, bound.sizes[o.below])
+            for i, o in enumerate(self.contract.inputs)
+            if o.below and forms[i] and library == "numpy"  # reading values would stall a GPU
+        ]
+        lead = next((a for a in arrays if a is not None and type(a) is not int), None)
+        narrow = [i for i, f in enumerate(forms) if f and self.widen and f.dtype in FLOATS[:2]]
+        kernel = (
+            self.launch is not None
+            and bound.dtype in _jit.KERNEL_DTYPES
+            and all(f is None or 0 not in f.shape for f in forms)  # kernels meet no empty axis
+            and _jit.target_of(lead) is not None
+        )
+        function: Any = self.launch if kernel else self.definition
+        keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
+
+        def run(arrays: list[Any], options: dict[str, Any]) -> Any:
+            for index, limit in ranges:
+                self._check_range(index, limit, arrays)
+            if kernel:
+                arrays = [a if a is None or type(a) is int else _arrays.packed(a) for a in arrays]
+            else:
+                for index in narrow:
+                    arrays[index] = arrays[index].astype(FLOAT32)
+            if keywords:
+                options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
+                arrays = arrays[:positional]
+            result = function(*arrays, **options)
+            results = result if result.__class__ is tuple else (result,)
+            for array, dtype in zip(results, dtypes):  # noqa: B905 -- it costs 0.1 us a call
+                if array.__class__ is not np.ndarray or array.dtype is not dtype:
+                    break
+            else:
+                return result
+            rounded = tuple(map(_rounded, results, dtypes))
+            return rounded if result.__class__ is tuple else rounded[0]
+
+        return run if library == "numpy" else _arrays.on_one_device(self, run)
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:
         values = np.asarray(arrays[index])
@@ -199,16 +189,17 @@ def op(signature: str, *, widen: bool = True) -> Callable[[Callable[P, R]], Op[P
 
 
 def _form(array: Any) -> Form | None:
-    if array is None:
-        return None
-    if type(array) is int:
-        return Form((), np.dtype("int64"))
+    if array is None or type(array) is int:
+        return None if array is None else Form((), np.dtype("int64"))
     return Form(array.shape, array.dtype)
 
 
+def _planned(shapes: Any, dtypes: Any, arrays: Any, options: Any) -> Any:
+    made = tuple(map(_arrays.Planned.of, shapes, dtypes))
+    return made if len(made) > 1 else made[0]
+
+
 def _rounded(array: Any, dtype: Any) -> Any:
-    if array is None:
-        return None
     if isinstance(array, np.generic):
         return np.asarray(array, dtype)
-    return array if array.dtype == dtype else array.astype(dtype)
+    return array if array is None else array.astype(dtype, copy=False)

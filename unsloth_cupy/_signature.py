@@ -112,8 +112,10 @@ def check(op: str, contract: Contract, forms: Sequence[Form | None]) -> Bound:
             continue
         wanted = allowed(operand.kind, dtype)
         if form.dtype not in wanted:
-            cure = " or ".join(name.name for name in wanted)
-            problem = f"{operand.name} is {form.dtype.name}; it must be {cure}"
+            cure = "it must be " + " or ".join(name.name for name in wanted)
+            if not form.dtype.isnative:
+                cure = f"with swapped bytes; pass {operand.name}.astype({form.dtype.name!r})"
+            problem = f"{operand.name} is {form.dtype.name}; {cure}"
             raise DTypeError(explain(op, problem, contract.inputs, forms))
         misfit = _bind(operand, form.shape, sizes)
         if misfit is not None:
@@ -156,16 +158,12 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
             return f"{operand.name} has {len(shape)} {axes_word}, not ({', '.join(operand.axes)})"
         pairs = zip(axes, shape, strict=True)
     for axis, size in pairs:
-        name, operator, number = _parts(axis)
-        if operator == "|" and size == 1:
+        if axis.endswith("|1") and size == 1:
             continue
-        if operator == "/" or (operator == "+" and name in sizes):
-            want = -(-sizes[name] // int(number)) if operator == "/" else sizes[name] + int(number)
-        elif name.isdigit():
-            want = int(name)
-        else:
-            want = sizes.setdefault(name, size - int(number) if operator == "+" else size)
-            want = want + int(number) if operator == "+" else want
+        name, operator, number = _parts(axis)
+        if not name.isdigit() and name not in sizes:
+            sizes[name] = max(size - int(number), 0) if operator == "+" else size
+        want = _size(axis, sizes)
         if size != want:
             return f"{operand.name} has {axis.strip('*?')}={size}; it must be {want}"
     return None
@@ -175,19 +173,23 @@ def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | No
     """Return the shape of an operand whose axes are bound; None where one of them is not."""
     shape: tuple[int, ...] = ()
     for axis in operand.axes:
-        name, operator, number = _parts(axis)
-        if name.isdigit():
-            shape += (int(name),)
-        elif name not in sizes:
-            if operator != "?":
-                return None
-        elif axis.startswith("*"):
-            shape += tuple(sizes[name])
-        elif operator == "/":
-            shape += (-(-sizes[name] // int(number)),)
-        else:
-            shape += (sizes[name] + int(number or 0),)
+        name = _parts(axis)[0]
+        if name.isdigit() or name in sizes:
+            size = _size(axis, sizes)
+            shape += size if isinstance(size, tuple) else (size,)
+        elif not axis.endswith("?"):
+            return None
     return shape
+
+
+def _size(axis: str, sizes: Mapping[str, Any]) -> Any:
+    """Return the size of an axis whose name is bound; a tuple for ``*rows``."""
+    name, operator, number = _parts(axis)
+    if operator == "/":
+        return -(-sizes[name] // int(number))
+    if operator == "+":
+        return sizes[name] + int(number)
+    return int(name) if name.isdigit() else sizes[name]
 
 
 def _parts(axis: str) -> tuple[str, str, str]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import _arrays
 from ._signature import DIFFERENTIABLE
 from .errors import GradientError, ShapeError
@@ -87,6 +89,7 @@ class Tape:
 
     def watch(self, array: Any) -> Var:
         """Return array as a Var whose uses this tape records."""
+        _arrays.framework_of(array, "Tape.watch: what is watched")
         return Var(array, self)
 
     def gradients(self, of: Var, wrt: Sequence[Var], seed: Any = None) -> list[Any]:
@@ -108,13 +111,16 @@ class Tape:
         ShapeError
             seed is missing for an array, or its shape is not that of ``of``.
         """
-        if any(var.tape is not self for var in (of, *wrt)):
-            raise GradientError("Tape.gradients: a Var belongs to another tape; use one tape")
+        if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):
+            raise GradientError("Tape.gradients: pass Vars of this tape: watch them on it")
         if seed is None and of.shape != ():
             raise ShapeError(f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape")
         seed = _arrays.full_like(of.value, 1) if seed is None else seed
+        _arrays.common("Tape.gradients", ("of", "seed"), (of.value, seed))
         if tuple(seed.shape) != tuple(of.shape):
-            raise ShapeError(f"Tape.gradients: seed has shape {seed.shape}, of has {of.shape}")
+            raise ShapeError(
+                f"Tape.gradients: seed has shape {tuple(seed.shape)}; it must be {tuple(of.shape)}"
+            )
         kept = {var.index for var in wrt}
         grads: dict[int, Any] = {of.index: seed}
         for entry in reversed(self.entries):
@@ -124,10 +130,18 @@ class Tape:
             }
             if any(grad is not None for grad in take.values()):
                 _add_back(entry, take, grads)
-        found = ((var, grads.get(var.index)) for var in wrt)
-        return _unshared(
-            [_arrays.full_like(var.value, 0) if grad is None else grad for var, grad in found], seed
-        )
+        found = []
+        values = (value for entry in self.entries for value in entry.values.values())
+        shared = {_owner(a) for a in (seed, *values) if hasattr(a, "__dlpack__")}
+        for var in wrt:
+            grad = grads.get(var.index)
+            if grad is None:
+                grad = _arrays.full_like(var.value, 0)
+            elif _owner(grad) in shared:  # a caller may scale gradients in place
+                grad = grad + _arrays.full_like(grad, 0)
+            shared.add(_owner(grad))
+            found.append(grad)
+        return found
 
 
 def record(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -174,16 +188,13 @@ def _add_back(entry: Entry, take: dict[str, Any], grads: dict[int, Any]) -> None
         grads[index] = grads[index] + grad if index in grads else grad
 
 
-def _unshared(grads: list[Any], seed: Any) -> list[Any]:
-    """Copy what shares memory: a caller may scale gradients in place."""
-    seen = {id(_owner(seed))}
-    for i, grad in enumerate(grads):
-        if id(_owner(grad)) in seen:
-            grads[i] = grad + _arrays.full_like(grad, 0)
-        seen.add(id(_owner(grads[i])))
-    return grads
-
-
-def _owner(array: Any) -> Any:
-    base = getattr(array, "base", None)
-    return array if base is None else base
+def _owner(array: Any) -> int:
+    """Return a number that arrays of one library have in common where they share memory."""
+    library = _arrays.framework_of(array, "it")
+    if library == "torch":
+        return int(array.untyped_storage().data_ptr())
+    if library not in ("numpy", "cupy"):
+        return id(array)
+    while hasattr(array.base, "base"):
+        array = array.base
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

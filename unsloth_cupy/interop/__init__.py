@@ -1,0 +1,1 @@
+"""Other array libraries: how their arrays come in and go back."""

@@ -121,7 +121,7 @@ def check(op: str, contract: Contract, forms: Sequence[Form | None]) -> Bound:
         if misfit is not None:
             raise ShapeError(explain(op, misfit, contract.inputs, forms))
     for many, few in contract.multiples:
-        if sizes[few] == 0 or sizes[many] % sizes[few]:
+        if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
             raise ShapeError(explain(op, problem, contract.inputs, forms))
     known = {o.name: f.dtype for o, f in zip(contract.inputs, forms, strict=True) if f}

@@ -16,7 +16,9 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
-from ._scores import Scores, Window, stacked, unstacked
+from ._blocks import Block, Window
+from ._products import by_keys, for_keys, over_keys, stacked, unstacked
+from ._scores import Scores
 
 OPERANDS = (
     "mask?(batch|1, heads|1, queries|1, keys|1): bool,"
@@ -152,20 +154,20 @@ def attention_forward(
 ) -> tuple[Array, Array]:
     """Return out as attention does, and the natural log of each row's sum of exp(score)."""
     limits = (mask, key_lengths, query_start, block_mask, causal, window)
-    scores = Scores(q, k, *limits, scale, softcap, bias, alibi, dropout, seed)
-    return attend(scores, v, sinks)
+    scores = Scores(q, k, v, *limits, scale, softcap, bias, alibi, dropout, seed)
+    return attend(scores, sinks)
 
 
-def attend(scores: Scores, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
     """Return out and lse: softmax of the scores, block by block, times v."""
-    group = scores.group
-    v = scores.existing(v)
-    out = np.zeros((*scores.q.shape[:3], v.shape[3]), scores.q.dtype, like=scores.q)
-    lse = np.full((scores.batch, scores.heads, scores.queries), -math.inf, out.dtype, like=out)
+    q, v, group = scores.q, scores.v, scores.group
+    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
+    lse = np.full((scores.batch, scores.heads, scores.queries), -math.inf, q.dtype, like=q)
     if sinks is not None:
-        sinks = sinks.astype(out.dtype)[:, None, None]
-        lse[:] = sinks[..., 0]
-    for block in scores.blocks():
+        sinks = sinks.astype(q.dtype)
+        lse[:] = sinks[:, None]
+
+    def step(block: Block) -> None:
         rows = (block.batch, block.heads, block.rows)
         _, p, _ = scores.logits(block)
         by_head = scores.by_head(p, block)
@@ -176,7 +178,7 @@ def attend(scores: Scores, v: Array, sinks: Array | None) -> tuple[Array, Array]
         top[top == -math.inf] = 0  # a row that sees no key
         by_head -= top
         np.exp(p, out=p)
-        total = (p @ np.ones((p.shape[-1], 1), p.dtype, like=p)).reshape(top.shape)
+        total = by_head.sum(axis=-1, keepdims=True)
         if sinks is not None:
             total += np.exp(sink - top)
         empty = total == 0
@@ -185,11 +187,13 @@ def attend(scores: Scores, v: Array, sinks: Array | None) -> tuple[Array, Array]
         top[empty] = -math.inf
         lse[rows] = top.reshape(lse[rows].shape)
         if scores.dropout:
-            np.multiply(by_head, scores.kept(block), out=by_head)
+            by_head *= scores.kept(block)
             total *= 1 - scores.dropout
-        part = p @ v[block.batch, block.keys, block.kv_heads].transpose(0, 2, 1, 3)
+        part = over_keys(p, v[block.batch, block.keys, block.kv_heads], scores.width)
         part /= total.reshape(*part.shape[:-1], 1)
         out[block.batch, block.rows, block.heads] = unstacked(part, group)
+
+    scores.walk(step)
     return out, lse
 
 
@@ -227,47 +231,49 @@ def attention_backward(
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
     """Return the gradients of q, k, v, bias, alibi and sinks; dlse is lse's, where it is used."""
     limits = (mask, key_lengths, query_start, block_mask, causal, window)
-    scores = Scores(q, k, *limits, scale, softcap, bias, alibi, dropout, seed)
-    return attend_backward(scores, v, sinks, dout, out, lse, dlse)
+    scores = Scores(q, k, v, *limits, scale, softcap, bias, alibi, dropout, seed)
+    dq, dk, dv, dbias, dalibi, dsinks = attend_backward(scores, sinks, dout, out, lse, dlse)
+    if bias is not None and dbias is not None:
+        dbias = dbias.reshape(bias.shape)
+    if alibi is not None and dalibi is not None:
+        dalibi = dalibi if alibi.ndim == 2 else dalibi.sum(axis=0)
+    return dq, dk, dv, dbias, dalibi, dsinks
 
 
 def attend_backward(
-    scores: Scores,
-    v: Array,
-    sinks: Array | None,
-    dout: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
+    scores: Scores, sinks: Array | None, dout: Array, out: Array, lse: Array, dlse: Array | None
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
-    """Return the gradients of q, k, v, bias, alibi and sinks, each block's scores made again."""
-    q, k, v, group = scores.q, scores.k, scores.existing(v), scores.group
+    """Return the gradients of q, k, v, bias, alibi by batch, and sinks; scores are made again."""
+    q, k, v, group = scores.q, scores.k, scores.v, scores.group
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
-    dalibi = None if scores.alibi is None else np.zeros_like(scores.alibi, dtype=q.dtype)
-    delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp): what the softmax takes off
+    dalibi = None
+    if scores.alibi is not None:
+        dalibi = np.zeros((scores.batch, scores.heads, 1, 1), q.dtype, like=q)
+    delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), which the softmax takes off
     delta = delta if dlse is None else delta - dlse
+    lse = np.where(lse == -math.inf, 0, lse)  # where no key is seen, p = exp(-inf) all the same
     dsinks = None
     if sinks is not None:
-        seen = np.where(lse == -math.inf, 0, lse)
-        dsinks = -(np.exp(sinks[:, None] - seen) * delta).sum(axis=(0, 2))
-    for block in scores.blocks():
+        dsinks = -(np.exp(sinks[:, None] - lse) * delta).sum(axis=(0, 2))
+
+    def step(block: Block) -> None:
         rows = (block.batch, block.heads, block.rows)
         keys = (block.batch, block.keys, block.kv_heads)
-        stacked_q, p, tanh = scores.logits(block)
-        by_head = scores.by_head(p, block)
-        shape = (*by_head.shape[:-1], 1)
-        by_head -= np.where(lse[rows] == -math.inf, 0, lse[rows]).reshape(shape)
+        rows_of_q, p, tanh = scores.logits(block)
+        p_by_head = scores.by_head(p, block)
+        shape = (*p_by_head.shape[:-1], 1)
+        p_by_head -= lse[rows].reshape(shape)
         np.exp(p, out=p)
-        stacked_dout = stacked(dout, block, group)
-        ds = stacked_dout @ v[keys].transpose(0, 2, 3, 1)
+        rows_of_dout = stacked(dout, block, group)
+        ds = by_keys(rows_of_dout, v[keys], scores.width)
         ds_by_head = scores.by_head(ds, block)
         weights = p
         if scores.dropout:
-            kept = scores.kept(block) * p.dtype.type(1 / (1 - scores.dropout))
-            weights = (by_head * kept).reshape(p.shape)
+            kept = scores.kept(block) * q.dtype.type(1 / (1 - scores.dropout))
+            weights = (p_by_head * kept).reshape(p.shape)
             ds_by_head *= kept
-        dv[keys] += (weights.swapaxes(2, 3) @ stacked_dout).transpose(0, 2, 1, 3)
+        dv[keys] += for_keys(weights, rows_of_dout, scores.width)
         ds_by_head -= delta[rows].reshape(shape)
         ds *= p
         if dbias is not None:
@@ -277,8 +283,10 @@ def attend_backward(
             scores.add_sum(dalibi, ds_by_head * -distance, block)
         if tanh is not None:
             ds *= 1 - tanh * tanh
-        dq[block.batch, block.rows, block.heads] = unstacked(
-            (ds @ k[keys].transpose(0, 2, 1, 3)) * scores.scale, group
-        )
-        dk[keys] += (ds.swapaxes(2, 3) @ stacked_q).transpose(0, 2, 1, 3)
+        part = over_keys(ds, k[keys], scores.width) * scores.scale
+        dq[block.batch, block.rows, block.heads] = unstacked(part, group)
+        dk[keys] += for_keys(ds, rows_of_q, scores.width)
+
+    scores.walk(step, in_order=True, alone=dbias is not None)  # blocks may share a bias
+    dalibi = None if dalibi is None else dalibi[:, :, 0, 0]
     return dq, dk, dv, dbias, dalibi, dsinks

@@ -1,0 +1,53 @@
+"""Work shared among the threads of a host: NumPy lets go of the interpreter while it computes."""
+
+import functools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@functools.cache
+def count() -> int:
+    """Return how many threads may compute: OMP_NUM_THREADS, or the cores of this process."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted):
+        return int(wanted)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count() - 1, "unsloth_cupy")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork leaves the threads behind
+
+
+def each(work: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call work on every item, in any order, the calling thread included; then return.
+
+    Results are those of a plain loop as long as no two items write to one place.
+    """
+    queue = deque(items)
+
+    def drain() -> None:
+        while queue:
+            try:
+                item = queue.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            work(item)
+
+    helpers = [_pool().submit(drain) for _ in range(min(count(), len(queue)) - 1)]
+    try:
+        drain()
+    finally:
+        queue.clear()
+        started = [helper for helper in helpers if not helper.cancel()]
+        for helper in started:
+            helper.result()

@@ -1,6 +1,7 @@
 """From config.json to Config: both forms of the rotary settings, defaults, and what is wrong."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +123,45 @@ def test_broken(change, message):
 def test_no_dict():
     with pytest.raises(ConfigError, match="must be a dict"):
         create("config.json", seed=0)
+
+
+def published(model_type, sizes, **others):
+    """Spell out vocab, hidden, inner, layers, heads, kv heads."""
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    return {"model_type": model_type} | dict(zip(names, sizes, strict=True)) | others
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (published("llama", (128_256, 4096, 14_336, 32, 32, 8)), 8_030_261_248),  # Llama 3.1 8B
+        (published("mistral", (32_000, 4096, 14_336, 32, 32, 8)), 7_241_732_096),  # Mistral 7B
+        (
+            published("qwen2", (151_936, 896, 4864, 24, 14, 2), tie_word_embeddings=True),
+            494_032_768,  # Qwen2.5 0.5B
+        ),
+        (
+            published("qwen3", (151_936, 1024, 3072, 28, 16, 8), tie_word_embeddings=True),
+            596_049_920,  # Qwen3 0.6B
+        ),
+        (published("gemma", (256_000, 2048, 16_384, 18, 8, 1)), 2_506_172_416),  # Gemma 2B
+        (published("gemma2", (256_000, 2304, 9216, 26, 8, 4)), 2_614_341_888),  # Gemma 2 2B
+        (published("gemma3_text", (262_144, 1152, 6912, 26, 4, 1)), 999_885_952),  # Gemma 3 1B
+        (published("phi3", (32_064, 3072, 8192, 32, 32, 32)), 3_821_079_552),  # Phi-3 mini
+        (published("olmo2", (100_352, 4096, 11_008, 32, 32, 32)), 7_298_617_344),  # OLMo 2 7B
+        (
+            published("bitnet", (128_256, 2560, 6912, 30, 20, 5), tie_word_embeddings=True),
+            2_412_820_480,  # BitNet b1.58 2B
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_parameters_of_published_models(config, parameters):
+    assert sum(math.prod(shape) for shape in parse(config).shapes().values()) == parameters

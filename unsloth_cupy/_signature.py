@@ -112,10 +112,11 @@ def check(op: str, contract: Contract, forms: Sequence[Form | None]) -> Bound:
             continue
         wanted = allowed(operand.kind, dtype)
         if form.dtype not in wanted:
-            cure = "it must be " + " or ".join(name.name for name in wanted)
+            name, cure = form.dtype.name, " or ".join(name.name for name in wanted)
+            problem = f"{operand.name} is {name}; it must be {cure}"
             if not form.dtype.isnative:
-                cure = f"with swapped bytes; pass {operand.name}.astype({form.dtype.name!r})"
-            problem = f"{operand.name} is {form.dtype.name}; {cure}"
+                cure = f"{operand.name}.astype({name!r})"
+                problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
             raise DTypeError(explain(op, problem, contract.inputs, forms))
         misfit = _bind(operand, form.shape, sizes)
         if misfit is not None:

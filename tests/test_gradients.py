@@ -83,7 +83,7 @@ def test_bad_gradients_raise_before_anything_changes() -> None:
 
 
 def test_gradients_of_torch_raise() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the peer")
     with pytest.raises(FrameworkError, match="comes from torch; pass NumPy or CuPy"):
         clip_gradients({"w": torch.ones(3)}, 1.0)
 

@@ -118,7 +118,7 @@ def test_bad_parameters_raise() -> None:
 
 
 def test_parameters_of_torch_raise() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the peer")
     with pytest.raises(FrameworkError, match="comes from torch; pass NumPy or CuPy"):
         AdamW({"w": torch.ones(3)})
 

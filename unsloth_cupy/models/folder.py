@@ -37,6 +37,10 @@ def load(
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None: NumPy.
 
+    Returns
+    -------
+    model : Transformer
+
     Raises
     ------
     ConfigError
@@ -81,6 +85,10 @@ def create(
         Equal seeds give equal parameters.
     dtype, device
         As in ``load``.
+
+    Returns
+    -------
+    model : Transformer
 
     Raises
     ------

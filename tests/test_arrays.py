@@ -37,7 +37,7 @@ def address(array: np.ndarray) -> int:
 class TestTorch:
     @pytest.fixture(autouse=True)
     def _peer(self) -> None:
-        self.torch = pytest.importorskip("torch")
+        self.torch = pytest.importorskip("torch", reason="whose arrays go in and come back")
 
     @pytest.mark.parametrize("shape", [(3, 4), (), (0, 3)], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +107,7 @@ class TestTorch:
 class TestJax:
     @pytest.fixture(autouse=True)
     def _peer(self) -> None:
-        self.jax = pytest.importorskip("jax")
+        self.jax = pytest.importorskip("jax", reason="whose arrays go in and come back")
 
     @pytest.mark.parametrize("shape", [(3, 4), (), (0, 3)], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES[:3])
@@ -298,9 +298,6 @@ def test_common_names_the_library() -> None:
 
 
 def test_reshape_of_a_torch_view_is_a_view() -> None:
-    @pytest.fixture(autouse=True)
-    def _peer(self) -> None:
-        self.torch = pytest.importorskip("torch")
-
+    torch = pytest.importorskip("torch", reason="whose arrays go in and come back")
     x = torch.arange(6.0)
     assert reshape(x, shape=(2, 3)).data_ptr() == x.data_ptr()

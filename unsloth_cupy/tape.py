@@ -17,7 +17,7 @@ import numpy as np
 
 from . import _arrays
 from ._signature import DIFFERENTIABLE
-from .errors import GradientError, ShapeError
+from .errors import DTypeError, GradientError, ShapeError
 
 
 class Var:
@@ -110,6 +110,8 @@ class Tape:
             The way back passes an op, or enters an input, that has no gradient.
         ShapeError
             seed is missing for an array, or its shape is not that of ``of``.
+        DTypeError, FrameworkError
+            seed is not of the dtype, or not of the library, of ``of``.
         """
         if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):
             raise GradientError("Tape.gradients: pass Vars of this tape: watch them on it")
@@ -121,6 +123,8 @@ class Tape:
             raise ShapeError(
                 f"Tape.gradients: seed has shape {tuple(seed.shape)}; it must be {tuple(of.shape)}"
             )
+        if seed.dtype != of.dtype:
+            raise DTypeError(f"Tape.gradients: seed is {seed.dtype}; it must be {of.dtype}")
         kept = {var.index for var in wrt}
         grads: dict[int, Any] = {of.index: seed}
         for entry in reversed(self.entries):
@@ -138,7 +142,7 @@ class Tape:
             if grad is None:
                 grad = _arrays.full_like(var.value, 0)
             elif _owner(grad) in shared:  # a caller may scale gradients in place
-                grad = grad + _arrays.full_like(grad, 0)
+                grad = _sum(grad, _arrays.full_like(grad, 0))
             shared.add(_owner(grad))
             found.append(grad)
         return found
@@ -185,7 +189,12 @@ def _add_back(entry: Entry, take: dict[str, Any], grads: dict[int, Any]) -> None
         if grad is None:
             reason = "is a constant" if operand.kind not in DIFFERENTIABLE else "has no gradient"
             raise GradientError(f"{op.__name__}: {operand.name} {reason}; do not watch it")
-        grads[index] = grads[index] + grad if index in grads else grad
+        grads[index] = _sum(grads[index], grad) if index in grads else grad
+
+
+def _sum(a: Any, b: Any) -> Any:
+    total = a + b
+    return np.asarray(total) if isinstance(total, np.generic) else total
 
 
 def _owner(array: Any) -> int:

@@ -37,8 +37,8 @@ def _torch_adopt(tensor: Any) -> Any:
 
     if tensor.requires_grad and torch.is_grad_enabled():
         raise FrameworkError(
-            "requires a gradient, but torch does not see this call: use"
-            " unsloth_cupy.interop.torch, pass .detach(), or call under torch.no_grad()"
+            "requires a gradient, but torch's autograd does not see this call: pass .detach(),"
+            " or call under torch.no_grad()"
         )
     tensor = tensor.detach()
     if tensor.is_cuda:
@@ -77,8 +77,8 @@ def _jax_adopt(array: Any) -> Any:
 
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError(
-            "is traced by jax.jit, grad or vmap, which do not see this call: use"
-            " unsloth_cupy.interop.jax, or call outside of them"
+            "is traced by jax.jit, grad or vmap, which do not see this call: call outside of"
+            " them, or through jax.pure_callback"
         )
     if len(array.devices()) > 1:
         raise FrameworkError("lies on several devices; pass .addressable_shards[i].data")

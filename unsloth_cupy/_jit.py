@@ -40,6 +40,16 @@ class Target(Protocol):
         """Return kernel ``name`` of a translation unit as ``launch(grid, block, args, shared)``."""
 
 
+def compiler_options(capability: str) -> tuple[str, ...]:
+    """Return what NVRTC needs beside CuPy's own options: its header paths, -arch and -ftz=true.
+
+    Float32 denormals are zero in kernels.  CuPy asks for sm_90; NVRTC keeps the first -arch it
+    sees, and only sm_90a has wgmma and setmaxnreg.
+    """
+    arch = ("-arch=sm_90a",) if capability == "90" else ()
+    return ("-std=c++17", f"-I{source_root()}", *arch)
+
+
 class CupyTarget:
     """An NVIDIA GPU, by way of ``cupy.RawModule`` and NVRTC."""
 
@@ -51,7 +61,7 @@ class CupyTarget:
         """Compile for the current device; CuPy keeps the result on disk."""
         import cupy
 
-        options = ("-std=c++17", f"-I{source_root()}")
+        options = compiler_options(cupy.cuda.Device().compute_capability)
         try:
             function = cupy.RawModule(code=source, options=options).get_function(name)
         except cupy.cuda.compiler.CompileException as error:

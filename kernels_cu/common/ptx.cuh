@@ -1,5 +1,5 @@
 // Every PTX instruction that kernels use, behind one function each; no other file holds inline
-// assembly.  Include it as <common/ptx.cuh>: the tests put a twin with the same functions first.
+// assembly.  Include it in angle brackets, as <common/ptx.cuh>, so that the include path decides.
 #pragma once
 typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;

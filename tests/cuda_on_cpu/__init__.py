@@ -42,9 +42,10 @@ COMMON = [
     "-fno-gnu-unique",  # else two builds of one template would share its statics
     "-fno-strict-aliasing",
     "-fwrapv",
+    "-fno-math-errno",
     "-ftrivial-auto-var-init=pattern",  # registers hold NaN until they are written
 ]
-FAST = ["-O2", "-fno-math-errno"]
+FAST = ["-O2"]
 CHECKED = [
     "-Og",
     "-fsanitize=thread,bounds,alignment,shift",

@@ -95,8 +95,8 @@ def _constants(
         beyond, backward  512 threads hold up to 32 values each where 128 registers allow it
         else              rows are read twice
     """
-    # what a thread keeps of a value backward: dw, dbias in float32; dy, h, dh as they lie in memory
-    registers = 1 + (bias is not None) + (2 + residual) * x.itemsize / 4
+    # of a value, backward: dw, dbias in float32; dy, h, dh as they lie in memory
+    registers = 1 + (bias is not None) + (2 + residual) * max(x.itemsize / 4, 1 / lanes)
     wanted = -(-hidden // 16)
     if wanted <= 32:
         row_threads = 1 << (wanted - 1).bit_length()
@@ -216,7 +216,7 @@ def _launch_backward(
     kernel[blocks, constants["THREADS"]](dy, dh, h, weight, rstd, dx, partial, rows, offset)
 
     kernel = load("column_sum.cu", "column_sum", h, W=constants["W"], B=constants["B"])
-    warps = min(32, -(-blocks // 8))  # a warp adds at least 8 rows
+    warps = min(32, -(-blocks // 2))  # a warp adds at least 2 rows
     grid = (-(-hidden // 32), len(partial))
     kernel[grid, 32 * warps](partial, dweight, dbias, blocks, hidden)
     return dx, dweight, None if residual is None else dx, dbias

@@ -3,10 +3,8 @@
 // The language surface only: keywords, vector types, intrinsics.  The machine behind it (fibers,
 // barriers, memory checks) is in src/.  Nothing here is visible to nvcc or NVRTC.
 #pragma once
-#include <math.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <string.h>
 
 #define __global__
 #define __device__
@@ -142,6 +140,33 @@ template <class T> inline T __ldcs(const T *p) { return *p; }
 template <class T> inline T __ldcg(const T *p) { return *p; }
 template <class T> inline void __stcs(T *p, T v) { *p = v; }
 template <class T> inline void __stcg(T *p, T v) { *p = v; }
+// Declared here rather than through <math.h>, which NVRTC has not (nor INFINITY) and which takes
+// g++ longer to read than a kernel.
+#define EMU_UNARY(F)                                             \
+  extern "C" float F##f(float) noexcept;                         \
+  extern "C" double F(double) noexcept;                          \
+  inline float F(float x) { return F##f(x); }
+EMU_UNARY(sqrt) EMU_UNARY(exp) EMU_UNARY(exp2) EMU_UNARY(expm1) EMU_UNARY(log) EMU_UNARY(log2)
+EMU_UNARY(log1p) EMU_UNARY(sin) EMU_UNARY(cos) EMU_UNARY(tanh) EMU_UNARY(erf) EMU_UNARY(fabs)
+EMU_UNARY(floor) EMU_UNARY(ceil) EMU_UNARY(trunc) EMU_UNARY(rint) EMU_UNARY(round)
+extern "C" {
+float powf(float, float) noexcept;
+float fmodf(float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float fmaf(float, float, float) noexcept;
+float copysignf(float, float) noexcept;
+float ldexpf(float, int) noexcept;
+int abs(int) noexcept;
+}
+inline bool isnan(float x) { return __builtin_isnan(x); }
+inline bool isinf(float x) { return __builtin_isinf(x); }
+inline bool isfinite(float x) { return __builtin_isfinite(x); }
+inline float abs(float x) { return fabsf(x); }
+inline void sincosf(float x, float *s, float *c) {
+  *s = sinf(x);
+  *c = cosf(x);
+}
 inline float __uint_as_float(unsigned u) { float f; __builtin_memcpy(&f, &u, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned u; __builtin_memcpy(&u, &f, 4); return u; }
 inline float __int_as_float(int u) { return __uint_as_float((unsigned)u); }

@@ -1,0 +1,110 @@
+"""What a GPU would not have forgiven is reported: file and line, block and thread."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import KernelError
+
+from .. import cuda_on_cpu
+from ..cuda_on_cpu import Emulator, EmulatorError
+from . import LIMITS, RNG, flash, gemm, kernel, split_k
+
+
+@pytest.mark.parametrize(
+    ("mode", "threads", "says"),
+    [
+        (0, 128, r"deadlock: 64 thread\(s\) \[0-63\] wait at __syncthreads .*64 exited"),
+        (1, 128, "divergent __syncthreads: 64 thread"),
+        (2, 32, "deadlock: 16 thread"),
+        (3, 32, "divergent warp: this lane is at __syncwarp, others .* wait at __shfl_sync"),
+        (4, 32, "not aligned to 16 bytes for 'struct int4' .out at byte 4 of 256"),
+        (5, 32, r"index 32 out of bounds of 'int \[32\]'"),
+        (6, 32, r"read of uninitialised static shared memory byte \d+"),
+        (
+            7,
+            64,
+            r"race on static shared memory byte \d+: write here, unordered with write by thread",
+        ),
+        (8, 32, "out-of-bounds write of 4 bytes: out at byte 4000 of 256"),
+        (10, 32, "watchdog"),
+        (11, 32, "read of uninitialised|mbarrier used before mbarrier.init"),
+        (12, 8, "unordered with write by an unfinished cp.async"),
+    ],
+)
+def test_a_broken_kernel(mode: int, threads: int, says: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "PATIENCE", 100_000)
+    out = np.zeros(64, np.int32)
+    with pytest.raises(EmulatorError, match=says) as caught:
+        kernel("primitives.cu", "broken")((1,), (threads,), (out, np.int32(mode)), 0)
+    where = r"broken: primitives\.cu:\d+: .*\[block \(0,0,0\) thread \(\d+,0,0\)\]$"
+    assert re.search(where, str(caught.value), re.S)
+
+
+def test_blocks_race() -> None:
+    with pytest.raises(
+        EmulatorError, match=r"also touched by block #0 with no ordering .block .1,"
+    ):
+        kernel("primitives.cu", "broken")((2,), (1,), (np.zeros(64, np.int32), np.int32(9)), 0)
+
+
+def test_a_read_only_array_is_not_written() -> None:
+    out = np.zeros(64, np.int32)
+    out.flags.writeable = False
+    with pytest.raises(EmulatorError, match="write to read-only out"):
+        kernel("primitives.cu", "broken")((1,), (1,), (out, np.int32(9)), 0)
+
+
+def test_the_fast_build_sees_writes_beside_a_buffer() -> None:
+    launch = kernel("primitives.cu", "broken", check=False)
+    with pytest.raises(EmulatorError, match="write beside out"):
+        launch((1,), (32,), (np.zeros(64, np.int32), np.int32(8)), 0)
+
+
+def test_a_compile_error_shows_log_and_source() -> None:
+    source = '#include "common/device.cuh"\nKERNEL(32) k(int *x) { x[0] = nonsense; }\n'
+    with pytest.raises(KernelError, match=r"(?s)k does not compile.*nonsense.*KERNEL\(32\) k"):
+        Emulator().compile("k", source)
+
+
+def test_arrays_that_share_memory_share_a_buffer() -> None:
+    cells = RNG.integers(0, 9, 64).astype(np.int32)
+    first = cells[0]
+    kernel("primitives.cu", "warp_moves")((1,), (32,), (cells[:32], cells.repeat(4)), 0)
+    source = '#include "common/device.cuh"\nKERNEL(1) k(int *x, int *y) { x[1] = y[0]; }\n'
+    Emulator().compile("k", source)((1,), (1,), (cells[:8], cells[1:9]), 0)
+    assert cells[0] == first
+    Emulator().compile("k", source)((1,), (1,), (cells, cells[:1]), 0)
+    assert cells[1] == first
+
+
+@pytest.mark.parametrize(
+    ("run", "bug", "says"),
+    [
+        (flash, "MISSING_SYNC", "race on dynamic shared memory"),
+        (lambda **how: flash(100, **how), "OUT_OF_BOUNDS", "out-of-bounds read of 16 bytes: [qkv]"),
+        (split_k, "PLAIN_ADD", "race on y .* with no ordering"),
+        (gemm, "MISSING_SYNC", "mbarrier|uninitialised|race"),
+        (gemm, "NO_EMPTY_WAIT", "race|more arrivals"),
+        (gemm, "WRONG_TX", "deadlock"),
+        (gemm, "NO_WGMMA_WAIT", "race|wgmma"),
+        (gemm, "NO_PROXY_FENCE", "no fence.proxy.async after the write"),
+    ],
+)
+def test_a_planted_bug(run: Callable[..., float], bug: str, says: str) -> None:
+    with pytest.raises(EmulatorError, match=says):
+        run(bugs=[bug], seed=3)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "fast"])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_whole_kernels_are_right(check: bool, seed: int) -> None:
+    how: dict[str, Any] = {"check": check, "seed": seed}
+    assert flash(100, **how) < LIMITS[flash]
+    assert gemm(**how) < LIMITS[gemm]
+    assert gemm(100, 200, 264, nn=True, **how) < LIMITS[gemm]
+    assert split_k(**how) < LIMITS[split_k]
+    assert split_k(last=True, **how) < LIMITS[split_k]

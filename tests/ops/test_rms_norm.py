@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.errors import DTypeError, ShapeError
+from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
@@ -62,3 +62,5 @@ def test_wrong_calls() -> None:
         uc.rms_norm(x, np.ones(8))
     with pytest.raises(DTypeError, match="x is int64"):
         uc.rms_norm(np.ones((2, 8), int), np.ones(8))
+    with pytest.raises(ConfigError, match="eps must be 0 or more"):
+        uc.rms_norm(x, np.ones(8, np.float32), eps=-1e-6)

@@ -14,6 +14,7 @@ from .._arrays import empty, lanes
 from .._jit import load, processors
 from .._op import op
 from .._typing import Array
+from ..errors import ConfigError
 
 
 def rms_norm(
@@ -50,9 +51,13 @@ def rms_norm(
 
     Raises
     ------
+    ConfigError
+        eps is negative.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
+    if not eps >= 0:
+        raise ConfigError(f"rms_norm(eps={eps}): eps must be 0 or more")
     return rms_norm_forward(x, weight, residual, bias, eps=eps, offset=offset)[0]
 
 

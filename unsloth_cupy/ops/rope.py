@@ -87,7 +87,26 @@ def rope_qk(
     *,
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
-    """Return ``rope`` of q (batch, tokens, heads, dim) and of k (batch, tokens, kv_heads, dim)."""
+    """Return ``rope`` of queries and of keys, whose tables are read once for both.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
+        Queries and keys.
+    cos, sin, positions, interleaved
+        As in ``rope``.
+
+    Returns
+    -------
+    q, k : of the shapes and the dtype of the arguments
+
+    Raises
+    ------
+    RangeError
+        A position lies outside the tables.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
     check_tables("rope_qk", q, cos, positions)
     cos, sin = _by_token(q, cos, sin, positions)
     return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
@@ -123,7 +142,18 @@ def rope_qk_(
     *,
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
-    """Write ``rope_qk`` of q and k over q and k, and return them.
+    """Write ``rope_qk`` of q and k over q and k.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
+        Queries and keys, to be written to.
+    cos, sin, positions, interleaved
+        As in ``rope``.
+
+    Returns
+    -------
+    q, k : the arguments themselves
 
     Raises
     ------
@@ -131,6 +161,8 @@ def rope_qk_(
         q or k cannot be written to.
     GradientError
         q or k is on a tape, whose record a change would falsify.
+    RangeError, ShapeError, DTypeError
+        As ``rope_qk``; q and k are then unchanged.
     """
     arrays: dict[str, Any] = {"q": q, "k": k}
     for name, array in arrays.items():

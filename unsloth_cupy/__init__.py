@@ -6,6 +6,13 @@ from ._version import __version__ as __version__
 from .ops.attention import attention as attention
 from .ops.attention import attention_backward as attention_backward
 from .ops.attention import attention_forward as attention_forward
+from .ops.attention_paged import attention_paged as attention_paged
+from .ops.attention_paged import attention_paged_forward as attention_paged_forward
+from .ops.attention_varlen import attention_varlen as attention_varlen
+from .ops.attention_varlen import attention_varlen_backward as attention_varlen_backward
+from .ops.attention_varlen import attention_varlen_forward as attention_varlen_forward
+from .ops.merge_attention import merge_attention as merge_attention
+from .ops.merge_attention import merge_attention_backward as merge_attention_backward
 
 # Joining ops on a tape
 from .ops.arithmetic import add as add

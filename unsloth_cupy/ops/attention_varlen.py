@@ -1,0 +1,262 @@
+"""Attention of packed sequences: no padding, and no sequence sees another.
+
+sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1 and the keys k_offsets[i] .. alike
+
+Each sequence is one call of attention, with its number as the number of the batch.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._op import op
+from .._typing import Array
+from ..errors import RangeError, ShapeError
+from ._blocks import Window
+from ._scores import Scores
+from .attention import attend, attend_backward
+
+PACKED = (
+    "q(tokens, heads, dim), k(key_tokens, kv_heads, dim), v(key_tokens, kv_heads, value_dim),"
+    " q_offsets(sequences+1): int, k_offsets(sequences+1): int"
+)
+OPERANDS = "alibi?(sequences?, heads): param, sinks?(heads): param"
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Array:
+    """Return the attention of each sequence over its own keys; all tokens lie end to end.
+
+    Parameters
+    ----------
+    q : (tokens, heads, dim) float
+        Queries of all sequences; query head h reads key head ``h // (heads // kv_heads)``.
+    k, v : (key_tokens, kv_heads, dim or value_dim) float
+        Keys and values of all sequences.
+    q_offsets, k_offsets : (sequences + 1,) int
+        Where each sequence starts, and the number of tokens last.
+    max_queries, max_keys : int, optional
+        The longest sequence; on a GPU, where offsets are not read, all tokens by default.
+    causal, window, scale, softcap, alibi, sinks, dropout, seed
+        As in attention, with positions counted inside a sequence; alibi may be
+        (sequences, heads).  Dropout drops what it drops in a padded batch of the sequences.
+
+    Returns
+    -------
+    out : (tokens, heads, value_dim) float
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    RangeError
+        Offsets do not rise from 0 to the number of tokens, or a sequence is longer than
+        max_queries or max_keys.
+    ConfigError
+        An option makes no sense, or dropout comes without a seed.
+    """
+    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
+    options |= {"max_queries": max_queries, "max_keys": max_keys, "dropout": dropout, "seed": seed}
+    arrays = (q, k, v, q_offsets, k_offsets)
+    return attention_varlen_forward(*arrays, alibi=alibi, sinks=sinks, causal=causal, **options)[0]
+
+
+@op(
+    f"{PACKED}, {OPERANDS} -> out(tokens, heads, value_dim), lse(heads, tokens): stat"
+    " where heads % kv_heads"
+)
+def attention_varlen_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array]:
+    """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
+    out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
+    lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
+    sides = _sides(q, k, q_offsets, k_offsets, max_queries, max_keys)
+    for number, (rows, keys) in enumerate(sides):
+        scores = _scores(number, rows, keys, q, k, v, alibi, options)
+        out_part, lse_part = attend(scores, sinks)
+        rows.give(out, out_part)
+        rows.give(lse.T, lse_part.transpose(0, 2, 1))
+    return out, lse
+
+
+@attention_varlen_forward.gradient(
+    f"dout(tokens, heads, value_dim), {PACKED}, out(tokens, heads, value_dim),"
+    f" lse(heads, tokens): stat, {OPERANDS}, dlse?(heads, tokens): stat"
+    " -> dq(tokens, heads, dim), dk(key_tokens, kv_heads, dim),"
+    " dv(key_tokens, kv_heads, value_dim), dq_offsets: none, dk_offsets: none,"
+    " dalibi(sequences?, heads), dsinks(heads) where heads % kv_heads"
+)
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    out: Array,
+    lse: Array,
+    *,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    dlse: Array | None = None,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array, Array, None, None, Array | None, Array | None]:
+    """Return the gradients of q, k, v, alibi and sinks; dlse is lse's, where it is used."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
+    dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
+    sides = _sides(q, k, q_offsets, k_offsets, max_queries, max_keys)
+    for number, (rows, keys) in enumerate(sides):
+        scores = _scores(number, rows, keys, q, k, v, alibi, options)
+        lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
+        dlse_part = None if dlse is None else rows.take(dlse.T, 0).transpose(0, 2, 1)
+        parts = attend_backward(
+            scores, sinks, rows.take(dout, 0), rows.take(out, 0), lse_part, dlse_part
+        )
+        rows.give(dq, parts[0])
+        keys.give(dk, parts[1])
+        keys.give(dv, parts[2])
+        if dalibi is not None and parts[4] is not None:
+            each = slice(None) if dalibi.ndim == 1 else slice(number, number + len(parts[4]))
+            dalibi[each] += parts[4].sum(axis=0) if dalibi.ndim == 1 else parts[4]
+        if dsinks is not None:
+            dsinks += parts[5]
+    return dq, dk, dv, None, None, dalibi, dsinks
+
+
+class Sequence(NamedTuple):
+    """The tokens of one sequence, as a batch of one."""
+
+    start: int
+    stop: int
+    lengths: None = None
+
+    def take(self, array: Array, fill: float) -> Array:
+        """Return these tokens of a packed array."""
+        return array[None, self.start : self.stop]
+
+    def give(self, array: Array, part: Array) -> None:
+        """Write these tokens into a packed array."""
+        array[self.start : self.stop] = part[0]
+
+
+class Padded:
+    """The tokens of all sequences, as a batch whose short sequences are filled up."""
+
+    def __init__(self, offsets: Array, longest: int | None, tokens: int) -> None:
+        self.lengths = offsets[1:] - offsets[:-1]
+        inside = np.arange(tokens if longest is None else min(longest, tokens), like=offsets)
+        self.real = inside < self.lengths[:, None]
+        self.token = np.minimum(offsets[:-1, None] + inside, tokens - 1)
+        every = np.arange(tokens, like=offsets)
+        self.sequence = np.searchsorted(offsets[1:], every, side="right")
+        self.position = every - offsets[self.sequence]
+
+    def take(self, array: Array, fill: float) -> Array:
+        """Return a packed array as (sequences, longest, ...)."""
+        real = self.real.reshape(*self.real.shape, *[1] * (array.ndim - 1))
+        return np.where(real, array[self.token], fill)
+
+    def give(self, array: Array, part: Array) -> None:
+        """Write (sequences, longest, ...) into a packed array."""
+        array[:] = part[self.sequence, self.position]
+
+
+def _sides(
+    q: Array,
+    k: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    max_queries: int | None,
+    max_keys: int | None,
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the rows and the keys of each sequence; of all at once where offsets are not read."""
+    if type(q) is not np.ndarray:  # reading offsets would stall a device
+        yield (
+            Padded(q_offsets, max_queries, q.shape[0]),
+            Padded(k_offsets, max_keys, k.shape[0]),
+        )
+        return
+    _check("q_offsets", q_offsets, q.shape[0], "max_queries", max_queries)
+    _check("k_offsets", k_offsets, k.shape[0], "max_keys", max_keys)
+    rows, keys = (itertools.pairwise(offsets.tolist()) for offsets in (q_offsets, k_offsets))
+    for row, key in zip(rows, keys, strict=True):
+        yield Sequence(*row), Sequence(*key)
+
+
+def _scores(
+    number: int,
+    rows: Any,
+    keys: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi: Array | None,
+    options: dict[str, Any],
+) -> Scores:
+    arrays = (rows.take(q, 0), keys.take(k, 0), keys.take(v, 0))
+    if keys.lengths is not None:
+        start = keys.lengths - rows.lengths
+        return Scores(*arrays, key_lengths=keys.lengths, query_start=start, alibi=alibi, **options)
+    if alibi is not None and alibi.ndim == 2:
+        alibi = alibi[number : number + 1]
+    return Scores(*arrays, alibi=alibi, first_batch=number, **options)
+
+
+def _check(name: str, offsets: Array, tokens: int, longest_name: str, longest: int | None) -> None:
+    """Raise unless offsets rise from 0 to tokens, in steps of at most longest."""
+    if not offsets.size:
+        raise ShapeError(f"attention_varlen: {name} is empty; it must hold 0 and {tokens} at least")
+    steps = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != tokens or (steps < 0).any():
+        found = f"{name} goes from {offsets[0]} to {offsets[-1]}"
+        found += ", and falls in between" if (steps < 0).any() else ""
+        raise RangeError(f"attention_varlen: {found}; it must rise from 0 to {tokens}, the tokens")
+    if longest is not None and steps.size and steps.max() > longest:
+        problem = f"{name} has a sequence of {steps.max()} tokens"
+        raise RangeError(f"attention_varlen: {problem}; {longest_name}={longest} must be as many")

@@ -60,4 +60,4 @@ def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.Mon
         pytest.skip(str(error))
     for name in methods(suite):
         result = getattr(bench, name)(*values)
-        assert name.startswith("time_") or result > 0 or suite.__name__ == "CheckedCall"
+        assert name.startswith("time_") or result > 0 or "microseconds" in name

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+import unsloth_cupy  # noqa: F401  every op registers itself
+from unsloth_cupy._op import OPS
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
@@ -50,6 +53,12 @@ def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[st
     shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
     assert shown is not None
     assert capsys.readouterr().out == shown[1]
+
+
+def test_performance_lists_every_kernel() -> None:
+    """What no GPU has run is said to be unconfirmed."""
+    listed = re.findall(r"^\| `(\w+)` \| .+ \|$", (DOCS / "performance.md").read_text(), re.M)
+    assert sorted(listed) == sorted(name for name, op in OPS.items() if op.launch is not None)
 
 
 def test_pages_build(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "tokens": 1024,
     "queries": 1024,
     "keys": 1024,
+    "key_tokens": 1024,
     "max_queries": 512,
     "max_keys": 512,
     "sequences": 2,

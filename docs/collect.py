@@ -11,6 +11,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import unsloth_cupy
+from unsloth_cupy._jit import source_root
 from unsloth_cupy._op import OPS, Op
 
 # Modules whose names are not repeated in the package itself.
@@ -44,6 +45,20 @@ def page(title: str, module: str, names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def kernels() -> str:
+    """Return the page of the kernels: the comment that opens each file."""
+    lines = [
+        "# Kernels",
+        "",
+        "Collected from the files of `kernels_cu/`: maths, traffic, constants.",
+    ]
+    for path in sorted(source_root().glob("*.cu")):
+        header = re.match(r"(?://.*\n)+", path.read_text())
+        text = re.sub(r"^// ?", "", header[0], flags=re.M) if header else ""
+        lines += ["", f"## {path.name}", "", "```text", text.rstrip(), "```"]
+    return "\n".join(lines)
+
+
 def write_pages(app: Sphinx) -> None:
     """Write api/*.md and the index that lists them."""
     folder = Path(app.srcdir) / "api"
@@ -58,6 +73,7 @@ def write_pages(app: Sphinx) -> None:
             and value.__module__.startswith(module)
         ]
         pages[title] = page(title, module, own)
+    pages["Kernels"] = kernels()
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
     index += ["", "```{toctree}", "", *files.values(), "```", ""]

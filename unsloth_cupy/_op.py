@@ -140,12 +140,9 @@ class Op(Generic[P, R]):
         ]
         lead = next((a for a in arrays if a is not None and type(a) is not int), None)
         narrow = [i for i, f in enumerate(forms) if f and self.widen and f.dtype in FLOATS[:2]]
-        kernel = (
-            self.launch is not None
-            and bound.dtype in _jit.KERNEL_DTYPES
-            and all(f is None or 0 not in f.shape for f in forms)  # kernels meet no empty axis
-            and _jit.target_of(lead) is not None
-        )
+        empty = any(f and 0 in f.shape for f in forms)  # kernels meet no empty axis
+        launchable = self.launch and bound.dtype in _jit.KERNEL_DTYPES and not empty
+        kernel = bool(launchable) and _jit.target_of(lead) is not None
         function: Any = self.launch if kernel else self.definition
         keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
 
@@ -176,9 +173,8 @@ class Op(Generic[P, R]):
         values = np.asarray(arrays[index])
         if values.size and (values.min() < 0 or values.max() >= limit):
             bad = values[(values < 0) | (values >= limit)].flat[0]
-            operand = self.contract.inputs[index]
-            where = f"it must be in 0 .. {limit - 1}, the {operand.below} axis"
-            problem = f"{operand.name} holds {bad}; {where}"
+            name, below = self.contract.inputs[index].name, self.contract.inputs[index].below
+            problem = f"{name} holds {bad}; it must be in 0 .. {limit - 1}, the {below} axis"
             forms = [_form(array) for array in arrays]
             raise RangeError(explain(self.__name__, problem, self.contract.inputs, forms))
 

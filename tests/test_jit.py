@@ -1,0 +1,170 @@
+"""From a source file and its constants to a launch, on a target that only takes notes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import _jit
+from unsloth_cupy._signature import BFLOAT16
+from unsloth_cupy.errors import KernelError
+
+SOURCE = """
+KERNEL(256) plain(const T *__restrict__ x, float *y, const int *lengths, int rows, float eps) {}
+KERNEL(THREADS, 2)
+several_lines(const unsigned char *bytes,
+              long long size, size_t offset, bool flag) {}
+KERNEL(32) strange(quaternion *x) {}
+"""
+
+
+class Notes:
+    """A target that keeps what it was asked to compile and to launch."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+        self.launches: list[tuple] = []
+
+    def owns(self, array: object) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def compile(self, name: str, source: str) -> _jit.Launch:
+        self.sources.append(source)
+        return lambda *launch: self.launches.append((name, *launch))
+
+
+@pytest.fixture(autouse=True)
+def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "test.cu").write_text(SOURCE)
+    monkeypatch.setattr(_jit, "source_root", lambda: tmp_path)
+    _jit.digest.cache_clear()
+    yield
+    _jit.digest.cache_clear()
+
+
+def load(notes: Notes, name: str = "plain", **constants: object) -> _jit.Kernel:
+    with _jit.using(notes):
+        return _jit.load("test.cu", name, np.ones(1), _jit.Constants(**constants))
+
+
+def arguments() -> list:
+    x, y, lengths = np.ones(4, np.float16), np.ones(4, np.float32), np.ones(4, np.int32)
+    return [x, y, lengths, 4, 1e-6]
+
+
+def test_constants_are_typed() -> None:
+    unit = _jit.translation_unit("test.cu", {"HIDDEN": 4096, "CAUSAL": True, "T": BFLOAT16})
+    assert unit.splitlines()[1:] == [
+        '#include "common/device.cuh"',
+        "constexpr int HIDDEN = 4096;",
+        "constexpr bool CAUSAL = true;",
+        "using T = __nv_bfloat16;",
+        '#include "test.cu"',
+    ]
+
+
+def test_the_digest_follows_every_source(tmp_path: Path) -> None:
+    """CuPy's cache on disk knows the unit alone, so the unit must change with what it includes."""
+    before = _jit.translation_unit("test.cu", {})
+    assert _jit.digest() in before
+    (tmp_path / "common" / "reduce.cuh").write_text("// new")
+    _jit.digest.cache_clear()
+    assert _jit.translation_unit("test.cu", {}) != before
+
+
+def test_parameters_are_read_off_the_source() -> None:
+    f32, i32 = np.dtype("float32"), np.dtype("int32")
+    assert _jit.parameters("test.cu", "plain", {"T": BFLOAT16, "HIDDEN": 8}) == (
+        (BFLOAT16, True),
+        (f32, True),
+        (i32, True),
+        (i32, False),
+        (f32, False),
+    )
+    assert _jit.parameters("test.cu", "several_lines", {"THREADS": 32}) == (
+        (np.dtype("uint8"), True),
+        (np.dtype("int64"), False),
+        (np.dtype("uint64"), False),
+        (np.dtype("bool"), False),
+    )
+
+
+def test_sources_that_declare_something_else_raise() -> None:
+    with pytest.raises(KernelError, match=r"test.cu declares no KERNEL\(\.\.\.\) other"):
+        _jit.parameters("test.cu", "other", {})
+    with pytest.raises(KernelError, match=r"strange has a parameter of unknown type: quaternion"):
+        _jit.parameters("test.cu", "strange", {})
+
+
+def test_scalars_get_the_types_of_the_source() -> None:
+    notes = Notes()
+    kernel = load(notes, T=np.float16)
+    kernel[3, 256](*arguments())
+    (name, grid, block, args, shared) = notes.launches[0]
+    assert (name, grid, block, shared) == ("plain", (3,), (256,), 0)
+    assert [type(arg) for arg in args[3:]] == [np.int32, np.float32]
+    kernel[(3, 2), (32, 4), 1024](*arguments())
+    assert notes.launches[1][1:3] == ((3, 2), (32, 4))
+    assert notes.launches[1][4] == 1024
+
+
+def test_an_absent_array_is_a_null_pointer() -> None:
+    notes = Notes()
+    x, _, *rest = arguments()
+    load(notes, T=np.float16)[1, 32](x, None, *rest)
+    assert notes.launches[0][3][1] == 0
+    assert type(notes.launches[0][3][1]) is np.uintp
+
+
+@pytest.mark.parametrize("grid", [0, (4, 0)])
+def test_an_empty_grid_is_not_launched(grid) -> None:
+    notes = Notes()
+    load(notes, T=np.float16)[grid, 32](*arguments())
+    assert notes.launches == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, *rest: rest, "takes 5 arguments"),
+        (lambda x, *rest: (x, *rest, 1), "takes 5 arguments"),
+        (lambda x, *rest: (x.astype(np.float32), *rest), "float32 .* is not packed float16"),
+        (lambda x, *rest: (x[::2], *rest), r"float16 \(4,\) is not packed float16"),
+    ],
+    ids=["few", "many", "dtype", "strides"],
+)
+def test_wrong_arguments_raise(change, message: str) -> None:
+    notes = Notes()
+    kernel = load(notes, T=np.float16)
+    with pytest.raises(KernelError, match=message) as error:
+        kernel[1, 32](*change(*arguments()))
+    assert "plain of test.cu with {'T': " in str(error.value)
+    assert notes.launches == []
+
+
+def test_a_kernel_is_compiled_once_per_constants() -> None:
+    notes = Notes()
+    first, again = load(notes, T=np.float16), load(notes, T=np.float16)
+    other = load(notes, T=np.float32)
+    assert first is again
+    assert first is not other
+    assert len(notes.sources) == 2
+    assert load(Notes(), T=np.float16) is not first
+
+
+def test_without_a_target_nothing_loads() -> None:
+    with pytest.raises(KernelError, match="plain: no target runs kernels on ndarray"):
+        _jit.load("test.cu", "plain", np.ones(1), _jit.Constants())
+
+
+def test_a_target_is_used_inside_its_block_only() -> None:
+    array, outer, inner = np.ones(1), Notes(), Notes()
+    with _jit.using(outer):
+        with _jit.using(inner):
+            assert _jit.target_of(array) is inner
+        assert _jit.target_of(array) is outer
+        with pytest.raises(ZeroDivisionError), _jit.using(inner):
+            raise ZeroDivisionError
+        assert _jit.target_of(array) is outer
+    assert _jit.target_of(array) is None

@@ -25,6 +25,7 @@ CTYPES: Mapping[np.dtype[Any], str] = {
     np.dtype("int64"): "long long",
     np.dtype("bool"): "bool",
 }
+NULL = np.uintp(0)  # the pointer of an absent array
 KERNEL_DTYPES = tuple(CTYPES)[:3]  # float64 runs the definition
 
 Launch = Callable[[Any, Any, tuple[Any, ...], int], None]  # (grid, block, arguments, shared)
@@ -129,19 +130,35 @@ def translation_unit(file: str, constants: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f'#include "{file}"', ""])
 
 
+class Constants(dict[str, Any]):
+    """Compile-time constants of a launch by name: dtypes, ints and bools.  Hashed once.
+
+    Make them in a cached function: a launch looks its kernel up by them on every call.
+    """
+
+    def __init__(self, **constants: Any) -> None:
+        super().__init__(constants)
+        self.hash = hash(tuple(constants.items()))
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Return the hash of the constants as they were made."""
+        return self.hash
+
+
 class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
-    Neither CUDA nor CuPy checks the number or the type of arguments, so this class does, and
-    turns Python scalars into the types that the source declares.
+    Neither CUDA nor CuPy checks the number or the type of arguments.  This class checks those of
+    the first launch (later ones come from the same line, with arrays that an op has checked and
+    packed), and turns Python scalars into the types that the source declares.
     """
 
-    def __init__(
-        self, target: Target, file: str, name: str, constants: tuple[tuple[str, Any], ...]
-    ) -> None:
-        self.name = f"{name} of {file} with {dict(constants)}"
-        self.parameters = parameters(file, name, dict(constants))
-        self.launch = target.compile(name, translation_unit(file, dict(constants)))
+    def __init__(self, target: Target, file: str, name: str, constants: Constants) -> None:
+        self.name = f"{name} of {file} with {constants}"
+        self.parameters = parameters(file, name, constants)
+        self.casts = [None if pointer else dtype.type for dtype, pointer in self.parameters]
+        self.checked = False
+        self.launch = target.compile(name, translation_unit(file, constants))
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Callable[..., None]:
         """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""
@@ -149,21 +166,24 @@ class Kernel:
         return functools.partial(self._run, grid, block, shared)
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:
+        if not self.checked:
+            self._check(args)
+        values = [
+            NULL if arg is None else arg if cast is None else cast(arg)
+            for cast, arg in zip(self.casts, args, strict=True)
+        ]
+        grid = grid if grid.__class__ is tuple else (grid,)
+        block = block if block.__class__ is tuple else (block,)
+        if 0 not in grid:  # nothing to do for an empty axis
+            self.launch(grid, block, tuple(values), shared)
+
+    def _check(self, args: tuple[Any, ...]) -> None:
         if len(args) != len(self.parameters):
             raise KernelError(f"{self.name} takes {len(self.parameters)} arguments: {args}")
-        values = []
         for (dtype, pointer), arg in zip(self.parameters, args, strict=True):
-            if not pointer:
-                values.append(dtype.type(arg))
-            elif arg is None:
-                values.append(np.uintp(0))
-            elif arg.dtype != dtype or not arg.flags.c_contiguous:
+            if pointer and arg is not None and (arg.dtype != dtype or not arg.flags.c_contiguous):
                 raise KernelError(f"{self.name}: {arg.dtype} {arg.strides} is not packed {dtype}")
-            else:
-                values.append(arg)
-        grid, block = (n if isinstance(n, tuple) else (n,) for n in (grid, block))
-        if all(grid):  # nothing to do for an empty axis
-            self.launch(grid, block, tuple(values), shared)
+        self.checked = True
 
 
 @functools.cache
@@ -200,16 +220,14 @@ def parameters(
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(
-    target: Any, device: int, file: str, name: str, constants: tuple[tuple[str, Any], ...]
-) -> Kernel:
+def _compiled(target: Any, device: int, file: str, name: str, constants: Constants) -> Kernel:
     return Kernel(target, file, name, constants)
 
 
-def load(file: str, name: str, like: Any, /, **constants: Any) -> Kernel:
+def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     """Return kernel ``name`` of kernels_cu/``file`` for these constants, where ``like`` lives."""
-    target = target_of(like)
-    if target is None:
-        raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")
-    device = 0 if isinstance(like, np.ndarray) else like.device.id
-    return _compiled(cast(Any, target), device, file, name, tuple(constants.items()))
+    for target in targets:
+        if target.owns(like):
+            device = 0 if like.__class__ is np.ndarray else like.device.id
+            return _compiled(cast(Any, target), device, file, name, constants)
+    raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
-from .._jit import load, processors
+from .._jit import Constants, load, processors
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError
@@ -88,7 +88,7 @@ def rms_norm_forward(
 @cache
 def _constants(
     x: Any, weight: Any, bias: Any, residual: bool, hidden: int, lanes: int, backward: bool
-) -> dict[str, Any]:
+) -> Constants:
     """Return the constants of rms_norm.cu for these dtypes (bias None: there is none) and rows.
 
     A thread holds 16 values of a row: two 16-byte accesses in flight for 16-bit dtypes, four for
@@ -111,20 +111,26 @@ def _constants(
         row_threads = 512 if backward or (hidden <= 16384 and x.itemsize == 2) else 1024
     threads = row_threads if row_threads > 32 else 128
     values = -(-hidden // (row_threads * lanes)) * lanes
-    return {
-        "T": x,
-        "W": weight,
-        "B": bias or weight,
-        "HIDDEN": hidden,
-        "LANES": lanes,
-        "ROW_THREADS": row_threads,
-        "THREADS": threads,
-        "RESIDENT": max(1, (768 if values * registers <= 64 else 512) // threads),
-        "KEEP": values <= (32 if x.itemsize == 2 else 16),
-        "KEEP_BACKWARD": values * registers <= 80,
-        "RESIDUAL": residual,
-        "BIAS": bias is not None,
-    }
+    return Constants(
+        T=x,
+        W=weight,
+        B=bias or weight,
+        HIDDEN=hidden,
+        LANES=lanes,
+        ROW_THREADS=row_threads,
+        THREADS=threads,
+        RESIDENT=max(1, (768 if values * registers <= 64 else 512) // threads),
+        KEEP=values <= (32 if x.itemsize == 2 else 16),
+        KEEP_BACKWARD=values * registers <= 80,
+        RESIDUAL=residual,
+        BIAS=bias is not None,
+    )
+
+
+@cache
+def _sum_constants(weight: Any, bias: Any) -> Constants:
+    """Return the constants of column_sum.cu."""
+    return Constants(W=weight, B=bias or weight)
 
 
 @rms_norm_forward.kernel
@@ -147,10 +153,10 @@ def _launch_forward(
         residual is not None,
         hidden,
         lanes(hidden, x, residual, weight, bias),
-        backward=False,
+        False,
     )
     blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
-    kernel = load("rms_norm.cu", "rms_norm_forward", x, **constants)
+    kernel = load("rms_norm.cu", "rms_norm_forward", x, constants)
     kernel[blocks, constants["THREADS"]](
         x, weight, residual, bias, y, None if h is x else h, rstd, rows, eps, offset
     )
@@ -211,16 +217,16 @@ def _launch_backward(
         dh is not None,
         hidden,
         lanes(hidden, h, dy, dh, weight),
-        backward=True,
+        True,
     )
     # as many blocks as the device holds at once, so that each sums many rows before it writes
     blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
     blocks = min(blocks, processors(h) * constants["RESIDENT"])
     partial = empty((1 if bias is None else 2, blocks, hidden), np.float32, like=h)
-    kernel = load("rms_norm.cu", "rms_norm_backward", h, **constants)
+    kernel = load("rms_norm.cu", "rms_norm_backward", h, constants)
     kernel[blocks, constants["THREADS"]](dy, dh, h, weight, rstd, dx, partial, rows, offset)
 
-    kernel = load("column_sum.cu", "column_sum", h, W=constants["W"], B=constants["B"])
+    kernel = load("column_sum.cu", "column_sum", h, _sum_constants(constants["W"], constants["B"]))
     warps = min(32, -(-blocks // 2))  # a warp adds at least 2 rows
     grid = (-(-hidden // 32), len(partial))
     kernel[grid, 32 * warps](partial, dweight, dbias, blocks, hidden)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
-from ..errors import RangeError, ShapeError
+from ..errors import RangeError
 from ._blocks import Window
 from ._scores import Scores
 from .attention import attend, attend_backward
@@ -250,8 +250,6 @@ def _scores(
 
 def _check(name: str, offsets: Array, tokens: int, longest_name: str, longest: int | None) -> None:
     """Raise unless offsets rise from 0 to tokens, in steps of at most longest."""
-    if not offsets.size:
-        raise ShapeError(f"attention_varlen: {name} is empty; it must hold 0 and {tokens} at least")
     steps = np.diff(offsets)
     if offsets[0] != 0 or offsets[-1] != tokens or (steps < 0).any():
         found = f"{name} goes from {offsets[0]} to {offsets[-1]}"

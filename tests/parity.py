@@ -13,6 +13,7 @@ where exact is the definition in float64 and plain the definition in the dtype o
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -140,22 +141,26 @@ class Parity:
                 assert _error(found, expected[name].astype(np.float64)) <= scale, name
 
 
+def emulator() -> AbstractContextManager[None]:
+    """Return a ``with`` block whose ops run their kernels on the CPU; skip where it cannot be."""
+    from .cuda_on_cpu import Emulator, missing
+
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    return using(Emulator())
+
+
 class KernelParity(Parity):
     """A Parity whose op, and whose backward op, have kernels."""
 
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
         """The kernels, run on the CPU, agree with the definition; two runs give equal bits."""
-        from .cuda_on_cpu import Emulator, missing
+        _compare_kernels(OPS[self.op], case, dtype, _emulated, np.asarray)
 
-        if (reason := missing()) is not None:
-            pytest.skip(reason)
-
-        def run(function: Callable[[], Arrays]) -> Arrays:
-            with using(Emulator()):
-                return function()
-
-        _compare_kernels(OPS[self.op], case, dtype, run)
+    def test_emulated_kernels_off_alignment(self) -> None:
+        """Arrays that start one element after a multiple of 16 bytes: the first case, once."""
+        _compare_kernels(OPS[self.op], self.cases[0], KERNEL_DTYPES[0], _emulated, _shifted)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -163,29 +168,38 @@ class KernelParity(Parity):
         """The same on a GPU."""
         import cupy
 
-        _compare_kernels(OPS[self.op], case, dtype, lambda function: function(), cupy)
+        _compare_kernels(OPS[self.op], case, dtype, lambda function: function(), cupy.asarray)
 
 
 def _compare_kernels(
-    op: Op, case: Case, dtype: Any, run: Callable[[Callable[[], Arrays]], Arrays], library: Any = np
+    op: Op,
+    case: Case,
+    dtype: Any,
+    run: Callable[[Callable[[], Arrays]], Arrays],
+    place: Callable[[np.ndarray], Any],
 ) -> None:
     inputs, options = case.draw(op, dtype), case.options(op)
     wide = _cast(op, inputs, np.float64)
     exact, plain = _outputs(op, wide, options), _outputs(op, inputs, options)
-    there = {name: None if a is None else library.asarray(a) for name, a in inputs.items()}
+    there = {name: None if a is None else place(a) for name, a in inputs.items()}
     _within_rule(plain, exact, run(lambda: _outputs(op, there, options)), dtype)
     _equal_bits(*(run(lambda: _outputs(op, there, options)) for _ in range(2)))
     if op.backward is None or op.backward.launch is None:
         return
     seeds = _seeds(op, plain, np.random.default_rng(1))
     wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
-    seeds_there = {name: library.asarray(seed) for name, seed in seeds.items()}
+    seeds_there = {name: place(seed) for name, seed in seeds.items()}
     exact, plain = (
         _backward(op, wide, options, wide_seeds),
         _backward(op, inputs, options, seeds),
     )
     _within_rule(plain, exact, run(lambda: _backward(op, there, options, seeds_there)), dtype)
     _equal_bits(*(run(lambda: _backward(op, there, options, seeds_there)) for _ in range(2)))
+
+
+def _emulated(function: Callable[[], Arrays]) -> Arrays:
+    with emulator():
+        return function()
 
 
 def _within_rule(plain: Arrays, exact: Arrays, kernel: Arrays, dtype: Any) -> None:
@@ -243,6 +257,12 @@ def _error(found: Any, exact: Any) -> float:
     assert (found[~finite] == exact[~finite]).all()
     error = np.subtract(found, exact, where=finite, out=np.zeros(exact.shape))
     return float(np.abs(error).max(initial=0))
+
+
+def _shifted(array: np.ndarray) -> np.ndarray:
+    room = np.empty(array.size + 1, array.dtype)
+    room[1:] = array.ravel()
+    return room[1:].reshape(array.shape)
 
 
 def _reversed(array: np.ndarray) -> np.ndarray:

@@ -48,3 +48,20 @@ __device__ __forceinline__ void store(T *to, const float (&from)[LANES]) {
         reinterpret_cast<typename V::Word *>(to)[i] =
             reinterpret_cast<const typename V::Word *>(&v)[i];
 }
+
+// The same for the first `count` values where fewer than LANES are left of a flat array; those
+// that are not there load as 0.
+template <int LANES, class T>
+__device__ __forceinline__ void load(float (&to)[LANES], const T *from, long long count) {
+    if (count >= LANES) return load(to, from);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) to[j] = j < count ? (float)from[j] : 0.0f;
+}
+
+template <int LANES, class T>
+__device__ __forceinline__ void store(T *to, const float (&from)[LANES], long long count) {
+    if (count >= LANES) return store(to, from);
+#pragma unroll
+    for (int j = 0; j < LANES; j++)
+        if (j < count) to[j] = (T)from[j];
+}

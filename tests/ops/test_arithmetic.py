@@ -1,17 +1,17 @@
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity, Parity
 
 
-class TestAdd(Parity):
+class TestAdd(KernelParity):
     op = "add"
     cases = (Case("two axes", axes=[3, 5]), Case("empty", axes=[0]))
 
 
-class TestMultiply(Parity):
+class TestMultiply(KernelParity):
     op = "multiply"
     cases = (Case("two axes", axes=[3, 5]), Case("scalar", axes=[]))
 
 
-class TestScale(Parity):
+class TestScale(KernelParity):
     op = "scale"
     cases = (Case("two axes", axes=[3, 5], factor=0.3),)
 

@@ -7,13 +7,13 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 EXTREMES = np.array([-3e38, -1e20, -1e4, -41, -13, -1e-30, 0, 1e-30, 13, 41, 1e4, 1e20, 3e38])
 
 
-class TestGeglu(Parity):
+class TestGeglu(KernelParity):
     op = "geglu"
     cases = (
         Case("odd", axes=[2, 3, 13]),

@@ -7,11 +7,11 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
-class TestRelu2(Parity):
+class TestRelu2(KernelParity):
     op = "relu2"
     cases = (Case("odd", axes=[2, 3, 13]), Case("scalar", axes=[]), Case("empty", axes=[0, 4]))
 

@@ -7,15 +7,16 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
-class TestSwiglu(Parity):
+class TestSwiglu(KernelParity):
     op = "swiglu"
     cases = (
         Case("odd", axes=[2, 3, 13]),
         Case("one element", axes=[1]),
+        Case("two blocks", axes=[5, 431]),
         Case("scalar", axes=[]),
         Case("empty", axes=[0, 4]),
     )

@@ -4,15 +4,24 @@ import math
 
 import numpy as np
 
+from .._arrays import empty
 from .._op import op
 from .._typing import Array
 from ..errors import ShapeError
+from ._flat import launch_flat
 
 
 @op("a(*axes), b(*axes) -> c(*axes)")
 def add(a: Array, b: Array) -> Array:
     """Return ``c = a + b``, element by element; both have the same shape and dtype."""
     return a + b
+
+
+@add.kernel
+def _launch_add(a: Array, b: Array) -> Array:
+    c = empty(a.shape, a.dtype, like=a)
+    launch_flat("arithmetic.cu", "add", (a, b, c))
+    return c
 
 
 @add.gradient("dc(*axes) -> da(*axes), db(*axes)")
@@ -27,10 +36,24 @@ def multiply(a: Array, b: Array) -> Array:
     return a * b
 
 
+@multiply.kernel
+def _launch_multiply(a: Array, b: Array) -> Array:
+    c = empty(a.shape, a.dtype, like=a)
+    launch_flat("arithmetic.cu", "multiply", (a, b, c))
+    return c
+
+
 @multiply.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
 def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
     """Return the gradients of a and b."""
     return dc * b, dc * a
+
+
+@multiply_backward.kernel
+def _launch_multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    da, db = (empty(a.shape, a.dtype, like=a) for _ in range(2))
+    launch_flat("arithmetic.cu", "multiply_backward", (dc, a, b, da, db))
+    return da, db
 
 
 @op("x(*axes) -> y(*axes)")
@@ -39,10 +62,20 @@ def scale(x: Array, *, factor: float) -> Array:
     return x * x.dtype.type(factor)
 
 
+@scale.kernel
+def _launch_scale(x: Array, *, factor: float) -> Array:
+    y = empty(x.shape, x.dtype, like=x)
+    launch_flat("arithmetic.cu", "scale", (x, y), factor)
+    return y
+
+
 @scale.gradient("dy(*axes) -> dx(*axes)")
 def scale_backward(dy: Array, *, factor: float) -> Array:
     """Return the gradient of x."""
     return dy * dy.dtype.type(factor)
+
+
+scale_backward.kernel(_launch_scale)  # of dy
 
 
 @op("x(*axes) -> y(*shape)", widen=False)

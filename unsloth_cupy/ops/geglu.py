@@ -10,9 +10,10 @@ import math
 
 import numpy as np
 
-from .. import _arrays
+from .._arrays import empty, scipy_of
 from .._op import op
 from .._typing import Array
+from ._flat import launch_flat
 
 CUBIC = 0.044715
 STEEPNESS = math.sqrt(2 / math.pi)
@@ -46,6 +47,13 @@ def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     return y
 
 
+@geglu.kernel
+def _launch(gate: Array, up: Array, *, approximate: bool = False) -> Array:
+    y = empty(gate.shape, gate.dtype, like=gate)
+    launch_flat("geglu.cu", "geglu", (gate, up, y), APPROXIMATE=approximate)
+    return y
+
+
 @geglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
 def geglu_backward(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False
@@ -60,6 +68,15 @@ def geglu_backward(
     return slope, share
 
 
+@geglu_backward.kernel
+def _launch_backward(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
+    launch_flat("geglu.cu", "geglu_backward", (dy, gate, up, dgate, dup), APPROXIMATE=approximate)
+    return dgate, dup
+
+
 def _share(x: Array, approximate: bool) -> Array:
     """Return ``gelu(x) / x``, between 0 and 1, in a new array."""
     share = np.empty_like(x)
@@ -70,7 +87,7 @@ def _share(x: Array, approximate: bool) -> Array:
     else:
         # erfc, for 1 + erf cancels where x is far below 0
         np.multiply(x, -math.sqrt(0.5), out=share)
-        _arrays.scipy_of("special", x).erfc(share, out=share)
+        scipy_of("special", x).erfc(share, out=share)
     share /= 2
     return share
 

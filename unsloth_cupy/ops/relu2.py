@@ -7,8 +7,10 @@ So et al., Primer: Searching for Efficient Transformers for Language Modeling, 2
 
 import numpy as np
 
+from .._arrays import empty
 from .._op import op
 from .._typing import Array
+from ._flat import launch_flat
 
 
 @op("x(*axes) -> y(*axes)")
@@ -32,10 +34,24 @@ def relu2(x: Array) -> Array:
     return np.square(y, out=y)
 
 
+@relu2.kernel
+def _launch(x: Array) -> Array:
+    y = empty(x.shape, x.dtype, like=x)
+    launch_flat("relu2.cu", "relu2", (x, y))
+    return y
+
+
 @relu2.gradient("dy(*axes), x(*axes) -> dx(*axes)")
 def relu2_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x: ``2 * max(x, 0) * dy``."""
     dx = np.maximum(x, 0, out=np.empty_like(x))
     dx *= 2
     dx *= dy
+    return dx
+
+
+@relu2_backward.kernel
+def _launch_backward(dy: Array, x: Array) -> Array:
+    dx = empty(x.shape, x.dtype, like=x)
+    launch_flat("relu2.cu", "relu2_backward", (dy, x, dx))
     return dx

@@ -7,8 +7,10 @@ Shazeer, GLU Variants Improve Transformer, 2020.
 
 import numpy as np
 
+from .._arrays import empty
 from .._op import op
 from .._typing import Array
+from ._flat import launch_flat
 
 
 @op("gate(*axes), up(*axes) -> y(*axes)")
@@ -35,6 +37,13 @@ def swiglu(gate: Array, up: Array) -> Array:
     return y
 
 
+@swiglu.kernel
+def _launch(gate: Array, up: Array) -> Array:
+    y = empty(gate.shape, gate.dtype, like=gate)
+    launch_flat("swiglu.cu", "swiglu", (gate, up, y))
+    return y
+
+
 @swiglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
@@ -47,6 +56,13 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     slope *= dy
     dup *= dy
     return slope, dup
+
+
+@swiglu_backward.kernel
+def _launch_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
+    launch_flat("swiglu.cu", "swiglu_backward", (dy, gate, up, dgate, dup))
+    return dgate, dup
 
 
 def sigmoid(x: Array) -> Array:

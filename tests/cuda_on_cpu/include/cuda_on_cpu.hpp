@@ -147,7 +147,7 @@ template <class T> inline void __stcg(T *p, T v) { *p = v; }
   extern "C" double F(double) noexcept;                          \
   inline float F(float x) { return F##f(x); }
 EMU_UNARY(sqrt) EMU_UNARY(exp) EMU_UNARY(exp2) EMU_UNARY(expm1) EMU_UNARY(log) EMU_UNARY(log2)
-EMU_UNARY(log1p) EMU_UNARY(sin) EMU_UNARY(cos) EMU_UNARY(tanh) EMU_UNARY(erf) EMU_UNARY(fabs)
+EMU_UNARY(log1p) EMU_UNARY(sin) EMU_UNARY(cos) EMU_UNARY(tanh) EMU_UNARY(erf) EMU_UNARY(erfc) EMU_UNARY(fabs)
 EMU_UNARY(floor) EMU_UNARY(ceil) EMU_UNARY(trunc) EMU_UNARY(rint) EMU_UNARY(round)
 extern "C" {
 float powf(float, float) noexcept;

@@ -1,0 +1,8 @@
+// Functions that several kernels share, in float32.
+#pragma once
+
+// 1 / (1 + exp(-x)), exact at both ends: an infinite exp gives 0.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1 + expf(-x)); }
+
+// exp(x) for x <= 0, two instructions and a product; relative error |x| * 2^-23.
+__device__ __forceinline__ float exp_below(float x) { return exp2f(x * 1.4426950408889634f); }

@@ -28,14 +28,14 @@ from .ops.linear import linear as linear
 from .ops.linear import linear_backward as linear_backward
 
 # Position
-from .ops.rope import apply_rotary_embedding as apply_rotary_embedding
-from .ops.rope import apply_rotary_embedding_backward as apply_rotary_embedding_backward
-from .ops.rope import apply_rotary_embedding_forward as apply_rotary_embedding_forward
+from .ops.apply_rotary import apply_rotary_embedding as apply_rotary_embedding
+from .ops.apply_rotary import apply_rotary_embedding_backward as apply_rotary_embedding_backward
+from .ops.apply_rotary import apply_rotary_embedding_forward as apply_rotary_embedding_forward
 from .ops.rope import rope as rope
 from .ops.rope import rope_backward as rope_backward
-from .ops.rope import rope_qk as rope_qk
-from .ops.rope import rope_qk_ as rope_qk_
-from .ops.rope import rope_qk_backward as rope_qk_backward
+from .ops.rope_qk import rope_qk as rope_qk
+from .ops.rope_qk import rope_qk_ as rope_qk_
+from .ops.rope_qk import rope_qk_backward as rope_qk_backward
 from .ops.rope_tables import rope_tables as rope_tables
 
 # Normalisation

@@ -5,9 +5,11 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeError, ShapeError
+from unsloth_cupy.ops.rope import launch_rope
+from unsloth_cupy.ops.rope_qk import rope_qk_over
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 SIZES: dict[str, Any] = {"batch": 2, "tokens": 3, "heads": 3, "dim": 10, "length": 5, "half": 5}
@@ -24,12 +26,12 @@ CASES = (
 )
 
 
-class TestRope(Parity):
+class TestRope(KernelParity):
     op = "rope"
     cases = CASES
 
 
-class TestRopeQK(Parity):
+class TestRopeQK(KernelParity):
     op = "rope_qk"
     cases = tuple(
         Case(case.label, given=case.given, arrays=case.arrays, kv_heads=2, **case.both)
@@ -37,7 +39,7 @@ class TestRopeQK(Parity):
     )
 
 
-class TestApplyRotaryEmbedding(Parity):
+class TestApplyRotaryEmbedding(KernelParity):
     op = "apply_rotary_embedding_forward"
     cases = (
         Case("any positions", **SIZES, kv_heads=1, arrays={"positions": [[9, 0, -3], [1, 1, 100]]}),
@@ -103,6 +105,49 @@ def test_in_place() -> None:
     assert found[1] is k
     np.testing.assert_array_equal(q, expected[0])
     np.testing.assert_array_equal(k, expected[1])
+
+
+def test_in_place_returns_what_it_was_given() -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 8)
+    found = rope_qk_over(q, k, *tables, ROW)
+    assert found[0] is q
+    assert found[1] is k
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "strided"])
+def test_kernel_in_place(packed: bool) -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 6)
+    expected = uc.rope_qk(q, k, *tables, ROW)
+    if not packed:
+        q = np.repeat(q, 2, axis=2)[:, :, ::2]
+    with emulator():
+        found = uc.rope_qk_(q, k, *tables, ROW)
+    for array, mine, wanted in zip(found, (q, k), expected, strict=True):
+        assert array is mine
+        np.testing.assert_allclose(array, wanted, rtol=0, atol=4 * 2.0**-23 * np.abs(wanted).max())
+
+
+def test_kernel_of_many_heads_and_wide_tokens() -> None:
+    """Heads that a thread walks, pairs that a head's threads walk."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 2, 9, 600)).astype(np.float32)
+    tables = uc.rope_tables(2, 600)
+    room = np.empty(x.size + 1, np.float32)[1:].reshape(x.shape)  # 4-byte accesses
+    room[...] = x
+    with emulator():
+        y = uc.rope(room, *tables)
+    wanted = uc.rope(x, *tables)
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=4 * 2.0**-23 * np.abs(wanted).max())
+
+
+def test_kernel_position_outside_the_tables() -> None:
+    """A GPU's positions are not read by the host: such a token is NaN."""
+    (q, _), tables = _qk(), uc.rope_tables(9, 8)
+    y = np.empty_like(q)
+    with emulator():
+        launch_rope((q, None), (y, None), *tables, np.array([9, 1, -1]), False)
+    np.testing.assert_array_equal(np.isnan(y).all(axis=(2, 3)), [[True, False, True]] * 2)
+    np.testing.assert_array_equal(y[:, 1], uc.rope(q, *tables, np.array([0, 1, 0]))[:, 1])
 
 
 def test_in_place_needs_arrays_that_may_change() -> None:

@@ -7,15 +7,19 @@ Pairs are (i, i + rotated / 2), or neighbours (2 i, 2 i + 1) where interleaved.
 Su et al., RoFormer, 2021.
 """
 
+import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from .._arrays import empty, lanes
+from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError, GradientError, RangeError, ShapeError
-from ..tape import Var
-from .rope_tables import frequencies
+from ..errors import RangeError, ShapeError
+
+INT64 = np.dtype("int64")
 
 
 @op(
@@ -57,7 +61,22 @@ def rope(
         The arrays do not fit each other; the message shows the whole call.
     """
     check_tables("rope", x, cos, positions)
-    return _rotated(x, *_by_token(x, cos, sin, positions), interleaved)
+    return rotated(x, *by_token(x, cos, sin, positions), interleaved)
+
+
+@rope.kernel
+def _launch(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> Array:
+    check_tables("rope", x, cos, positions)
+    y = empty(x.shape, x.dtype, like=x)
+    launch_rope((x, None), (y, None), cos, sin, positions, interleaved)
+    return y
 
 
 @rope.gradient(
@@ -69,168 +88,17 @@ def rope_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:
     """Return the gradient of x: dy, turned back."""
-    cos, sin = _by_token(dy, cos, sin, positions)
-    return _rotated(dy, cos, -sin, interleaved), None, None, None
+    cos, sin = by_token(dy, cos, sin, positions)
+    return rotated(dy, cos, -sin, interleaved), None, None, None
 
 
-@op(
-    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), cos(length, half): table,"
-    " sin(length, half): table, positions?(batch|1, tokens): int < length"
-    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)"
-)
-def rope_qk(
-    q: Array,
-    k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
-) -> tuple[Array, Array]:
-    """Return ``rope`` of queries and of keys, whose tables are read once for both.
-
-    Parameters
-    ----------
-    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
-        Queries and keys.
-    cos, sin, positions, interleaved
-        As in ``rope``.
-
-    Returns
-    -------
-    q, k : of the shapes and the dtype of the arguments
-
-    Raises
-    ------
-    RangeError
-        A position lies outside the tables.
-    ShapeError, DTypeError
-        The arrays do not fit each other; the message shows the whole call.
-    """
-    check_tables("rope_qk", q, cos, positions)
-    cos, sin = _by_token(q, cos, sin, positions)
-    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
-
-
-@rope_qk.gradient(
-    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
-    " cos(length, half): table, sin(length, half): table,"
-    " positions?(batch|1, tokens): int < length -> dq(batch, tokens, heads, dim),"
-    " dk(batch, tokens, kv_heads, dim), dcos: none, dsin: none, dpositions: none"
-)
-def rope_qk_backward(
-    dturned_q: Array,
-    dturned_k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None,
-    *,
-    interleaved: bool = False,
-) -> tuple[Array, Array, None, None, None]:
-    """Return the gradients of q and k."""
-    cos, sin = _by_token(dturned_q, cos, sin, positions)
-    dq = _rotated(dturned_q, cos, -sin, interleaved)
-    return dq, _rotated(dturned_k, cos, -sin, interleaved), None, None, None
-
-
-def rope_qk_(
-    q: Array,
-    k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
-) -> tuple[Array, Array]:
-    """Write ``rope_qk`` of q and k over q and k.
-
-    Parameters
-    ----------
-    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
-        Queries and keys, to be written to.
-    cos, sin, positions, interleaved
-        As in ``rope``.
-
-    Returns
-    -------
-    q, k : the arguments themselves
-
-    Raises
-    ------
-    ConfigError
-        q or k cannot be written to.
-    GradientError
-        q or k is on a tape, whose record a change would falsify.
-    RangeError, ShapeError, DTypeError
-        As ``rope_qk``; q and k are then unchanged.
-    """
-    arrays: dict[str, Any] = {"q": q, "k": k}
-    for name, array in arrays.items():
-        if isinstance(array, Var):
-            raise GradientError(f"rope_qk_: {name} is on a tape; call rope_qk, which leaves it")
-        if not hasattr(array, "__setitem__") or (
-            isinstance(array, np.ndarray) and not array.flags.writeable
-        ):
-            raise ConfigError(f"rope_qk_: {name} is read-only; call rope_qk, or pass a copy")
-    q[...], k[...] = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
-    return q, k
-
-
-def apply_rotary_embedding(
-    q: Array, k: Array, positions: Array, rope_theta: float = 10000.0
-) -> tuple[Array, Array]:
-    """Return ``rope_qk`` of q and k with angles worked out on the spot.
-
-    ``angle = position * rope_theta**(-2 i / dim)``, in float32.
-
-    Parameters
-    ----------
-    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
-        Queries and keys; dim is even.
-    positions : (tokens,) or (batch, tokens) int32 or int64
-        Any integers: there is no table to leave.
-    rope_theta : float
-        Wavelengths, in positions, run from 2 pi to almost 2 pi times rope_theta.
-
-    Returns
-    -------
-    q, k : of the shapes and the dtype of the arguments
-
-    Raises
-    ------
-    ConfigError
-        rope_theta is not above 1.
-    ShapeError, DTypeError
-        The arrays do not fit each other; the message shows the whole call.
-    """
-    return apply_rotary_embedding_forward(q, k, positions, rope_theta=rope_theta)
-
-
-@op(
-    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim),"
-    " positions(batch|1, tokens): int"
-    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)"
-)
-def apply_rotary_embedding_forward(
-    q: Array, k: Array, positions: Array, *, rope_theta: float = 10000.0
-) -> tuple[Array, Array]:
-    """Return q and k as apply_rotary_embedding does."""
-    cos, sin = _angles(q, positions, rope_theta)
-    return _rotated(q, cos, sin, False), _rotated(k, cos, sin, False)
-
-
-@apply_rotary_embedding_forward.gradient(
-    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
-    " positions(batch|1, tokens): int -> dq(batch, tokens, heads, dim),"
-    " dk(batch, tokens, kv_heads, dim), dpositions: none"
-)
-def apply_rotary_embedding_backward(
-    dturned_q: Array, dturned_k: Array, positions: Array, *, rope_theta: float = 10000.0
-) -> tuple[Array, Array, None]:
-    """Return the gradients of q and k."""
-    cos, sin = _angles(dturned_q, positions, rope_theta)
-    dq, dk = (_rotated(d, cos, -sin, False) for d in (dturned_q, dturned_k))
-    return dq, dk, None
+@rope_backward.kernel
+def _launch_backward(
+    dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
+) -> tuple[Array, None, None, None]:
+    dx = empty(dy.shape, dy.dtype, like=dy)
+    launch_rope((dy, None), (dx, None), cos, sin, positions, interleaved, inverse=True)
+    return dx, None, None, None
 
 
 def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> None:
@@ -248,23 +116,13 @@ def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> No
         )
 
 
-def _by_token(x: Array, cos: Array, sin: Array, positions: Array | None) -> tuple[Array, Array]:
+def by_token(x: Array, cos: Array, sin: Array, positions: Array | None) -> tuple[Array, Array]:
     """Return the row of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
     rows = slice(x.shape[1]) if positions is None else positions
     return cos[rows][..., None, :], sin[rows][..., None, :]
 
 
-def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:
-    """Return cosines and sines as _by_token does."""
-    dim = x.shape[3]
-    if dim % 2:
-        raise ShapeError(f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn")
-    frequency = np.asarray(frequencies(dim, base), like=x)
-    angle = positions.astype(np.float32)[..., None, None] * frequency
-    return np.cos(angle), np.sin(angle)
-
-
-def _rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+def rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     """Return x with the pairs of its leading columns turned, in a new array."""
     half = cos.shape[-1]
     pairs = [slice(0, 2 * half, 2), slice(1, 2 * half, 2)]
@@ -280,3 +138,75 @@ def _rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
         part += other * sine
     y[..., 2 * half :] = x[..., 2 * half :]
     return y
+
+
+@cache
+def _constants(
+    x: Any,
+    table: Any,
+    positions: Any,
+    heads: tuple[int, int],
+    dim: int,
+    half: int,
+    lanes: int,
+    interleaved: bool,
+    inverse: bool,
+) -> Constants:
+    """Return the constants of rope.cu for these dtypes and this shape of a token.
+
+    A thread turns up to four heads: enough accesses in flight, and a table read once for each.
+    About 256 threads a block, of as many tokens as it takes.
+    """
+    pairs = lanes // 2 if interleaved and lanes > 1 else lanes
+    columns = min(half // pairs, 256)
+    slots = max(1, min(-(-sum(heads) // 4), 256 // columns))
+    return Constants(
+        T=x,
+        C=table,
+        I=positions,
+        HEADS=heads[0],
+        KV_HEADS=heads[1],
+        DIM=dim,
+        HALF=half,
+        LANES=lanes,
+        COLUMNS=columns,
+        SLOTS=slots,
+        TOKENS=max(1, 256 // (columns * slots)),
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+    )
+
+
+def launch_rope(
+    given: tuple[Array, Array | None],
+    turned: tuple[Array, Array | None],
+    cos: Array,
+    sin: Array,
+    positions: Array | None,
+    interleaved: bool,
+    inverse: bool = False,
+    period: int | None = None,
+) -> None:
+    """Turn q and k, or x and None, into the arrays of turned, which may be those of given.
+
+    Token t of the batch has the row positions[t % period], or t % period without positions.
+    """
+    (q, k), (length, half) = given, cos.shape
+    batch, tokens, heads, dim = q.shape
+    if period is None:
+        period = tokens if positions is None else positions.size
+    constants = _constants(
+        q.dtype,
+        cos.dtype,
+        INT64 if positions is None else positions.dtype,
+        (heads, 0 if k is None else k.shape[2]),
+        dim,
+        half,
+        lanes(math.gcd(half * (1 + interleaved), dim), q, k, *turned, cos, sin),
+        interleaved,
+        inverse,
+    )
+    blocks = -(-batch * tokens // constants["TOKENS"])
+    threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
+    kernel = load("rope.cu", "rope", q, constants)
+    kernel[blocks, threads](q, k, cos, sin, positions, *turned, batch * tokens, period, length)

@@ -195,6 +195,19 @@ def test_future_does_not_reach_back(rng: np.random.Generator, first: int) -> Non
     assert (before[:, first:] != after[:, first:]).all()
 
 
+@both_dtypes
+def test_scores_of_any_size(rng: np.random.Generator, dtype: Any) -> None:
+    """What is added to all scores of a row moves its lse and not its result."""
+    q, k, v = drawn(rng, dtype)
+    added = np.array([-5000, -50, 0, 70, 5000], dtype)[:, None]
+    for sinks in (None, np.full(4, -9000, dtype)):
+        out, lse = attention_forward(q, k, v, sinks=sinks)
+        moved, moved_lse = attention_forward(q, k, v, sinks=sinks, bias=added)
+        eps = np.finfo(dtype).eps
+        np.testing.assert_allclose(moved, out, rtol=0, atol=5000 * eps * np.abs(v).max())
+        np.testing.assert_allclose(moved_lse, lse + added[:, 0], rtol=4 * eps)
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 def test_keys_beyond_lengths_do_not_leak(rng: np.random.Generator, on_host: bool) -> None:
     """NaN in keys that do not exist reaches neither results nor gradients."""

@@ -20,6 +20,8 @@ from ._blocks import Block, Window
 from ._products import by_keys, for_keys, over_keys, stacked, unstacked
 from ._scores import Scores
 
+LOW, HIGH = -30, 60  # between these, exp of a row's largest score needs no shift in float32
+
 OPERANDS = (
     "mask?(batch|1, heads|1, queries|1, keys|1): bool,"
     " bias?(batch|1, heads|1, queries|1, keys|1): param, alibi?(batch?, heads): param,"
@@ -175,10 +177,11 @@ def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
         if sinks is not None:
             sink = sinks[block.heads].reshape(-1, group, 1, 1)
             top = np.maximum(top, sink)
-        top[top == -math.inf] = 0  # a row that sees no key
-        by_head -= top
+        top[(top == -math.inf) | ((top > LOW) & (top < HIGH))] = 0
+        if not scores.on_host or top.any():  # reading top would stall a device
+            by_head -= top
         np.exp(p, out=p)
-        total = by_head.sum(axis=-1, keepdims=True)
+        total = (by_head[..., None, :] @ np.ones((p.shape[3], 1), p.dtype, like=p))[..., 0]
         if sinks is not None:
             total += np.exp(sink - top)
         empty = total == 0

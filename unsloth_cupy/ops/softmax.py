@@ -4,12 +4,16 @@ y = exp(scale * x) / sum(exp(scale * x))
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
+from .._arrays import empty, lanes
+from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError
+from ._rows import constants
 
 
 @op("x(*rows, columns) -> y(*rows, columns)")
@@ -34,13 +38,21 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
     ShapeError, DTypeError
         x is no float array with an axis.
     """
-    if not math.isfinite(scale):
-        raise ConfigError(f"softmax(scale={scale}): scale must be finite")
+    _check(scale)
     y = x * x.dtype.type(scale)
     if y.size:
         y -= finite(y.max(axis=-1, keepdims=True))
         np.exp(y, out=y)
         y /= np.maximum(y.sum(axis=-1, keepdims=True), np.finfo(y.dtype).tiny)
+    return y
+
+
+@softmax.kernel
+def _launch(x: Array, *, scale: float = 1.0) -> Array:
+    _check(scale)
+    columns, y = x.shape[-1], empty(x.shape, x.dtype, like=x)
+    chosen = constants(x.dtype, columns, lanes(columns, x), 1)
+    _over_rows("softmax", chosen, x, y, scale)
     return y
 
 
@@ -52,6 +64,27 @@ def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
     dx *= y
     dx *= y.dtype.type(scale)
     return dx
+
+
+@softmax_backward.kernel
+def _launch_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
+    columns, dx = y.shape[-1], empty(y.shape, y.dtype, like=y)
+    chosen = constants(y.dtype, columns, lanes(columns, y, dy), 2)
+    _over_rows("softmax_backward", chosen, dy, y, dx, scale)
+    return dx
+
+
+def _over_rows(name: str, chosen: Constants, *arguments: Any) -> None:
+    """Launch with the rows of the first array shared out to blocks."""
+    rows = arguments[0].size // chosen["COLUMNS"]
+    blocks = -(-rows * chosen["ROW_THREADS"] // chosen["THREADS"])
+    kernel = load("softmax.cu", name, arguments[0], chosen)
+    kernel[blocks, chosen["THREADS"]](*arguments[:-1], rows, arguments[-1])
+
+
+def _check(scale: float) -> None:
+    if not math.isfinite(scale):
+        raise ConfigError(f"softmax(scale={scale}): scale must be finite")
 
 
 def finite(top: Array) -> Array:

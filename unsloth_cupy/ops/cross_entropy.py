@@ -6,8 +6,13 @@ lse = log(sum(exp(z)))        z = softcap * tanh(logits / softcap), or the logit
 Label smoothing: Szegedy et al., 2016.  z_loss: Chowdhery et al., PaLM, 2022.
 """
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 
+from .._arrays import empty, lanes
+from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError, RangeError
@@ -80,6 +85,64 @@ def cross_entropy_forward(
     return losses(z, labels, ignore, smoothing, z_loss, out)
 
 
+@cache
+def _constants(
+    logits: Any, labels: Any, vocab: int, lanes: int, cap: bool, smoothing: bool, backward: bool
+) -> Constants:
+    """Return the constants of cross_entropy.cu for these dtypes and this vocabulary.
+
+    Forward, a thread has four accesses in flight: rows of up to 128 accesses share a warp, and
+    512 threads walk a long one.  Backward, a thread has one access, and a row many blocks.
+    """
+    vectors = -(-vocab // lanes)
+    if backward:
+        row_threads = min(256, -(-vectors // 32) * 32)
+    elif vectors <= 128:
+        row_threads = 1 << (-(-vectors // 4) - 1).bit_length()
+    else:
+        row_threads = min(512, -(-vectors // 128) * 32)
+    return Constants(
+        T=logits,
+        I=labels,
+        COLUMNS=vocab,
+        LANES=lanes,
+        ROW_THREADS=row_threads,
+        THREADS=row_threads if row_threads > 32 or backward else 128,
+        SOFTCAP=cap,
+        SMOOTHING=smoothing,
+    )
+
+
+@cross_entropy_forward.kernel
+def _launch(
+    logits: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Array, Array]:
+    check_options("cross_entropy", smoothing, z_loss, softcap)
+    vocab = logits.shape[-1]
+    loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
+    constants = _constants(
+        logits.dtype,
+        labels.dtype,
+        vocab,
+        lanes(vocab, logits),
+        softcap is not None,
+        smoothing > 0,
+        False,
+    )
+    blocks = -(-labels.size * constants["ROW_THREADS"] // constants["THREADS"])
+    kernel = load("cross_entropy.cu", "cross_entropy_forward", logits, constants)
+    kernel[blocks, constants["THREADS"]](
+        logits, labels, loss, lse, labels.size, ignore, smoothing, z_loss, softcap or 0
+    )
+    return loss, lse
+
+
 @cross_entropy_forward.gradient(
     "dloss(*rows): stat, dlse?(*rows): stat, logits(*rows, vocab), labels(*rows): int,"
     " lse(*rows): stat -> dlogits(*rows, vocab), dlabels: none"
@@ -99,6 +162,38 @@ def cross_entropy_backward(
     """Return the gradient of the logits; lse may have a gradient of its own."""
     out = np.empty_like(logits, order="C")
     dlogits = slopes(logits, labels, lse, dloss, dlse, ignore, smoothing, z_loss, softcap, out)
+    return dlogits, None
+
+
+@cross_entropy_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    dlse: Array | None,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Array, None]:
+    vocab, dlogits = logits.shape[-1], empty(logits.shape, logits.dtype, like=logits)
+    constants = _constants(
+        logits.dtype,
+        labels.dtype,
+        vocab,
+        lanes(vocab, logits),
+        softcap is not None,
+        smoothing > 0,
+        True,
+    )
+    threads = constants["THREADS"]
+    blocks = labels.size * -(-vocab // (threads * constants["LANES"]))
+    kernel = load("cross_entropy.cu", "cross_entropy_backward", logits, constants)
+    kernel[blocks, threads](
+        dloss, dlse, logits, labels, lse, dlogits, ignore, smoothing, z_loss, softcap or 0
+    )
     return dlogits, None
 
 

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..memory import format_bytes
 from .curve import draw_curve
 from .generate import stream_text
+from .machine import blas_threads
 from .options import FILE, Number, option
 from .run_folder import RunFolder, model_folder, written_beside
 from .text import Batches, Text, held_out_rows, read_text, unigram_baseline
@@ -21,7 +22,7 @@ from .trainer import Interrupted, Plan, Trainer
 
 SAMPLE_TOKENS = 120
 PROMPT_TOKENS = 12
-NEW_MODEL = {"layers": 4, "hidden": 192, "vocabulary": 2048}
+NEW_MODEL = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 
 
 class Request(NamedTuple):
@@ -40,15 +41,19 @@ class Request(NamedTuple):
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
 @option("--text", FILE, "UTF-8 file to learn.  [default: Python's docs]")
 @option("--out", FILE, "Folder of the run.  [default: runs/MODEL-TEXT]")
-@option("--steps", click.IntRange(1), "Updates of the weights.", 300)
+@option("--steps", click.IntRange(1), "Updates of the weights.", 1400)
 @option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
-@option("--batch", click.IntRange(1), "Rows of text in a step.", 8)
+@option("--batch", click.IntRange(1), "Rows of text in a step.", 4)
 @option("--tokens", click.IntRange(2), "Tokens in a row.", 128)
 @option("--weight-decay", Number(0), "Share of the weights lost per step and rate.", 0.1)
 @option("--max-norm", Number(0, min_open=True), "Norm to clip gradients to.", 1.0)
 @option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
-@option("--evaluate-every", click.IntRange(1), "Steps between held-out losses.", 50)
-@option("--save-every", click.IntRange(1), "Steps between checkpoints.", 50)
+@option(
+    "--evaluate-every",
+    click.IntRange(1),
+    "Steps between held-out losses.  [default: a tenth of all]",
+)
+@option("--save-every", click.IntRange(1), "Steps between checkpoints.", 100)
 @option("--layers", click.IntRange(1), f"Of a new model.  [default: {NEW_MODEL['layers']}]")
 @option("--hidden", click.IntRange(1), f"Of a new model.  [default: {NEW_MODEL['hidden']}]")
 @option(
@@ -65,7 +70,7 @@ def finetune(
     weight_decay: float,
     max_norm: float,
     seed: int,
-    evaluate_every: int,
+    evaluate_every: int | None,
     save_every: int,
     layers: int | None,
     hidden: int | None,
@@ -82,8 +87,9 @@ def finetune(
             "--layers, --hidden and --vocabulary describe a new model; leave them out or leave"
             " MODEL_FOLDER out"
         )
-    rate = lr or (3e-3 if source is None else 1e-4)
-    plan = Plan(steps, rate, weight_decay, max_norm, seed, evaluate_every, save_every)
+    rate = lr or (4e-3 if source is None else 1e-4)
+    often = evaluate_every or math.ceil(steps / 10)
+    plan = Plan(steps, rate, weight_decay, max_norm, seed, often, save_every)
     words = read_text(text)
     name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
     run = RunFolder(out or Path("runs") / name)
@@ -93,9 +99,10 @@ def finetune(
             report(run)
             return
         trainer, baseline = prepare(run, request, plan, words, source)
-        learn(trainer, baseline, name)
-        report(run)
-        sample(trainer, words, seed)
+        with blas_threads(trainer.model.config.hidden):
+            learn(trainer, baseline, name)
+            report(run)
+            sample(trainer, words, seed)
 
 
 def learn(trainer: Trainer, baseline: float, name: str) -> None:
@@ -193,7 +200,7 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "initializer_range": 0.02,
+        "initializer_range": hidden**-0.5,  # a product keeps the size of its rows
         "bos_token_id": end,
         "eos_token_id": end,
         "pad_token_id": end,

@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from ..errors import ConfigError
+from .machine import blas_threads
 from .options import FILE, Number, option
 from .run_folder import model_folder
 from .tokenizer import TextStream, load_tokenizer
@@ -48,10 +49,11 @@ def generate(
     tokenizer = load_tokenizer(source)
     model = models.load(source)
     started = time.perf_counter()
-    count = stream_text(
-        model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, seed=seed,
-    )  # fmt: skip
+    with blas_threads(model.config.hidden):
+        count = stream_text(
+            model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, seed=seed,
+        )  # fmt: skip
     seconds = time.perf_counter() - started
     click.echo(f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", err=True)
 

@@ -15,8 +15,8 @@ LIBRARIES = {
     **{
         name: (name,)
         for name in (
-            "numpy", "scipy", "ml_dtypes", "safetensors", "click", "rich", "tqdm", "tokenizers",
-            "matplotlib", "torch", "jax",
+            "numpy", "scipy", "ml_dtypes", "safetensors", "click", "rich", "tqdm", "threadpoolctl",
+            "tokenizers", "matplotlib", "torch", "jax",
         )
     },
 }  # fmt: skip

@@ -3,11 +3,13 @@
 import importlib.metadata
 import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 
 
@@ -34,6 +36,17 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def blas_threads(hidden: int) -> AbstractContextManager[Any]:
+    """Multiply small matrices on one thread inside a ``with`` block.
+
+    BLAS threads wait for each other by spinning: beside any other load, two of them took 15
+    times as long as one for a step of the default model.
+    """
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1 if hidden < THREADS_PAY else None, user_api="blas")
 
 
 def machine_memory() -> int | None:

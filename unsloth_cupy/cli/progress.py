@@ -19,7 +19,7 @@ class Progress:
 
         self.steps, self.terminal = steps, sys.stderr.isatty()
         self.bar = tqdm(
-            total=steps, initial=step, unit="step", disable=not self.terminal, dynamic_ncols=True
+            total=steps, initial=step, unit=" steps", disable=not self.terminal, dynamic_ncols=True
         )
         self.loss: float | None = None
         self.speed: float | None = None

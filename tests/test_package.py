@@ -48,7 +48,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_modules_and_kernels(built: Path) -> None:
-    names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        names = set(archive.namelist())
     assert {f"unsloth_cupy/{name}" for name in KERNELS} <= names
     assert MODULES | {"unsloth_cupy/py.typed"} <= names
     assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {"unsloth_cupy"}

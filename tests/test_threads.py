@@ -49,6 +49,7 @@ def test_inside_itself() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX, where a test imported it
 def test_after_a_fork() -> None:
     """A child has no threads of its parent and makes its own."""
     _threads.each(lambda _: None, range(3))

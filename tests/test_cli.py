@@ -369,6 +369,7 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune --lr -1", "--lr"),
         ("finetune --lr nan --out run", "--lr"),
         ("finetune --vocabulary 100 --out run", "--vocabulary 100 is too small"),
+        ("finetune --hidden 33 --out run", "--hidden 33 is odd"),
         ("finetune missing --out run", "missing does not exist"),
         ("finetune full --out run", "holds no config.json"),
         ("finetune broken --out run", "config.json cannot be read as JSON"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from .run_folder import written_beside
 
-SMOOTHING = 0.03  # share of the steps that the smooth line averages over
+SMOOTHING = 0.02  # share of the steps on either side that the smooth line averages over
 INK, SOFT = "#22272e", "#8b95a1"
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 
@@ -55,10 +55,11 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a running mean that weighs recent steps more, unbiased at the start."""
-    rate = min(1.0, 1 / max(1.0, SMOOTHING * len(losses)))
-    mean, weight, out = 0.0, 0.0, np.empty(len(losses))
-    for i, loss in enumerate(losses):
-        mean, weight = (1 - rate) * mean + rate * loss, (1 - rate) * weight + rate
-        out[i] = mean / weight
-    return out
+    """Return each step's mean with the steps around it, near ones weighing more."""
+    reach = int(SMOOTHING * len(losses))
+    window = np.hanning(2 * reach + 3)
+    total, weight = (
+        np.convolve(values, window)[reach + 1 : reach + 1 + len(losses)]
+        for values in (losses, np.ones(len(losses)))
+    )
+    return total / weight

@@ -41,7 +41,7 @@ class Request(NamedTuple):
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
 @option("--text", FILE, "UTF-8 file to learn.  [default: Python's docs]")
 @option("--out", FILE, "Folder of the run.  [default: runs/MODEL-TEXT]")
-@option("--steps", click.IntRange(1), "Updates of the weights.", 1400)
+@option("--steps", click.IntRange(1), "Updates of the weights.", 1200)
 @option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
 @option("--batch", click.IntRange(1), "Rows of text in a step.", 4)
 @option("--tokens", click.IntRange(2), "Tokens in a row.", 128)
@@ -183,6 +183,8 @@ def prepare(
 
 def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
     """Return the config.json of a new model; heads are of 32 or, if that does not divide, all."""
+    if hidden % 2:
+        raise ConfigError(f"--hidden {hidden} is odd; rotary positions turn pairs: make it even")
     head = 32 if hidden % 32 == 0 else hidden
     end = tokenizer.token_to_id(END)
     return {

@@ -1,10 +1,12 @@
 """How a call is checked, planned, run and rounded; what the author of an op is told."""
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit, _op, add, rms_norm, rms_norm_forward
+from unsloth_cupy import _jit, _op, add, multiply, rms_norm, rms_norm_forward
 from unsloth_cupy._op import OPS, op
 from unsloth_cupy._signature import BFLOAT16
 from unsloth_cupy.errors import DTypeError, RangeError, ShapeError
@@ -255,3 +257,10 @@ def _forget_ops_of_a_test():
     yield
     OPS.clear()
     OPS.update(before)
+
+
+def test_what_float16_cannot_hold_is_infinite_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = multiply(ones(2, dtype=np.float16) * 300, ones(2, dtype=np.float16) * -300)
+    assert y.tolist() == [-np.inf, -np.inf]

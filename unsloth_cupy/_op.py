@@ -20,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import _arrays, _jit, tape
+from . import _arrays, _jit, _options, tape
 from ._signature import DIFFERENTIABLE, FLOAT32, FLOATS, Form, check, explain, parse, shape_of
 from .errors import DTypeError, RangeError
 from .interop import exchange
@@ -147,6 +147,7 @@ class Op(Generic[P, R]):
         keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
+            _options.check(self.definition, options)
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
             if kernel:
@@ -164,7 +165,8 @@ class Op(Generic[P, R]):
                     break
             else:
                 return result
-            rounded = tuple(map(_rounded, results, dtypes))
+            with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+                rounded = tuple(map(_rounded, results, dtypes))
             return rounded if result.__class__ is tuple else rounded[0]
 
         return run if library == "numpy" else _arrays.on_one_device(self, run)

@@ -53,7 +53,7 @@ def test_hidden_rows_are_zero_and_huge_rows_finite() -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(ConfigError, match="scale must be finite"):
+    with pytest.raises(ConfigError, match="scale must be a finite number"):
         uc.softmax(np.ones(3), scale=float("inf"))
     with pytest.raises(ShapeError, match="x has 0 axes"):
         uc.softmax(np.ones(()))

@@ -160,6 +160,8 @@ def cross_entropy_backward(
     softcap: float | None = None,
 ) -> tuple[Array, None]:
     """Return the gradient of the logits; lse may have a gradient of its own."""
+    check_options("cross_entropy_backward", smoothing, z_loss, softcap)
+    check_labels("cross_entropy_backward", labels, ignore, logits.shape[-1])
     out = np.empty_like(logits, order="C")
     dlogits = slopes(logits, labels, lse, dloss, dlse, ignore, smoothing, z_loss, softcap, out)
     return dlogits, None
@@ -178,6 +180,7 @@ def _launch_backward(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Array, None]:
+    check_options("cross_entropy_backward", smoothing, z_loss, softcap)
     vocab, dlogits = logits.shape[-1], empty(logits.shape, logits.dtype, like=logits)
     constants = _constants(
         logits.dtype,

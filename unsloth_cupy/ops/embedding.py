@@ -36,7 +36,7 @@ def embedding(tokens: Array, weight: Array) -> Array:
 
 
 @embedding.gradient(
-    "dx(*rows, hidden), tokens(*rows): int, weight(vocab, hidden)"
+    "dx(*rows, hidden), tokens(*rows): int < vocab, weight(vocab, hidden)"
     " -> dtokens: none, dweight(vocab, hidden)"
 )
 def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:

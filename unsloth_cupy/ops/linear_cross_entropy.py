@@ -115,6 +115,8 @@ def linear_cross_entropy_backward(
     max_bytes: int | None = None,
 ) -> tuple[Array, Array, None]:
     """Return the gradients of x and weight."""
+    check_options("linear_cross_entropy_backward", smoothing, z_loss, softcap)
+    check_labels("linear_cross_entropy_backward", labels, ignore, len(weight))
     rows, target, size, seed = flat(x), labels.ravel(), lse.ravel(), dloss.ravel()
     lse_seed = None if dlse is None else dlse.ravel()
     dx, dweight = np.empty_like(rows), np.zeros_like(weight)

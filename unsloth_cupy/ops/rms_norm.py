@@ -56,8 +56,6 @@ def rms_norm(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    if not eps >= 0:
-        raise ConfigError(f"rms_norm(eps={eps}): eps must be 0 or more")
     return rms_norm_forward(x, weight, residual, bias, eps=eps, offset=offset)[0]
 
 
@@ -75,6 +73,7 @@ def rms_norm_forward(
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op."""
+    _check(eps)
     h = x if residual is None else x + residual
     y = h * h
     rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
@@ -143,6 +142,7 @@ def _launch_forward(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
+    _check(eps)
     hidden, rows = x.shape[-1], x.size // x.shape[-1]
     y, rstd = empty(x.shape, x.dtype, like=x), empty(x.shape[:-1], np.float32, like=x)
     h = x if residual is None else empty(x.shape, x.dtype, like=x)
@@ -161,6 +161,11 @@ def _launch_forward(
         x, weight, residual, bias, y, None if h is x else h, rstd, rows, eps, offset
     )
     return y, h, rstd
+
+
+def _check(eps: float) -> None:
+    if eps < 0:
+        raise ConfigError(f"rms_norm(eps={eps}): eps must be 0 or more")
 
 
 @rms_norm_forward.gradient(

@@ -88,6 +88,7 @@ def rope_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:
     """Return the gradient of x: dy, turned back."""
+    check_tables("rope_backward", dy, cos, positions)
     cos, sin = by_token(dy, cos, sin, positions)
     return rotated(dy, cos, -sin, interleaved), None, None, None
 
@@ -96,6 +97,7 @@ def rope_backward(
 def _launch_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:
+    check_tables("rope_backward", dy, cos, positions)
     dx = empty(dy.shape, dy.dtype, like=dy)
     launch_rope((dy, None), (dx, None), cos, sin, positions, interleaved, inverse=True)
     return dx, None, None, None

@@ -88,6 +88,7 @@ def rope_qk_backward(
     interleaved: bool = False,
 ) -> tuple[Array, Array, None, None, None]:
     """Return the gradients of q and k."""
+    check_tables("rope_qk_backward", dturned_q, cos, positions)
     cos, sin = by_token(dturned_q, cos, sin, positions)
     dq = rotated(dturned_q, cos, -sin, interleaved)
     return dq, rotated(dturned_k, cos, -sin, interleaved), None, None, None
@@ -103,6 +104,7 @@ def _launch_backward(
     *,
     interleaved: bool = False,
 ) -> tuple[Array, Array, None, None, None]:
+    check_tables("rope_qk_backward", dturned_q, cos, positions)
     dq, dk = (empty(x.shape, x.dtype, like=x) for x in (dturned_q, dturned_k))
     launch_rope((dturned_q, dturned_k), (dq, dk), cos, sin, positions, interleaved, inverse=True)
     return dq, dk, None, None, None

@@ -3,7 +3,6 @@
 y = exp(scale * x) / sum(exp(scale * x))
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from .._arrays import empty, lanes
 from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError
 from ._rows import constants
 
 
@@ -38,7 +36,6 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
     ShapeError, DTypeError
         x is no float array with an axis.
     """
-    _check(scale)
     y = x * x.dtype.type(scale)
     if y.size:
         y -= finite(y.max(axis=-1, keepdims=True))
@@ -49,7 +46,6 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
 
 @softmax.kernel
 def _launch(x: Array, *, scale: float = 1.0) -> Array:
-    _check(scale)
     columns, y = x.shape[-1], empty(x.shape, x.dtype, like=x)
     chosen = constants(x.dtype, columns, lanes(columns, x), 1)
     _over_rows("softmax", chosen, x, y, scale)
@@ -80,11 +76,6 @@ def _over_rows(name: str, chosen: Constants, *arguments: Any) -> None:
     blocks = -(-rows * chosen["ROW_THREADS"] // chosen["THREADS"])
     kernel = load("softmax.cu", name, arguments[0], chosen)
     kernel[blocks, chosen["THREADS"]](*arguments[:-1], rows, arguments[-1])
-
-
-def _check(scale: float) -> None:
-    if not math.isfinite(scale):
-        raise ConfigError(f"softmax(scale={scale}): scale must be finite")
 
 
 def finite(top: Array) -> Array:

@@ -1,6 +1,7 @@
 """What joins ops on a tape: sums, products, and other views of the same elements."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,10 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     ShapeError
         x does not have as many elements as shape.
     """
+    given: Any = shape
+    whole = isinstance(given, tuple | list) and all(isinstance(n, int | np.integer) for n in given)
+    if not whole or min(given, default=0) < -1 or list(given).count(-1) > 1:
+        raise ShapeError(f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1")
     known = math.prod(n for n in shape if n != -1)
     if (x.size != known) if -1 not in shape else (known == 0 or x.size % known):
         raise ShapeError(f"reshape: x {x.shape} has {x.size} elements; shape={shape} does not")

@@ -54,6 +54,7 @@ CHECKED = [
 ]
 DYNAMIC_SHARED = 232448  # bytes a block of sm_90 may ask for
 PATIENCE = 50_000_000  # accesses of a block between two collectives: seconds
+SECONDS = 60  # of CPU time for a launch
 GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
 GUARD = 0xCB
 
@@ -247,6 +248,7 @@ class _Launch(ctypes.Structure):
         ("checks", ctypes.c_int),
         ("seed", ctypes.c_uint64),
         ("patience", ctypes.c_uint64),
+        ("seconds", ctypes.c_uint),
     )
 
 
@@ -338,6 +340,7 @@ class Module:
                     self.check,
                     seed,
                     PATIENCE if self.check else 0,
+                    SECONDS if self.check else 0,
                 )
             )
         )

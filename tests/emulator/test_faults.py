@@ -31,12 +31,14 @@ from . import LIMITS, RNG, flash, gemm, kernel, split_k
         ),
         (8, 32, "out-of-bounds write of 4 bytes: out at byte 4000 of 256"),
         (10, 32, "watchdog"),
+        (13, 32, "watchdog: seconds without an end"),
         (11, 32, "read of uninitialised|mbarrier used before mbarrier.init"),
         (12, 8, "unordered with write by an unfinished cp.async"),
     ],
 )
 def test_a_broken_kernel(mode: int, threads: int, says: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda_on_cpu, "PATIENCE", 100_000)
+    monkeypatch.setattr(cuda_on_cpu, "SECONDS", 1)
     out = np.zeros(64, np.int32)
     with pytest.raises(EmulatorError, match=says) as caught:
         kernel("primitives.cu", "broken")((1,), (threads,), (out, np.int32(mode)), 0)

@@ -1,4 +1,4 @@
-"""common/ptx.cuh has a twin for the CPU: both declare the same functions, and no word of it leaks."""
+"""common/ptx.cuh has a twin for the CPU: both declare the same functions; no kernel knows it."""
 
 import re
 from pathlib import Path

@@ -7,8 +7,11 @@
 #include "machine.hpp"
 
 #include <algorithm>
+#include <csignal>
 #include <map>
 #include <sys/mman.h>
+#include <sys/time.h>
+#include <ucontext.h>
 #include <xmmintrin.h>
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
@@ -131,6 +134,23 @@ void yield(Where at) {
   run_next();
 }
 
+// ---- watchdog: memory.cpp counts accesses; a loop without any is seen by the CPU time it takes ---
+static void out_of_time(int, siginfo_t *, void *context) {
+  auto pc = (char *)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
+  for (auto &r : M.regions)  // in the kernel's own code: nothing of ours is half done
+    if (M.cur && !r.writable && pc >= r.base && pc < r.base + r.size)
+      fail("watchdog: seconds without an end", {pc + 1, kInstructionPointer});
+}
+
+static void watch(unsigned seconds) {
+  struct sigaction action {};
+  action.sa_sigaction = out_of_time;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;  // fail() leaves the handler for good
+  sigaction(SIGVTALRM, &action, nullptr);
+  itimerval timer{{0, seconds ? 100000 : 0}, {seconds, 0}};
+  setitimer(ITIMER_VIRTUAL, &timer, nullptr);
+}
+
 // ---- blocks ------------------------------------------------------------------------------------
 static char *stacks;
 
@@ -201,7 +221,8 @@ struct Launch {
   void **args;
   const Buffer *buffers;
   int buffer_count, checks;
-  uint64_t seed, patience;
+  uint64_t seed, patience;  // patience: accesses without a collective
+  unsigned seconds;         // of CPU time for the launch; 0: no watchdog
 };
 
 // Returns nullptr, or the error text.
@@ -231,12 +252,14 @@ extern "C" const char *emu_launch(const Launch *l) {
 
   unsigned control = _mm_getcsr();
   _mm_setcsr(control | 0x8040);  // denormals are zero, as under the -ftz=true that CuPy appends
+  watch(l->seconds);
   for (unsigned b : order) {
     if (!M.error.empty()) break;
     M.block_serial = b + 1;
     blockIdx = {b % gridDim.x, b / gridDim.x % gridDim.y, b / (gridDim.x * gridDim.y)};
     run_block();
   }
+  watch(0);
   _mm_setcsr(control);
   M.cur = nullptr;
   return M.error.empty() ? nullptr : M.error.c_str();

@@ -148,6 +148,8 @@ KERNEL(1024) broken(int *out, int mode) {
     uint64_t *bar = reinterpret_cast<uint64_t *>(tile);
     mbarrier_wait(bar, 0);
   }
+  if (mode == 13)
+    for (volatile int i = 0;; i = i + 1) {}
   if (mode == 12) {
     cp_async_16(&tile[lane * 4 % 32], out + lane * 4 % 32);
     cp_async_commit();

@@ -261,3 +261,37 @@ def test_columns_put_a_matrix_back_together() -> None:
     expected = np.zeros((2, 5))
     expected[:, :2], expected[:, 3:] = x.value[:, 3:], x.value[:, :2]
     np.testing.assert_array_equal(dx, expected)
+
+
+@pytest.mark.parametrize(
+    "index", [0, (0, 1), (..., 0), (..., slice(None, None, 2)), (slice(1), slice(2)), slice(2)]
+)
+def test_only_a_run_of_columns_is_kept(index) -> None:
+    x = Tape().watch(draw(2, 4))
+    with pytest.raises(ShapeError, match=r"a tape keeps x\[..., start:stop\] alone"):
+        x[index]
+    assert x[..., 1:].shape == (2, 3)
+
+
+def test_an_array_may_stand_before_a_variable() -> None:
+    tape, array = Tape(), draw(2, 4)
+    x = tape.watch(array)
+    total = array + x
+    assert (total.value == array + array).all()
+    assert (tape.gradients(total, [x], array)[0] == array).all()
+    with pytest.raises(DTypeError, match="b is no array but float"):
+        1.0 + x
+
+
+def test_wrt_is_any_run_of_variables() -> None:
+    tape = Tape()
+    named = {"a": tape.watch(draw(2)), "b": tape.watch(draw(2, seed=1))}
+    of, seed = multiply(*named.values()), np.ones(2)
+    for wrt in (named.values(), iter(named.values()), tuple(named.values())):
+        assert [g.tolist() for g in tape.gradients(of, wrt, seed)] == [
+            named["b"].value.tolist(),
+            named["a"].value.tolist(),
+        ]
+    for wrt in (named["a"], None):
+        with pytest.raises(GradientError, match="pass a list of Vars"):
+            tape.gradients(of, wrt, seed)

@@ -24,6 +24,7 @@ class Var:
     """An array on a tape: ``value`` is the array; ops of a Var give Vars."""
 
     __slots__ = ("index", "tape", "value")
+    __array_ufunc__ = None  # NumPy leaves array + Var to __radd__
 
     def __init__(self, value: Any, tape: "Tape") -> None:
         self.value, self.tape = value, tape
@@ -57,12 +58,17 @@ class Var:
 
         return arithmetic.add(self, other)  # type: ignore[arg-type,return-value]
 
+    __radd__ = __add__
+
     def __getitem__(self, index: tuple[EllipsisType, slice]) -> "Var":
         """Return ``[..., start:stop]``: a part of the last axis."""
         from .ops import arithmetic
 
-        _, part = index
-        start, stop, _ = part.indices(self.shape[-1])
+        match index:
+            case (EllipsisType(), slice(step=None | 1) as part):
+                start, stop, _ = part.indices(self.shape[-1])
+            case _:
+                raise ShapeError(f"Var[{index}]: a tape keeps x[..., start:stop] alone")
         return arithmetic.columns(self, start=start, stop=stop)  # type: ignore[arg-type,return-value]
 
     def __repr__(self) -> str:
@@ -113,6 +119,9 @@ class Tape:
         DTypeError, FrameworkError
             seed is not of the dtype, or not of the library, of ``of``.
         """
+        if not hasattr(wrt, "__iter__"):
+            raise GradientError(f"Tape.gradients: wrt={wrt!r}; pass a list of Vars")
+        wrt = [*wrt]
         if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):
             raise GradientError("Tape.gradients: pass Vars of this tape: watch them on it")
         if seed is None and of.shape != ():

@@ -62,8 +62,8 @@ def test_an_infinite_limit_measures() -> None:
     assert gradients["w"].tolist() == [3.0, 4.0]
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, np.nan])
-def test_bad_limit_raises(limit: float) -> None:
+@pytest.mark.parametrize("limit", [0.0, -1.0, np.nan, None, "1", True])
+def test_bad_limit_raises(limit: object) -> None:
     with pytest.raises(ConfigError, match="pass a number above 0"):
         clip_gradients({"w": np.ones(3)}, limit)
 
@@ -80,6 +80,11 @@ def test_bad_gradients_raise_before_anything_changes() -> None:
         with pytest.raises(error, match=cure):
             clip_gradients({"a": good, "b": bad}, 1.0)
         assert good.tolist() == [3.0, 4.0]
+
+
+def test_gradients_come_by_name() -> None:
+    with pytest.raises(DTypeError, match=r"clip_gradients: pass \{name: array\}, not list"):
+        clip_gradients([np.ones(3)], 1.0)
 
 
 def test_gradients_of_torch_raise() -> None:

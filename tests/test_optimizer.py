@@ -98,6 +98,9 @@ def test_a_resumed_run_has_equal_bits(dtype: np.dtype) -> None:
         ({"weight_decay": -0.1}, "weight_decay=-0.1; pass a finite number"),
         ({"betas": (0.9, 1.0)}, "each from 0 to below 1"),
         ({"betas": (0.9,)}, "pass two numbers"),
+        ({"betas": 0.9}, "pass two numbers"),
+        ({"betas": ("high", 0.9)}, "pass two numbers"),
+        ({"lr": None}, "lr=None; pass a finite number"),
     ],
     ids=str,
 )
@@ -111,6 +114,14 @@ def test_bad_parameters_raise() -> None:
         AdamW({"w": np.arange(3)})
     with pytest.raises(DTypeError, match="w is no array but list"):
         AdamW({"w": [1.0]})
+    with pytest.raises(DTypeError, match=r"pass \{name: array\}, not list"):
+        AdamW([draw(3)])
+    with pytest.raises(DTypeError, match=r"AdamW.step: pass \{name: array\}, not NoneType"):
+        AdamW({"w": draw(3)}).step(None)
+    with pytest.raises(ConfigError, match="lr=high; pass a finite number"):
+        AdamW({"w": draw(3)}).step({"w": draw(3)}, lr="high")
+    with pytest.raises(DTypeError, match=r"AdamW.load_state: pass \{name: array\}"):
+        AdamW({"w": draw(3)}).load_state([])
     frozen = draw(3)
     frozen.flags.writeable = False
     with pytest.raises(ConfigError, match="w is read-only; pass a copy"):

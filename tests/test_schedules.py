@@ -53,6 +53,9 @@ def test_without_warm_up_and_with_nothing_else(schedule) -> None:
         ("warmup", -1),
         ("steps", -1),
         ("minimum", 2),
+        ("step", "first"),
+        ("lr", None),
+        ("steps", None),
     ],
 )
 @pytest.mark.parametrize("schedule", [linear_schedule, cosine_schedule, constant_schedule])

@@ -11,6 +11,7 @@ Bounds, and options annotated otherwise, are the op's own to check.
 import functools
 import inspect
 import math
+import numbers
 import reprlib
 import types
 import typing
@@ -60,6 +61,11 @@ def check(definition: Callable[..., Any], options: dict[str, Any]) -> None:
             exact = value.__class__ is kind and (kind is not float or -math.inf < value < math.inf)
             if not exact and not (optional and value is None):
                 options[name] = _plain(definition.__name__, name, value, known[name])
+
+
+def is_number(value: Any) -> bool:
+    """Say whether value is a real number of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _plain(op: str, name: str, value: Any, option: Option) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
+from ._options import is_number
 from ._signature import FLOATS
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError
@@ -44,7 +45,7 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> float:
     Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural
     networks, 2013.
     """
-    if not max_norm > 0:
+    if not is_number(max_norm) or not max_norm > 0:
         raise ConfigError(f"clip_gradients: max_norm={max_norm}; pass a number above 0")
     check_in_place("clip_gradients", gradients)
     norm = math.sqrt(float(sum(_square_sum(gradient) for gradient in gradients.values())))
@@ -55,8 +56,15 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> float:
     return norm
 
 
+def check_mapping(what: str, arrays: Any) -> None:
+    """Raise for anything but arrays by name."""
+    if not isinstance(arrays, Mapping):
+        raise DTypeError(f"{what}: pass {{name: array}}, not {type(arrays).__name__}")
+
+
 def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
     """Raise unless these are float arrays of NumPy or CuPy that may be changed in place."""
+    check_mapping(what, arrays)
     for name, array in arrays.items():
         library = _arrays.framework_of(array, f"{what}: {name}")
         if library not in ("numpy", "cupy"):

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from . import _arrays
+from ._options import is_number
 from ._signature import allowed
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
-from .gradients import check_in_place
+from .gradients import check_in_place, check_mapping
 from .ops.adamw import adamw_
 
 
@@ -54,10 +55,11 @@ class AdamW:
     ) -> None:
         if state_bits != 32:
             raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
+        if not pair or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"AdamW: betas={betas}; pass two numbers, each from 0 to below 1")
         for option, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ConfigError(f"AdamW: {option}={value}; pass a finite number, 0 or more")
         check_in_place("AdamW", parameters)
         self.parameters = dict(parameters)
@@ -90,8 +92,9 @@ class AdamW:
             A gradient does not fit its parameter.  Nothing has changed then.
         """
         rate = self.lr if lr is None else lr
-        if not 0 <= rate < math.inf:
+        if not is_number(rate) or not 0 <= rate < math.inf:
             raise ConfigError(f"AdamW.step: lr={rate}; pass a finite number, 0 or more")
+        check_mapping("AdamW.step", gradients)
         if gradients.keys() != self.parameters.keys():
             missing = sorted(self.parameters.keys() - gradients.keys())
             unknown = sorted(gradients.keys() - self.parameters.keys())
@@ -137,6 +140,7 @@ class AdamW:
         ShapeError, DTypeError, FrameworkError
             An array does not fit its parameter.  Nothing has changed then.
         """
+        check_mapping("AdamW.load_state", state)
         own = self.state()
         steps = np.asarray(state.get("steps"))
         if state.keys() != own.keys() or steps.shape or steps.dtype.kind not in "iu" or steps < 0:

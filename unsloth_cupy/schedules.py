@@ -6,6 +6,7 @@ From step ``steps`` on the rate stays at ``minimum * lr``.
 
 import math
 
+from ._options import is_number
 from .errors import ConfigError
 
 
@@ -76,7 +77,7 @@ def _progress(step: int, lr: float, warmup: int, steps: int, minimum: float) -> 
         ("steps", steps, math.inf),
         ("minimum", minimum, 1.0),
     ):
-        if not 0 <= value <= limit or value == math.inf:
+        if not is_number(value) or not 0 <= value <= limit or value == math.inf:
             top = "finite" if limit == math.inf else f"at most {limit}"
             raise ConfigError(f"schedule: {name}={value}; pass a number from 0, {top}")
     if step < warmup:

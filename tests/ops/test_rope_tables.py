@@ -128,3 +128,9 @@ def test_senseless_scalings(scaling: Any, message: str) -> None:
 def test_senseless_sizes(length: int, dim: int) -> None:
     with pytest.raises(ShapeError, match="dim even"):
         uc.rope_tables(length, dim)
+
+
+@pytest.mark.parametrize(("length", "dim"), [("4", 8), (None, 8), (4.5, 8), (4, 8.0), (4, [8])])
+def test_sizes_are_integers(length: object, dim: object) -> None:
+    with pytest.raises(ShapeError, match="length must be 0 or more, and dim even"):
+        uc.rope_tables(length, dim)

@@ -61,7 +61,8 @@ def rope_tables(
     ShapeError
         dim is odd, or length or dim is negative.
     """
-    if dim < 0 or dim % 2 or length < 0:
+    whole = all(isinstance(n, int | np.integer) for n in (length, dim))
+    if not whole or dim < 0 or dim % 2 or length < 0:
         raise ShapeError(
             f"rope_tables(length={length}, dim={dim}): length must be 0 or more, and dim even:"
             " rotations turn pairs of columns"

@@ -7,11 +7,11 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
-class TestLayerNorm(Parity):
+class TestLayerNorm(KernelParity):
     op = "layer_norm_forward"
     cases = (
         Case("one row", rows=[], hidden=32),
@@ -21,7 +21,18 @@ class TestLayerNorm(Parity):
         Case("one column", rows=[3], hidden=1, given=["bias"]),
         Case("large eps", rows=[5], hidden=64, eps=1.0),
         Case("all", rows=[2, 5], hidden=64, given=["residual", "bias"]),
+        Case("blocks that walk rows", rows=[2, 70], hidden=128, given=["residual", "bias"]),
     )
+
+
+class TestLayerNormLongRows(KernelParity):
+    op = "layer_norm_forward"
+    cases = (
+        Case("a ragged block a row", rows=[3], hidden=4104, given=["residual"]),
+        Case("read twice backward", rows=[5], hidden=8200, given=["residual", "bias"]),
+        Case("read twice", rows=[1], hidden=32776),
+    )
+    test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
 
 
 @both_dtypes

@@ -25,6 +25,15 @@ __device__ __forceinline__ void fetch(Vector<T, LANES> &to, const T *from) {
 }
 
 template <int LANES, class T>
+__device__ __forceinline__ void put(T *to, const Vector<T, LANES> &from) {
+    using V = Vector<T, LANES>;
+#pragma unroll
+    for (int i = 0; i < V::WORDS; i++)
+        reinterpret_cast<typename V::Word *>(to)[i] =
+            reinterpret_cast<const typename V::Word *>(&from)[i];
+}
+
+template <int LANES, class T>
 __device__ __forceinline__ void widen(float (&to)[LANES], const Vector<T, LANES> &from) {
 #pragma unroll
     for (int j = 0; j < LANES; j++) to[j] = (float)from.at[j];
@@ -39,14 +48,10 @@ __device__ __forceinline__ void load(float (&to)[LANES], const T *from) {
 
 template <int LANES, class T>
 __device__ __forceinline__ void store(T *to, const float (&from)[LANES]) {
-    using V = Vector<T, LANES>;
-    V v;
+    Vector<T, LANES> v;
 #pragma unroll
     for (int j = 0; j < LANES; j++) v.at[j] = (T)from[j];
-#pragma unroll
-    for (int i = 0; i < V::WORDS; i++)
-        reinterpret_cast<typename V::Word *>(to)[i] =
-            reinterpret_cast<const typename V::Word *>(&v)[i];
+    put(to, v);
 }
 
 // The same for the first `count` values where fewer than LANES are left of a flat array; those

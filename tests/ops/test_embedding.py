@@ -1,3 +1,4 @@
+import importlib
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,11 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError, RangeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
-class TestEmbedding(Parity):
+class TestEmbedding(KernelParity):
     op = "embedding"
     cases = (
         Case("repeated tokens", rows=[3, 7], vocab=5, hidden=13),
@@ -19,6 +20,8 @@ class TestEmbedding(Parity):
         Case("one token", rows=[], vocab=5, hidden=2),
         Case("no tokens", rows=[0], vocab=5, hidden=2),
         Case("no columns", rows=[3], vocab=5, hidden=0),
+        Case("two blocks a row", rows=[3], vocab=2, hidden=1032),
+        Case("frequent tokens", rows=[400], vocab=3, hidden=8),
     )
 
 
@@ -39,6 +42,17 @@ def test_two_backward_runs_give_equal_bits() -> None:
     weight = np.ones((3, 8), np.float32)
     first, second = (uc.embedding_backward(dx, tokens, weight)[1] for _ in range(2))
     assert first.tobytes() == second.tobytes()
+
+
+def test_kernels_of_tokens_outside_the_vocabulary() -> None:
+    """A GPU's tokens are not read by the host: such a row is NaN, and no gradient."""
+    weight, tokens = np.arange(8, dtype=np.float32).reshape(2, 4), np.array([2, 1, -1])
+    embedding = importlib.import_module("unsloth_cupy.ops.embedding")
+    with emulator():
+        x = embedding._launch(tokens, weight)
+        _, dweight = embedding._launch_backward(np.ones((3, 4), np.float32), tokens, weight)
+    np.testing.assert_array_equal(x, [[np.nan] * 4, weight[1], [np.nan] * 4])
+    np.testing.assert_array_equal(dweight, [[0] * 4, [1] * 4])
 
 
 @pytest.mark.parametrize("token", [-1, 5])

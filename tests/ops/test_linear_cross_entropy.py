@@ -53,14 +53,15 @@ def test_equals_linear_then_cross_entropy(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
-def test_logits_never_exist_as_a_whole() -> None:
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_logits_never_exist_as_a_whole(softcap: float | None) -> None:
     rows, hidden, vocab, max_bytes = 2000, 8, 1000, 2**19
     x, weight = np.ones((rows, hidden), np.float32), np.ones((vocab, hidden), np.float32)
-    labels = np.zeros(rows, np.int64)
-    loss, lse = uc.linear_cross_entropy_forward(x, weight, labels, max_bytes=max_bytes)
+    labels, options = np.zeros(rows, np.int64), {"max_bytes": max_bytes, "softcap": softcap}
+    loss, lse = uc.linear_cross_entropy_forward(x, weight, labels, **options)
     tracemalloc.start()
-    uc.linear_cross_entropy_forward(x, weight, labels, max_bytes=max_bytes)
-    uc.linear_cross_entropy_backward(loss, None, x, weight, labels, lse, max_bytes=max_bytes)
+    uc.linear_cross_entropy_forward(x, weight, labels, **options)
+    uc.linear_cross_entropy_backward(loss, None, x, weight, labels, lse, **options)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert max_bytes < peak < 2 * max_bytes < rows * vocab * 4 / 4

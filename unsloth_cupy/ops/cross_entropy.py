@@ -271,7 +271,8 @@ def slopes(
     z, slope = logits, None
     if softcap is not None:
         z = capped(logits, softcap, out)
-        slope = np.square(z / softcap)
+        slope = z / softcap
+        np.square(slope, out=slope)
         np.subtract(1, slope, out=slope)  # the derivative of the cap
     counts, lse = labels != ignore, finite(lse)
     weight = np.where(counts, dloss, 0)

@@ -42,7 +42,8 @@ def linear_cross_entropy(
     ignore, smoothing, z_loss, softcap
         As in ``cross_entropy``.
     max_bytes : int, optional
-        Most bytes of logits at a time, though never less than one row; 64 MiB where absent.
+        Most bytes of logits, and of their like, at a time, though never less than one row;
+        64 MiB where absent.
 
     Returns
     -------
@@ -120,7 +121,8 @@ def linear_cross_entropy_backward(
     rows, target, size, seed = flat(x), labels.ravel(), lse.ravel(), dloss.ravel()
     lse_seed = None if dlse is None else dlse.ravel()
     dx, dweight = np.empty_like(rows), np.zeros_like(weight)
-    for part, logits in _chunks(rows, weight, max_bytes):
+    arrays = 1 if softcap is None else 2  # slopes keeps the derivative of the cap beside them
+    for part, logits in _chunks(rows, weight, max_bytes, arrays):
         dlogits = slopes(
             logits,
             target[part],
@@ -138,12 +140,14 @@ def linear_cross_entropy_backward(
     return dx.reshape(x.shape), dweight, None
 
 
-def _chunks(rows: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[slice, Array]]:
-    """Yield slices of rows and their logits, all in one buffer."""
+def _chunks(
+    rows: Array, weight: Array, max_bytes: int | None, arrays: int = 1
+) -> Iterator[tuple[slice, Array]]:
+    """Yield slices of rows and their logits, all in one buffer, so small that arrays of it fit."""
     most = CHUNK_BYTES if max_bytes is None else max_bytes
     if most <= 0:
         raise ConfigError(f"linear_cross_entropy(max_bytes={max_bytes}): it must be positive")
-    step = max(1, min(len(rows), most // max(1, len(weight) * rows.itemsize)))
+    step = max(1, min(len(rows), most // max(1, arrays * len(weight) * rows.itemsize)))
     buffer = np.empty_like(rows, shape=(step, len(weight)), order="C")
     for start in range(0, len(rows), step):
         part = slice(start, start + step)

@@ -357,3 +357,9 @@ def test_wrong_arrays(rng: np.random.Generator) -> None:
         attention(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(DTypeError, match="k is float32"):
         attention(q, k.astype(np.float32), v)
+
+
+def test_a_window_of_narrow_integers_reaches_as_far(rng: np.random.Generator) -> None:
+    q, k, v = (rng.standard_normal((1, 300, 1, 2)) for _ in range(3))
+    narrow = attention(q, k, v, window=(np.int8(100), np.int8(100)))
+    np.testing.assert_array_equal(narrow, attention(q, k, v, window=(100, 100)))

@@ -55,7 +55,7 @@ class Blocks:
         self.batch, self.queries, self.heads, _ = q.shape
         self.keys, self.kv_heads = k.shape[1:3]
         self.group = self.heads // self.kv_heads if self.kv_heads else 0
-        self.left, self.right = window or (None, None)
+        self.left, self.right = (None if n is None else int(n) for n in window or (None, None))
         if causal:
             self.right = 0
         self.block_mask = four_axes(block_mask)

@@ -83,6 +83,8 @@ scale_backward.kernel(_launch_scale)  # of dy
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Return the elements of x in another shape; one size may be -1.
 
+    y lies in the memory of x where the order of its elements allows that.
+
     Raises
     ------
     ShapeError
@@ -106,7 +108,7 @@ def reshape_backward(dy: Array, x: Array) -> Array:
 
 @op("x(*rows, columns) -> y(*rows, part)", widen=False)
 def columns(x: Array, *, start: int, stop: int) -> Array:
-    """Return ``y = x[..., start:stop]``: what splits a fused projection."""
+    """Return ``y = x[..., start:stop]``, in the memory of x: what splits a fused projection."""
     return x[..., start:stop]
 
 

@@ -70,7 +70,10 @@ def layer_norm_forward(
     *,
     eps: float = 1e-5,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return y as layer_norm does; h, which the next layer adds to; what the backward op needs."""
+    """Return y as layer_norm does; h, which the next layer adds to; what the backward op needs.
+
+    Without a residual, h may lie in the memory of x: copy it before writing to either.
+    """
     _check(eps)
     h = x if residual is None else x + residual
     hidden = max(1, x.shape[-1])

@@ -72,7 +72,10 @@ def rms_norm_forward(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op."""
+    """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op.
+
+    Without a residual, h may lie in the memory of x: copy it before writing to either.
+    """
     _check(eps)
     h = x if residual is None else x + residual
     y = h * h

@@ -30,7 +30,7 @@ TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".ya
 # Ops without a gradient, each with its reason.
 NO_GRADIENT = {
     "attention_paged_forward": "it reads a cache of pages, which only inference has",
-    "rope_qk_over": "it changes what a tape would remember",
+    "rope_qk_over_": "it changes what a tape would remember",
     "adamw_": "it is what gradients are for",
 }
 

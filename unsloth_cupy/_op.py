@@ -145,12 +145,13 @@ class Op(Generic[P, R]):
         kernel = bool(launchable) and _jit.target_of(lead) is not None
         function: Any = self.launch if kernel else self.definition
         keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
+        pack = kernel and self.widen
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             _options.check(self.definition, options)
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
-            if kernel:
+            if pack:
                 arrays = [a if a is None or type(a) is int else _arrays.packed(a) for a in arrays]
             else:
                 for index in narrow:
@@ -182,7 +183,11 @@ class Op(Generic[P, R]):
 
 
 def op(signature: str, *, widen: bool = True) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Turn a NumPy definition into an op; ``widen=False`` where it only moves values."""
+    """Turn a NumPy definition into an op.
+
+    ``widen=False`` where it only moves values or changes its arrays: definition and launch get
+    them as they lie, neither widened nor packed.
+    """
     return functools.partial(Op, signature, widen=widen)
 
 

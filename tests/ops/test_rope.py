@@ -6,7 +6,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeError, ShapeError
 from unsloth_cupy.ops.rope import launch_rope
-from unsloth_cupy.ops.rope_qk import rope_qk_over
+from unsloth_cupy.ops.rope_qk import rope_qk_over_
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelParity, emulator
@@ -109,7 +109,7 @@ def test_in_place() -> None:
 
 def test_in_place_returns_what_it_was_given() -> None:
     (q, k), tables = _qk(), uc.rope_tables(9, 8)
-    found = rope_qk_over(q, k, *tables, ROW)
+    found = rope_qk_over_(q, k, *tables, ROW)
     assert found[0] is q
     assert found[1] is k
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
+from ._flat import launch_flat
 
 BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache
 
@@ -85,4 +86,47 @@ def adamw_(
         x -= change
         if x is not p:
             p[...] = x
+    return parameter
+
+
+@adamw_.kernel
+def _launch(
+    parameter: Array,
+    gradient: Array,
+    mean: Array,
+    square: Array,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> Array:
+    if not all(a.flags.c_contiguous for a in (parameter, gradient, mean, square)):
+        return adamw_.definition(
+            parameter,
+            gradient,
+            mean,
+            square,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+        )
+    beta1, beta2 = betas
+    unbiased = math.sqrt(1 - beta2**step)
+    launch_flat(
+        "adamw.cu",
+        "adamw_",
+        (parameter, gradient, mean, square),
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr * unbiased / (1 - beta1**step),
+        eps * unbiased,
+        1 - lr * weight_decay,
+        G=gradient.dtype,
+    )
     return parameter

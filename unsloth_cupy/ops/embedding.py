@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, lanes, scipy_of
+from .._arrays import empty, lanes, packed, scipy_of
 from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
@@ -51,6 +51,7 @@ def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
 
 @embedding.kernel
 def _launch(tokens: Array, weight: Array) -> Array:
+    tokens, weight = packed(tokens), packed(weight)
     vocab, hidden = weight.shape
     x = empty((*tokens.shape, hidden), weight.dtype, like=weight)
     constants = _constants(weight.dtype, tokens.dtype, hidden, lanes(hidden, weight))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty
+from .._arrays import empty, packed
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError, GradientError
@@ -149,10 +149,7 @@ def rope_qk_(
             isinstance(array, np.ndarray) and not array.flags.writeable
         ):
             raise ConfigError(f"rope_qk_: {name} is read-only; call rope_qk, or pass a copy")
-    if all(getattr(getattr(a, "flags", None), "c_contiguous", False) for a in (q, k)):
-        rope_qk_over(q, k, cos, sin, positions, interleaved=interleaved)
-    else:  # a kernel would get packed copies
-        q[...], k[...] = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
+    rope_qk_over_(q, k, cos, sin, positions, interleaved=interleaved)
     return q, k
 
 
@@ -162,7 +159,7 @@ def rope_qk_(
     " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)",
     widen=False,  # a widened copy would take the result in place of q
 )
-def rope_qk_over(
+def rope_qk_over_(
     q: Array,
     k: Array,
     cos: Array,
@@ -171,12 +168,12 @@ def rope_qk_over(
     *,
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
-    """Write ``rope_qk`` of packed q and k over q and k, and return them."""
+    """Write ``rope_qk`` of q and k over q and k, and return them."""
     q[...], k[...] = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
     return q, k
 
 
-@rope_qk_over.kernel
+@rope_qk_over_.kernel
 def _launch_over(
     q: Array,
     k: Array,
@@ -187,5 +184,10 @@ def _launch_over(
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
     check_tables("rope_qk_", q, cos, positions)
-    launch_rope((q, k), (q, k), cos, sin, positions, interleaved)
+    if q.flags.c_contiguous and k.flags.c_contiguous:
+        cos, sin = packed(cos), packed(sin)
+        positions = None if positions is None else packed(positions)
+        launch_rope((q, k), (q, k), cos, sin, positions, interleaved)
+    else:
+        rope_qk_over_.definition(q, k, cos, sin, positions, interleaved=interleaved)
     return q, k

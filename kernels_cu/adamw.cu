@@ -1,0 +1,36 @@
+// Adam with decoupled weight decay: the update of one parameter, in place.
+//
+//   mean = beta1 * mean + (1 - beta1) * g        square = beta2 * square + (1 - beta2) * g^2
+//   p = p * kept - rate * mean / (sqrt(square) + eps)
+//   where kept = 1 - lr * weight_decay, rate = lr * sqrt(1 - beta2^step) / (1 - beta1^step),
+//   and eps is that of the user, times sqrt(1 - beta2^step)
+//
+//   traffic     elements * (sizeof(T) * 2 + sizeof(G) + 16)
+//   constants   T, G      dtypes of the parameter, of the gradient
+//               LANES     values of one access of p: 16 bytes, or what the addresses are multiples of
+//               THREADS   of a block
+//
+//   The trick: one pass; a 16-bit parameter is widened, updated in float32 and rounded once.
+#include "common/vector.cuh"
+
+KERNEL(THREADS) adamw_(T *parameter, const G *gradient, float *mean, float *square,
+                       long long elements, float beta1, float rest1, float beta2, float rest2,
+                       float rate, float eps, float kept) {
+    const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
+    const long long count = elements - at;
+    if (count <= 0) return;
+    float p[LANES], g[LANES], m[LANES], s[LANES];
+    load(p, parameter + at, count);
+    load(g, gradient + at, count);
+    load(m, mean + at, count);
+    load(s, square + at, count);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        m[j] = m[j] * beta1 + g[j] * rest1;
+        s[j] = s[j] * beta2 + g[j] * g[j] * rest2;
+        p[j] = p[j] * kept - m[j] / (sqrtf(s[j]) + eps) * rate;
+    }
+    store(parameter + at, p, count);
+    store(mean + at, m, count);
+    store(square + at, s, count);
+}

@@ -217,9 +217,15 @@ def _equal_bits(first: Arrays, second: Arrays) -> None:
 
 
 def _outputs(op: Op, inputs: Arrays, options: dict[str, Any]) -> Arrays:
+    changes = op.__name__.endswith("_")  # its arrays, and that is its result
+    if changes:
+        inputs = {name: None if a is None else a.copy() for name, a in inputs.items()}
     result = op.call([inputs[name] for name in op.names], dict(options))
     result = result if isinstance(result, tuple) else (result,)
-    return {o.name: a for o, a in zip(op.contract.outputs, result, strict=True) if a is not None}
+    outputs = {o.name: a for o, a in zip(op.contract.outputs, result, strict=True)}
+    if changes:
+        outputs |= {o.name: inputs[o.name] for o in op.contract.inputs if o.kind != "int"}
+    return {name: array for name, array in outputs.items() if array is not None}
 
 
 def _backward(op: Op, inputs: Arrays, options: dict[str, Any], seeds: Arrays) -> Arrays:

@@ -39,6 +39,14 @@ class TestRopeQK(KernelParity):
     )
 
 
+class TestRopeQKInPlace(KernelParity):
+    op = "rope_qk_over_"
+    cases = (TestRopeQK.cases[2], TestRopeQK.cases[5])
+    test_gradient_matches_finite_differences = None  # a tape would remember what is gone
+    test_any_strides = None  # test_kernel_in_place
+    test_emulated_kernels_off_alignment = None
+
+
 class TestApplyRotaryEmbedding(KernelParity):
     op = "apply_rotary_embedding_forward"
     cases = (

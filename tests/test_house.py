@@ -72,6 +72,8 @@ API = {
     "AdamW": "parameters, *, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01,"
     " state_bits=32",
     "clip_gradients": "gradients, max_norm",
+    "LossScaler": "scale=65536.0, *, dynamic=True, growth=2.0, backoff=0.5, interval=2000,"
+    " minimum=1.0, maximum=2147483648.0",
     "cosine_schedule": "step, *, lr, warmup, steps, minimum=0.0",
     "linear_schedule": "step, *, lr, warmup, steps, minimum=0.0",
     "constant_schedule": "step, *, lr, warmup, steps, minimum=0.0",

@@ -80,6 +80,7 @@ from .memory import plan_memory as plan_memory
 
 # Training
 from .gradients import clip_gradients as clip_gradients
+from .loss_scaler import LossScaler as LossScaler
 from .optimizer import AdamW as AdamW
 from .schedules import constant_schedule as constant_schedule
 from .schedules import cosine_schedule as cosine_schedule

@@ -62,8 +62,8 @@ def check_mapping(what: str, arrays: Any) -> None:
         raise DTypeError(f"{what}: pass {{name: array}}, not {type(arrays).__name__}")
 
 
-def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
-    """Raise unless these are float arrays of NumPy or CuPy that may be changed in place."""
+def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
+    """Raise unless these are float arrays of NumPy or CuPy, by name."""
     check_mapping(what, arrays)
     for name, array in arrays.items():
         library = _arrays.framework_of(array, f"{what}: {name}")
@@ -71,7 +71,13 @@ def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
             raise FrameworkError(f"{what}: {name} comes from {library}; pass NumPy or CuPy arrays")
         if array.dtype not in FLOATS:
             raise DTypeError(f"{what}: {name} is {array.dtype}; pass float arrays only")
-        if library == "numpy" and not array.flags.writeable:
+
+
+def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
+    """Raise unless these are float arrays of NumPy or CuPy that may be changed in place."""
+    check_floats(what, arrays)
+    for name, array in arrays.items():
+        if not getattr(array.flags, "writeable", True):  # CuPy's arrays have no such flag
             raise ConfigError(f"{what}: {name} is read-only; pass a copy of it")
 
 

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,18 @@ def test_extremes(approximate: bool, dtype: Any) -> None:
         np.testing.assert_array_equal(value[far], np.where(gate > 0, gate, 0)[far])
     np.testing.assert_array_equal(dgate[far], (gate > 0)[far])
     np.testing.assert_allclose(dgate[np.abs(EXTREMES) < 1e-20], 0.5)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_small_values_keep_their_digits(approximate: bool) -> None:
+    """Where the unit is almost 0 its relative error is small too: nothing cancels."""
+    gate = np.linspace(-6, -1, 101, dtype=np.float32)
+    x = gate.astype(np.float64)
+    share = [math.erfc(-value / math.sqrt(2)) / 2 for value in x]
+    if approximate:
+        share = 1 / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x**2)))
+    found = uc.geglu(gate, np.ones_like(gate), approximate=approximate)
+    np.testing.assert_allclose(found, x * share, rtol=1e-5)  # exp(-40) multiplies eps by 40
 
 
 def test_shapes_must_be_equal() -> None:

@@ -14,11 +14,11 @@ from .._arrays import empty, scipy_of
 from .._op import op
 from .._typing import Array
 from ._flat import launch_flat
+from .swiglu import sigmoid
 
 CUBIC = 0.044715
 STEEPNESS = math.sqrt(2 / math.pi)
-SATURATION = 10.0  # from here on tanh(...) is 1 in float64 too; its polynomial may not overflow
-FAR = 40.0  # exp(-x**2 / 2) is 0 in float64 too
+FAR = 40.0  # from here on shares are 0 or 1 in float64 too; x**3 may not overflow
 
 
 @op("gate(*axes), up(*axes) -> y(*axes)")
@@ -79,24 +79,20 @@ def _launch_backward(
 
 def _share(x: Array, approximate: bool) -> Array:
     """Return ``gelu(x) / x``, between 0 and 1, in a new array."""
-    share = np.empty_like(x)
+    # sigmoid and erfc, for 1 + tanh and 1 + erf cancel where x is far below 0
     if approximate:
-        near = np.clip(x, -SATURATION, SATURATION)
-        np.tanh(STEEPNESS * near * (1 + CUBIC * near * near), out=share)
-        share += 1
-    else:
-        # erfc, for 1 + erf cancels where x is far below 0
-        np.multiply(x, -math.sqrt(0.5), out=share)
-        scipy_of("special", x).erfc(share, out=share)
+        near = np.clip(x, -FAR, FAR)
+        return sigmoid(2 * STEEPNESS * near * (1 + CUBIC * near * near))
+    share = np.multiply(x, -math.sqrt(0.5), out=np.empty_like(x))
+    scipy_of("special", x).erfc(share, out=share)
     share /= 2
     return share
 
 
 def _rise(x: Array, share: Array, approximate: bool) -> Array:
     """Return x times the derivative of its share; 0 where x is far from 0."""
+    near = np.clip(x, -FAR, FAR)
     if approximate:
-        near = np.clip(x, -SATURATION, SATURATION)
         steep = 2 * STEEPNESS * near * (1 + 3 * CUBIC * near * near)  # 1 - tanh^2 = 4 s (1 - s)
         return steep * share * (1 - share)
-    near = np.clip(x, -FAR, FAR)
     return near * np.exp(near * near / -2) / math.sqrt(2 * math.pi)

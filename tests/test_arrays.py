@@ -75,7 +75,7 @@ class TestTorch:
 
     def test_a_gradient_that_torch_would_lose_raises(self) -> None:
         x = self.torch.ones(3, requires_grad=True)
-        with pytest.raises(FrameworkError, match=r"add: a requires a gradient.*interop.torch"):
+        with pytest.raises(FrameworkError, match=r"add: a requires a gradient.*detach"):
             add(x, x)
         with self.torch.no_grad():
             assert add(x, x).tolist() == [2, 2, 2]
@@ -137,7 +137,7 @@ class TestJax:
             return rms_norm(x, x).sum()
 
         x = self.jax.numpy.ones((3, 3) if transform == "vmap" else 3)
-        with pytest.raises(FrameworkError, match=r"x is traced .*interop.jax"):
+        with pytest.raises(FrameworkError, match=r"x is traced .*pure_callback"):
             getattr(self.jax, transform)(function)(x)
 
     def test_mixing_raises(self) -> None:

@@ -21,7 +21,15 @@ import pytest
 from unsloth_cupy import _jit
 from unsloth_cupy._jit import KERNEL_DTYPES
 from unsloth_cupy.errors import KernelError
-from unsloth_cupy.ops import rms_norm
+from unsloth_cupy.ops import (
+    _flat,
+    _rows,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    rms_norm,
+    rope,
+)
 
 cupy = pytest.importorskip("cupy", reason="needs cupy-cuda12x")
 compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs cupy-cuda12x")
@@ -101,7 +109,99 @@ def column_sum_variants() -> Iterator[Variant]:
         )
 
 
-VARIANTS = [*rms_norm_variants(), *column_sum_variants()]
+FLAT = {  # file: its kernels, and constants beside those of every such file
+    "swiglu.cu": (("swiglu", "swiglu_backward"), [{}]),
+    "geglu.cu": (("geglu", "geglu_backward"), [{"APPROXIMATE": b} for b in (False, True)]),
+    "relu2.cu": (("relu2", "relu2_backward"), [{}]),
+    "arithmetic.cu": (("add", "multiply", "multiply_backward", "scale"), [{}]),
+    "adamw.cu": (("adamw_",), [{"G": dtype} for dtype in KERNEL_DTYPES]),
+}
+
+
+def flat_variants() -> Iterator[Variant]:
+    for file, (kernels, several) in FLAT.items():
+        for dtype, more in itertools.product(KERNEL_DTYPES if ALL else KERNEL_DTYPES[1:], several):
+            if more.get("G", dtype) not in (dtype, np.dtype("float32")):
+                continue
+            several_lanes = (16 // dtype.itemsize, 1) if ALL else (16 // dtype.itemsize,)
+            for lanes, kernel in itertools.product(several_lanes, kernels):
+                constants = _flat.constants(dtype, lanes, **more)
+                # 0.5: eight values of three to four arrays fill 40 to 48 registers
+                label = " ".join(str(v) for v in (dtype, lanes, *more.values()))
+                yield _variant(file, kernel, constants, label)
+
+
+def row_variants() -> Iterator[Variant]:
+    """One row length of every row of the launch tables, ragged ones, and the scalar path."""
+    int32, int64 = np.dtype("int32"), np.dtype("int64")
+    lengths = [1, 7, 128, 1000, 4104, 8192, 16384, 32768, 131072, 131073]
+    lengths = lengths if ALL else [7, 4104, 16384, 131072]
+    for dtype, length, backward in itertools.product(
+        KERNEL_DTYPES if ALL else KERNEL_DTYPES[1:], lengths, (False, True)
+    ):
+        lanes = 16 // dtype.itemsize if length % 8 == 0 else 1
+        name, label = "_backward" * backward, f"{dtype} {length}"
+        softmax = _rows.constants(dtype, length, lanes, 1 + backward)
+        yield _variant("softmax.cu", "softmax" + name, softmax, label)
+        for both in (False, True) if ALL else (True,):
+            kernel = "cross_entropy" + (name or "_forward")
+            index = (int32, int64)[both]
+            entropy = cross_entropy._constants(dtype, index, length, lanes, both, both, backward)
+            yield _variant("cross_entropy.cu", kernel, entropy, f"{label} all options {both}")
+            weight = dtype if both else np.dtype("float32")
+            norm = layer_norm._constants(
+                dtype, weight, weight if both else None, both, length, lanes, backward
+            )
+            kernel = "layer_norm" + (name or "_forward")
+            share = 0.25 if backward else 0.5  # as rms_norm's
+            yield _variant("layer_norm.cu", kernel, norm, f"{label} residual, bias {both}", share)
+
+
+def rope_variants() -> Iterator[Variant]:
+    float32, int64 = np.dtype("float32"), np.dtype("int64")
+    for dtype, interleaved, inverse in itertools.product(
+        KERNEL_DTYPES if ALL else KERNEL_DTYPES[1:], (False, True), (False, True)[: 1 + ALL]
+    ):
+        for heads, dim, half in (((32, 8), 128, 64), ((32, 0), 96, 24), ((3, 1), 7, 3)):
+            lanes = 16 // dtype.itemsize if dim % 8 == 0 else 1
+            constants = rope._constants(
+                dtype, float32, int64, heads, dim, half, lanes, interleaved, inverse
+            )
+            threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
+            options = " interleaved" * interleaved + " inverse" * inverse
+            yield Variant(
+                "rope.cu",
+                "rope",
+                tuple(constants.items()),
+                -(-threads // 32) * 32,
+                0.5,
+                f"{dtype} heads {heads} dim {dim} half {half}{options}",
+            )
+
+
+def embedding_variants() -> Iterator[Variant]:
+    kernels = ("embedding", "embedding_starts", "embedding_partial", "embedding_backward")
+    dtypes = KERNEL_DTYPES if ALL else KERNEL_DTYPES[1:]
+    for dtype, hidden, kernel in itertools.product(dtypes, (7, 4096), kernels):
+        lanes = 16 // dtype.itemsize if hidden % 8 == 0 else 1
+        constants = embedding._constants(dtype, np.dtype("int64"), hidden, lanes)
+        yield _variant("embedding.cu", kernel, constants, f"{dtype} {hidden}")
+
+
+def _variant(
+    file: str, kernel: str, constants: _jit.Constants, label: str, share: float = 0.5
+) -> Variant:
+    return Variant(file, kernel, tuple(constants.items()), constants["THREADS"], share, label)
+
+
+VARIANTS = [
+    *rms_norm_variants(),
+    *column_sum_variants(),
+    *flat_variants(),
+    *row_variants(),
+    *rope_variants(),
+    *embedding_variants(),
+]
 
 
 @pytest.fixture(autouse=True)

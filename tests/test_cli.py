@@ -311,7 +311,7 @@ def test_info_says_what_is_here() -> None:
         assert said in result.output
 
 
-@pytest.mark.parametrize("command", ["info", "finetune", "generate", "plan"])
+@pytest.mark.parametrize("command", ["info", "check", "bench", "finetune", "generate", "plan"])
 def test_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""The command line ``unsloth-cupy``: info, finetune, generate, plan."""
+"""The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan."""
 
 EXTRA = "pip install 'unsloth_cupy[cli]'"
 

@@ -7,6 +7,8 @@ import click
 from .._version import __version__
 from ..errors import UnslothCupyError
 from . import missing
+from .bench import bench
+from .check import check
 from .finetune import finetune
 from .generate import generate
 from .info import info
@@ -40,5 +42,5 @@ def group() -> None:
     """Train transformers on NumPy and CUDA, let them write, know the memory before."""
 
 
-for command in (info, finetune, generate, plan):
+for command in (info, check, bench, finetune, generate, plan):
     group.add_command(command)

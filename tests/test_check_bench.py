@@ -1,0 +1,338 @@
+"""``check`` and ``bench``: on the CPU, and on a made-up GPU whose kernels are Python functions."""
+
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import numpy as np
+import pytest
+
+from unsloth_cupy import _jit
+from unsloth_cupy._cases import Scale, draw, forward_ops
+from unsloth_cupy._op import OPS
+from unsloth_cupy.cli import bench, check, machine, report, stopwatch
+from unsloth_cupy.cli.commands import group
+
+SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
+
+
+def run(*arguments: object) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(
+        group, [str(a) for a in arguments], env={"COLUMNS": "160"}
+    )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small arrays; one run is one call."""
+    monkeypatch.setattr(check, "SCALE", SMALL)
+    monkeypatch.setattr(bench, "HOST_SCALES", (SMALL, SMALL._replace(tokens=64)))
+    monkeypatch.setattr(bench, "DEVICE_SCALES", (SMALL,))
+    monkeypatch.setattr(stopwatch, "HOST_SECONDS", 0.0)
+    monkeypatch.setattr(stopwatch, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(stopwatch, "FLUSH_BYTES", 1 << 12)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: ([], "CUDA sees no device"))
+
+
+class FakeArray(np.ndarray[Any, Any]):
+    """What stands for an array of CuPy."""
+
+    @property
+    def device(self) -> Any:
+        return types.SimpleNamespace(id=0)
+
+    def get(self) -> Any:
+        return np.array(self)
+
+
+FakeArray.__module__ = "cupy"
+
+
+class FakeEvent:
+    """An event that happens 1 ms after the one before."""
+
+    now = 0.0
+
+    def record(self) -> None:
+        FakeEvent.now += 1.0
+        self.time = FakeEvent.now
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeGpu:
+    """A target that owns FakeArrays and knows the kernel of ``scale``."""
+
+    factor = 1.0  # what a broken kernel multiplies by beside
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, FakeArray)
+
+    def compile(self, name: str, source: str) -> Any:
+        def launch(grid: Any, block: Any, arguments: tuple[Any, ...], shared: int) -> None:
+            x, y, _, factor = arguments
+            y[...] = (x.astype(np.float32) * factor * self.factor).astype(y.dtype)
+
+        return launch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    def made(array: Any) -> Any:
+        return np.array(array).view(FakeArray)
+
+    cuda = types.SimpleNamespace(
+        Event=FakeEvent,
+        get_elapsed_time=lambda start, stop: stop.time - start.time,
+        Device=lambda: types.SimpleNamespace(id=0),
+        runtime=types.SimpleNamespace(
+            cudaDevAttrL2CacheSize=38,
+            deviceGetAttribute=lambda attribute, device: 1 << 10,
+            getDeviceCount=lambda: 1,
+        ),
+    )
+    cupy = types.ModuleType("cupy")
+    for name, value in {
+        "cuda": cuda,
+        "asarray": made,
+        "empty": lambda shape, dtype: made(np.full(shape, 7, dtype)),
+        "empty_like": made,
+        "zeros": lambda shape, dtype: made(np.zeros(shape, dtype)),
+        "copyto": np.copyto,
+    }.items():
+        setattr(cupy, name, value)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(machine, "gpus", lambda: ([machine.Gpu("Fake 9", "9.0", 1 << 30)], ""))
+    # NumPy arrays have no .data.ptr: where a fake lies does not matter here
+    monkeypatch.setattr("unsloth_cupy.ops._flat.lanes", lambda row, *arrays: 1)
+    monkeypatch.setattr(bench, "_address", id)
+    target = FakeGpu()
+    with _jit.using(target):
+        yield target
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "attention"])
+def test_check_judges_definitions_without_a_gpu(name: str, no_gpu: None) -> None:
+    result = run("check", name)
+    assert result.exit_code == 0, result.output
+    assert "No GPU was found (CUDA sees no device)" in result.output
+    assert result.output.count("NumPy definition") == 7, "a line and 2 ops in 3 dtypes"
+    assert f"{name}_backward" in result.output
+    assert "6 of 6 within the rule" in result.output
+
+
+@pytest.mark.parametrize("name", forward_ops())
+def test_every_op_is_within_the_rule(name: str) -> None:
+    results = list(check.judged(OPS[name], None))
+    assert [r for r in results if not r.ok] == []
+    assert len(results) == 3 * (1 + (OPS[name].backward is not None))
+    assert all(np.isfinite(r.allowed) for r in results)
+
+
+def inaccurate(x: Any, *, factor: float) -> Any:
+    return x * x.dtype.type(factor) + (0.0 if x.dtype == np.float64 else 1e-4)
+
+
+def not_a_number(x: Any, *, factor: float) -> Any:
+    y = x * factor
+    y[0, 0] = np.nan if x.dtype != np.float64 else 0
+    return y
+
+
+@pytest.mark.parametrize("broken", [inaccurate, not_a_number])
+def test_check_fails_at_a_broken_definition(
+    broken: Callable[..., Any], no_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OPS["scale"], "definition", broken)
+    monkeypatch.setattr(OPS["scale"], "plans", {})
+    result = run("check", "scale")
+    assert result.exit_code == 1
+    assert "scale in float32, NumPy definition: error" in result.output
+    assert "scale_backward in" not in result.output, "it is whole"
+
+
+def test_check_runs_kernels_where_a_gpu_is(gpu: FakeGpu) -> None:
+    result = run("check", "scale")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("kernel on Fake 9") == 6
+    assert "No GPU" not in result.output
+    assert "NumPy definition" not in run("check", "scale").output.split("\n", 1)[1]
+    assert run("check", "linear").output.count("kernel on") == 0, "it has none"
+
+
+def test_check_fails_at_a_broken_kernel(gpu: FakeGpu) -> None:
+    gpu.factor = 1.1
+    result = run("check", "scale")
+    assert result.exit_code == 1
+    assert "scale in float32, kernel on Fake 9: error" in result.output
+    assert "0 of 6 within the rule" in result.output
+
+
+def test_check_goes_on_after_a_kernel_that_does_not_compile(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, name: str, source: str) -> Any:
+        raise _jit.KernelError("scale does not compile")
+
+    monkeypatch.setattr(FakeGpu, "compile", fails)
+    result = run("check", "scale")
+    assert result.exit_code == 1
+    assert result.output.count("scale does not compile") == 6
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_unknown_op_names_the_close_ones(command: str) -> None:
+    result = run(command, "rms_nrm")
+    assert result.exit_code == 1
+    assert "there is no op 'rms_nrm'; did you mean rms_norm" in result.output
+    assert "choose from adamw_, add, " in run(command, "zzz").output
+
+
+@pytest.mark.parametrize("name", ["softmax", "add"])
+def test_bench_times_definitions_without_a_gpu(name: str, no_gpu: None, tmp_path: Path) -> None:
+    numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
+    result = run("bench", name, "--json", numbers, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert "times of NumPy definitions on the CPU" in result.output
+    assert "of copy" not in result.output
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    found = json.loads(numbers.read_text())
+    assert found["machine"]["gpu"] is None
+    assert found["copy_gb_per_s"] is None
+    assert "wall time on the CPU" in found["method"]
+    assert found["date"]
+    assert found["versions"]["numpy"] == np.__version__
+    rows = found["rows"]
+    assert [row["op"] for row in rows] == [name] * 6 + [f"{name}_backward"] * 6
+    assert {row["dtype"] for row in rows} == {"float16", "bfloat16", "float32"}
+    assert {row["ran_as"] for row in rows} == {"NumPy definition on the CPU"}
+    assert all(row["microseconds"] > 0 and row["of_copy"] is None for row in rows)
+    size = rows[5]["size"]
+    assert size == [64, 24]
+    assert rows[5]["bytes"] == {"softmax": 2, "add": 3}[name] * 64 * 24 * 4
+    if name == "add":
+        assert rows[-1]["bytes"] == 0, "both gradients are dc itself"
+
+
+def test_bytes_of_what_is_not_every_array_once() -> None:
+    def moved(name: str) -> tuple[dict[str, int], int]:
+        call = draw(OPS[name], SMALL)
+        outputs = call.mapped(np.copy).run() if name.endswith("_") else call.run()
+        sizes = {n: a.nbytes for n, a in (call.arrays | outputs).items() if a is not None}
+        return sizes, bench.traffic(call, outputs)
+
+    sizes, found = moved("rms_norm_forward")
+    assert found == sizes["x"] + sizes["weight"] + sizes["y"] + sizes["rstd"], "h is x"
+    sizes, found = moved("adamw_")
+    assert found == sizes["gradient"] + 2 * (sizes["parameter"] + sizes["mean"] + sizes["square"])
+    sizes, found = moved("embedding")
+    assert found == sizes["tokens"] + 2 * sizes["x"]
+    assert moved("reshape")[1] == 0
+
+
+def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
+    numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
+    result = run("bench", "scale", "--json", numbers, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert "Kernels on Fake 9, by device events" in result.output
+    found = json.loads(numbers.read_text())
+    assert found["machine"]["gpu"] == "Fake 9"
+    assert "L2" in found["method"]
+    copy = 2 * stopwatch.COPY_BYTES / 1e-3 / 1e9
+    assert found["copy_gb_per_s"] == pytest.approx(copy)
+    for row in found["rows"]:
+        assert row["microseconds"] == pytest.approx(1000)
+        assert row["runs"] >= 20
+        assert row["of_copy"] == pytest.approx(row["bytes"] / 1e-3 / 1e9 / copy)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_write_renews_the_block_between_the_markers(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"# Before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    monkeypatch.setattr(bench, "chosen", lambda name: [OPS["scale"]])
+    assert run("bench", "--write", page).exit_code == 0
+    text = page.read_text()
+    assert text.startswith(f"# Before\n{report.BEGIN}\nMeasured on one Fake 9 on 2")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert "| `scale` | float32 | 32 x 24 | 1.00 ms |" in text
+    result = run("bench", "scale", "--write", page)
+    assert result.exit_code == 1
+    assert "leave out scale" in result.output
+    page.write_text("no markers")
+    result = run("bench", "--write", page)
+    assert result.exit_code == 1
+    assert "must hold" in result.output
+
+
+def test_nothing_is_written_without_a_gpu(no_gpu: None, tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"{report.BEGIN}\nold\n{report.END}\n")
+    result = run("bench", "--write", page)
+    assert result.exit_code == 1
+    assert "no GPU was found" in result.output
+    assert page.read_text() == f"{report.BEGIN}\nold\n{report.END}\n"
+
+
+def test_the_page_has_the_markers() -> None:
+    report.check_markers(Path(__file__).parent.parent / "docs" / "performance.md")
+
+
+def test_missing_torch_says_what_to_install(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("bench", "add", "--peers")
+    assert result.exit_code == 1
+    assert "pip install 'unsloth_cupy[peers]'" in result.output
+
+
+def test_peers_stand_beside_each_other(no_gpu: None, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+    numbers = tmp_path / "times.json"
+    result = run("bench", "swiglu", "--peers", "--json", numbers)
+    assert result.exit_code == 0, result.output
+    assert "torch" in result.output
+    assert all(row["peers"]["torch"] > 0 for row in json.loads(numbers.read_text())["rows"])
+
+
+def test_peers_compute_the_same() -> None:
+    """Else a ratio to them says nothing."""
+    pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+    from unsloth_cupy.cli import peers
+
+    for name in peers.TORCH:
+        call = draw(OPS[name], SMALL)
+        outputs = call.run()
+        seeds = call.seeds(outputs, every=False)
+        found = {}
+        for given in (None, seeds):
+            calls, notes = peers.contestants(call, given, gpu=False)
+            assert notes == []
+            found[given is None] = calls["torch"]()
+        forward = found[True] if isinstance(found[True], tuple) else (found[True],)
+        for ours, theirs in zip(outputs.values(), forward, strict=False):
+            np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-5, err_msg=name)
+        gradients = call.backward(outputs, seeds).run().values()
+        for ours, theirs in zip(gradients, found[False], strict=True):
+            np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_peer_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+    from unsloth_cupy.cli import peers
+
+    monkeypatch.setitem(peers.TORCH, "add", lambda t, o: t["b"].no_such_method())
+    calls, notes = peers.contestants(draw(OPS["add"], SMALL), None, gpu=False)
+    assert calls == {}
+    assert notes[0].startswith("torch fails at add in float32: ")

@@ -1,0 +1,190 @@
+"""Calls of every op with random arrays of a chosen scale: what is checked and measured.
+
+Shapes and dtypes are read off an op's signature.  What no signature tells stands in two tables:
+the size of every axis, and the few arrays whose values have a meaning.
+"""
+
+import difflib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._op import OPS, Op
+from ._signature import DIFFERENTIABLE, Operand, allowed, shape_of
+from .errors import ConfigError
+
+SEQUENCES, PAGE = 2, 16  # packed in one row; tokens a page of a cache holds
+
+
+class Scale(NamedTuple):
+    """How large the arrays of a call are; the default is what ``asv_benchmarks`` measures."""
+
+    tokens: int = 1024
+    hidden: int = 1024
+    inner: int = 2816
+    vocab: int = 8192
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 64
+
+
+def forward_ops() -> list[str]:
+    """Return the ops that are nobody's backward op."""
+    backward = {op.backward.__name__ for op in OPS.values() if op.backward is not None}
+    return sorted(OPS.keys() - backward)
+
+
+def chosen(name: str | None) -> list[Op[..., Any]]:
+    """Return the forward ops that a name stands for: an op, its public name, its backward op.
+
+    None stands for every op.
+    """
+    names: dict[str, str] = {}
+    for forward in forward_ops():
+        backward = OPS[forward].backward
+        public = forward.removesuffix("_forward")
+        names |= dict.fromkeys((forward, public), forward)
+        names |= {backward.__name__: forward} if backward is not None else {}
+    if name is None:
+        return [OPS[forward] for forward in forward_ops()]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, cutoff=0.5)
+        listed = close or sorted({forward.removesuffix("_forward") for forward in forward_ops()})
+        cure = "did you mean" if close else "choose from"
+        raise ConfigError(f"there is no op {name!r}; {cure} {', '.join(listed)}")
+    return [OPS[names[name]]]
+
+
+def sizes(scale: Scale) -> dict[str, Any]:
+    """Return the size of every axis, and the options that an op cannot do without."""
+    tokens, part = scale.tokens, scale.tokens // SEQUENCES
+    return {
+        **scale._asdict(),
+        "rows": (tokens,),
+        "axes": (tokens, scale.hidden),
+        "columns": scale.hidden,
+        "inputs": scale.hidden,
+        "outputs": scale.hidden,
+        "half": scale.dim // 2,
+        "value_dim": scale.dim,
+        "batch": 1,
+        "sequences": SEQUENCES,
+        **dict.fromkeys(("queries", "keys", "key_tokens", "length"), tokens),
+        **dict.fromkeys(("max_queries", "max_keys"), part),
+        **dict.fromkeys(("pages", "max_pages"), tokens // PAGE),
+        "page": PAGE,
+        "start": 0,
+        "stop": scale.hidden // 2,
+        "shape": (-1,),
+        "factor": 0.5,
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "step": 1,
+    }
+
+
+def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
+    """Return how to make the arrays whose values have a meaning that no signature tells."""
+    tokens = scale.tokens
+    offsets = np.linspace(0, tokens, SEQUENCES + 1).astype(int)
+    return {
+        "labels": lambda: rng.integers(0, scale.vocab, tokens),
+        "q_offsets": lambda: offsets,
+        "k_offsets": lambda: offsets,
+        "positions": lambda: np.arange(tokens)[None],
+        "page_table": lambda: rng.permutation(tokens // PAGE)[None],
+        "lengths": lambda: np.array([tokens]),
+        "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
+        "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
+    }
+
+
+class Call(NamedTuple):
+    """An op, its arrays by name and its options."""
+
+    op: Op[..., Any]
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> dict[str, Any]:
+        """Return the outputs by name; those that are None are left out."""
+        found = self()
+        found = found if isinstance(found, tuple) else (found,)
+        names = [operand.name for operand in self.op.contract.outputs]
+        return {n: a for n, a in zip(names, found, strict=True) if a is not None}
+
+    def __call__(self) -> Any:
+        """Run the op as a caller would."""
+        return self.op.call([self.arrays[name] for name in self.op.names], dict(self.options))
+
+    def mapped(self, place: Callable[[Any], Any]) -> "Call":
+        """Return the same call of other arrays: copies, or copies on a GPU."""
+        moved = {name: None if a is None else place(a) for name, a in self.arrays.items()}
+        return self._replace(arrays=moved)
+
+    def cast(self, dtype: Any) -> "Call":
+        """Return the same call with every float array in a dtype, or in what goes with it."""
+        kinds = {o.name: o.kind for o in self.op.contract.inputs}
+
+        def converted(name: str, array: Any) -> Any:
+            if array is None or kinds[name] not in (*DIFFERENTIABLE, "table"):
+                return array
+            return array.astype(allowed(kinds[name], np.dtype(dtype))[0])
+
+        return self._replace(arrays={n: converted(n, a) for n, a in self.arrays.items()})
+
+    def backward(self, outputs: dict[str, Any], seeds: dict[str, Any]) -> "Call":
+        """Return the call of the backward op, wired by name; op must have one."""
+        op: Any = self.op.backward
+        wired = self.arrays | outputs | seeds
+        options = {name: value for name, value in self.options.items() if name in op.options}
+        return Call(op, {name: wired.get(name) for name in op.names}, options)
+
+    def seeds(self, outputs: dict[str, Any], *, every: bool) -> dict[str, Any]:
+        """Return random gradients of the outputs, NumPy's; without ``every`` only what must be."""
+        op: Any = self.op.backward
+        rng = np.random.default_rng(1)
+        taken = {o.name for o in op.contract.inputs if every or not o.optional}
+        return {
+            "d" + name: rng.standard_normal(a.shape, np.float32).astype(a.dtype)
+            for name, a in outputs.items()
+            if "d" + name in taken
+        }
+
+
+def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False) -> Call:
+    """Return a call with random float32 arrays on the host, writable.
+
+    ``optional`` gives every optional array too that a signature tells how to draw.
+    """
+    rng, known = np.random.default_rng(0), sizes(scale)
+    meant = meaning(scale, rng)
+    arrays: dict[str, Any] = dict.fromkeys(op.names)
+    for operand in op.contract.inputs:
+        if operand.optional and not (optional and _drawable(operand)):
+            continue
+        if operand.name in meant:
+            array = np.array(meant[operand.name]())
+            arrays[operand.name] = array.astype(np.float32) if array.dtype.kind == "f" else array
+        else:
+            arrays[operand.name] = _random(operand, known, rng)
+    return Call(op, arrays, {name: known[name] for name in op.options & known.keys()})
+
+
+def _drawable(operand: Operand) -> bool:
+    return operand.kind in (*DIFFERENTIABLE, "table", "bool") or operand.below is not None
+
+
+def _random(operand: Operand, known: dict[str, Any], rng: np.random.Generator) -> Any:
+    shape = shape_of(operand, known) or ()
+    if operand.kind == "bool":
+        return rng.random(shape) < 0.7
+    if operand.kind == "int":
+        return rng.integers(0, known[operand.below or ""], shape)
+    array = rng.standard_normal(shape, np.float32)
+    if operand.name.endswith("weight") and len(shape) == 2:
+        array *= shape[1] ** -0.5  # as layers begin: their results are near 1
+    return array

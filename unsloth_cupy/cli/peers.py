@@ -1,0 +1,143 @@
+"""The same computations by torch and, on a GPU, by torch.compile and Liger's Triton kernels."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 -- as torch's own pages call it
+
+from .._cases import Call
+from .._signature import DIFFERENTIABLE
+from ..interop.exchange import FRAMEWORKS
+
+Tensors = Mapping[str, Any]
+Options = Mapping[str, Any]
+
+
+def _turn(x: Any, t: Tensors) -> Any:
+    cos, sin = t["cos"][None, :, None], t["sin"][None, :, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attention(t: Tensors, o: Options) -> Any:
+    q, k, v = (t[name].transpose(1, 2) for name in "qkv")
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+# Calls with the arrays that ``_cases.draw`` gives: no optional one.
+TORCH: dict[str, Callable[[Tensors, Options], Any]] = {
+    "add": lambda t, o: t["a"] + t["b"],
+    "multiply": lambda t, o: t["a"] * t["b"],
+    "scale": lambda t, o: t["x"] * o["factor"],
+    "attention_forward": _attention,
+    "rope": lambda t, o: _turn(t["x"], t),
+    "rope_qk": lambda t, o: (_turn(t["q"], t), _turn(t["k"], t)),
+    "rms_norm_forward": lambda t, o: F.rms_norm(
+        t["x"], t["weight"].shape, t["weight"], o["eps"]
+    ),
+    "layer_norm_forward": lambda t, o: F.layer_norm(
+        t["x"], t["weight"].shape, t["weight"], None, o["eps"]
+    ),
+    "swiglu": lambda t, o: F.silu(t["gate"]) * t["up"],
+    "geglu": lambda t, o: F.gelu(t["gate"]) * t["up"],
+    "relu2": lambda t, o: F.relu(t["x"]).square(),
+    "softmax": lambda t, o: F.softmax(t["x"], dim=-1),
+    "swiglu_mlp": lambda t, o: F.linear(
+        F.silu(F.linear(t["x"], t["gate_weight"])) * F.linear(t["x"], t["up_weight"]),
+        t["down_weight"],
+    ),
+    "linear": lambda t, o: F.linear(t["x"], t["weight"]),
+    "embedding": lambda t, o: F.embedding(t["tokens"], t["weight"]),
+    "cross_entropy_forward": lambda t, o: F.cross_entropy(
+        t["logits"], t["labels"], reduction="none"
+    ),
+    "linear_cross_entropy_forward": lambda t, o: F.cross_entropy(
+        F.linear(t["x"], t["weight"]), t["labels"], reduction="none"
+    ),
+}  # fmt: skip
+
+# Of liger_kernel.transformers.functional.  Its geglu is the tanh form and its cross_entropy writes
+# gradients over the logits: other computations.
+LIGER: dict[str, Callable[[Any, Tensors, Options], Any]] = {
+    "rms_norm_forward": lambda liger, t, o: liger.liger_rms_norm(
+        t["x"], t["weight"], o["eps"], 0.0, "llama", False
+    ),
+    "layer_norm_forward": lambda liger, t, o: liger.liger_layer_norm(
+        t["x"], t["weight"], torch.zeros_like(t["weight"]), o["eps"]
+    ),
+    "swiglu": lambda liger, t, o: liger.liger_swiglu(t["gate"], t["up"]),
+}  # fmt: skip
+LIGER_OVERWRITES = ("swiglu",)  # its backward op cannot run twice on the same arrays
+
+
+def contestants(
+    call: Call, seeds: dict[str, Any] | None, gpu: bool
+) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """Return the peers of a forward call by name, and what is said of those that fail.
+
+    With seeds, the gradients of its outputs, they compute gradients of the inputs.
+    """
+    name, notes = call.op.__name__, []
+    functions: dict[str, Callable[..., Any]] = {}
+    if name in TORCH:
+        functions["torch"] = TORCH[name]
+    if gpu and name in TORCH:
+        torch.compiler.reset()  # or it gives up compiling after a few shapes
+        torch._functorch.config.donated_buffer = False  # backward runs many times
+        functions["torch.compile"] = torch.compile(TORCH[name], dynamic=False)
+    if gpu and name in LIGER and not (seeds and name in LIGER_OVERWRITES):
+        try:
+            liger = importlib.import_module("liger_kernel.transformers.functional")
+        except ImportError as error:
+            notes.append(f"Liger is left out ({error}): pip install liger-kernel")
+        else:
+            functions["Liger"] = lambda t, o: LIGER[name](liger, t, o)
+
+    calls = {}
+    for peer, function in functions.items():
+        run = _run(call, function, seeds)
+        try:
+            run()
+        except Exception as error:  # other people's code: its failure is a line, not the end
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            notes.append(f"{peer} fails at {name} in {_dtype(call)}: {first}")
+        else:
+            calls[peer] = run
+    return calls, notes
+
+
+def _dtype(call: Call) -> str:
+    names = [o.name for o in call.op.contract.inputs if o.kind == "float"]
+    return str(call.arrays[names[0]].dtype)
+
+
+def tensor(array: Any) -> Any:
+    """Return a copy of an array as a tensor of torch, where the array lives."""
+    return FRAMEWORKS["torch"].give_back(array, None).clone()
+
+
+def _run(call: Call, function: Any, seeds: dict[str, Any] | None) -> Callable[[], Any]:
+    tensors = {name: tensor(a) for name, a in call.arrays.items() if a is not None}
+    if seeds is None:
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return function(tensors, call.options)
+
+        return forward
+
+    kinds = {o.name: o.kind for o in call.op.contract.inputs}
+    leaves = [t.requires_grad_() for n, t in tensors.items() if kinds[n] in DIFFERENTIABLE]
+    gradients = [tensor(seed) for seed in seeds.values()]
+    recorded: list[Any] = []
+
+    def backward() -> Any:
+        if not recorded:  # the first run is no part of what is measured
+            outputs = function(tensors, call.options)
+            recorded.extend(outputs if isinstance(outputs, tuple) else (outputs,))
+        given = [g.to(out.dtype) for g, out in zip(gradients, recorded, strict=True)]
+        return torch.autograd.grad(recorded, leaves, given, retain_graph=True)
+
+    return backward

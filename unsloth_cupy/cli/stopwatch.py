@@ -1,0 +1,86 @@
+"""How long calls take: on the host's clock, or by events on a GPU.
+
+Contestants take turns, so that what slows the machine for a moment slows all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+Calls = Sequence[Callable[[], Any]]
+
+RUNS = 25
+HOST_SECONDS = 0.2  # for one contestant; slow calls run less often, at least HOST_RUNS times
+HOST_RUNS = 3
+FLUSH_BYTES = 512 << 20  # 0.1 ms or more: the host queues the next call meanwhile
+COPY_BYTES = 1 << 30
+
+
+class HostClock:
+    """Wall time of calls on the CPU."""
+
+    method = (
+        f"wall time on the CPU, median of {RUNS} runs after a warm-up, fewer where they take more"
+        f" than {HOST_SECONDS} s, at least {HOST_RUNS}; caches are not flushed"
+    )
+
+    def __call__(self, calls: Calls) -> tuple[list[float], int]:
+        """Return the median seconds of each call, and how many runs it is of."""
+        for call in calls:
+            call()
+        times: list[list[float]] = []
+        start, limit = perf_counter(), HOST_SECONDS * len(calls)
+        while len(times) < RUNS and (len(times) < HOST_RUNS or perf_counter() - start < limit):
+            row = []
+            for call in calls:
+                before = perf_counter()
+                call()
+                row.append(perf_counter() - before)
+            times.append(row)
+        return [median(column) for column in zip(*times, strict=True)], len(times)
+
+
+class DeviceClock:
+    """Time between two events on the current stream of a GPU, its L2 cache flushed before."""
+
+    method = (
+        f"device events around each call, median of {RUNS} runs after 3 warm-up runs, a buffer"
+        " larger than the L2 cache written before each, contestants taking turns"
+    )
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy = cupy
+        runtime, device = cupy.cuda.runtime, cupy.cuda.Device().id
+        cache = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
+        self.buffer = cupy.zeros(max(FLUSH_BYTES, 4 * cache) // 4, np.float32)
+
+    def __call__(self, calls: Calls) -> tuple[list[float], int]:
+        """Return the median seconds of each call, and how many runs it is of."""
+        event = self.cupy.cuda.Event
+        for call in calls:
+            for _ in range(3):
+                call()
+        marks = [(event(), event()) for _ in calls]
+        times = []
+        for _ in range(RUNS):
+            for call, (start, stop) in zip(calls, marks, strict=True):
+                self.buffer += 1
+                start.record()
+                call()
+                stop.record()
+            marks[-1][1].synchronize()
+            times.append([self.cupy.cuda.get_elapsed_time(*pair) / 1e3 for pair in marks])
+        return [median(column) for column in zip(*times, strict=True)], RUNS
+
+    def copy_rate(self) -> float:
+        """Return the bytes a second, read and written, of a large copy on the device."""
+        words = np.random.default_rng(0).integers(0, 2**32, COPY_BYTES // 4, np.uint32)
+        source = self.cupy.asarray(words)
+        target = self.cupy.empty_like(source)
+        seconds = self([lambda: self.cupy.copyto(target, source)])[0][0]
+        return 2 * source.nbytes / seconds

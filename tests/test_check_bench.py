@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import _jit
-from unsloth_cupy._cases import Scale, draw, forward_ops
+from unsloth_cupy._cases import Call, Scale, draw, forward_ops
 from unsloth_cupy._op import OPS
 from unsloth_cupy.cli import bench, check, machine, report, stopwatch
 from unsloth_cupy.cli.commands import group
@@ -175,6 +175,30 @@ def test_check_fails_at_a_broken_kernel(gpu: FakeGpu) -> None:
     assert result.exit_code == 1
     assert "scale in float32, kernel on Fake 9: error" in result.output
     assert "0 of 6 within the rule" in result.output
+
+
+def test_what_runs_without_a_kernel_is_called_a_definition(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A launch may decline a call."""
+
+    def declines(self: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(Call, "launches", declines)
+    assert run("check", "scale").output.count("definition on Fake 9") == 6
+    run("bench", "scale", "--json", tmp_path / "times.json")
+    rows = json.loads((tmp_path / "times.json").read_text())["rows"]
+    assert {row["ran_as"] for row in rows} == {"definition on Fake 9"}
+
+
+def test_a_launch_that_declines_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = draw(OPS["scale"], SMALL)
+    monkeypatch.setattr(OPS["scale"], "launch", lambda x, *, factor: NotImplemented)
+    assert not call.launches()
+    monkeypatch.setattr(OPS["scale"], "launch", lambda x, *, factor: x * factor)
+    assert call.launches()
+    assert not draw(OPS["linear"], SMALL).launches()
 
 
 def test_check_goes_on_after_a_kernel_that_does_not_compile(

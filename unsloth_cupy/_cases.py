@@ -120,6 +120,16 @@ class Call(NamedTuple):
         """Run the op as a caller would."""
         return self.op.call([self.arrays[name] for name in self.op.names], dict(self.options))
 
+    def launches(self) -> bool:
+        """Run the launch alone; say whether it has a kernel for these options and dtypes."""
+        op = self.op
+        if op.launch is None:
+            return False
+        arrays = [self.arrays[name] for name in op.names]
+        given = dict(zip(op.keywords, arrays[op.positional :], strict=True))
+        result = op.launch(*arrays[: op.positional], **given, **self.options)
+        return result is not NotImplemented
+
     def mapped(self, place: Callable[[Any], Any]) -> "Call":
         """Return the same call of other arrays: copies, or copies on a GPU."""
         moved = {name: None if a is None else place(a) for name, a in self.arrays.items()}

@@ -172,6 +172,10 @@ def _row(
         from .peers import contestants
 
         others, notes = contestants(forward, seeds, gpu is not None)
+    ran_as = "NumPy definition on the CPU"
+    if gpu is not None:
+        kernel = call.mapped(lambda a: a.copy()).launches()
+        ran_as = f"{'kernel' if kernel else 'definition'} on {gpu}"
     in_place = call.op.__name__.endswith("_")  # what it writes over is moved twice
     moved = traffic(call, (call.mapped(lambda a: a.copy()) if in_place else call).run())
     seconds, runs = clock([call, *others.values()])
@@ -181,7 +185,7 @@ def _row(
         "dtype": dtype.name,
         "size": list(lead.shape),
         "shapes": {name: list(a.shape) for name, a in call.arrays.items() if a is not None},
-        "ran_as": "NumPy definition on the CPU" if gpu is None else f"kernel on {gpu}",
+        "ran_as": ran_as,
         "microseconds": seconds[0] * 1e6,
         "runs": runs,
         "bytes": moved,

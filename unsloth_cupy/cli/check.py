@@ -1,6 +1,6 @@
 """``unsloth-cupy check``: the error of every op against float64, on the machine at hand."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import click
@@ -121,20 +121,20 @@ def turned(call: Call) -> Call:
 
 
 def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
-    """Run a call of NumPy arrays as a kernel on a GPU, if both are there, and compare."""
-    kernel = gpu is not None and call.op.launch is not None
-    name = call.op.__name__
-    where = f"kernel on {gpu}" if kernel else DEFINITION
+    """Run a call of NumPy arrays on a GPU, if there is one and a kernel, and compare."""
+    there = gpu is not None and call.op.launch is not None
+    name, where = call.op.__name__, f"kernel on {gpu}" if there else DEFINITION
     exact = call.cast(np.float64).mapped(np.copy).run()
-    plain = (call if kernel else _nudged(call)).mapped(np.copy).run()
-    try:
-        if kernel:
-            import cupy
+    plain = (call if there else _nudged(call)).mapped(np.copy).run()
+    place: Callable[[Any], Any] = np.copy
+    if there:
+        import cupy
 
-            found = call.mapped(cupy.asarray).run()
-        else:
-            found = call.mapped(np.copy).run()
-        found = {key: on_host(array) for key, array in found.items()}
+        place = cupy.asarray
+    try:
+        if there and not call.mapped(place).launches():
+            where = f"definition on {gpu}"
+        found = {key: on_host(array) for key, array in call.mapped(place).run().items()}
     except RuntimeError as error:  # KernelError, and what CUDA reports
         return Result(name, dtype.name, where, np.inf, 0.0, str(error).strip() or repr(error))
     if found.keys() != exact.keys():

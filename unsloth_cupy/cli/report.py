@@ -21,7 +21,7 @@ def table(report: Report) -> Any:
     peers = _peers(report)
     on_gpu = report["copy_gb_per_s"] is not None
     made = Table(title_justify="left")
-    for title in ("op", "dtype", "size"):
+    for title in ("op", "dtype", "size", *(["ran as"] if on_gpu else [])):
         made.add_column(title, no_wrap=True)
     for title in ("time", "GB/s", *(["of copy"] if on_gpu else []), *peers):
         made.add_column(title, justify="right")
@@ -30,6 +30,7 @@ def table(report: Report) -> Any:
         if before not in (None, row["op"]):
             made.add_section()
         cells = [row["op"] if before != row["op"] else "", row["dtype"], _size(row)]
+        cells += [row["ran_as"].partition(" ")[0]] if on_gpu else []
         cells += [_time(row["microseconds"]), _number(row["gb_per_s"])]
         cells += [_share(row["of_copy"])] if on_gpu else []
         for peer in peers:
@@ -157,6 +158,8 @@ def _block(report: Report) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
+        if not row["ran_as"].startswith("kernel"):
+            continue
         ratio = "-"
         if row["peers"]:
             best = min(row["peers"], key=row["peers"].get)

@@ -18,7 +18,6 @@ KERNEL(THREADS) adamw_(T *parameter, const G *gradient, float *mean, float *squa
                        float rate, float eps, float kept) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
     const long long count = elements - at;
-    if (count <= 0) return;
     float p[LANES], g[LANES], m[LANES], s[LANES];
     load(p, parameter + at, count);
     load(g, gradient + at, count);

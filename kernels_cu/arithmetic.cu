@@ -13,7 +13,6 @@
 
 KERNEL(THREADS) add(const T *a, const T *b, T *c, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float u[LANES], v[LANES];
     load(u, a + at, elements - at);
     load(v, b + at, elements - at);
@@ -24,7 +23,6 @@ KERNEL(THREADS) add(const T *a, const T *b, T *c, long long elements) {
 
 KERNEL(THREADS) multiply(const T *a, const T *b, T *c, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float u[LANES], v[LANES];
     load(u, a + at, elements - at);
     load(v, b + at, elements - at);
@@ -36,7 +34,6 @@ KERNEL(THREADS) multiply(const T *a, const T *b, T *c, long long elements) {
 KERNEL(THREADS) multiply_backward(const T *dc, const T *a, const T *b, T *da, T *db,
                                   long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float d[LANES], u[LANES], v[LANES];
     load(d, dc + at, elements - at);
     load(u, a + at, elements - at);
@@ -52,7 +49,6 @@ KERNEL(THREADS) multiply_backward(const T *dc, const T *a, const T *b, T *da, T 
 
 KERNEL(THREADS) scale(const T *x, T *y, long long elements, float factor) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float v[LANES];
     load(v, x + at, elements - at);
 #pragma unroll

@@ -38,7 +38,6 @@ __device__ __forceinline__ float rise(float x, float s) {
 
 KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float g[LANES], u[LANES];
     load(g, gate + at, elements - at);
     load(u, up + at, elements - at);
@@ -50,7 +49,6 @@ KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, long long elements) {
 KERNEL(THREADS) geglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
                                long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float d[LANES], g[LANES], u[LANES];
     load(d, dy + at, elements - at);
     load(g, gate + at, elements - at);

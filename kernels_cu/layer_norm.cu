@@ -149,11 +149,10 @@ KERNEL(THREADS, RESIDENT) layer_norm_backward(
     const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h,
     const W *__restrict__ weight, const float *__restrict__ mean, const float *__restrict__ rstd,
     T *__restrict__ dx, float *__restrict__ partial, long long rows) {
-    __shared__ float exchange[2][2][WARPS];
+    __shared__ float exchange[2][WARPS];  // in turns: a slow warp may still read the other
     const int first = threadIdx.x % ROW_THREADS * LANES;
     float *dw = partial + (long long)blockIdx.x * HIDDEN;
     float *dbias = dw + (long long)gridDim.x * HIDDEN;
-    int turn = 0;
 
     if constexpr (KEEP_BACKWARD) {
         Sums sums[DEPTH] = {};
@@ -180,9 +179,8 @@ KERNEL(THREADS, RESIDENT) layer_norm_backward(
                 widen(b, kept_h[k]);
                 dot(share, a, b, weight + column, at_hand);
             }
-            at_hand.mean_g = row_sum<ROW_THREADS>(share[0], exchange[turn][0]) / HIDDEN;
-            at_hand.mean_ghhat = row_sum<ROW_THREADS>(share[1], exchange[turn][1]) / HIDDEN;
-            turn ^= 1;
+            at_hand.mean_g = row_sum<ROW_THREADS>(share[0], exchange[0]) / HIDDEN;
+            at_hand.mean_ghhat = row_sum<ROW_THREADS>(share[1], exchange[1]) / HIDDEN;
 #pragma unroll
             for (int k = 0; k < DEPTH; k++) {
                 const int column = first + k * STEP;
@@ -245,10 +243,9 @@ KERNEL(THREADS, RESIDENT) layer_norm_backward(
                     load(b, h + start + column);
                     dot(share, a, b, weight + column, at_hand[i]);
                 }
-                at_hand[i].mean_g = row_sum<ROW_THREADS>(share[0], exchange[turn][0]) / HIDDEN;
-                at_hand[i].mean_ghhat = row_sum<ROW_THREADS>(share[1], exchange[turn][1]) / HIDDEN;
-                turn ^= 1;
-            }
+                at_hand[i].mean_g = row_sum<ROW_THREADS>(share[0], exchange[0]) / HIDDEN;
+                at_hand[i].mean_ghhat = row_sum<ROW_THREADS>(share[1], exchange[1]) / HIDDEN;
+                }
             for (int column = first; column < HIDDEN; column += STEP) {
                 Sums sums = {};
                 if (top >= GROUP * gridDim.x) {  // not the first group: go on with what is there

@@ -17,7 +17,6 @@ __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
 
 KERNEL(THREADS) relu2(const T *x, T *y, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float v[LANES];
     load(v, x + at, elements - at);
 #pragma unroll
@@ -27,7 +26,6 @@ KERNEL(THREADS) relu2(const T *x, T *y, long long elements) {
 
 KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float d[LANES], v[LANES];
     load(d, dy + at, elements - at);
     load(v, x + at, elements - at);

@@ -1,8 +1,9 @@
-// Rotary position embedding of queries and keys, in one launch; in place where y is x.
+// Rotary position embedding of queries and keys, in one launch, in place too.
 //
 //   y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        INVERSE: sin changes its sign
 //   of the pairs (i, i + HALF), or INTERLEAVED (2 i, 2 i + 1), of each head; cos and sin are row
-//   p of tables, p the token's position.  Columns from 2 HALF on are copied.
+//   p of tables, p the token's position.  Columns from 2 HALF on are copied
+//   where y is another array.
 //
 //   traffic     tokens * (HEADS + KV_HEADS) * DIM * sizeof(T) * 2, and HALF * sizeof(C) * 2 a token
 //   constants   T, C, I           dtypes of q and k, of the tables, of positions
@@ -13,7 +14,7 @@
 //               COLUMNS           threads of a head
 //               SLOTS             heads of a token that a block turns at a time
 //               TOKENS            of a block
-//               INTERLEAVED, INVERSE
+//               INTERLEAVED, INVERSE, IN_PLACE
 //
 //   The trick: a thread keeps its cosines and sines in registers and walks heads, so a table is
 //   read once a token.  It loads both values of a pair before it stores one: y may be x.
@@ -86,8 +87,7 @@ KERNEL(TOKENS *SLOTS *COLUMNS) rope(
             turn((of_q(head) ? q : k) + at, (of_q(head) ? turned_q : turned_k) + at, pair, c, s);
         }
     }
-    if constexpr (TURNED < DIM) {
-        if (q == turned_q) return;
+    if constexpr (TURNED < DIM && !IN_PLACE) {
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
             for (int rest = TURNED + column * LANES; rest < DIM; rest += COLUMNS * LANES) {
                 const long long at = start(token, head) + rest;

@@ -59,11 +59,12 @@ KERNEL(THREADS) softmax(const T *x, T *y, long long rows, float scale) {
     if constexpr (KEEP) {
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
-            if (row >= rows || !inside(first + k * STEP)) continue;
+            if (row < rows && inside(first + k * STEP)) {
 #pragma unroll
-            for (int j = 0; j < LANES; j++) {
-                kept[k][j] = exp_below(kept[k][j] - top);
-                sum += kept[k][j];
+                for (int j = 0; j < LANES; j++) {
+                    kept[k][j] = exp_below(kept[k][j] - top);
+                    sum += kept[k][j];
+                }
             }
         }
     } else {

@@ -16,7 +16,6 @@
 
 KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float g[LANES], u[LANES];
     load(g, gate + at, elements - at);
     load(u, up + at, elements - at);
@@ -28,7 +27,6 @@ KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long elements) {
 KERNEL(THREADS) swiglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
                                 long long elements) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
-    if (at >= elements) return;
     float d[LANES], g[LANES], u[LANES];
     load(d, dy + at, elements - at);
     load(g, gate + at, elements - at);

@@ -171,6 +171,26 @@ class KernelParity(Parity):
         _compare_kernels(OPS[self.op], case, dtype, lambda function: function(), cupy.asarray)
 
 
+class KernelAlone(KernelParity):
+    """What a kernel does where its definition raises or a rule is too wide: see ``prove``."""
+
+    cases = (Case("alone"),)
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = None
+    test_any_strides = None
+    test_emulated_kernels_off_alignment = None
+    test_gpu_kernels = None
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        """Raise unless the kernels, run by ops within ``emulator()``, do it."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        """The kernels, run on the CPU, do what the class says."""
+        self.prove(case, dtype)
+
+
 def _compare_kernels(
     op: Op,
     case: Case,

@@ -8,7 +8,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import DTypeError, RangeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity, emulator
+from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
@@ -44,15 +44,20 @@ def test_two_backward_runs_give_equal_bits() -> None:
     assert first.tobytes() == second.tobytes()
 
 
-def test_kernels_of_tokens_outside_the_vocabulary() -> None:
+class TestTokensOutsideTheVocabulary(KernelAlone):
     """A GPU's tokens are not read by the host: such a row is NaN, and no gradient."""
-    weight, tokens = np.arange(8, dtype=np.float32).reshape(2, 4), np.array([2, 1, -1])
-    embedding = importlib.import_module("unsloth_cupy.ops.embedding")
-    with emulator():
-        x = embedding._launch(tokens, weight)
-        _, dweight = embedding._launch_backward(np.ones((3, 4), np.float32), tokens, weight)
-    np.testing.assert_array_equal(x, [[np.nan] * 4, weight[1], [np.nan] * 4])
-    np.testing.assert_array_equal(dweight, [[0] * 4, [1] * 4])
+
+    op = "embedding"
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        weight, tokens = np.arange(8).astype(dtype).reshape(2, 4), np.array([2, 1, -1])
+        embedding = importlib.import_module("unsloth_cupy.ops.embedding")
+        with emulator():
+            x = embedding._launch(tokens, weight)
+            _, dweight = embedding._launch_backward(np.ones((3, 4), dtype), tokens, weight)
+        wide = [array.astype(np.float32) for array in (x, dweight)]
+        np.testing.assert_array_equal(wide[0], [[np.nan] * 4, [4, 5, 6, 7], [np.nan] * 4])
+        np.testing.assert_array_equal(wide[1], [[0] * 4, [1] * 4])
 
 
 @pytest.mark.parametrize("token", [-1, 5])

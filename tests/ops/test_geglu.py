@@ -8,7 +8,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
+from ..parity import EPS, Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 EXTREMES = np.array([-3e38, -1e20, -1e4, -41, -13, -1e-30, 0, 1e-30, 13, 41, 1e4, 1e20, 3e38])
@@ -60,6 +60,30 @@ def test_small_values_keep_their_digits(approximate: bool) -> None:
         share = 1 / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x**2)))
     found = uc.geglu(gate, np.ones_like(gate), approximate=approximate)
     np.testing.assert_allclose(found, x * share, rtol=1e-5)  # exp(-40) multiplies eps by 40
+
+
+class TestGegluFarFromZero(KernelAlone):
+    """Kernels at the extremes, as the definition there."""
+
+    op = "geglu"
+    cases = (Case("erf", approximate=False), Case("tanh", approximate=True))
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        with np.errstate(over="ignore"):
+            gate = EXTREMES[np.isfinite(EXTREMES.astype(dtype).astype(float))].astype(dtype)
+        one, options = np.ones_like(gate), case.both
+
+        def results() -> list[np.ndarray]:
+            found = uc.geglu(gate, one, **options), *uc.geglu_backward(one, gate, one, **options)
+            return [array.astype(np.float64) for array in found]
+
+        wanted = results()
+        with emulator():
+            found = results()
+        eps = EPS[np.dtype(dtype).name]
+        for array, exact in zip(found, wanted, strict=True):
+            # a share below 2**-126 is 0 in a kernel; 64: what it may be multiplied by
+            np.testing.assert_allclose(array, exact, rtol=4 * eps, atol=64 * 2.0**-126)
 
 
 def test_shapes_must_be_equal() -> None:

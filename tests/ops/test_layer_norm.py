@@ -28,7 +28,7 @@ class TestLayerNorm(KernelParity):
 class TestLayerNormLongRows(KernelParity):
     op = "layer_norm_forward"
     cases = (
-        Case("a ragged block a row", rows=[3], hidden=4104, given=["residual"]),
+        Case("a ragged block a row", rows=[3], hidden=4104, given=["residual", "bias"]),
         Case("read twice backward", rows=[5], hidden=8200, given=["residual", "bias"]),
         Case("read twice", rows=[1], hidden=32776),
     )

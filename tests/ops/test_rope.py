@@ -9,7 +9,7 @@ from unsloth_cupy.ops.rope import launch_rope
 from unsloth_cupy.ops.rope_qk import rope_qk_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity, emulator
+from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 SIZES: dict[str, Any] = {"batch": 2, "tokens": 3, "heads": 3, "dim": 10, "length": 5, "half": 5}
@@ -148,14 +148,20 @@ def test_kernel_of_many_heads_and_wide_tokens() -> None:
     np.testing.assert_allclose(y, wanted, rtol=0, atol=4 * 2.0**-23 * np.abs(wanted).max())
 
 
-def test_kernel_position_outside_the_tables() -> None:
+class TestPositionOutsideTheTables(KernelAlone):
     """A GPU's positions are not read by the host: such a token is NaN."""
-    (q, _), tables = _qk(), uc.rope_tables(9, 8)
-    y = np.empty_like(q)
-    with emulator():
-        launch_rope((q, None), (y, None), *tables, np.array([9, 1, -1]), False)
-    np.testing.assert_array_equal(np.isnan(y).all(axis=(2, 3)), [[True, False, True]] * 2)
-    np.testing.assert_array_equal(y[:, 1], uc.rope(q, *tables, np.array([0, 1, 0]))[:, 1])
+
+    op = "rope"
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        (q, _), tables = _qk(), uc.rope_tables(9, 8)
+        q = q.astype(dtype)
+        y = np.empty_like(q)
+        with emulator():
+            launch_rope((q, None), (y, None), *tables, np.array([9, 1, -1]), False)
+        found = np.isnan(y.astype(np.float32)).all(axis=(2, 3))
+        np.testing.assert_array_equal(found, [[True, False, True]] * 2)
+        np.testing.assert_array_equal(y[:, 1], uc.rope(q, *tables, np.array([0, 1, 0]))[:, 1])
 
 
 def test_in_place_needs_arrays_that_may_change() -> None:

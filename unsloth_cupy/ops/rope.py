@@ -153,6 +153,7 @@ def _constants(
     lanes: int,
     interleaved: bool,
     inverse: bool,
+    in_place: bool = False,
 ) -> Constants:
     """Return the constants of rope.cu for these dtypes and this shape of a token.
 
@@ -176,6 +177,7 @@ def _constants(
         TOKENS=max(1, 256 // (columns * slots)),
         INTERLEAVED=interleaved,
         INVERSE=inverse,
+        IN_PLACE=in_place,
     )
 
 
@@ -207,6 +209,7 @@ def launch_rope(
         lanes(math.gcd(half * (1 + interleaved), dim), q, k, *turned, cos, sin),
         interleaved,
         inverse,
+        q is turned[0],
     )
     blocks = -(-batch * tokens // constants["TOKENS"])
     threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]

@@ -4,7 +4,8 @@
     def add(x, y): return x + y                      the definition, in NumPy
 
     @add.kernel
-    def _launch(x, y): ...                           how its CUDA kernel is launched
+    def _launch(x, y): ...                           how its CUDA kernel is launched; where it
+                                                     returns NotImplemented, the definition runs
 
     @add.gradient("dz(*rows) -> dx(*rows), dy(*rows)")
     def add_backward(dz): return dz, dz              itself an op, with a kernel of its own
@@ -143,23 +144,31 @@ class Op(Generic[P, R]):
         empty = any(f and 0 in f.shape for f in forms)  # kernels meet no empty axis
         launchable = self.launch and bound.dtype in _jit.KERNEL_DTYPES and not empty
         kernel = bool(launchable) and _jit.target_of(lead) is not None
-        function: Any = self.launch if kernel else self.definition
         keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
-        pack = kernel and self.widen
+        pack = self.widen
+
+        def call(function: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
+            if keywords:
+                options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
+                arrays = arrays[:positional]
+            return function(*arrays, **options)
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             _options.check(self.definition, options)
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
-            if pack:
-                arrays = [a if a is None or type(a) is int else _arrays.packed(a) for a in arrays]
-            else:
+            result: Any = NotImplemented
+            if kernel:
+                given = arrays
+                if pack:
+                    given = [
+                        a if a is None or type(a) is int else _arrays.packed(a) for a in arrays
+                    ]
+                result = call(self.launch, given, options)
+            if result is NotImplemented:  # there is no kernel, or none for these options
                 for index in narrow:
                     arrays[index] = arrays[index].astype(FLOAT32)
-            if keywords:
-                options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
-                arrays = arrays[:positional]
-            result = function(*arrays, **options)
+                result = call(self.definition, arrays, options)
             results = result if result.__class__ is tuple else (result,)
             for array, dtype in zip(results, dtypes):  # noqa: B905 -- it costs 0.1 us a call
                 if array.__class__ is not np.ndarray or array.dtype is not dtype:

@@ -49,8 +49,6 @@ class Blocks:
         causal: bool,
         window: Window | None,
     ) -> None:
-        if window is not None:
-            check_window(window)
         self.q, self.k, self.v = q, k, v
         self.batch, self.queries, self.heads, _ = q.shape
         self.keys, self.kv_heads = k.shape[1:3]

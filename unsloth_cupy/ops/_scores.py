@@ -12,7 +12,7 @@ import numpy as np
 from .. import _philox
 from .._typing import Array
 from ..errors import ConfigError
-from ._blocks import TILE, Block, Blocks, Window, four_axes, index_of
+from ._blocks import TILE, Block, Blocks, Window, check_window, four_axes, index_of
 from ._products import by_keys, stacked
 
 
@@ -38,9 +38,7 @@ class Scores(Blocks):
         seed: int | None = None,
         first_batch: int = 0,
     ) -> None:
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise ConfigError(f"attention: softcap={softcap} must be above 0, or None for no cap")
-        _philox.check("attention", dropout, seed)
+        check_options(window, softcap, dropout, seed)
         super().__init__(q, k, v, key_lengths, query_start, block_mask, causal, window)
         self.scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else float(scale)
         self.softcap = None if softcap is None else float(softcap)
@@ -109,6 +107,17 @@ class Scores(Blocks):
         batch, heads, rows, keys = part.shape
         group = 1 if heads == 1 else self.group
         return part.reshape(batch, heads // group, group, rows, keys)
+
+
+def check_options(
+    window: Window | None, softcap: float | None, dropout: float, seed: int | None
+) -> None:
+    """Raise ConfigError for options that make no sense."""
+    if window is not None:
+        check_window(window)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ConfigError(f"attention: softcap={softcap} must be above 0, or None for no cap")
+    _philox.check("attention", dropout, seed)
 
 
 def _part(array: Array, block: Block) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
+from ._attention_launch import launch_forward
 from ._blocks import Block, Window
 from ._products import by_keys, for_keys, over_keys, stacked, unstacked
 from ._scores import Scores
@@ -198,6 +199,9 @@ def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
 
     scores.walk(step)
     return out, lse
+
+
+attention_forward.kernel(launch_forward)
 
 
 @attention_forward.gradient(

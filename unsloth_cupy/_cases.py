@@ -89,6 +89,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
 def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
     """Return how to make the arrays whose values have a meaning that no signature tells."""
     tokens = scale.tokens
+    angles = np.outer(np.arange(tokens), 1e4 ** (-2 * np.arange(scale.dim // 2) / scale.dim))
     offsets = np.linspace(0, tokens, SEQUENCES + 1).astype(int)
     return {
         "labels": lambda: rng.integers(0, scale.vocab, tokens),
@@ -97,6 +98,8 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "positions": lambda: np.arange(tokens)[None],
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],
         "lengths": lambda: np.array([tokens]),
+        "cos": lambda: np.cos(angles),  # a rotation: in place, again and again, nothing grows
+        "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
     }

@@ -31,6 +31,8 @@ from unsloth_cupy.ops import (
     rope,
 )
 
+from .hardware.primitives import PRIMITIVES, launch
+
 cupy = pytest.importorskip("cupy", reason="needs cupy-cuda12x")
 compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs cupy-cuda12x")
 core = pytest.importorskip("cupy._core.core", reason="needs cupy-cuda12x")
@@ -266,13 +268,24 @@ def test_ptxas_is_content(variant: Variant, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("file", ["flash.cu", "split_k.cu", "primitives.cu", "gemm.cu"])
+@pytest.mark.parametrize(
+    "file",
+    ["flash.cu", "split_k.cu", "primitives.cu", "gemm.cu", "products.cu", "cluster.cu"],
+)
 def test_the_examples_of_the_emulator_compile(file: str, arch: str) -> None:
     if file in ("primitives.cu", "gemm.cu") and arch != "90":
         pytest.skip("wgmma and TMA need sm_90a")
     source = f'#include "common/device.cuh"\n#include "{file}"\n'
-    _, log = compiled(source, arch, (f"-I{EXAMPLES}",))
-    assert not re.search("warning", log, re.I), log
+    names = {made.kernel for made in map(launch, PRIMITIVES) if made.file == file}
+    asked = sorted(name for name in names if "<" in name and arch == "90")  # templates
+    report = ["--ptxas-options=-v", f"-I{EXAMPLES}"]
+    options = core.assemble_cupy_compiler_options((*_jit.compiler_options(arch), *report))
+    log = io.StringIO()
+    cubin, mapping = compiler.compile_using_nvrtc(
+        source, (*options, "-ftz=true"), arch, "unit.cu", asked, log
+    )
+    assert len(mapping or ()) == len(asked)
+    assert not re.search("warning", log.getvalue(), re.I), log.getvalue()
 
 
 def test_cupy_keeps_the_architecture_with_wgmma() -> None:

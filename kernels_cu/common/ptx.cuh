@@ -27,6 +27,28 @@ PTX void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
                  "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
+PTX void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                          const float (&c)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
+                 "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+PTX void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                         const int (&c)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
+                 "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+// The 19 bits of a float that a tf32 product looks at, rounded to nearest, ties away from zero.
+PTX uint32_t round_tf32(float x) {
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
+}
 PTX void ldmatrix_x4(uint32_t (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -60,6 +82,31 @@ PTX void named_barrier_sync(int id, int threads) {
 PTX void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// ---- sm_89: 8-bit floats, two in 16 bits; too large is the largest, and NaN stays NaN ----------
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+PTX uint32_t pack_e4m3(float low, float high) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(low), "f"(high));
+  return r;
+}
+PTX uint32_t pack_e5m2(float low, float high) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(r) : "f"(low), "f"(high));
+  return r;
+}
+// ... as two float16
+PTX uint32_t unpack_e4m3(uint32_t pair) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((unsigned short)pair));
+  return r;
+}
+PTX uint32_t unpack_e5m2(uint32_t pair) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(r) : "h"((unsigned short)pair));
+  return r;
+}
+#endif
 
 // ---- sm_90: mbarrier, TMA ---------------------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -112,11 +159,81 @@ PTX void tma_store_2d(const TensorMap *m, const void *src, int c0, int c1) {
                ::"l"(m), "r"(smem_u32(src)), "r"(c0), "r"(c1)
                : "memory");
 }
+PTX void tma_reduce_add_2d(const TensorMap *m, const void *src, int c0, int c1) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group "
+               "[%0, {%2, %3}], [%1];"
+               ::"l"(m), "r"(smem_u32(src)), "r"(c0), "r"(c1)
+               : "memory");
+}
+// Neighbouring bytes, without a tensor map: a multiple of 16, both addresses too.
+PTX void bulk_load(void *dst, const void *src, int bytes, uint64_t *bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1], %2, [%3];"
+               ::"r"(smem_u32(dst)), "l"(src), "r"(bytes), "r"(smem_u32(bar))
+               : "memory");
+}
+PTX void bulk_store(void *dst, const void *src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
+               : "memory");
+}
 PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N> PTX void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- sm_90: clusters --------------------------------------------------------------------------
+PTX uint32_t cluster_rank() {
+  uint32_t r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+PTX uint32_t cluster_size() {
+  uint32_t r;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
+  return r;
+}
+PTX void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+PTX void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// Where a pointer to one's own shared memory lies in the block of a rank.
+PTX void *cluster_map(const void *p, int rank) {
+  void *r;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(rank));
+  return r;
+}
+PTX uint32_t cluster_smem_u32(const void *p, int rank) {
+  uint32_t r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(smem_u32(p)), "r"(rank));
+  return r;
+}
+PTX void mbarrier_arrive_cluster(uint64_t *bar, int rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+               ::"r"(cluster_smem_u32(bar, rank))
+               : "memory");
+}
+PTX void mbarrier_wait_cluster(uint64_t *bar, int parity) {
+  asm volatile("{.reg .pred p;\n"
+               "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+               "@!p bra again;}"
+               ::"r"(smem_u32(bar)), "r"(parity)
+               : "memory");
+}
+// Four bytes into the block of a rank, counted by its mbarrier when they are there.
+PTX void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(cluster_smem_u32(dst, rank)), "r"(value), "r"(cluster_smem_u32(bar, rank))
+               : "memory");
+}
+// The same tile into every block whose bit is set, each with its own mbarrier.
+PTX void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1,
+                               int ranks) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+               ::"r"(smem_u32(dst)), "l"(m), "r"(smem_u32(bar)), "r"(c0), "r"(c1),
+                 "h"((unsigned short)ranks)
+               : "memory");
+}
 #endif
 
 // ---- sm_90a: warpgroup products, register budgets ---------------------------------------------
@@ -132,42 +249,62 @@ PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "m
 template <int N> PTX void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-template <int TA, int TB>
-PTX void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, int scale_d) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-               "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, %32, %33, p, 1, 1, %35, %36;}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-                 "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-                 "+f"(d[30]), "+f"(d[31])
-               : "l"(a), "l"(b), "r"(scale_d), "n"(TA), "n"(TB));
-}
-template <int TA, int TB>
-PTX void wgmma_m64n128k16_bf16(float (&d)[64], uint64_t a, uint64_t b, int scale_d) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-               "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
-               "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-               "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, %64, %65, p, 1, 1, %67, %68;}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-                 "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-                 "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-                 "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-                 "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-                 "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-                 "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-               : "l"(a), "l"(b), "r"(scale_d), "n"(TA), "n"(TB));
-}
+
+// d += A * B, 64 rows by N columns.  A comes from shared memory or, as four registers in the layout
+// of mma_m16n8k16, from each warp's own 16 rows; TA and TB say that an operand is MN-major.
+#define WGMMA_OUT8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_OUT16(i) WGMMA_OUT8(i), WGMMA_OUT8(i + 8)
+#define WGMMA_OUT_32 WGMMA_OUT16(0), WGMMA_OUT16(16)
+#define WGMMA_OUT_48 WGMMA_OUT_32, WGMMA_OUT16(32)
+#define WGMMA_OUT_64 WGMMA_OUT_48, WGMMA_OUT16(48)
+#define WGMMA_OUT_80 WGMMA_OUT_64, WGMMA_OUT16(64)
+#define WGMMA_OUT_96 WGMMA_OUT_80, WGMMA_OUT16(80)
+#define WGMMA_OUT_112 WGMMA_OUT_96, WGMMA_OUT16(96)
+#define WGMMA_OUT_128 WGMMA_OUT_112, WGMMA_OUT16(112)
+#define WGMMA_D_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_D_48 WGMMA_D_32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_D_64 WGMMA_D_48 \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_D_80 WGMMA_D_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_D_96 WGMMA_D_80 \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_D_112 WGMMA_D_96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_D_128 WGMMA_D_112 \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// I0 to I6 number the operands behind the R results.
+#define WGMMA_OF(TYPE, N, R, I0, I1, I2, I3, I4, I5, I6)                                           \
+  template <int TA, int TB>                                                                        \
+  PTX void wgmma_m64n##N##k16_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE                 \
+                 " {" WGMMA_D_##R "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I3 ", %" #I4 ";}"           \
+                 : WGMMA_OUT_##R                                                                   \
+                 : "l"(a), "l"(b), "r"(scale_d), "n"(TA), "n"(TB));                                \
+  }                                                                                                \
+  template <int TB>                                                                                \
+  PTX void wgmma_m64n##N##k16_##TYPE##_registers(float (&d)[R], const uint32_t (&a)[4],            \
+                                                 uint64_t b, int scale_d) {                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0;\n"                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #TYPE "." #TYPE                 \
+                 " {" WGMMA_D_##R "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4             \
+                 ", p, 1, 1, %" #I6 ";}"                                                           \
+                 : WGMMA_OUT_##R                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TB));     \
+  }
+#define WGMMA(...) WGMMA_OF(bf16, __VA_ARGS__) WGMMA_OF(f16, __VA_ARGS__)
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
+WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #endif
 #undef PTX

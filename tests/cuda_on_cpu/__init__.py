@@ -75,7 +75,9 @@ class TensorMap(NamedTuple):
         shape, strides = self.array.shape[::-1], self.array.strides[::-1]
         padded = [[*values, 0, 0, 0, 0, 0, 0] for values in (shape, self.box, strides[1:])]
         mode = {0: 0, 32: 1, 64: 2, 128: 3}[self.swizzle]
-        head = (0x544D4150, len(shape), self.array.itemsize, mode, 0, address)
+        numbers = ("", "float32", "float16", "bfloat16", "int32")  # what a reduction can add
+        number = numbers.index(name) if (name := self.array.dtype.name) in numbers else 0
+        head = (0x544D4150, len(shape), self.array.itemsize, mode, number, address)
         raw = struct.pack(
             "=I4BQ5I6H4Q", *head, *padded[0][:5], *padded[1][:6], *padded[2][:4]
         ).ljust(128, b"\0")
@@ -168,7 +170,11 @@ def _runtime() -> Any:
     def build(folder: Path) -> Path:
         _compile("runtime", *(["g++", *flags, "-c", path] for path in sources), cwd=folder)
         objects = [f"{path.stem}.o" for path in sources]
-        _compile("runtime", ["g++", "-shared", *objects, "-o", "runtime.so", "-ldl"], cwd=folder)
+        _compile(
+            "runtime",
+            ["g++", "-shared", *objects, "-o", "runtime.so", "-ldl", "-pthread"],
+            cwd=folder,
+        )
         return folder / "runtime.so"
 
     texts = [path.read_text() for path in (*sources, HERE / "src/machine.hpp")]
@@ -188,6 +194,13 @@ def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[s
             yield from _included(path.read_text(), folders, seen)
 
 
+def _cluster(name: str, text: str) -> str:
+    """Return what the __cluster_dims__ of a kernel say, as C."""
+    bare = re.escape(name.partition("<")[0])
+    found = re.search(rf"__cluster_dims__\(([^()]*)\)\s*{bare}\s*\(", text)
+    return ", ".join([*(found[1].split(",") if found else []), "1", "1", "1"][:3])
+
+
 @functools.lru_cache(maxsize=512)
 def _load(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> "Module":
     folders = (HERE / "include", *roots)
@@ -201,6 +214,7 @@ static thread_local char emu_first;
 extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{DYNAMIC_SHARED}];
 extern "C" void *emu_dynamic() {{ emu_first = 0; return {"emu_buffer" if buffers else "nullptr"}; }}
 EMU_ENTRY({name})
+extern "C" {{ extern const unsigned emu_cluster[3] = {{{_cluster(name, whole)}}}; }}
 """
     if buffers:
         labels = [f".globl {b}; .type {b}, @object; {b}:" for b in ("emu_buffer", *sorted(buffers))]
@@ -241,11 +255,12 @@ class _Buffer(ctypes.Structure):
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("thunk", ctypes.c_void_p),
-        ("dynamic", ctypes.c_void_p),
+        ("image", ctypes.c_void_p),
         ("dynamic_size", ctypes.c_size_t),
         ("dynamic_capacity", ctypes.c_size_t),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_uint * 3),
         ("args", ctypes.POINTER(ctypes.c_void_p)),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("buffer_count", ctypes.c_int),
@@ -293,6 +308,7 @@ class Module:
         self.name, self.path, self.runtime, self.check = name, path, runtime, check
         self.library = ctypes.CDLL(str(path))
         self.library.emu_dynamic.restype = ctypes.c_void_p
+        self.cluster = tuple((ctypes.c_uint * 3).in_dll(self.library, "emu_cluster"))
         self.arity = ctypes.c_int.in_dll(self.library, "emu_arity").value
         declared = re.search(rf"\b{re.escape(name.partition('<')[0])}\(([^)]*)\)", text)
         self.names = re.findall(r"(\w+)\s*(?:,|$)", declared[1]) if declared else []
@@ -329,12 +345,12 @@ class Module:
             *(_Buffer(a.base, a.size, a.name.encode(), a.writable) for a in allocations)
         )
         dynamic = self.library.emu_dynamic()
-        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block)]
+        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block, self.cluster)]
         error = self.runtime.emu_launch(
             ctypes.byref(
                 _Launch(
                     ctypes.cast(self.library.emu_entry, ctypes.c_void_p),
-                    dynamic,
+                    ctypes.cast(self.library.emu_dynamic, ctypes.c_void_p),
                     shared,
                     DYNAMIC_SHARED if dynamic else 0,
                     *sizes,

@@ -11,6 +11,7 @@ from unsloth_cupy.errors import KernelError
 
 from .. import cuda_on_cpu
 from ..cuda_on_cpu import Emulator, EmulatorError
+from ..hardware.primitives import launch
 from . import LIMITS, RNG, flash, gemm, kernel, split_k
 
 
@@ -44,6 +45,55 @@ def test_a_broken_kernel(mode: int, threads: int, says: str, monkeypatch: Any) -
         kernel("primitives.cu", "broken")((1,), (threads,), (out, np.int32(mode)), 0)
     where = r"broken: primitives\.cu:\d+: .*\[block \(0,0,0\) thread \(\d+,0,0\)\]$"
     assert re.search(where, str(caught.value), re.S)
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        (0, r"barrier\.cluster\.wait without an arrive before"),
+        (1, r"barrier\.cluster\.arrive twice without a wait between"),
+        (2, "thread exits between barrier.cluster.arrive and its wait"),
+        (3, "race on static shared memory byte .* of block rank"),
+        (4, "block rank 0 exits unordered with a read|rank 0, which has exited"),
+        (5, "mapa: rank 2 in a cluster of 2"),
+        (
+            6,
+            "deadlock: .* wait at barrier.cluster .* wait at mbarrier",
+        ),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_broken_cluster(mode: int, says: str, seed: int) -> None:
+    run = kernel("cluster.cu", "broken_cluster", seed=seed)
+    with pytest.raises(EmulatorError, match=says):
+        run((2,), (32,), (np.zeros(32, np.int32), np.int32(mode)), 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "bug", "says"),
+    [
+        ("cp.async.bulk", "NO_PROXY_FENCE", "no fence.proxy.async after the write"),
+        (
+            "distributed shared memory, cluster of 2",
+            "NO_FIRST_BARRIER",
+            "before the first barrier.cluster: that block may not run yet",
+        ),
+        ("distributed shared memory, cluster of 4", "NO_LAST_BARRIER", "race on static shared"),
+        ("st.async and arrivals of other blocks", "NO_WAIT", "race on|uninitialised"),
+    ],
+)
+def test_a_planted_bug_of_a_copy(name: str, bug: str, says: str, seed: int) -> None:
+    made = launch(name)
+    run = kernel(made.file, made.kernel, bugs=[bug], seed=seed)
+    with pytest.raises(EmulatorError, match=rf"cluster\.cu:\d+: .*({says})"):
+        run((made.grid,), (made.block,), made.args, made.shared)
+
+
+def test_a_grid_is_whole_clusters() -> None:
+    run = kernel("cluster.cu", "broken_cluster")
+    with pytest.raises(EmulatorError, match=r"a grid of \(3,1,1\) blocks in clusters of \(2,1,1\)"):
+        run((3,), (32,), (np.zeros(1, np.int32), np.int32(2)), 0)
 
 
 def test_blocks_race() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ..cuda_on_cpu import TensorMap
+from ..hardware.primitives import PRIMITIVES, Tile, launch
 from . import RNG, kernel
 
 pytestmark = pytest.mark.parametrize("check", [True, False], ids=["checked", "fast"])
@@ -16,22 +17,23 @@ def run(name: str, block: int, args: tuple[Any, ...], shared: int = 0, **how: An
     kernel("primitives.cu", name, **how)((1,), (block,), args, shared)
 
 
-def test_mma(check: bool) -> None:
-    a = RNG.standard_normal((16, 16)).astype(np.float16)
-    b = RNG.standard_normal((16, 8)).astype(np.float16)
-    lane = np.arange(32)
-    row, pair = lane // 4, lane % 4 * 2
-    a_parts, b_parts = np.zeros((32, 4, 2), np.float16), np.zeros((32, 2, 2), np.float16)
-    for half in range(2):
-        for r in range(4):
-            a_parts[:, r, half] = a[row + r % 2 * 8, pair + r // 2 * 8 + half]
-        for r in range(2):
-            b_parts[:, r, half] = b[pair + r * 8 + half, row]
-    d = np.zeros((32, 4), np.float32)
-    run("mma_f16", 32, (a_parts.view(np.uint32), b_parts.view(np.uint32), d), check=check)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    for r in range(4):
-        np.testing.assert_allclose(d[:, r], exact[row + r // 2 * 8, pair + r % 2], atol=1e-5)
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_primitive(check: bool, name: str) -> None:
+    """Bit by bit: the values are integers that every sum holds."""
+    made = launch(name)
+    args = [emulated(arg) for arg in made.args]
+    how: Any = {"check": check, "seed": len(name) % 3}
+    kernel(made.file, made.kernel, **how)((made.grid,), (made.block,), args, made.shared)
+    for position, expected in made.expected.items():
+        found = getattr(args[position], "array", args[position])
+        np.testing.assert_array_equal(found.view(expected.dtype), expected)
+
+
+def emulated(arg: Any) -> Any:
+    if not isinstance(arg, Tile):
+        return arg
+    number = ml_dtypes.bfloat16 if arg.number == "bfloat16" else arg.array.dtype
+    return TensorMap(arg.array.view(number), arg.box, arg.swizzle)
 
 
 def test_ldmatrix(check: bool) -> None:
@@ -66,19 +68,6 @@ def test_tma_load(check: bool, swizzle: int, rank: int) -> None:
     args = (TensorMap(array, box, swizzle), out, np.int32(out.size), *map(np.int32, corner))
     run(f"tma{rank}", 64, args, out.size, check=check, seed=rank)
     np.testing.assert_array_equal(out.view(np.uint16), swizzled)
-
-
-@pytest.mark.parametrize("majors", ["0, 0", "0, 1", "1, 0", "1, 1"])
-def test_wgmma(check: bool, majors: str) -> None:
-    a, b = (RNG.standard_normal((64, 64)).astype(ml_dtypes.bfloat16) for _ in range(2))
-    d = np.zeros((64, 64), np.float32)
-    turned = [
-        np.ascontiguousarray(array.T if major == "1" else array)
-        for array, major in zip((a, b), majors.split(", "), strict=True)
-    ]
-    maps = [TensorMap(array, (64, 64)) for array in turned]
-    run(f"wgmma64<{majors}>", 128, (*maps, d), 16384, check=check)
-    np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64).T, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

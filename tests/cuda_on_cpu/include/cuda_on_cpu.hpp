@@ -15,6 +15,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 // thread_local is the one C++ storage class that is legal both alone at block scope (where it
 // implies static) and after `extern`.  Every block starts with the module's thread-local image
 // poisoned.
@@ -175,6 +176,14 @@ inline int __popc(unsigned u) { return __builtin_popcount(u); }
 inline int __popcll(unsigned long long u) { return __builtin_popcountll(u); }
 inline int __clz(int u) { return u ? __builtin_clz(u) : 32; }
 inline int __ffs(int u) { return __builtin_ffs(u); }
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 32; i += 8) c += (signed char)(a >> i) * (signed char)(b >> i);
+  return c;
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+  return c;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline float __expf(float x) { return expf(x); }
 inline float __exp2f(float x) { return exp2f(x); }

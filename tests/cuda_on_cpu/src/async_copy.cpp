@@ -109,27 +109,30 @@ void mbarrier_wait(void *p, int parity, const char *file, int line) {
 // ---- TMA ---------------------------------------------------------------------------------------
 struct Map {  // what tensor_map() in __init__.py packs
   uint32_t magic;
-  uint8_t rank, elem, swizzle, pad;
+  uint8_t rank, elem, swizzle;
+  Number type;
   char *base;
   uint32_t dim[5];
   uint16_t box[6];
   uint64_t stride[4];
 };
 static_assert(sizeof(Map) <= 128);
-constexpr uint32_t kMagic = 0x544d4150;
+constexpr uint32_t kMagic = 0x544d4150, kValue = 1;  // kValue: st.async, out of no memory
 
 struct Copy {
   Map map;
   uint32_t dst;
+  int rank;  // of the block whose shared memory it fills
   int coord[5];
   MBarrier *bar;
   int agent;
   Where at;
 };
 static std::deque<Copy> copies;
+static std::deque<uint32_t> values;  // of st.async; a deque does not move them
 static int turn, store_agent;
 
-static int next_agent() { return kWgmmaAgents + turn++ % (kAgents - kWgmmaAgents); }
+static int next_agent() { return M.wgmma_agents + turn++ % kCopyAgents; }
 
 uint32_t swizzled(int mode, uint32_t a) {
   static const uint32_t mask[] = {0, 0x10, 0x30, 0x70};
@@ -175,26 +178,42 @@ static Map check_map(int rank, const void *tensor_map, uint32_t shared, Where at
   return m;
 }
 
-void tma_load(int rank, void *dst, const void *map, void *bar, const int *coord, const char *file,
-              int line) {
-  Where at{file, line};
-  uint32_t shared = shared_address(dst);
-  Copy t{check_map(rank, map, shared, at), shared, {}, &mbar(bar, at), next_agent(), at};
+// One copy into the block of a rank; its mbarrier is there too.
+static void issue(const Map &map, uint32_t dst, int rank, uint32_t bar, const int *coord,
+                  Where at) {
+  char *barrier = from_shared(bar, 8, at, rank);
+  Copy t{map, dst, rank, {}, &mbar(barrier, at), next_agent(), at};
   if (!t.bar->fenced)
     fail("TMA uses an mbarrier whose initialisation no fence.mbarrier_init (or fence.proxy.async)"
          " published", at);
-  for (int i = 0; i < rank; i++) t.coord[i] = coord[i];
-  size_t n = box_bytes(t.map);
-  char *p = from_shared(t.dst, n, at);
+  for (int i = 0; i < map.rank; i++) t.coord[i] = coord[i];
+  size_t n = box_bytes(map);
+  char *p = from_shared(dst, n, at, rank);
   if (M.checks) {
     Clock *c = agent_clock(t.agent);
     join(c, M.cur->clock);
-    c[M.threads + t.agent]++;
-    touch(bar, 8, Read, at);
+    c[M.fibers + t.agent]++;
+    touch(barrier, 8, Read, at);
     touch(p, n, Write, at, t.agent);
   }
   memset(p, 0xff, n);
   copies.push_back(t);
+}
+
+void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const int *coord,
+                        unsigned ranks, const char *file, int line) {
+  Where at{file, line};
+  uint32_t shared = shared_address(dst);
+  Map m = check_map(rank, map, shared, at);
+  if (!ranks || ranks >> M.blocks)
+    fail("TMA: multicast to ranks beyond the cluster of " + std::to_string(M.blocks), at);
+  for (int r = 0; r < M.blocks; r++)
+    if (ranks >> r & 1) issue(m, shared, r, shared_address(bar), coord, at);
+}
+
+void tma_load(int rank, void *dst, const void *map, void *bar, const int *coord, const char *file,
+              int line) {
+  tma_load_multicast(rank, dst, map, bar, coord, 1u << M.cur->rank, file, line);
 }
 
 void land_oldest_copy() {
@@ -203,9 +222,10 @@ void land_oldest_copy() {
   copies.pop_front();
   const Map &m = t.map;
   each_row(m, t.coord, [&](uint32_t offset, char *g, int lo, int hi) {
-    if (g) touch(g + lo * m.elem, size_t(hi - lo) * m.elem, Read, t.at, t.agent);
+    if (g && m.magic != kValue) touch(g + lo * m.elem, size_t(hi - lo) * m.elem, Read, t.at, t.agent);
     for (int i = 0; i < m.box[0]; i++) {
-      char *d = from_shared(swizzled(m.swizzle, t.dst + offset + i * m.elem), m.elem, t.at);
+      uint32_t to = swizzled(m.swizzle, t.dst + offset + i * m.elem);
+      char *d = from_shared(to, m.elem, t.at, t.rank);
       if (g && i >= lo && i < hi)
         memcpy(d, g + i * m.elem, m.elem);
       else
@@ -217,26 +237,76 @@ void land_oldest_copy() {
   end_phase(*t.bar);
 }
 
-void tma_store(int rank, const void *map, const void *src, const int *coord, const char *file,
-               int line) {
-  Where at{file, line};
-  uint32_t s = shared_address(src);
-  Map m = check_map(rank, map, s, at);
+static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at) {
   M.cur->stores++;
   store_agent = next_agent();
   if (M.checks) {
     Clock *c = agent_clock(store_agent);
     join(c, M.cur->clock);
-    c[M.threads + store_agent]++;
-    touch(src, box_bytes(m), Read, at, store_agent);
+    c[M.fibers + store_agent]++;
+    touch(from_shared(s, box_bytes(m), at), box_bytes(m), Read, at, store_agent);
   }
   each_row(m, coord, [&](uint32_t offset, char *g, int lo, int hi) {
     if (!g) return;
-    touch(g + lo * m.elem, size_t(hi - lo) * m.elem, Write, at, store_agent);
-    for (int i = lo; i < hi; i++)
-      memcpy(g + i * m.elem, from_shared(swizzled(m.swizzle, s + offset + i * m.elem), m.elem, at),
-             m.elem);
+    Access access = add ? Atomic : Write;
+    for (int i = lo; i < hi; i++) {
+      touch(g + i * m.elem, m.elem, access, at, store_agent);
+      char *from = from_shared(swizzled(m.swizzle, s + offset + i * m.elem), m.elem, at);
+      add ? add_in_place(m.type, g + i * m.elem, from)
+          : (void)memcpy(g + i * m.elem, from, m.elem);
+    }
   });
+}
+
+void tma_store(int rank, const void *map, const void *src, const int *coord, bool add,
+               const char *file, int line) {
+  Where at{file, line};
+  Map m = check_map(rank, map, shared_address(src), at);
+  if (add && m.type == Bits) fail("TMA: no sums of this dtype", at);
+  store(m, shared_address(src), coord, add, at);
+}
+
+// ---- cp.async.bulk: a tensor of one axis, in units of 16 bytes ----------------------------------
+static Map line_of(const void *base, const void *shared, int bytes, Where at) {
+  if (((uintptr_t)base | shared_address(shared) | bytes) % 16 || bytes <= 0)
+    fail("cp.async.bulk: addresses and size must be multiples of 16 bytes", at);
+  if (bytes >= 1 << 20) fail("cp.async.bulk: size of 1 MiB or more", at);
+  Map m{};
+  m.rank = 1;
+  m.elem = 16;
+  m.base = (char *)base;
+  m.dim[0] = m.box[0] = bytes / 16;
+  return m;
+}
+
+void bulk_load(void *dst, const void *src, int bytes, void *bar, const char *file, int line) {
+  Where at{file, line};
+  int zero = 0;
+  issue(line_of(src, dst, bytes, at), shared_address(dst), M.cur->rank, shared_address(bar), &zero,
+        at);
+}
+
+void bulk_store(void *dst, const void *src, int bytes, const char *file, int line) {
+  Where at{file, line};
+  int zero = 0;
+  store(line_of(dst, src, bytes, at), shared_address(src), &zero, false, at);
+}
+
+// ---- st.async: its value waits in a cell of ours until it lands ---------------------------------
+void store_async(void *dst, uint32_t value, void *bar, int rank, const char *file, int line) {
+  Where at{file, line};
+  cluster_map(dst, rank, file, line);  // the rank is checked
+  uint32_t to = shared_address(dst);
+  if (to % 4) fail("st.async operand is not aligned to its size", at);
+  values.push_back(value);
+  Map m{};
+  m.magic = kValue;
+  m.rank = 1;
+  m.elem = 4;
+  m.base = (char *)&values.back();
+  m.dim[0] = m.box[0] = 1;
+  int zero = 0;
+  issue(m, to, rank, shared_address(bar), &zero, at);
 }
 
 void tma_store_commit() {}
@@ -259,6 +329,7 @@ bool copies_outstanding() { return !copies.empty(); }
 void reset_async_copy() {
   mbarriers.clear();
   copies.clear();
+  values.clear();
   turn = store_agent = 0;
 }
 }  // namespace emu

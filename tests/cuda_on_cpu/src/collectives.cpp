@@ -44,7 +44,7 @@ void collective(int kind, int group, int size, uint32_t mask, const char *what, 
   if (size == 32)
     for (int i = 0; i < 32; i++) {
       int thread = group * 32 + i;
-      if ((mask >> i & 1) && (thread >= M.threads || M.fiber[thread].state == Fiber::Done))
+      if ((mask >> i & 1) && (thread % M.stride >= M.threads || M.fiber[thread].state == Fiber::Done))
         fail(std::string(what) + ": the mask names lane " + std::to_string(i) +
                  ", which has exited or never existed", at);
     }
@@ -63,7 +63,7 @@ struct Barrier {
   Where at{};
   std::vector<Fiber *> waiting, passed;
 };
-static Barrier barriers[16];
+static Barrier barriers[kMaxCluster][16];
 
 static void release(Barrier &b) {
   if (M.checks) {
@@ -83,7 +83,7 @@ static void release(Barrier &b) {
 
 // id 0 with count 0 is __syncthreads; wait = false is bar.arrive
 void barrier(int id, int count, bool wait, const char *file, int line) {
-  Barrier &b = barriers[id];
+  Barrier &b = barriers[M.cur->rank][id];
   Where at{file, line};
   if (b.arrived && b.count != count)
     fail("barrier " + std::to_string(id) + " used with two thread counts", at);
@@ -161,7 +161,7 @@ unsigned ballot(unsigned mask, bool pred, const char *file, int line) {
 
 unsigned active_lanes() {
   unsigned lanes = 0;
-  for (int i = 0, w = M.cur->index & ~31; i < 32 && w + i < M.threads; i++)
+  for (int i = 0, w = M.cur->index & ~31; i < 32 && (w + i) % M.stride < M.threads; i++)
     if (M.fiber[w + i].state != Fiber::Done) lanes |= 1u << i;
   return lanes;
 }
@@ -171,6 +171,7 @@ unsigned active_lanes() {
 void reset_collectives() {
   for (auto *m : open_meetings) delete m;
   open_meetings.clear();
-  for (auto &b : barriers) b = Barrier();
+  for (auto &block : barriers)
+    for (auto &b : block) b = Barrier();
 }
 }  // namespace emu

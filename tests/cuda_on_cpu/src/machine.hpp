@@ -1,10 +1,13 @@
-// One CUDA block on one CPU thread: the state that the five source files share.
+// One cluster of CUDA blocks at a time: the state that the source files share.
 //
 //   scheduler.cpp     a fiber per CUDA thread, the launch, deadlocks
+//   cluster.cpp       the blocks of a cluster side by side, each with its own shared memory
 //   collectives.cpp   the rendezvous behind barriers, shuffles, votes and tensor-core products
 //   memory.cpp        bounds, uninitialised reads, races by vector clocks; the compiler's hooks
 //   tensor_core.cpp   mma, ldmatrix, wgmma
+//   narrow.cpp        8-bit floats; sums of every dtype that a copy can add
 //   async_copy.cpp    cp.async, mbarrier, TMA
+//   traffic.cpp       sectors of global memory and banks of shared memory, warp by warp
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -15,8 +18,10 @@ struct uint3 { unsigned x, y, z; };
 extern uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emu {
-// Agents are what works beside the threads: 8 warpgroups' tensor cores, then TMA copies in turn.
-constexpr int kMaxThreads = 1024, kAgents = 24, kWgmmaAgents = 8, kStack = 128 << 10;
+// Agents are what works beside the threads: 8 warpgroups' tensor cores of every block, then TMA
+// copies in turn.
+constexpr int kMaxThreads = 1024, kMaxCluster = 8, kWarpgroups = 8, kCopyAgents = 16;
+constexpr int kStack = 128 << 10;
 constexpr int kPending = 0xffff;  // shadow owner of bytes that an unfinished cp.async will write
 constexpr int kInstructionPointer = -1;  // Where::line when Where::file is a code address
 using Clock = uint32_t;
@@ -37,12 +42,14 @@ struct Fiber {
   void *sp;
   char *stack;
   uint3 tid;
-  int index;
+  int index, rank;  // in the cluster; of the block in it
   const char *doing;  // what a Waiting fiber waits for, and where
   Where at;
   Clock *clock;      // vector clock: one entry per thread, then one per agent
   Clock fence;       // own time of the last fence.proxy.async
   bool dirty;        // wrote global memory since the last __threadfence
+  bool arrived, met;  // at the cluster's barrier without a wait yet; once behind it
+  unsigned phase;     // of that barrier, on arrival
   int stores;        // TMA stores issued and not yet waited for
   std::vector<std::vector<CpAsync>> groups;  // cp.async groups, the last one open
 };
@@ -68,22 +75,29 @@ struct Machine {
   // launch
   void (*thunk)(void **);
   void **args;
-  int threads, ids;  // ids = threads + agents
+  int threads;             // of a block
+  int stride, fibers;      // the fibers of block r of the cluster start at r * stride
+  int wgmma_agents, agents, ids;  // ids = fibers + agents
   uint64_t rng = 0;  // 0: round robin
   bool checks = false;
   unsigned block_serial = 0;
   uint64_t accesses = 0, patience = 0;  // of one fiber since it was switched to; 0: no watchdog
   std::string error;
-  // block
+  // cluster
+  uint3 cluster;
+  int blocks = 1;  // of the cluster
+  uint3 block[kMaxCluster];  // their blockIdx
+  int alive[kMaxCluster];    // their threads that have not exited
+  bool over = false;
   std::vector<Fiber> fiber;
   std::vector<Clock> clocks, agent_clocks;
   std::vector<int> ready;
   size_t ready_head = 0;
   int live = 0;
   Fiber *cur = nullptr;
-  void *main_sp = nullptr;
-  // [0] dynamic shared memory, [1] and [2] static shared memory below and above it in the
-  // module's thread-local image, then the module's read-only image, then the global buffers
+  // for every block [0] dynamic shared memory, [1] and [2] static shared memory below and above it
+  // in its thread-local image of the module; then the module's read-only image, then the global
+  // buffers
   std::vector<Region> regions;
   size_t dynamic_capacity = 0;
   int last_region = 0;
@@ -95,8 +109,23 @@ uint64_t random_bits();
 void make_ready(Fiber *f);
 void suspend(const char *doing, Where at);  // the current fiber waits until make_ready
 void yield(Where at);                       // ... or only lets the others go first
+void enter_fiber(Fiber *f);                 // it is the current one from now on
 [[noreturn]] void fail(const std::string &what, Where at);
 std::string place(Where at);
+
+// cluster.cpp
+extern "C" void emu_switch(void **save, void *load);  // leave a stack for another
+void switch_to(Fiber *f);                // from the current fiber, whose block may be another
+[[noreturn]] void leave_fiber();         // for good: the current fiber ended or failed
+void run_cluster();                      // until M.over
+void start_blocks(void (*touch_image)(), const void *symbol);  // a launch
+void stop_blocks();
+void *cluster_map(const void *p, int rank, const char *file, int line);
+bool pass_signal(int number);
+void release_cluster();                  // the barrier, if everybody has arrived
+void check_exit(Fiber *f);               // nobody may still need its block's shared memory
+void check_neighbour(int rank, const Fiber *f, Where at);
+void reset_cluster();
 
 // collectives.cpp
 // Every lane of `mask` in group `g` brings an operand block; the last to arrive runs op over all
@@ -114,14 +143,21 @@ void touch(const void *p, size_t n, Access a, Where at, int agent = -1, const Fi
 void mark_pending(const void *p, size_t n);  // an issued cp.async owns these bytes
 void settle(const void *p, size_t n);  // ... until its wait: now the waiting thread's write
 uint32_t shared_address(const void *p);
-char *from_shared(uint32_t address, size_t n, Where at);
-void start_memory(char *dynamic, size_t size, size_t capacity, void *module_symbol);  // a launch
-void reset_memory();                                                                  // a block
+char *from_shared(uint32_t address, size_t n, Where at, int rank = M.cur->rank);
+void start_memory(size_t size, size_t capacity);              // a launch
+void add_image(int rank, char *dynamic, const void *symbol);  // ... the shared memory of a block
+bool touched_after(int rank, const Clock *end, std::string &what, Where &at);
+void reset_memory();                                          // a cluster
 inline Clock *agent_clock(int a) { return &M.agent_clocks[size_t(a) * M.ids]; }
 
 // tensor_core.cpp
-enum { BF16, F16 };
+enum { BF16, F16, TF32, S8 };
 void reset_tensor_core();
+
+// narrow.cpp
+enum { E4M3, E5M2 };
+enum Number : uint8_t { Bits, Float32, Float16, BFloat16, Int32 };
+void add_in_place(Number type, char *to, const char *from);
 
 // async_copy.cpp
 uint32_t swizzled(int mode, uint32_t address);  // mode: 0 none, 1 32, 2 64, 3 128 bytes

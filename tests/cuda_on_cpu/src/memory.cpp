@@ -13,7 +13,9 @@
 #include <set>
 
 namespace emu {
-enum { DYNAMIC, STATIC_BELOW, STATIC_ABOVE, FIRST_GLOBAL };
+enum { DYNAMIC, STATIC_BELOW, STATIC_ABOVE, REGIONS_OF_A_BLOCK };
+
+static int shared_regions() { return M.blocks * REGIONS_OF_A_BLOCK; }
 
 // ---- order between blocks ----------------------------------------------------------------------
 static std::map<const void *, std::set<unsigned>> released;  // blocks published at an address
@@ -35,10 +37,12 @@ void atomic_enter(void *p, unsigned size, const char *file, int line) {
 static Region *find_region(const char *p) {
   Region *r = &M.regions[M.last_region];
   if (p >= r->base && p < r->base + r->size) return r;
-  r = &M.regions[DYNAMIC];
-  if (size_t(p - r->base) < M.dynamic_capacity) {  // only the bytes that the launch asked for
-    M.last_region = DYNAMIC;
-    return size_t(p - r->base) < r->size ? r : nullptr;
+  for (int i = DYNAMIC; i < shared_regions(); i += REGIONS_OF_A_BLOCK) {
+    r = &M.regions[i];
+    if (size_t(p - r->base) < M.dynamic_capacity) {  // only the bytes that the launch asked for
+      M.last_region = i;
+      return size_t(p - r->base) < r->size ? r : nullptr;
+    }
   }
   for (size_t i = 0; i < M.regions.size(); i++) {
     r = &M.regions[i];
@@ -69,11 +73,11 @@ static const char *name_of(Access a) { return a == Read ? "read" : a == Write ? 
 
 static std::string owner(int id) {
   if (id == kPending) return "an unfinished cp.async";
-  if (id >= M.threads + kWgmmaAgents) return "a TMA copy";
-  if (id >= M.threads) return "wgmma of warpgroup " + std::to_string(id - M.threads);
+  if (id >= M.fibers + M.wgmma_agents) return "a TMA copy";
+  if (id >= M.fibers) return "wgmma of warpgroup " + std::to_string(id - M.fibers);
   auto t = M.fiber[id].tid;
   return "thread (" + std::to_string(t.x) + "," + std::to_string(t.y) + "," + std::to_string(t.z) +
-         ")";
+         ")" + (M.blocks > 1 ? " of block rank " + std::to_string(M.fiber[id].rank) : "");
 }
 
 // Source places are interned, so that a shadow cell names one in two bytes.
@@ -103,9 +107,12 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   if (a != Read && !r->writable) fail("write to read-only " + std::string(r->name), at);
   if (!r->writable) return;
   if (r->shadow.empty()) r->shadow.resize(r->size);
-  bool shared = r - &M.regions[0] < FIRST_GLOBAL;
+  int region = int(r - &M.regions[0]);
+  bool shared = region < shared_regions();
+  if (shared && region / REGIONS_OF_A_BLOCK != f->rank)
+    check_neighbour(region / REGIONS_OF_A_BLOCK, f, at);
   if (a == Write && !shared) M.cur->dirty = true;
-  int me = agent < 0 ? f->index : M.threads + agent;
+  int me = agent < 0 ? f->index : M.fibers + agent;
   const Clock *clock = agent < 0 ? f->clock : agent_clock(agent);
   Shadow *cells = &r->shadow[p - r->base];
   uint16_t here = site(at);
@@ -147,7 +154,7 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
       continue;
     }
     if (shared && !c.wrote) fail("read of uninitialised " + byte(i), at);
-    if (agent >= 0 && shared && c.writer < M.threads && c.wrote > M.fiber[c.writer].fence)
+    if (agent >= 0 && shared && c.writer < M.fibers && c.wrote > M.fiber[c.writer].fence)
       fail("async proxy reads " + std::string(r->name) + " written by " + owner(c.writer) +
                " with no fence.proxy.async after the write", at);
     auto mine = [&](int k) { return c.read[k] && c.reader[k] == me; };
@@ -176,6 +183,25 @@ void settle(const void *p, size_t n) {
   }
 }
 
+// Whether somebody outside a block touches its shared memory at a time that nothing orders before
+// `end`.
+bool touched_after(int rank, const Clock *end, std::string &what, Where &at) {
+  auto late = [&](int id, Clock time) {
+    bool foreign = id < M.fibers ? M.fiber[id].rank != rank : id >= M.fibers + M.wgmma_agents;
+    return foreign && time > end[id];
+  };
+  for (int i = rank * REGIONS_OF_A_BLOCK; i < (rank + 1) * REGIONS_OF_A_BLOCK; i++)
+    for (auto &c : M.regions[i].shadow) {
+      int k = late(c.reader[0], c.read[0]) ? 0 : late(c.reader[1], c.read[1]) ? 1 : -1;
+      bool wrote = c.writer != kPending && late(c.writer, c.wrote);
+      if (!wrote && k < 0) continue;
+      what = wrote ? "write by " + owner(c.writer) : "read by " + owner(c.reader[k]);
+      at = sites[wrote ? c.wrote_at : c.read_at[k]];
+      return true;
+    }
+  return false;
+}
+
 // ---- the shared window, as a GPU numbers it: static variables, then dynamic from the next KiB ---
 static uint32_t window(int region) {
   uint32_t below = M.regions[STATIC_BELOW].size, above = M.regions[STATIC_ABOVE].size;
@@ -183,17 +209,17 @@ static uint32_t window(int region) {
 }
 
 uint32_t shared_address(const void *p) {
-  for (int i = 0; i < FIRST_GLOBAL; i++) {
-    auto &r = M.regions[i];
+  for (int i = 0; i < REGIONS_OF_A_BLOCK; i++) {
+    auto &r = M.regions[M.cur->rank * REGIONS_OF_A_BLOCK + i];
     size_t offset = (const char *)p - r.base;
     if (r.size && offset <= r.size) return window(i) + uint32_t(offset);
   }
-  fail("not a shared-memory pointer", {"shared_address", 0});
+  fail("not a pointer to the block's own shared memory", {"shared_address", 0});
 }
 
-char *from_shared(uint32_t a, size_t n, Where at) {
+char *from_shared(uint32_t a, size_t n, Where at, int rank) {
   for (int i : {STATIC_BELOW, STATIC_ABOVE, DYNAMIC}) {
-    auto &r = M.regions[i];
+    auto &r = M.regions[rank * REGIONS_OF_A_BLOCK + i];
     if (a >= window(i) && a - window(i) + n <= r.size) return r.base + (a - window(i));
   }
   fail("shared-memory address " + std::to_string(a) + " is outside the block's " +
@@ -203,48 +229,57 @@ char *from_shared(uint32_t a, size_t n, Where at) {
 // ---- a launch, a block -------------------------------------------------------------------------
 // __shared__ is thread_local in the module: its thread-local image is the static shared memory,
 // with the dynamic buffer somewhere inside.
-void start_memory(char *dynamic, size_t size, size_t capacity, void *module_symbol) {
-  M.regions.clear();
+void start_memory(size_t size, size_t capacity) {
+  M.regions.assign(shared_regions(), {nullptr, 0, "static shared memory", true, {}});
+  for (int r = 0; r < M.blocks; r++)
+    M.regions[r * REGIONS_OF_A_BLOCK] = {nullptr, size, "dynamic shared memory", true, {}};
   M.last_region = 0;
-  M.regions.push_back({dynamic, size, "dynamic shared memory", true, {}});
-  M.regions.push_back({dynamic, 0, "static shared memory", true, {}});
-  M.regions.push_back({dynamic, 0, "static shared memory", true, {}});
   M.dynamic_capacity = capacity;
   released.clear();
   sites.clear();
   site_ids.clear();
-  auto visit = [](dl_phdr_info *info, size_t, void *symbol) -> int {
-    auto want = (uintptr_t)symbol;
+}
+
+void add_image(int rank, char *dynamic, const void *symbol) {
+  Region *own = &M.regions[rank * REGIONS_OF_A_BLOCK];
+  own[DYNAMIC].base = own[STATIC_BELOW].base = own[STATIC_ABOVE].base = dynamic;
+  struct Wanted {
+    int rank;
+    uintptr_t symbol;
+  } wanted{rank, (uintptr_t)symbol};
+  auto visit = [](dl_phdr_info *info, size_t, void *pointer) -> int {
+    auto [rank, symbol] = *(Wanted *)pointer;
     bool mine = false;
     for (int k = 0; k < info->dlpi_phnum; k++) {
       auto &h = info->dlpi_phdr[k];
       auto start = info->dlpi_addr + h.p_vaddr;
-      mine |= h.p_type == PT_LOAD && want >= start && want < start + h.p_memsz;
+      mine |= h.p_type == PT_LOAD && symbol >= start && symbol < start + h.p_memsz;
     }
     if (!mine) return 0;
     for (int k = 0; k < info->dlpi_phnum; k++) {
       auto &h = info->dlpi_phdr[k];
-      if (h.p_type == PT_LOAD)
+      if (h.p_type == PT_LOAD && rank == 0)
         M.regions.push_back(
             {(char *)info->dlpi_addr + h.p_vaddr, h.p_memsz, "module constants", false, {}});
       if (h.p_type == PT_TLS && info->dlpi_tls_data) {
+        Region *own = &M.regions[rank * REGIONS_OF_A_BLOCK];
         char *low = (char *)info->dlpi_tls_data, *high = low + h.p_memsz;
-        char *buffer = M.regions[DYNAMIC].base;
+        char *buffer = own[DYNAMIC].base;
         bool inside = buffer >= low && buffer < high;
-        M.regions[STATIC_BELOW].base = low;
-        M.regions[STATIC_BELOW].size = (inside ? buffer : high) - low;
-        M.regions[STATIC_ABOVE].base = buffer + M.dynamic_capacity;
-        M.regions[STATIC_ABOVE].size = inside ? high - M.regions[STATIC_ABOVE].base : 0;
+        own[STATIC_BELOW].base = low;
+        own[STATIC_BELOW].size = (inside ? buffer : high) - low;
+        own[STATIC_ABOVE].base = buffer + M.dynamic_capacity;
+        own[STATIC_ABOVE].size = inside ? high - own[STATIC_ABOVE].base : 0;
       }
     }
     return 1;
   };
-  dl_iterate_phdr(visit, module_symbol);
+  dl_iterate_phdr(visit, &wanted);
 }
 
 void reset_memory() {
   seen = {M.block_serial};
-  for (int i = 0; i < FIRST_GLOBAL; i++) {
+  for (int i = 0; i < shared_regions(); i++) {
     Region &r = M.regions[i];
     if (r.size) memset(r.base, 0xff, r.size);  // NaN: what a kernel finds before it writes
     if (M.checks) r.shadow.assign(r.size, Shadow{});

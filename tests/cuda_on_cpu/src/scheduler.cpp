@@ -1,4 +1,5 @@
-// Scheduler: every CUDA thread of a block is a fiber, all on one CPU thread; blocks run in turn.
+// Scheduler: every CUDA thread of a block is a fiber; clusters of blocks (of one, mostly) run in
+// turn.
 //
 // A fiber runs until a collective, a barrier or an mbarrier makes it wait; then the next ready one
 // goes on: round robin for seed 0, else in a random order, with TMA traffic landing at random
@@ -20,7 +21,6 @@ namespace emu {
 Machine M;
 
 // Save the callee-saved registers on this stack, go to the other.
-extern "C" void emu_switch(void **save, void *load);
 asm(R"(
 .text
 .globl emu_switch
@@ -58,9 +58,7 @@ std::string place(Where at) {
 [[noreturn]] void fail(const std::string &what, Where at) {
   M.error = place(at) + ": " + what;
   if (M.cur) M.error += " [block " + text(blockIdx) + " thread " + text(M.cur->tid) + "]";
-  void *dead;
-  emu_switch(&dead, M.main_sp);
-  __builtin_unreachable();
+  leave_fiber();
 }
 
 static void deadlock() {
@@ -83,7 +81,7 @@ static void deadlock() {
     }
     s += "] wait at " + what.first + " " + what.second + ";";
   }
-  s += " " + std::to_string(M.threads - M.live) + " exited";
+  s += " " + std::to_string(M.threads * M.blocks - M.live) + " exited";
   M.cur = first;
   fail(s, first->at);
 }
@@ -113,10 +111,13 @@ static void run_next() {
     if (!copies_outstanding()) deadlock();
     land_oldest_copy();
   }
-  if (f == me) return;
+  if (f != me) switch_to(f);
+}
+
+void enter_fiber(Fiber *f) {
   M.cur = f;
   threadIdx = f->tid;
-  emu_switch(&me->sp, f->sp);
+  blockIdx = M.block[f->rank];
 }
 
 void suspend(const char *doing, Where at) {
@@ -135,7 +136,8 @@ void yield(Where at) {
 }
 
 // ---- watchdog: memory.cpp counts accesses; a loop without any is seen by the CPU time it takes ---
-static void out_of_time(int, siginfo_t *, void *context) {
+static void out_of_time(int number, siginfo_t *, void *context) {
+  if (pass_signal(number)) return;
   auto pc = (char *)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
   for (auto &r : M.regions)  // in the kernel's own code: nothing of ours is half done
     if (M.cur && !r.writable && pc >= r.base && pc < r.base + r.size)
@@ -161,48 +163,58 @@ static void enter() {
   M.cur->state = Fiber::Done;
   M.live--;
   M.accesses = 0;
+  check_exit(M.cur);
+  release_cluster();
   if (M.live) run_next();
-  void *dead;
-  emu_switch(&dead, M.main_sp);
+  leave_fiber();
 }
 
-static void run_block() {
-  int n = M.threads;
+static void start(Fiber &f, int index) {
+  unsigned i = index % M.stride;
+  f.index = index;
+  f.rank = index / M.stride;
+  f.state = Fiber::Done;
+  if (i >= unsigned(M.threads)) return;  // a gap: warps and warpgroups belong to one block
+  f.tid = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
+  f.stack = stacks + size_t(index) * kStack;
+  f.clock = M.checks ? &M.clocks[size_t(index) * M.ids] : nullptr;
+  if (f.clock) f.clock[index] = 1;
+  f.fence = f.phase = 0;
+  f.dirty = f.arrived = f.met = false;
+  f.stores = 0;
+  f.groups.assign(1, {});
+  // staggered, because equal offsets in all stacks would share cache sets
+  void **sp = (void **)(f.stack + kStack - 64 - index * 448 % 32768);
+  *--sp = nullptr;  // keeps the entry frame 16-byte aligned
+  *--sp = (void *)enter;
+  for (int k = 0; k < 6; k++) *--sp = nullptr;
+  f.sp = sp;
+  make_ready(&f);
+}
+
+static void run_blocks() {
   M.ready.clear();
   M.ready_head = 0;
-  M.live = n;
-  M.ids = n + kAgents;
-  M.fiber.resize(n);
+  M.live = M.threads * M.blocks;
+  M.stride = (M.threads + 127) / 128 * 128;
+  M.fibers = M.stride * (M.blocks - 1) + M.threads;
+  M.wgmma_agents = kWarpgroups * M.blocks;
+  M.agents = M.wgmma_agents + kCopyAgents;
+  M.ids = M.fibers + M.agents;
+  M.fiber.resize(M.fibers);
+  std::fill(M.alive, M.alive + M.blocks, M.threads);
   if (M.checks) {
-    M.clocks.assign(size_t(n) * M.ids, 0);
-    M.agent_clocks.assign(size_t(kAgents) * M.ids, 0);
+    M.clocks.assign(size_t(M.fibers) * M.ids, 0);
+    M.agent_clocks.assign(size_t(M.agents) * M.ids, 0);
   }
   reset_collectives();
   reset_memory();
   reset_tensor_core();
   reset_async_copy();
-  for (int i = 0; i < n; i++) {
-    Fiber &f = M.fiber[i];
-    f.index = i;
-    f.tid = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
-    f.stack = stacks + size_t(i) * kStack;
-    f.clock = M.checks ? &M.clocks[size_t(i) * M.ids] : nullptr;
-    if (f.clock) f.clock[i] = 1;
-    f.fence = 0;
-    f.dirty = false;
-    f.stores = 0;
-    f.groups.assign(1, {});
-    // staggered, because equal offsets in all stacks would share cache sets
-    void **sp = (void **)(f.stack + kStack - 64 - i * 448 % 32768);
-    *--sp = nullptr;  // keeps the entry frame 16-byte aligned
-    *--sp = (void *)enter;
-    for (int k = 0; k < 6; k++) *--sp = nullptr;
-    f.sp = sp;
-    make_ready(&f);
-  }
-  M.cur = next_ready();
-  threadIdx = M.cur->tid;
-  emu_switch(&M.main_sp, M.cur->sp);
+  reset_cluster();
+  for (int i = 0; i < M.fibers; i++) start(M.fiber[i], i);
+  enter_fiber(next_ready());
+  run_cluster();
   M.cur = nullptr;
 }
 
@@ -215,9 +227,9 @@ struct Buffer {
 
 struct Launch {
   void (*thunk)(void **);
-  char *dynamic;  // the module's dynamic shared memory, or null
+  void (*image)();  // returns the module's dynamic shared memory on this CPU thread, or null
   size_t dynamic_size, dynamic_capacity;
-  unsigned grid[3], block[3];
+  unsigned grid[3], block[3], cluster[3];
   void **args;
   const Buffer *buffers;
   int buffer_count, checks;
@@ -228,7 +240,7 @@ struct Launch {
 // Returns nullptr, or the error text.
 extern "C" const char *emu_launch(const Launch *l) {
   if (!stacks)
-    stacks = (char *)mmap(nullptr, size_t(kMaxThreads) * kStack, PROT_READ | PROT_WRITE,
+    stacks = (char *)mmap(nullptr, size_t(kMaxCluster) * kMaxThreads * kStack, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   M.thunk = l->thunk;
   M.args = l->args;
@@ -240,12 +252,22 @@ extern "C" const char *emu_launch(const Launch *l) {
   gridDim = {l->grid[0], l->grid[1], l->grid[2]};
   blockDim = {l->block[0], l->block[1], l->block[2]};
   M.threads = blockDim.x * blockDim.y * blockDim.z;
-  start_memory(l->dynamic, l->dynamic_size, l->dynamic_capacity, (void *)l->thunk);
+  M.cluster = {l->cluster[0], l->cluster[1], l->cluster[2]};
+  M.blocks = M.cluster.x * M.cluster.y * M.cluster.z;
+  M.cur = nullptr;
+  uint3 clusters = {gridDim.x / M.cluster.x, gridDim.y / M.cluster.y, gridDim.z / M.cluster.z};
+  if (M.blocks > kMaxCluster || gridDim.x % M.cluster.x || gridDim.y % M.cluster.y ||
+      gridDim.z % M.cluster.z) {
+    M.error = "a grid of " + text(gridDim) + " blocks in clusters of " + text(M.cluster);
+    return M.error.c_str();
+  }
+  start_memory(l->dynamic_size, l->dynamic_capacity);
+  start_blocks(l->image, (void *)l->thunk);
   for (int i = 0; i < l->buffer_count; i++) {
     auto &b = l->buffers[i];
     M.regions.push_back({b.base, b.size, b.name, bool(b.writable), {}});
   }
-  std::vector<unsigned> order(size_t(gridDim.x) * gridDim.y * gridDim.z);
+  std::vector<unsigned> order(size_t(clusters.x) * clusters.y * clusters.z);
   for (size_t i = 0; i < order.size(); i++) order[i] = unsigned(i);
   if (M.rng)
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_bits() % i]);
@@ -256,10 +278,14 @@ extern "C" const char *emu_launch(const Launch *l) {
   for (unsigned b : order) {
     if (!M.error.empty()) break;
     M.block_serial = b + 1;
-    blockIdx = {b % gridDim.x, b / gridDim.x % gridDim.y, b / (gridDim.x * gridDim.y)};
-    run_block();
+    uint3 c = M.cluster, first = {b % clusters.x * c.x, b / clusters.x % clusters.y * c.y,
+                                  b / (clusters.x * clusters.y) * c.z};
+    for (unsigned r = 0; r < unsigned(M.blocks); r++)
+      M.block[r] = {first.x + r % c.x, first.y + r / c.x % c.y, first.z + r / (c.x * c.y)};
+    run_blocks();
   }
   watch(0);
+  stop_blocks();
   _mm_setcsr(control);
   M.cur = nullptr;
   return M.error.empty() ? nullptr : M.error.c_str();

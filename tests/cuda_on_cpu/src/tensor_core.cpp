@@ -20,35 +20,48 @@ static float decode(int type, uint16_t bits) {
 }
 static uint16_t half_of(uint32_t r, int i) { return uint16_t(r >> 16 * i); }
 
-// ---- mma.sync m16n8k16 -------------------------------------------------------------------------
+// ---- mma.sync m16n8: k16 of 16 bits, k8 of tf32, k32 of int8 -----------------------------------
 struct MmaLane {
   int type;
-  float *d;
-  const uint32_t *a, *b;
-  const float *c;
+  uint32_t *d;
+  const uint32_t *a, *b, *c;
 };
 
-void mma16816(int type, float *d, const uint32_t *a, const uint32_t *b, const float *c,
-              const char *file, int line) {
-  MmaLane mine{type, d, a, b, c};
-  auto op = [](void **lane, int) {
-    float A[16][16], B[16][8], C[16][8];
-    for (int l = 0; l < 32; l++) {
-      auto &m = *(MmaLane *)lane[l];
-      int g = l >> 2, t = (l & 3) * 2;
+static double element(int type, uint32_t r, int i) {
+  if (type == S8) return int8_t(r >> 8 * i);
+  if (type != TF32) return decode(type, half_of(r, i));
+  float f;
+  r &= ~0x1fffu;  // a tensor core does not look at the last 13 bits
+  memcpy(&f, &r, 4);
+  return f;
+}
+
+template <class C> static void multiply(void **lane) {
+  auto L = [&](int l) -> MmaLane & { return *(MmaLane *)lane[l]; };
+  int type = L(0).type, e = type == S8 ? 4 : type == TF32 ? 1 : 2;  // values in a register
+  C A[16][32], B[32][8], D[16][8];
+  for (int l = 0; l < 32; l++) {
+    int g = l >> 2, t = l & 3;
+    for (int i = 0; i < e; i++) {
       for (int r = 0; r < 4; r++)
-        for (int h = 0; h < 2; h++)
-          A[g + (r & 1) * 8][t + (r >> 1) * 8 + h] = decode(m.type, half_of(m.a[r], h));
-      for (int r = 0; r < 2; r++)
-        for (int h = 0; h < 2; h++) B[t + r * 8 + h][g] = decode(m.type, half_of(m.b[r], h));
-      for (int r = 0; r < 4; r++) C[g + (r >> 1) * 8][t + (r & 1)] = m.c[r];
+        A[g + (r & 1) * 8][t * e + (r >> 1) * 4 * e + i] = (C)element(type, L(l).a[r], i);
+      for (int r = 0; r < 2; r++) B[t * e + r * 4 * e + i][g] = (C)element(type, L(l).b[r], i);
     }
-    for (int i = 0; i < 16; i++)
-      for (int k = 0; k < 16; k++)
-        for (int j = 0; j < 8; j++) C[i][j] += A[i][k] * B[k][j];
-    for (int l = 0; l < 32; l++)
-      for (int r = 0; r < 4; r++)
-        ((MmaLane *)lane[l])->d[r] = C[(l >> 2) + (r >> 1) * 8][(l & 3) * 2 + (r & 1)];
+    for (int r = 0; r < 4; r++) memcpy(&D[g + (r >> 1) * 8][t * 2 + (r & 1)], &L(l).c[r], 4);
+  }
+  for (int i = 0; i < 16; i++)
+    for (int k = 0; k < 8 * e; k++)
+      for (int j = 0; j < 8; j++) D[i][j] += A[i][k] * B[k][j];
+  for (int l = 0; l < 32; l++)
+    for (int r = 0; r < 4; r++)
+      memcpy(&L(l).d[r], &D[(l >> 2) + (r >> 1) * 8][(l & 3) * 2 + (r & 1)], 4);
+}
+
+void mma(int type, void *d, const uint32_t *a, const uint32_t *b, const void *c, const char *file,
+         int line) {
+  MmaLane mine{type, (uint32_t *)d, a, b, (const uint32_t *)c};
+  auto op = [](void **lane, int) {
+    ((MmaLane *)lane[0])->type == S8 ? multiply<int>(lane) : multiply<float>(lane);
   };
   collective(MMA, M.cur->index / 32, 32, ~0u, "mma.sync", &mine, op, {file, line});
 }
@@ -138,7 +151,7 @@ void wgmma_fence(const char *, int) { wg[M.cur->index].fenced = true; }
 void wgmma_commit() {
   auto &s = wg[M.cur->index];
   int agent = M.cur->index / 128;
-  s.groups.back().tick = M.checks ? agent_clock(agent)[M.threads + agent] : 0;
+  s.groups.back().tick = M.checks ? agent_clock(agent)[M.fibers + agent] : 0;
   s.groups.emplace_back();
   s.fenced = false;
 }
@@ -147,15 +160,16 @@ struct WgLane {
   Fiber *f;
   int n, type;
   float *d;
+  const uint32_t *registers;  // A, or null
   uint64_t a, b;
   int scale_d;
   bool ta, tb;
   Where at;
 };
 
-void wgmma(int n, int type, float *d, uint64_t a, uint64_t b, int scale_d, bool ta, bool tb,
-           const char *file, int line) {
-  WgLane mine{M.cur, n, type, d, a, b, scale_d, ta, tb, {file, line}};
+void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uint64_t b,
+           int scale_d, bool ta, bool tb, const char *file, int line) {
+  WgLane mine{M.cur, n, type, d, registers, a, b, scale_d, ta, tb, {file, line}};
   if (!wg[M.cur->index].fenced)
     fail("wgmma.mma_async without wgmma.fence since the last commit", mine.at);
   auto op = [](void **lane, int) {
@@ -168,10 +182,15 @@ void wgmma(int n, int type, float *d, uint64_t a, uint64_t b, int scale_d, bool 
     }
     if (M.checks) {
       for (int l = 0; l < 128; l++) join(agent_clock(agent), ((WgLane *)lane[l])->f->clock);
-      agent_clock(agent)[M.threads + agent]++;
+      agent_clock(agent)[M.fibers + agent]++;
     }
     static float A[16][64], B[16 * 256], D[64][256];
-    load_operand(A[0], 64, z.a, z.ta, z.type, z.at, agent);
+    if (!z.registers) load_operand(A[0], 64, z.a, z.ta, z.type, z.at, agent);
+    for (int t = 0; z.registers && t < 128; t++)  // a warp's 16 rows as mma.m16n8k16 has them
+      for (int r = 0; r < 4; r++)
+        for (int h = 0; h < 2; h++)
+          A[t % 4 * 2 + (r >> 1) * 8 + h][t / 32 * 16 + t % 32 / 4 + (r & 1) * 8] =
+              decode(z.type, half_of(((WgLane *)lane[t])->registers[r], h));
     load_operand(B, N, z.b, z.tb, z.type, z.at, agent);
     // thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8), columns 8 j + 2 (t % 4) (+ 1)
     auto cell = [&](int t, int i) -> float & {
@@ -216,12 +235,12 @@ void wgmma_wait(int pending, const char *, int) {
       if (!newer) memcpy(p.d, p.value.data(), p.value.size() * sizeof(float));
     }
     if (M.checks) {
-      Clock &c = M.cur->clock[M.threads + M.cur->index / 128];
+      Clock &c = M.cur->clock[M.fibers + M.cur->index / 128];
       c = std::max(c, s.groups[g].tick);
     }
   }
   s.groups.erase(s.groups.begin(), s.groups.begin() + done);
 }
 
-void reset_tensor_core() { wg.assign(M.threads, {}); }
+void reset_tensor_core() { wg.assign(M.fibers, {}); }
 }  // namespace emu

@@ -1,15 +1,6 @@
 // Each instruction alone: compared with plain arithmetic here and with hardware on a GPU.
 #include <common/descriptor.cuh>
 
-KERNEL(32) mma_f16(const unsigned *a, const unsigned *b, float *d) {
-  uint32_t x[4], y[2];
-  float c[4] = {0.f, 0.f, 0.f, 0.f}, r[4];
-  for (int i = 0; i < 4; i++) x[i] = a[threadIdx.x * 4 + i];
-  for (int i = 0; i < 2; i++) y[i] = b[threadIdx.x * 2 + i];
-  mma_m16n8k16_f16(r, x, y, c);
-  for (int i = 0; i < 4; i++) d[threadIdx.x * 4 + i] = r[i];
-}
-
 KERNEL(32) ldmatrix_both(const unsigned *in, unsigned *out) {
   __shared__ uint4 tile[32];
   tile[threadIdx.x] = reinterpret_cast<const uint4 *>(in)[threadIdx.x];
@@ -53,39 +44,6 @@ KERNEL(64) tma3(const __grid_constant__ TensorMap m, unsigned char *out, int byt
 KERNEL(64) tma4(const __grid_constant__ TensorMap m, unsigned char *out, int bytes, int c0, int c1,
                 int c2, int c3) {
   tma_dump<4>(m, out, bytes, c0, c1, c2, c3);
-}
-
-// A tile then B tile, 64 x 64 bfloat16 each under the 128-byte swizzle, either major.
-template <int TA, int TB>
-__global__ void wgmma64(const __grid_constant__ TensorMap ma, const __grid_constant__ TensorMap mb,
-                        float *d) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ uint64_t bar;
-  if (threadIdx.x == 0) {
-    mbarrier_init(&bar, 1);
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    mbarrier_arrive_expect_tx(&bar, 16384);
-    tma_load_2d(smem, &ma, &bar, 0, 0);
-    tma_load_2d(smem + 8192, &mb, &bar, 0, 0);
-  }
-  mbarrier_wait(&bar, 0);
-  float acc[32];
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-    wgmma_m64n64k16_bf16<TA, TB>(
-        acc, wgmma_descriptor_128b(smem + k * (TA ? 2048 : 32), 16, 1024),
-        wgmma_descriptor_128b(smem + 8192 + k * (TB ? 2048 : 32), 16, 1024), k > 0);
-  wgmma_commit();
-  wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 32; i++) {
-    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + (i >> 1 & 1) * 8;
-    d[row * 64 + i / 4 * 8 + threadIdx.x % 4 * 2 + (i & 1)] = acc[i];
-  }
 }
 
 // Warp 0 fills, warps 1 to 3 consume, through two named barriers.

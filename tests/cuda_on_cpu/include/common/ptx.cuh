@@ -3,10 +3,13 @@
 struct alignas(64) TensorMap { uint64_t opaque[16]; };
 
 namespace emu {
-enum { BF16, F16 };
+enum { BF16, F16, TF32, S8 };
+enum { E4M3, E5M2 };
 #define EMU_WHERE const char *file, int line
 uint32_t shared_address(const void *p);
-void mma16816(int type, float *d, const uint32_t *a, const uint32_t *b, const float *c, EMU_WHERE);
+void mma(int type, void *d, const uint32_t *a, const uint32_t *b, const void *c, EMU_WHERE);
+uint32_t pack_fp8(int type, float low, float high);
+uint32_t unpack_fp8(int type, uint32_t pair);
 void ldmatrix(int n, bool trans, uint32_t *r, const void *row, EMU_WHERE);
 void cp_async(void *dst, const void *src, int bytes, int src_bytes, EMU_WHERE);
 void cp_async_commit();
@@ -16,26 +19,45 @@ void mbarrier_init_fence();
 void mbarrier_arrive(void *bar, int expect_tx, EMU_WHERE);
 void mbarrier_wait(void *bar, int parity, EMU_WHERE);
 void tma_load(int rank, void *dst, const void *map, void *bar, const int *coord, EMU_WHERE);
-void tma_store(int rank, const void *map, const void *src, const int *coord, EMU_WHERE);
+void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const int *coord,
+                        unsigned ranks, EMU_WHERE);
+void tma_store(int rank, const void *map, const void *src, const int *coord, bool add, EMU_WHERE);
+void bulk_load(void *dst, const void *src, int bytes, void *bar, EMU_WHERE);
+void bulk_store(void *dst, const void *src, int bytes, EMU_WHERE);
+void store_async(void *dst, uint32_t value, void *bar, int rank, EMU_WHERE);
+void cluster_arrive(EMU_WHERE);
+void cluster_wait(EMU_WHERE);
+int cluster_rank();
+int cluster_size();
+void *cluster_map(const void *p, int rank, EMU_WHERE);
 void tma_store_commit();
 void tma_store_wait(int pending);
 void fence_proxy_async();
 void wgmma_fence(EMU_WHERE);
 void wgmma_commit();
 void wgmma_wait(int pending, EMU_WHERE);
-void wgmma(int n, int type, float *d, uint64_t a, uint64_t b, int scale_d, bool transpose_a,
-           bool transpose_b, EMU_WHERE);
+void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uint64_t b,
+           int scale_d, bool transpose_a, bool transpose_b, EMU_WHERE);
 }  // namespace emu
 
 inline uint32_t smem_u32(const void *p) { return emu::shared_address(p); }
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                               const float (&c)[4], EMU_PLACE) {
-  emu::mma16816(emu::BF16, d, a, b, c, EMU_HERE);
+  emu::mma(emu::BF16, d, a, b, c, EMU_HERE);
 }
 inline void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                              const float (&c)[4], EMU_PLACE) {
-  emu::mma16816(emu::F16, d, a, b, c, EMU_HERE);
+  emu::mma(emu::F16, d, a, b, c, EMU_HERE);
 }
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                             const float (&c)[4], EMU_PLACE) {
+  emu::mma(emu::TF32, d, a, b, c, EMU_HERE);
+}
+inline void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                            const int (&c)[4], EMU_PLACE) {
+  emu::mma(emu::S8, d, a, b, c, EMU_HERE);
+}
+inline uint32_t round_tf32(float x) { return (__float_as_uint(x) + 0x1000) & ~0x1fffu; }
 inline void ldmatrix_x4(uint32_t (&r)[4], const void *row, EMU_PLACE) {
   emu::ldmatrix(4, false, r, row, EMU_HERE);
 }
@@ -56,6 +78,11 @@ inline void named_barrier_sync(int id, int threads, EMU_PLACE) {
 inline void named_barrier_arrive(int id, int threads, EMU_PLACE) {
   emu::barrier(id, threads, false, EMU_HERE);
 }
+
+inline uint32_t pack_e4m3(float low, float high) { return emu::pack_fp8(emu::E4M3, low, high); }
+inline uint32_t pack_e5m2(float low, float high) { return emu::pack_fp8(emu::E5M2, low, high); }
+inline uint32_t unpack_e4m3(uint32_t pair) { return emu::unpack_fp8(emu::E4M3, pair); }
+inline uint32_t unpack_e5m2(uint32_t pair) { return emu::unpack_fp8(emu::E5M2, pair); }
 
 inline void mbarrier_init(uint64_t *bar, int count, EMU_PLACE) {
   emu::mbarrier_init(bar, count, EMU_HERE);
@@ -85,22 +112,64 @@ inline void tma_load_4d(void *dst, const TensorMap *m, uint64_t *bar, int c0, in
 }
 inline void tma_store_2d(const TensorMap *m, const void *src, int c0, int c1, EMU_PLACE) {
   int c[] = {c0, c1};
-  emu::tma_store(2, m, src, c, EMU_HERE);
+  emu::tma_store(2, m, src, c, false, EMU_HERE);
+}
+inline void tma_reduce_add_2d(const TensorMap *m, const void *src, int c0, int c1, EMU_PLACE) {
+  int c[] = {c0, c1};
+  emu::tma_store(2, m, src, c, true, EMU_HERE);
+}
+inline void bulk_load(void *dst, const void *src, int bytes, uint64_t *bar, EMU_PLACE) {
+  emu::bulk_load(dst, src, bytes, bar, EMU_HERE);
+}
+inline void bulk_store(void *dst, const void *src, int bytes, EMU_PLACE) {
+  emu::bulk_store(dst, src, bytes, EMU_HERE);
 }
 inline void tma_store_commit() { emu::tma_store_commit(); }
 template <int N> inline void tma_store_wait() { emu::tma_store_wait(N); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
+
+inline uint32_t cluster_rank() { return emu::cluster_rank(); }
+inline uint32_t cluster_size() { return emu::cluster_size(); }
+inline void cluster_arrive(EMU_PLACE) { emu::cluster_arrive(EMU_HERE); }
+inline void cluster_wait(EMU_PLACE) { emu::cluster_wait(EMU_HERE); }
+inline void *cluster_map(const void *p, int rank, EMU_PLACE) {
+  return emu::cluster_map(p, rank, EMU_HERE);
+}
+// Not used by kernels, which take functions that need the address: those of other blocks differ.
+inline uint32_t cluster_smem_u32(const void *p, int rank, EMU_PLACE) {
+  emu::cluster_map(p, rank, EMU_HERE);
+  return uint32_t(rank + 1) << 24 | smem_u32(p);
+}
+inline void mbarrier_arrive_cluster(uint64_t *bar, int rank, EMU_PLACE) {
+  emu::mbarrier_arrive(emu::cluster_map(bar, rank, EMU_HERE), 0, EMU_HERE);
+}
+inline void mbarrier_wait_cluster(uint64_t *bar, int parity, EMU_PLACE) {
+  emu::mbarrier_wait(bar, parity, EMU_HERE);
+}
+inline void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank, EMU_PLACE) {
+  emu::store_async(dst, value, bar, rank, EMU_HERE);
+}
+inline void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1,
+                                  int ranks, EMU_PLACE) {
+  int c[] = {c0, c1};
+  emu::tma_load_multicast(2, dst, m, bar, c, ranks, EMU_HERE);
+}
 
 template <int R> inline void setmaxnreg_inc() {}
 template <int R> inline void setmaxnreg_dec() {}
 inline void wgmma_fence(EMU_PLACE) { emu::wgmma_fence(EMU_HERE); }
 inline void wgmma_commit() { emu::wgmma_commit(); }
 template <int N> inline void wgmma_wait(EMU_PLACE) { emu::wgmma_wait(N, EMU_HERE); }
-template <int TA, int TB>
-inline void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, int scale_d, EMU_PLACE) {
-  emu::wgmma(64, emu::BF16, d, a, b, scale_d, TA, TB, EMU_HERE);
-}
-template <int TA, int TB>
-inline void wgmma_m64n128k16_bf16(float (&d)[64], uint64_t a, uint64_t b, int scale_d, EMU_PLACE) {
-  emu::wgmma(128, emu::BF16, d, a, b, scale_d, TA, TB, EMU_HERE);
-}
+#define WGMMA_OF(TYPE, CODE, N)                                                                   \
+  template <int TA, int TB>                                                                       \
+  inline void wgmma_m64n##N##k16_##TYPE(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d,   \
+                                        EMU_PLACE) {                                              \
+    emu::wgmma(N, emu::CODE, d, nullptr, a, b, scale_d, TA, TB, EMU_HERE);                        \
+  }                                                                                               \
+  template <int TB>                                                                               \
+  inline void wgmma_m64n##N##k16_##TYPE##_registers(float (&d)[N / 2], const uint32_t (&a)[4],    \
+                                                    uint64_t b, int scale_d, EMU_PLACE) {         \
+    emu::wgmma(N, emu::CODE, d, a, 0, b, scale_d, false, TB, EMU_HERE);                           \
+  }
+#define WGMMA(N) WGMMA_OF(bf16, BF16, N) WGMMA_OF(f16, F16, N)
+WGMMA(64) WGMMA(96) WGMMA(128) WGMMA(160) WGMMA(192) WGMMA(224) WGMMA(256)

@@ -1,0 +1,246 @@
+"""Every primitive once: a launch, and what plain arithmetic says that it must write.
+
+NumPy is all that is needed.  Values are small integers, so that sums are exact in any order and
+a GPU, the emulator and arithmetic must agree bit by bit.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Tile(NamedTuple):
+    """An array that a kernel reaches through a TMA descriptor; box is innermost first."""
+
+    array: np.ndarray
+    box: tuple[int, ...]
+    swizzle: int = 128
+    number: str = ""  # the dtype, where the array holds bits of one that NumPy has not
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel of tests/emulator/kernels; ``expected`` by position of argument."""
+
+    file: str
+    kernel: str
+    grid: int
+    block: int
+    args: tuple[Any, ...]
+    expected: dict[int, np.ndarray]
+    shared: int = 0
+
+
+PRIMITIVES: dict[str, tuple[int, Callable[[np.random.Generator], Launch]]] = {}
+
+
+def primitive(capability: int, *args: Any, name: str = "") -> Any:
+    """Register a function that draws a launch, for GPUs of this compute capability on."""
+
+    def add(make: Any) -> Any:
+        PRIMITIVES[name or make.__name__] = (capability, lambda rng: make(rng, *args))
+        return make
+
+    return add
+
+
+def launch(name: str) -> Launch:
+    """Return the launch of a primitive; the same on every call."""
+    return PRIMITIVES[name][1](np.random.default_rng(list(name.encode())))
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    """Return the bits of values that bfloat16 holds exactly."""
+    bits = values.astype(np.float32).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    return (bits >> 16).astype(np.uint16)
+
+
+# ---- products ---------------------------------------------------------------------------------
+def fragments(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what each lane holds of A (16 x inner) and B (inner x 8), packed in words."""
+    each = 4 // a.itemsize  # values in a word
+    lane = np.arange(32)
+    row, first = lane // 4, lane % 4 * each
+    x, y = np.zeros((32, 4, each), a.dtype), np.zeros((32, 2, each), b.dtype)
+    for i in range(each):
+        for r in range(4):
+            x[:, r, i] = a[row + r % 2 * 8, first + r // 2 * 4 * each + i]
+        for r in range(2):
+            y[:, r, i] = b[first + r * 4 * each + i, row]
+    return x.view(np.uint32)[..., 0], y.view(np.uint32)[..., 0]
+
+
+def mma(rng: np.random.Generator, kernel: str, inner: int, encode: Any, out: Any) -> Launch:
+    most = 128 if out is np.int32 else 9
+    a, b = (rng.integers(-most, most, shape) for shape in ((16, inner), (inner, 8)))
+    c = rng.integers(-9, 9, (16, 8))
+    lane, r = np.arange(32)[:, None], np.arange(4)
+    cells = lane // 4 + r // 2 * 8, lane % 4 * 2 + r % 2
+    args = (*fragments(encode(a), encode(b)), c[cells].astype(out), np.zeros((32, 4), out))
+    return Launch("products.cu", kernel, 1, 32, args, {3: (c + a @ b)[cells].astype(out)})
+
+
+primitive(80, "m16n8k16_f16", 16, np.float16, np.float32, name="mma f16")(mma)
+primitive(80, "m16n8k16_bf16", 16, bfloat16, np.float32, name="mma bf16")(mma)
+primitive(80, "m16n8k8_tf32", 8, np.float32, np.float32, name="mma tf32")(mma)
+primitive(80, "m16n8k32_s8", 32, np.int8, np.int32, name="mma s8")(mma)
+
+
+@primitive(80, name="mma tf32 ignores 13 bits")
+def mma_tf32_bits(rng: np.random.Generator) -> Launch:
+    made = mma(rng, "m16n8k8_tf32", 8, np.float32, np.float32)
+    a, b, c, out = made.args
+    noise = rng.integers(0, 1 << 13, a.shape).astype(np.uint32)
+    return made._replace(args=(a | noise, b, c, out))
+
+
+@primitive(80)
+def dp4a(rng: np.random.Generator) -> Launch:
+    a, b = (rng.integers(-128, 128, (32, 4)).astype(np.int8) for _ in range(2))
+    c = rng.integers(-1000, 1000, 32).astype(np.int32)
+    expected = c + (a.astype(np.int32) * b).sum(1, dtype=np.int32)
+    words = (array.view(np.int32)[:, 0] for array in (a, b))
+    return Launch("products.cu", "dot_bytes", 1, 32, (*words, c, np.zeros_like(c)), {3: expected})
+
+
+@primitive(80)
+def round_tf32(rng: np.random.Generator) -> Launch:
+    x = rng.standard_normal(32).astype(np.float32)
+    x[:4] = np.float32([1 + 2.0**-11, -1 - 2.0**-11, 1 + 3 * 2.0**-11, 0])  # ties, away from zero
+    kept = np.float64(2.0) ** (np.frexp(x.astype(np.float64))[1] - 11)
+    rounded = np.copysign(np.floor(np.abs(x) / kept + 0.5) * kept, x).astype(np.float32)
+    out = np.zeros(32, np.uint32)
+    return Launch("products.cu", "tf32_rounding", 1, 32, (x, out), {1: rounded.view(np.uint32)})
+
+
+def fp8_values(mantissa: int, bias: int, finite_top: bool) -> np.ndarray:
+    """Return the value of each of the 256 codes, by the definition of the format."""
+    code = np.arange(256)
+    exponent, fraction = code >> mantissa & (127 >> mantissa), code & ((1 << mantissa) - 1)
+    size = np.where(
+        exponent > 0,
+        (1 + fraction / 2.0**mantissa) * 2.0 ** (exponent - bias),
+        fraction / 2.0**mantissa * 2.0 ** (1 - bias),
+    )
+    if finite_top:
+        size[[127, 255]] = np.nan
+    else:
+        top = exponent == 127 >> mantissa
+        size[top] = np.where(fraction[top] > 0, np.nan, np.inf)
+    return np.where(code & 128, -size, size)
+
+
+E4M3, E5M2 = fp8_values(3, 7, True), fp8_values(2, 15, False)
+
+
+def nearest_code(table: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return the code of the nearest finite value, ties to the even code."""
+    positive = table[:128][np.isfinite(table[:128])]
+    distance = (
+        np.abs(np.abs(x.astype(np.float64))[:, None] - positive)
+        + np.arange(positive.size) % 2 * 1e-12 * np.abs(x.astype(np.float64))[:, None]
+    )
+    code = distance.argmin(1)
+    return np.where(np.isnan(x), 127, code + 128 * np.signbit(x)).astype(np.uint32)
+
+
+@primitive(89)
+def fp8_pack(rng: np.random.Generator) -> Launch:
+    x = (rng.standard_normal(128) * 2.0 ** rng.integers(-20, 20, 128)).astype(np.float32)
+    ends = [0, -0.0, 448, 460, 464, 465, 1e6, -1e6, 57344, 61440, 1e9, -1e9, np.nan, -np.nan]
+    ties = [E4M3[i : i + 2].mean() for i in (0, 1, 2, 8, 9, 30, 31, 120, 121)]
+    ties += [E5M2[i : i + 2].mean() for i in (0, 1, 2, 4, 5, 60, 61, 119, 120)]
+    x[:32] = ends + ties
+    codes = [nearest_code(table, np.clip(x, -1e9, 1e9)) for table in (E4M3, E5M2)]
+    pairs = [code[0::2] | code[1::2] << 8 for code in codes]
+    out = np.zeros((64, 2), np.uint32)
+    return Launch("products.cu", "fp8_pack", 1, 64, (x, out), {1: np.stack(pairs, 1)})
+
+
+@primitive(89)
+def fp8_unpack(rng: np.random.Generator) -> Launch:
+    codes = rng.permutation(256).astype(np.uint8)
+    codes = codes[~np.isnan(E4M3[codes]) & ~np.isnan(E5M2[codes])]  # of NaN the bits are not said
+    codes = np.resize(codes, 256)
+    halves = [table[codes].astype(np.float16).view(np.uint32) for table in (E4M3, E5M2)]
+    args = (codes.view(np.uint16), np.zeros((128, 2), np.uint32))
+    return Launch("products.cu", "fp8_unpack", 1, 128, args, {1: np.stack(halves, 1)})
+
+
+def wgmma(rng: np.random.Generator, n: int, ta: int, tb: int, registers: bool) -> Launch:
+    a, b = rng.integers(-9, 9, (64, 64)), rng.integers(-9, 9, (n, 64))
+    encode = np.float16 if registers else bfloat16
+    x, y = (np.ascontiguousarray(encode(m.T if t else m)) for m, t in ((a, ta), (b, tb)))
+    number = "float16" if registers else "bfloat16"
+    tiles = Tile(x, (64, 64), 128, number), Tile(y, (64, 64 if tb else 32), 128, number)
+    parts = [
+        fragments(np.float16(a[i : i + 16, k : k + 16]), np.zeros((16, 8), np.float16))[0]
+        for i in range(0, 64, 16)
+        for k in range(0, 64, 16)
+    ]
+    words = np.stack(parts).reshape(4, 4, 32, 4).transpose(0, 2, 1, 3).copy()
+    args = (*tiles, words, np.zeros((64, n), np.float32))
+    name = f"wgmma<{n}, {ta}, {tb}, {str(registers).lower()}>"
+    expected = {3: (a @ b.T).astype(np.float32)}
+    return Launch("products.cu", name, 1, 128, args, expected, 8192 + -(-n // 64) * 8192)
+
+
+for n in (64, 96, 128, 160, 192, 224, 256):
+    primitive(90, n, 0, 0, False, name=f"wgmma n{n}")(wgmma)
+    primitive(90, n, 0, n // 32 % 2, True, name=f"wgmma n{n} A from registers")(wgmma)
+for ta, tb in ((0, 1), (1, 0), (1, 1)):
+    primitive(90, 64, ta, tb, False, name=f"wgmma n64, majors {ta}{tb}")(wgmma)
+primitive(90, 192, 1, 1, False, name="wgmma n192, majors 11")(wgmma)
+
+
+# ---- copies -----------------------------------------------------------------------------------
+@primitive(90, name="cp.async.bulk")
+def bulk(rng: np.random.Generator) -> Launch:
+    words = rng.integers(0, 1 << 32, 256, np.uint32)
+    args = (words, np.zeros_like(words))
+    return Launch("cluster.cu", "bulk", 1, 64, args, {1: words[::-1].copy()})
+
+
+def reduce_add(rng: np.random.Generator, kernel: str, number: str, encode: Any) -> Launch:
+    start, added = rng.integers(-9, 9, (10, 32)), rng.integers(-9, 9, (3, 8, 16))
+    total = start.copy()
+    total[4:10, 16:32] += added.sum(0)[:6]  # two rows hang over the edge
+    sums, parts = encode(start), encode(added)
+    args = (Tile(sums, (16, 8), 0, number), parts)
+    return Launch("cluster.cu", kernel, 3, 128, args, {0: encode(total)})
+
+
+for number, encode in (("float", np.float32), ("int", np.int32), ("bfloat16", bfloat16)):
+    dtype = {"float": "float32", "int": "int32"}.get(number, number)
+    primitive(90, f"reduce_{number}", dtype, encode, name=f"TMA reduce-add {dtype}")(reduce_add)
+
+
+# ---- clusters ---------------------------------------------------------------------------------
+def exchange(rng: np.random.Generator, size: int) -> Launch:
+    words = rng.integers(0, 1 << 31, (8, 32)).astype(np.int32)
+    block = np.arange(8)
+    rank, first = block % size, block // size * size
+    neighbour = words[first + (rank + 1) % size]
+    written = 100 * ((rank - 1) % size)[:, None] + np.arange(32)
+    expected = np.concatenate([neighbour, written.astype(np.int32)], 1)
+    args = (words, np.zeros((8, 64), np.int32))
+    return Launch("cluster.cu", f"exchange{size}", 8, 32, args, {1: expected})
+
+
+primitive(90, 2, name="distributed shared memory, cluster of 2")(exchange)
+primitive(90, 4, name="distributed shared memory, cluster of 4")(exchange)
+
+
+@primitive(90, name="st.async and arrivals of other blocks")
+def signals(_: np.random.Generator) -> Launch:
+    expected = np.tile(10 * np.arange(4) + np.arange(4)[:, None], (2, 1)).astype(np.int32)
+    return Launch("cluster.cu", "signals", 8, 32, (np.zeros((8, 4), np.int32),), {0: expected})
+
+
+@primitive(90, name="multicast TMA")
+def multicast(rng: np.random.Generator) -> Launch:
+    words = rng.integers(0, 1 << 31, (16, 64)).astype(np.int32)
+    expected = np.stack([words[:, 16:32].reshape(-1)] * 2)
+    args = (Tile(words, (16, 8), 0), np.zeros((2, 256), np.int32))
+    return Launch("cluster.cu", "multicast", 2, 64, args, {1: expected})

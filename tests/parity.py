@@ -174,7 +174,7 @@ class KernelParity(Parity):
 class KernelAlone(KernelParity):
     """What a kernel does where its definition raises or a rule is too wide: see ``prove``."""
 
-    cases = (Case("alone"),)
+    cases = ()
     test_gradient_matches_finite_differences = None
     test_rounds_once = None
     test_any_strides = None

@@ -152,6 +152,7 @@ class TestPositionOutsideTheTables(KernelAlone):
     """A GPU's positions are not read by the host: such a token is NaN."""
 
     op = "rope"
+    cases = (Case("before and behind"),)
 
     def prove(self, case: Case, dtype: Any) -> None:
         (q, _), tables = _qk(), uc.rope_tables(9, 8)

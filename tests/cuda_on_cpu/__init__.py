@@ -93,7 +93,7 @@ class Emulator(NamedTuple):
     check: bool = True
     seed: int = 0  # 0: threads take turns; else a random schedule
     folders: tuple[Path, ...] = ()  # searched for #include before kernels_cu
-    shared: int = DYNAMIC_SHARED  # bytes a block may ask for
+    shared_memory: int = DYNAMIC_SHARED  # bytes a block may ask for
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -101,9 +101,6 @@ class Emulator(NamedTuple):
     def compile(self, name: str, source: str) -> Callable[..., None]:
         module = _load(name, source, self.check, (*self.folders, _jit.source_root()))
         return functools.partial(module.launch, self.seed)
-
-    def shared_memory(self) -> int:
-        return self.shared
 
 
 def missing() -> str | None:

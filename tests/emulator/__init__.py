@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ..cuda_on_cpu import Emulator, TensorMap
+from ..hardware.primitives import PRIMITIVES, Tile, launch
 
 KERNELS = Path(__file__).parent / "kernels"
 RNG = np.random.default_rng(0)
@@ -82,4 +83,31 @@ def split_k(rows: int = 16, columns: int = 3000, last: bool = False, **how: Any)
     return float(np.abs(y - a.astype(np.float64) @ x).max())
 
 
-LIMITS = {flash: 2e-2, gemm: 1e-2, split_k: 1e-3}  # half a step of bfloat16; float32 sums
+def emulated(arg: Any) -> Any:
+    """Return what the emulator takes for an argument of a primitive's launch."""
+    if not isinstance(arg, Tile):
+        return arg
+    number = ml_dtypes.bfloat16 if arg.number == "bfloat16" else arg.array.dtype
+    return TensorMap(arg.array.view(number), arg.box, arg.swizzle)
+
+
+def primitive(name: str, **how: Any) -> int:
+    """Run a primitive; return how many of its words are wrong."""
+    made = launch(name)
+    args = [emulated(arg) for arg in made.args]
+    kernel(made.file, made.kernel, **how)((made.grid,), (made.block,), args, made.shared)
+    wrong = 0
+    for position, expected in made.expected.items():
+        found = getattr(args[position], "array", args[position]).view(expected.dtype)
+        bits = np.dtype(f"u{expected.itemsize}")
+        wrong += int((found.view(bits) != expected.view(bits)).sum())
+    return wrong
+
+
+def primitives(file: str = "cluster.cu", **how: Any) -> float:
+    """Run every primitive of a file; return how many words are wrong."""
+    return sum(primitive(name, **how) for name in PRIMITIVES if launch(name).file == file)
+
+
+# half a step of bfloat16; float32 sums; integers
+LIMITS = {flash: 2e-2, gemm: 1e-2, split_k: 1e-3, primitives: 0.5}

@@ -64,7 +64,7 @@ def test_a_broken_kernel(mode: int, threads: int, says: str, monkeypatch: Any) -
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_broken_cluster(mode: int, says: str, seed: int) -> None:
-    run = kernel("cluster.cu", "broken_cluster", seed=seed)
+    run = kernel("broken_cluster.cu", "broken_cluster", seed=seed)
     with pytest.raises(EmulatorError, match=says):
         run((2,), (32,), (np.zeros(32, np.int32), np.int32(mode)), 0)
 
@@ -91,7 +91,7 @@ def test_a_planted_bug_of_a_copy(name: str, bug: str, says: str, seed: int) -> N
 
 
 def test_a_grid_is_whole_clusters() -> None:
-    run = kernel("cluster.cu", "broken_cluster")
+    run = kernel("broken_cluster.cu", "broken_cluster")
     with pytest.raises(EmulatorError, match=r"a grid of \(3,1,1\) blocks in clusters of \(2,1,1\)"):
         run((3,), (32,), (np.zeros(1, np.int32), np.int32(2)), 0)
 

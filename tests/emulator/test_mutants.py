@@ -1,7 +1,11 @@
 """Delete one statement of a kernel: a run must notice, or it proves nothing.
 
-A kernel's mutants are judged by the emulated cases of its op: a survivor asks for another case.
-Every run takes a sample that changes from day to day; UNSLOTH_CUPY_ALL_MUTANTS=1 takes them all.
+A kernel's mutants are judged by the emulated cases of its op: a survivor asks for another case,
+or the statement is redundant and goes.  Every run takes a sample that changes from day to day; all:
+
+    UNSLOTH_CUPY_ALL_MUTANTS=1 OMP_NUM_THREADS=1 python -m pytest tests/emulator/test_mutants.py
+
+(15 minutes on one core; ``-k rope`` for one file).
 """
 
 import datetime
@@ -22,12 +26,12 @@ from unsloth_cupy.errors import KernelError
 
 from ..cuda_on_cpu import EmulatorError
 from ..parity import KernelParity
-from . import KERNELS, LIMITS, flash, gemm, split_k
+from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
 SAMPLE = 5  # of each kind, a day
 SYNCHRONISATION = re.compile(
-    r"(__syncthreads|__syncwarp|__threadfence|cp_async_(wait<\d>|commit)|mbarrier_(wait|arrive)"
-    r"|mbarrier_init_fence|wgmma_(wait<\d>|fence|commit)|fence_proxy_async|named_barrier_sync"
+    r"(__syncthreads|__syncwarp|__threadfence|cp_async_(wait<\d>|commit)"
+    r"|mbarrier_(wait|arrive)(_cluster)?|cluster_(arrive|wait)|mbarrier_init_fence|wgmma_(wait<\d>|fence|commit)|fence_proxy_async|named_barrier_sync"
     r"|tma_store_wait<\d>)\([^;]*\);"
 )
 # a statement of one line, with the condition or loop that governs it; without a declaration or
@@ -42,6 +46,7 @@ EXAMPLES: dict[str, list[tuple[Callable[..., float], dict[str, Any]]]] = {
     "flash.cu": [(flash, {"tokens": 256})],
     "gemm.cu": [(gemm, {"seed": 3})],
     "split_k.cu": [(split_k, {}), (split_k, {"last": True})],
+    "cluster.cu": [(primitives, {"seed": 0}), (primitives, {"seed": 3})],
 }
 
 

@@ -234,8 +234,10 @@ primitive(90, 4, name="distributed shared memory, cluster of 4")(exchange)
 
 @primitive(90, name="st.async and arrivals of other blocks")
 def signals(_: np.random.Generator) -> Launch:
-    expected = np.tile(10 * np.arange(4) + np.arange(4)[:, None], (2, 1)).astype(np.int32)
-    return Launch("cluster.cu", "signals", 8, 32, (np.zeros((8, 4), np.int32),), {0: expected})
+    sent = np.tile(10 * np.arange(4) + np.arange(4)[:, None], (2, 1)).astype(np.int32)
+    noted = np.tile(3 * np.arange(128), (2, 1)).astype(np.int32)
+    args = tuple(np.zeros_like(array) for array in (sent, noted))
+    return Launch("cluster.cu", "signals", 8, 32, args, {0: sent, 1: noted})
 
 
 @primitive(90, name="multicast TMA")

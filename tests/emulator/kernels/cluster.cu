@@ -78,25 +78,32 @@ __device__ __forceinline__ void exchange(const int *in, int *out) {
 KERNEL(32) __cluster_dims__(2, 1, 1) exchange2(const int *in, int *out) { exchange(in, out); }
 KERNEL(32) __cluster_dims__(4, 1, 1) exchange4(const int *in, int *out) { exchange(in, out); }
 
-// Rank 0 counts 32 arrivals of every block; each block sends a word to every other, at its rank.
-KERNEL(32) __cluster_dims__(4, 1, 1) signals(int *out) {
+// Every thread leaves a note with rank 0, which waits for 128 arrivals; each block sends a word to
+// every other, at its rank.
+KERNEL(32) __cluster_dims__(4, 1, 1) signals(int *out, int *noted) {
   __shared__ uint64_t arrivals, words;
   __shared__ unsigned sent[4];
+  __shared__ int notes[128];
   const int rank = cluster_rank();
   prepare(&arrivals, 128);
   prepare(&words, 1);
-  __syncthreads();
   if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&words, 16);
   cluster_arrive();
   cluster_wait();
+  const int note = rank * 32 + threadIdx.x;
+  static_cast<int *>(cluster_map(notes, 0))[note] = 3 * note;
   mbarrier_arrive_cluster(&arrivals, 0);
   if (threadIdx.x < 4) store_async_b32(&sent[rank], 10 * rank + threadIdx.x, &words, threadIdx.x);
-  if (rank == 0) mbarrier_wait_cluster(&arrivals, 0);
+  if (rank == 0) {
+    mbarrier_wait_cluster(&arrivals, 0);
+    for (int i = 0; i < 4; i++)
+      noted[blockIdx.x * 32 + i * 32 + threadIdx.x] = notes[i * 32 + threadIdx.x];
+  }
 #ifndef BUG_NO_WAIT
   mbarrier_wait_cluster(&words, 0);
 #endif
   if (threadIdx.x < 4) out[blockIdx.x * 4 + threadIdx.x] = sent[threadIdx.x];
-  cluster_arrive();  // the neighbours' words are here, but rank 0's arrivals may not be
+  cluster_arrive();  // one's own words are here; those to a neighbour may be on their way
   cluster_wait();
 }
 
@@ -106,7 +113,6 @@ KERNEL(64) __cluster_dims__(2, 1, 1) multicast(const __grid_constant__ TensorMap
   __shared__ uint64_t bar;
   const int rank = cluster_rank();
   prepare(&bar, 1);
-  __syncthreads();
   if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&bar, sizeof tile);
   cluster_arrive();
   cluster_wait();
@@ -115,30 +121,5 @@ KERNEL(64) __cluster_dims__(2, 1, 1) multicast(const __grid_constant__ TensorMap
   for (int i = threadIdx.x; i < 256; i += 64) out[blockIdx.x * 256 + i] = tile[i / 128][i % 128];
   cluster_arrive();
   cluster_wait();
-}
-
-// What a cluster must not do.
-KERNEL(32) __cluster_dims__(2, 1, 1) broken_cluster(int *out, int mode) {
-  __shared__ int cell[32];
-  const int rank = cluster_rank();
-  cell[threadIdx.x] = 1;
-  if (mode == 0 && rank == 0) cluster_wait();
-  cluster_arrive();
-  if (mode == 1) cluster_arrive();
-  if (mode == 2) return;
-  cluster_wait();
-  if (mode == 3) static_cast<int *>(cluster_map(cell, 1))[0] = rank;
-  if (mode == 4 && rank) out[threadIdx.x] = static_cast<int *>(cluster_map(cell, 0))[threadIdx.x];
-  if (mode == 5 && rank) out[threadIdx.x] = *static_cast<int *>(cluster_map(cell, 2));
-  if (mode == 6 && rank == 0) {
-    cluster_arrive();
-    cluster_wait();
-  }
-  if (mode == 6 && rank) {
-    __shared__ uint64_t bar;
-    prepare(&bar, 2);
-    __syncwarp();
-    mbarrier_wait(&bar, 0);
-  }
 }
 #endif

@@ -30,6 +30,8 @@ import numpy as np
 from unsloth_cupy import _jit
 from unsloth_cupy.errors import KernelError
 
+from . import traffic
+
 HERE = Path(__file__).resolve().parent
 COMMON = [
     "-std=c++17",
@@ -343,6 +345,8 @@ class Module:
         )
         dynamic = self.library.emu_dynamic()
         sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block, self.cluster)]
+        counting = self.check and bool(traffic.open_counts)
+        self.runtime.emu_count(counting)
         error = self.runtime.emu_launch(
             ctypes.byref(
                 _Launch(
@@ -367,12 +371,23 @@ class Module:
             )
         for allocation in allocations:
             allocation.read_back()
+        if counting:
+            traffic.collect(self.runtime, self._line)
+
+    def _line(self, file: int, line: int) -> str:
+        """Return file:line of a place as the runtime keeps it: a name, or an address of code."""
+        if line < 0:
+            return self._source(file)
+        return f"{Path(ctypes.string_at(file).decode()).name}:{line}"
 
     def _place(self, match: re.Match[str]) -> str:
+        return self._source(int(match[1], 16))
+
+    def _source(self, address: int) -> str:
         """Turn an address of the library's code into file:line, with the line that called it."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         base = min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)
-        command = ["addr2line", "-i", "-e", self.path, hex(int(match[1], 16) - 1 - base)]
+        command = ["addr2line", "-i", "-e", self.path, hex(address - 1 - base)]
         frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ours = [line.split(" ")[0] for line in frames.splitlines() if str(HERE) not in line]
         return " in ".join(Path(frame).name for frame in dict.fromkeys(ours)) or frames

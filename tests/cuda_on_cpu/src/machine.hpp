@@ -3,7 +3,8 @@
 //   scheduler.cpp     a fiber per CUDA thread, the launch, deadlocks
 //   cluster.cpp       the blocks of a cluster side by side, each with its own shared memory
 //   collectives.cpp   the rendezvous behind barriers, shuffles, votes and tensor-core products
-//   memory.cpp        bounds, uninitialised reads, races by vector clocks; the compiler's hooks
+//   memory.cpp        bounds, uninitialised reads, races by vector clocks
+//   hooks.cpp         what the compiler calls on every access
 //   tensor_core.cpp   mma, ldmatrix, wgmma
 //   narrow.cpp        8-bit floats; sums of every dtype that a copy can add
 //   async_copy.cpp    cp.async, mbarrier, TMA
@@ -79,7 +80,7 @@ struct Machine {
   int stride, fibers;      // the fibers of block r of the cluster start at r * stride
   int wgmma_agents, agents, ids;  // ids = fibers + agents
   uint64_t rng = 0;  // 0: round robin
-  bool checks = false;
+  bool checks = false, counting = false;
   unsigned block_serial = 0;
   uint64_t accesses = 0, patience = 0;  // of one fiber since it was switched to; 0: no watchdog
   std::string error;
@@ -140,6 +141,7 @@ void reset_collectives();
 // memory.cpp
 enum Access { Read, Write, Atomic };
 void touch(const void *p, size_t n, Access a, Where at, int agent = -1, const Fiber *as = nullptr);
+std::string describe(const char *p);         // by the nearest buffer
 void mark_pending(const void *p, size_t n);  // an issued cp.async owns these bytes
 void settle(const void *p, size_t n);  // ... until its wait: now the waiting thread's write
 uint32_t shared_address(const void *p);
@@ -149,6 +151,10 @@ void add_image(int rank, char *dynamic, const void *symbol);  // ... the shared 
 bool touched_after(int rank, const Clock *end, std::string &what, Where &at);
 void reset_memory();                                          // a cluster
 inline Clock *agent_clock(int a) { return &M.agent_clocks[size_t(a) * M.ids]; }
+
+// traffic.cpp: of checked builds, while M.counting
+void count_access(uint64_t address, size_t size, bool shared, Access a, Where at, const Fiber *f);
+void close_traffic();
 
 // tensor_core.cpp
 enum { BF16, F16, TF32, S8 };

@@ -1,8 +1,6 @@
 // Memory: bounds, initialisation and races of shared and global memory.
 //
-// Checked builds are compiled with g++'s thread sanitiser, whose hooks are answered at the end of
-// this file instead of by libtsan: every access of a kernel outside its own stack comes to touch().
-// A shadow cell per byte remembers the last writer and two readers with their vector-clock times;
+// Every access of a kernel outside its own stack comes to touch(), by way of hooks.cpp.  A shadow cell per byte remembers the last writer and two readers with their vector-clock times;
 // an access that no barrier, fence or wait orders after them is a race.  Blocks run in turn, so
 // order between blocks is what atomics behind a __threadfence make of it.
 #include "machine.hpp"
@@ -54,7 +52,7 @@ static Region *find_region(const char *p) {
   return nullptr;
 }
 
-static std::string describe(const char *p) {
+std::string describe(const char *p) {
   const Region *best = nullptr;
   long nearest = 1 << 20;
   for (auto &r : M.regions) {
@@ -94,6 +92,12 @@ static uint16_t site(Where at) {
   return last_id = i->second;
 }
 
+// The shared window as a GPU numbers it: static variables, then dynamic from the next KiB.
+static uint32_t window(int region) {
+  uint32_t below = M.regions[STATIC_BELOW].size, above = M.regions[STATIC_ABOVE].size;
+  return region == STATIC_BELOW ? 0 : region == STATIC_ABOVE ? below : (below + above + 1023) & ~1023u;
+}
+
 // ---- one access --------------------------------------------------------------------------------
 void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber *as) {
   if (!M.checks) return;
@@ -109,6 +113,9 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   if (r->shadow.empty()) r->shadow.resize(r->size);
   int region = int(r - &M.regions[0]);
   bool shared = region < shared_regions();
+  if (M.counting && agent < 0)  // a bank is known from the address in the block's window
+    count_access(shared ? window(region % REGIONS_OF_A_BLOCK) + (p - r->base) : (uint64_t)p, n,
+                 shared, a, at, f);
   if (shared && region / REGIONS_OF_A_BLOCK != f->rank)
     check_neighbour(region / REGIONS_OF_A_BLOCK, f, at);
   if (a == Write && !shared) M.cur->dirty = true;
@@ -202,12 +209,7 @@ bool touched_after(int rank, const Clock *end, std::string &what, Where &at) {
   return false;
 }
 
-// ---- the shared window, as a GPU numbers it: static variables, then dynamic from the next KiB ---
-static uint32_t window(int region) {
-  uint32_t below = M.regions[STATIC_BELOW].size, above = M.regions[STATIC_ABOVE].size;
-  return region == STATIC_BELOW ? 0 : region == STATIC_ABOVE ? below : (below + above + 1023) & ~1023u;
-}
-
+// ---- the shared window -------------------------------------------------------------------------
 uint32_t shared_address(const void *p) {
   for (int i = 0; i < REGIONS_OF_A_BLOCK; i++) {
     auto &r = M.regions[M.cur->rank * REGIONS_OF_A_BLOCK + i];
@@ -284,66 +286,5 @@ void reset_memory() {
     if (r.size) memset(r.base, 0xff, r.size);  // NaN: what a kernel finds before it writes
     if (M.checks) r.shadow.assign(r.size, Shadow{});
   }
-}
-
-// ---- hooks: the compiler calls libtsan and libubsan by these names -----------------------------
-static inline void hook(void *p, size_t n, Access a, void *pc, bool spinning = false) {
-  if (!M.checks || !M.cur || size_t((char *)p - M.cur->stack) < kStack) return;
-  Where at{(const char *)pc, kInstructionPointer};
-  if (M.patience && ++M.accesses > M.patience)
-    fail("watchdog: " + std::to_string(M.patience) + " accesses since the block last met", at);
-  if (spinning && M.accesses % 64 == 0) yield(at);
-  touch(p, n, a, at);
-}
-
-#define HERE __builtin_return_address(0)
-#define EMU_HOOK(N)                                                                \
-  void __tsan_read##N(void *p) { hook(p, N, Read, HERE); }                         \
-  void __tsan_write##N(void *p) { hook(p, N, Write, HERE); }                       \
-  void __tsan_unaligned_read##N(void *p) { hook(p, N, Read, HERE); }               \
-  void __tsan_unaligned_write##N(void *p) { hook(p, N, Write, HERE); }             \
-  void __tsan_volatile_read##N(void *p) { hook(p, N, Read, HERE, true); }          \
-  void __tsan_volatile_write##N(void *p) { hook(p, N, Write, HERE); }              \
-  void __tsan_unaligned_volatile_read##N(void *p) { hook(p, N, Read, HERE, true); } \
-  void __tsan_unaligned_volatile_write##N(void *p) { hook(p, N, Write, HERE); }
-
-struct Source {
-  const char *file;
-  uint32_t line, column;
-};
-struct TypeName {
-  uint16_t kind, info;
-  char name[1];
-};
-struct OutOfBounds {
-  Source at;
-  TypeName *array, *index;
-};
-struct TypeMismatch {
-  Source at;
-  TypeName *type;
-  uint8_t log_align, kind;
-};
-static Where where(const Source &s) { return {s.file, (int)s.line}; }
-
-extern "C" {
-EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
-void __tsan_read_range(void *p, size_t n) { hook(p, n, Read, HERE); }
-void __tsan_write_range(void *p, size_t n) { hook(p, n, Write, HERE); }
-void __tsan_init() {}
-void __tsan_func_entry(void *) {}
-void __tsan_func_exit() {}
-void __tsan_vptr_update(void *, void *) {}
-
-void __ubsan_handle_out_of_bounds(OutOfBounds *d, uintptr_t i) {
-  fail("index " + std::to_string((long)i) + " out of bounds of " + d->array->name, where(d->at));
-}
-void __ubsan_handle_type_mismatch_v1(TypeMismatch *d, uintptr_t p) {
-  fail("address not aligned to " + std::to_string(1 << d->log_align) + " bytes for " +
-           d->type->name + " (" + describe((char *)p) + ")", where(d->at));
-}
-void __ubsan_handle_shift_out_of_bounds(Source *d, uintptr_t, uintptr_t) {
-  fail("shift exponent out of range", where(*d));
-}
 }
 }  // namespace emu

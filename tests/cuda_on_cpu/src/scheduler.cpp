@@ -215,6 +215,7 @@ static void run_blocks() {
   for (int i = 0; i < M.fibers; i++) start(M.fiber[i], i);
   enter_fiber(next_ready());
   run_cluster();
+  if (M.counting) close_traffic();
   M.cur = nullptr;
 }
 

@@ -1,0 +1,65 @@
+// Hooks: checked builds are compiled with g++'s thread and undefined-behaviour sanitisers, whose
+// calls are answered here instead of by libtsan and libubsan.
+#include "machine.hpp"
+
+namespace emu {
+static inline void hook(void *p, size_t n, Access a, void *pc, bool spinning = false) {
+  if (!M.checks || !M.cur || size_t((char *)p - M.cur->stack) < kStack) return;
+  Where at{(const char *)pc, kInstructionPointer};
+  if (M.patience && ++M.accesses > M.patience)
+    fail("watchdog: " + std::to_string(M.patience) + " accesses since the block last met", at);
+  if (spinning && M.accesses % 64 == 0) yield(at);
+  touch(p, n, a, at);
+}
+
+#define HERE __builtin_return_address(0)
+#define EMU_HOOK(N)                                                                \
+  void __tsan_read##N(void *p) { hook(p, N, Read, HERE); }                         \
+  void __tsan_write##N(void *p) { hook(p, N, Write, HERE); }                       \
+  void __tsan_unaligned_read##N(void *p) { hook(p, N, Read, HERE); }               \
+  void __tsan_unaligned_write##N(void *p) { hook(p, N, Write, HERE); }             \
+  void __tsan_volatile_read##N(void *p) { hook(p, N, Read, HERE, true); }          \
+  void __tsan_volatile_write##N(void *p) { hook(p, N, Write, HERE); }              \
+  void __tsan_unaligned_volatile_read##N(void *p) { hook(p, N, Read, HERE, true); } \
+  void __tsan_unaligned_volatile_write##N(void *p) { hook(p, N, Write, HERE); }
+
+struct Source {
+  const char *file;
+  uint32_t line, column;
+};
+struct TypeName {
+  uint16_t kind, info;
+  char name[1];
+};
+struct OutOfBounds {
+  Source at;
+  TypeName *array, *index;
+};
+struct TypeMismatch {
+  Source at;
+  TypeName *type;
+  uint8_t log_align, kind;
+};
+static Where where(const Source &s) { return {s.file, (int)s.line}; }
+
+extern "C" {
+EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
+void __tsan_read_range(void *p, size_t n) { hook(p, n, Read, HERE); }
+void __tsan_write_range(void *p, size_t n) { hook(p, n, Write, HERE); }
+void __tsan_init() {}
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void *, void *) {}
+
+void __ubsan_handle_out_of_bounds(OutOfBounds *d, uintptr_t i) {
+  fail("index " + std::to_string((long)i) + " out of bounds of " + d->array->name, where(d->at));
+}
+void __ubsan_handle_type_mismatch_v1(TypeMismatch *d, uintptr_t p) {
+  fail("address not aligned to " + std::to_string(1 << d->log_align) + " bytes for " +
+           d->type->name + " (" + describe((char *)p) + ")", where(d->at));
+}
+void __ubsan_handle_shift_out_of_bounds(Source *d, uintptr_t, uintptr_t) {
+  fail("shift exponent out of range", where(*d));
+}
+}
+}  // namespace emu

@@ -47,12 +47,6 @@ def packed(array: Any) -> Any:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def aligned(array: Any) -> Any:
-    """Return array, or a copy of it where its address is no multiple of 16 bytes."""
-    address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-    return array.copy() if address % 16 else array
-
-
 def lanes(row: int, *arrays: Any) -> int:
     """Return how many values of a row one access of at most 16 bytes moves, by the first's dtype.
 

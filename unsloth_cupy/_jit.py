@@ -40,9 +40,6 @@ class Target(Protocol):
     def compile(self, name: str, source: str) -> Launch:
         """Return kernel ``name`` of a translation unit as ``launch(grid, block, args, shared)``."""
 
-    def shared_memory(self) -> int:
-        """Return how many bytes of shared memory a block may ask for."""
-
 
 def compiler_options(capability: str) -> tuple[str, ...]:
     """Return what NVRTC needs beside CuPy's own options: its header paths, -arch and -ftz=true.
@@ -80,13 +77,6 @@ class CupyTarget:
             function(grid, block, args, shared_mem=shared)
 
         return launch
-
-    def shared_memory(self) -> int:
-        """Return the limit of the current device, beyond 48 KiB what a kernel may opt in to."""
-        from cupy.cuda import runtime
-
-        limit = runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
-        return int(runtime.deviceGetAttribute(limit, runtime.getDevice()))
 
 
 targets: tuple[Target, ...] = (CupyTarget(),)
@@ -197,26 +187,22 @@ class Kernel:
 
 
 @functools.cache
-def _processors(device: int) -> int:
+def _attribute(name: str, device: int) -> int:
     from cupy.cuda import runtime
 
-    return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+    return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
 
 
 def processors(like: Any) -> int:
     """Return how many multiprocessors run kernels where ``like`` lives: 1 on the host."""
-    return 1 if isinstance(like, np.ndarray) else _processors(like.device.id)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shared_memory(target: Any, device: int) -> int:
-    return cast(int, target.shared_memory())
+    return 1 if isinstance(like, np.ndarray) else _attribute("MultiProcessorCount", like.device.id)
 
 
 def shared_memory(like: Any) -> int:
     """Return how many bytes of shared memory a block may ask for where ``like`` lives."""
-    device = 0 if isinstance(like, np.ndarray) else like.device.id
-    return _shared_memory(cast(Any, target_of(like)), device)
+    if isinstance(like, np.ndarray):
+        return int(cast(Any, target_of(like)).shared_memory)
+    return _attribute("MaxSharedMemoryPerBlockOptin", like.device.id)
 
 
 def parameters(

@@ -127,7 +127,7 @@ class Op(Generic[P, R]):
         return self.plans[key]
 
     def _native_plan(
-        self, library: str, arrays: Sequence[Any], forms: Sequence[Form | None]
+        self, library: str, arrays: Sequence[Any], forms: Sequence[Form | None], launch: bool = True
     ) -> Run:
         """Check the forms, then return what runs: the launch, the definition, or shapes alone."""
         bound = check(self.__name__, self.contract, forms)
@@ -142,33 +142,28 @@ class Op(Generic[P, R]):
         lead = next((a for a in arrays if a is not None and type(a) is not int), None)
         narrow = [i for i, f in enumerate(forms) if f and self.widen and f.dtype in FLOATS[:2]]
         empty = any(f and 0 in f.shape for f in forms)  # kernels meet no empty axis
-        launchable = self.launch and bound.dtype in _jit.KERNEL_DTYPES and not empty
+        launchable = launch and self.launch and bound.dtype in _jit.KERNEL_DTYPES and not empty
         kernel = bool(launchable) and _jit.target_of(lead) is not None
+        function: Any = self.launch if kernel else self.definition
         keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
-        pack = self.widen
-
-        def call(function: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
-            if keywords:
-                options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
-                arrays = arrays[:positional]
-            return function(*arrays, **options)
+        pack = kernel and self.widen
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             _options.check(self.definition, options)
+            given = arrays, options
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
-            result: Any = NotImplemented
-            if kernel:
-                given = arrays
-                if pack:
-                    given = [
-                        a if a is None or type(a) is int else _arrays.packed(a) for a in arrays
-                    ]
-                result = call(self.launch, given, options)
-            if result is NotImplemented:  # there is no kernel, or none for these options
+            if pack:
+                arrays = [a if a is None or type(a) is int else _arrays.packed(a) for a in arrays]
+            else:
                 for index in narrow:
                     arrays[index] = arrays[index].astype(FLOAT32)
-                result = call(self.definition, arrays, options)
+            if keywords:
+                options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
+                arrays = arrays[:positional]
+            result = function(*arrays, **options)
+            if result is NotImplemented:  # there is no kernel for these options
+                return self._native_plan(library, given[0], forms, launch=False)(*given)
             results = result if result.__class__ is tuple else (result,)
             for array, dtype in zip(results, dtypes):  # noqa: B905 -- it costs 0.1 us a call
                 if array.__class__ is not np.ndarray or array.dtype is not dtype:

@@ -115,7 +115,7 @@ def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
     case = Case("", **GROUPED, queries=70, keys=75, dim=128, value_dim=96, causal=True)
-    run = lambda function: _within(function, check=False, shared=budget)  # noqa: E731
+    run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray)
 
 

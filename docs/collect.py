@@ -11,6 +11,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import unsloth_cupy
+from tests.hardware.fixtures import table
 from unsloth_cupy._jit import source_root
 from unsloth_cupy._op import OPS, Op
 
@@ -56,6 +57,15 @@ def kernels() -> str:
         header = re.match(r"(?://.*\n)+", path.read_text())
         text = re.sub(r"^// ?", "", header[0], flags=re.M) if header else ""
         lines += ["", f"## {path.name}", "", "```text", text.rstrip(), "```"]
+    lines += [
+        "",
+        "## Instructions",
+        "",
+        "Each instruction that kernels may use is tested alone, on the CPU, against arithmetic.",
+        "`python -m tests.hardware` asks a GPU for the same bits and keeps the date.",
+        "",
+        table(),
+    ]
     return "\n".join(lines)
 
 

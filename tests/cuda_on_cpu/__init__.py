@@ -387,7 +387,7 @@ class Module:
         """Turn an address of the library's code into file:line, with the line that called it."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         base = min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)
-        command = ["addr2line", "-i", "-e", self.path, hex(address - 1 - base)]
+        command = ["addr2line", "-i", "-e", str(self.path), hex(address - 1 - base)]
         frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ours = [line.split(" ")[0] for line in frames.splitlines() if str(HERE) not in line]
         return " in ".join(Path(frame).name for frame in dict.fromkeys(ours)) or frames

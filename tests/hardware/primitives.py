@@ -246,3 +246,93 @@ def multicast(rng: np.random.Generator) -> Launch:
     expected = np.stack([words[:, 16:32].reshape(-1)] * 2)
     args = (Tile(words, (16, 8), 0), np.zeros((2, 256), np.int32))
     return Launch("cluster.cu", "multicast", 2, 64, args, {1: expected})
+
+
+# ---- warps and blocks -------------------------------------------------------------------------
+@primitive(80)
+def ldmatrix(_: np.random.Generator) -> Launch:
+    tiles = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
+    lane = np.arange(32)
+    i, j = lane // 4, lane % 4 * 2
+    plain = np.stack([tiles[:, i, j + h] for h in range(2)], -1)  # tile, lane, half
+    turned = np.stack([tiles[:, j + h, i] for h in range(2)], -1)
+    halves = np.concatenate([plain, turned]).swapaxes(0, 1)
+    expected = np.ascontiguousarray(halves).view(np.uint32)[..., 0]
+    args = (tiles.view(np.uint32), np.zeros((32, 8), np.uint32))
+    return Launch("primitives.cu", "ldmatrix_both", 1, 32, args, {1: expected})
+
+
+@primitive(80, name="cp.async")
+def cp_async(rng: np.random.Generator) -> Launch:
+    words = rng.integers(0, 1 << 31, (32, 4)).astype(np.int32)
+    expected = np.where(np.arange(32)[:, None] % 3 > 0, words, 0).astype(np.int32)[::-1].copy()
+    args = (words, np.zeros_like(words))
+    return Launch("primitives.cu", "async_copies", 1, 32, args, {1: expected})
+
+
+@primitive(80, name="named barriers")
+def named_barriers(rng: np.random.Generator) -> Launch:
+    x = rng.standard_normal((6, 32)).astype(np.float32)
+    args = (x, np.zeros_like(x), np.int32(6))
+    return Launch("primitives.cu", "named", 1, 128, args, {1: x[:, ::-1].copy()})
+
+
+@primitive(80, name="shuffles and votes")
+def warp_moves(rng: np.random.Generator) -> Launch:
+    v = rng.integers(0, 100, 32).astype(np.int32)
+    lane = np.arange(32)
+    up, down = np.maximum(lane - 2, 0), lane + 7
+    up[:2] = lane[:2]  # off the end: one's own
+    down = np.where(down % 16 < 7, lane, down)
+    votes = np.uint32(sum(1 << i for i in range(32) if v[i] % 3 == 0)).view(np.int32)
+    moved = [np.full(32, v[5]), v[lane ^ 3], v[up], v[down], np.full(32, votes), np.ones(32)]
+    expected = np.stack(moved).astype(np.int32)
+    return Launch("primitives.cu", "warp_moves", 1, 32, (v, np.zeros_like(expected)), {1: expected})
+
+
+@primitive(80)
+def atomics(_: np.random.Generator) -> Launch:
+    cells, total = np.zeros(4, np.int32), np.zeros(1, np.float32)
+    expected = {0: np.array([64, 63, -63, 255], np.int32), 1: np.array([32], np.float32)}
+    return Launch("primitives.cu", "atomics", 1, 64, (cells, total), expected)
+
+
+# ---- TMA --------------------------------------------------------------------------------------
+def swizzle(tile: np.ndarray, span: int) -> np.ndarray:
+    """Return a tile of 16-bit values as it lies in shared memory under a swizzle."""
+    linear = np.arange(tile.size) * 2
+    mask = {0: 0, 32: 0x10, 64: 0x30, 128: 0x70}[span]
+    lying = np.zeros(tile.size, np.uint16)
+    lying[(linear ^ ((linear >> 3) & mask)) // 2] = tile.reshape(-1)
+    return lying
+
+
+def tma_load(rng: np.random.Generator, rank: int, span: int) -> Launch:
+    inner = (span or 128) // 2
+    box = {2: (inner, 16), 3: (inner, 8, 2), 4: (inner, 4, 3, 2)}[rank]
+    corner = {2: (8, 9), 3: (-8, 16, 4), 4: (64, -2, 3, 2)}[rank]
+    whole = rng.integers(0, 65536, (3, 5, 20, 96)).astype(np.uint16)
+    array = np.ascontiguousarray(whole[(0,) * (4 - rank)])
+    tile = np.zeros(box[::-1], np.uint16)
+    for index in np.ndindex(*tile.shape):
+        at = tuple(np.add(index, corner[::-1]))
+        if all(0 <= i < n for i, n in zip(at, array.shape, strict=True)):
+            tile[index] = array[at]
+    out = np.zeros(tile.nbytes, np.uint8)
+    args = (Tile(array, box, span), out, np.int32(out.size), *map(np.int32, corner))
+    expected = {1: swizzle(tile, span).view(np.uint8)}
+    return Launch("primitives.cu", f"tma{rank}", 1, 64, args, expected, out.size)
+
+
+for rank in (2, 3, 4):
+    for span in (0, 32, 64, 128):
+        primitive(90, rank, span, name=f"TMA load {rank}d, swizzle {span}")(tma_load)
+
+
+@primitive(90, name="TMA store 2d")
+def tma_store(rng: np.random.Generator) -> Launch:
+    words = rng.integers(0, 1 << 31, (8, 16)).astype(np.int32)
+    expected = np.zeros((10, 32), np.int32)
+    expected[4:10, 16:32] = words[:6]  # two rows hang over the edge
+    args = (Tile(np.zeros((10, 32), np.int32), (16, 8), 0), words)
+    return Launch("cluster.cu", "store_tile", 1, 128, args, {0: expected})

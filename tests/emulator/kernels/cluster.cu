@@ -53,6 +53,18 @@ KERNEL(128) reduce_bfloat16(const __grid_constant__ TensorMap sum, const unsigne
   add_tile(sum, in);
 }
 
+KERNEL(128) store_tile(const __grid_constant__ TensorMap to, const int *in) {
+  __shared__ __align__(128) int tile[128];
+  tile[threadIdx.x] = in[threadIdx.x];
+  fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    tma_store_2d(&to, tile, 16, 4);
+    tma_store_commit();
+    tma_store_wait<0>();
+  }
+}
+
 // out[block, 0:32] is read from the next block's shared memory, the rest written there by it.
 __device__ __forceinline__ void exchange(const int *in, int *out) {
   __shared__ int mine[32], theirs[32];

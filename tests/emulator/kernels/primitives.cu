@@ -14,6 +14,21 @@ KERNEL(32) ldmatrix_both(const unsigned *in, unsigned *out) {
   }
 }
 
+// Lane i copies row i, or zeros where i is a multiple of 3, in two groups.
+KERNEL(32) async_copies(const int *in, int *out) {
+  __shared__ int4 rows[32];
+  const int lane = threadIdx.x;
+  const int4 *const from = reinterpret_cast<const int4 *>(in);
+  if (lane < 16) cp_async_16(&rows[lane], from + lane, lane % 3 > 0);
+  cp_async_commit();
+  if (lane >= 16) cp_async_16(&rows[lane], from + lane, lane % 3 > 0);
+  cp_async_commit();
+  cp_async_wait<1>();
+  cp_async_wait<0>();
+  __syncwarp();
+  reinterpret_cast<int4 *>(out)[31 - lane] = rows[lane];
+}
+
 template <int RANK>
 __device__ __forceinline__ void tma_dump(const TensorMap &m, unsigned char *out, int bytes, int c0,
                                          int c1, int c2, int c3) {
@@ -77,7 +92,6 @@ KERNEL(64) atomics(int *cells, float *sum) {
   atomicMax(&cells[1], (int)threadIdx.x);
   atomicMin(&cells[2], -(int)threadIdx.x);
   atomicOr(&cells[3], 1 << threadIdx.x % 8);
-  atomicCAS(&cells[4], (int)threadIdx.x, (int)threadIdx.x + 1);
   atomicAdd(&sum[0], 0.5f);
 }
 

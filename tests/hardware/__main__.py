@@ -1,0 +1,129 @@
+"""Run every primitive on the GPU at hand: ``python -m tests.hardware [NAME ...]``.
+
+A bare checkout with NumPy and CuPy is enough.  Each primitive runs in a process of its own, so
+that a fault or a hang is one line of the table.  What agrees bit by bit with plain arithmetic (and
+so with the emulator, whose tests ask for the same bits) is written to fixtures.json, with the date.
+"""
+
+import ctypes
+import subprocess
+import sys
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from .fixtures import ROOT, Fixture, digest, read, write
+from .primitives import PRIMITIVES, Launch, Tile, launch
+
+SECONDS = 120  # for one primitive, with its compilation
+
+# of CUtensorMapDataType
+KINDS = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7}
+KINDS |= {"bfloat16": 9}
+
+
+def tensor_map(tile: Tile, address: int) -> np.ndarray:
+    """Return the 128 bytes of a TMA descriptor, which the driver makes."""
+    room = np.zeros(256, np.uint8)
+    made = room[-room.ctypes.data % 64 :][:128]
+    shape, strides = tile.array.shape[::-1], tile.array.strides[::-1]
+    rank = len(shape)
+    longs, words = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(made.ctypes.data),
+        ctypes.c_int(KINDS[tile.number or tile.array.dtype.name]),
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(address),
+        longs(*shape),
+        longs(*strides[1:]),
+        words(*tile.box),
+        words(*[1] * rank),
+        ctypes.c_int(0),  # no interleaving
+        ctypes.c_int({0: 0, 32: 1, 64: 2, 128: 3}[tile.swizzle]),
+        ctypes.c_int(0),  # L2 promotion
+        ctypes.c_int(0),  # zeros outside
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled returned {status}")
+    return made
+
+
+def run(made: Launch) -> dict[int, np.ndarray]:
+    """Launch on the GPU; return what was written, by position of argument."""
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    source = f'#include "common/device.cuh"\n#include "{made.file}"\n'
+    options = ["-std=c++17", f"-I{ROOT / 'kernels_cu'}", f"-I{ROOT / 'tests/emulator/kernels'}"]
+    if capability == "90":
+        options.append("-arch=sm_90a")  # NVRTC keeps the first -arch; CuPy adds another
+    template = [made.kernel] if "<" in made.kernel else None
+    module = cupy.RawModule(code=source, options=tuple(options), name_expressions=template)
+    function = module.get_function(made.kernel)
+    if made.shared > 48 << 10:
+        function.max_dynamic_shared_size_bytes = made.shared
+    arrays: dict[int, Any] = {}
+    args: list[Any] = []
+    for position, arg in enumerate(made.args):
+        host = arg.array if isinstance(arg, Tile) else arg
+        if isinstance(host, np.ndarray):
+            arrays[position] = cupy.asarray(host)
+        if isinstance(arg, Tile):
+            args.append(tensor_map(arg, arrays[position].data.ptr))
+        else:
+            args.append(arrays.get(position, arg))
+    function((made.grid,), (made.block,), tuple(args), shared_mem=made.shared)
+    cupy.cuda.Device().synchronize()
+    return {position: arrays[position].get() for position in made.expected}
+
+
+def confirm(name: str) -> None:
+    """Run one primitive and keep its fixture; exit with the first difference."""
+    import cupy
+
+    made = launch(name)
+    for position, found in run(made).items():
+        wanted = np.ascontiguousarray(made.expected[position])
+        bits = np.dtype(f"u{wanted.itemsize}")
+        pairs = found.view(bits).reshape(-1), wanted.view(bits).reshape(-1)
+        wrong = np.flatnonzero(pairs[0] != pairs[1])
+        if wrong.size:
+            first = wrong[0]
+            sys.exit(
+                f"{wrong.size} of {wanted.size} differ in argument {position}; "
+                f"word {first} is {pairs[0][first]:#x}, not {pairs[1][first]:#x}"
+            )
+    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    write({**read(), name: Fixture(date.today().isoformat(), device, digest(made))})
+
+
+def main() -> None:
+    """Run the primitives that are named, or all, each in a process of its own."""
+    if sys.argv[1:2] == ["--one"]:
+        return confirm(sys.argv[2])
+    import cupy
+
+    capability = int(cupy.cuda.Device().compute_capability)
+    failed = 0
+    for name in sys.argv[1:] or PRIMITIVES:
+        needs = PRIMITIVES[name][0]
+        products = name.startswith("wgmma") and capability != 90  # of Hopper alone
+        if needs > capability or products:
+            print(f"{name}: needs compute capability {needs}, skipped", flush=True)
+            continue
+        command = [sys.executable, "-m", "tests.hardware", "--one", name]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS
+            )
+            said = "agrees" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+        except subprocess.TimeoutExpired:
+            said = f"no end in {SECONDS} s"
+        failed += said != "agrees"
+        print(f"{name}: {said}", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,8 +16,8 @@ class TestEmbedding(KernelParity):
     op = "embedding"
     cases = (
         Case("repeated tokens", rows=[3, 7], vocab=5, hidden=13),
-        Case("rare tokens", rows=[4], vocab=50, hidden=3),
-        Case("one token", rows=[], vocab=5, hidden=2),
+        Case("rare tokens", rows=[4], vocab=50, hidden=13),
+        Case("one token", rows=[], vocab=5, hidden=13),
         Case("no tokens", rows=[0], vocab=5, hidden=2),
         Case("no columns", rows=[3], vocab=5, hidden=0),
         Case("two blocks a row", rows=[3], vocab=2, hidden=1032),

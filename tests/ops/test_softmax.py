@@ -19,8 +19,8 @@ class TestSoftmax(KernelParity):
     op = "softmax"
     cases = (
         Case("odd", rows=[2, 3], columns=13),
-        Case("scaled", rows=[3], columns=5, scale=-0.3),
-        Case("one row", rows=[], columns=5),
+        Case("scaled", rows=[3], columns=13, scale=-0.3),
+        Case("one row", rows=[], columns=13),
         Case("one column", rows=[3], columns=1),
         Case("no rows", rows=[0], columns=4),
         Case("no columns", rows=[3], columns=0),

@@ -96,7 +96,7 @@ def _constants(
     """
     vectors = -(-vocab // lanes)
     if backward:
-        row_threads = min(256, -(-vectors // 32) * 32)
+        row_threads = max(64, min(256, -(-vectors // 32) * 32))
     elif vectors <= 128:
         row_threads = 1 << (-(-vectors // 4) - 1).bit_length()
     else:

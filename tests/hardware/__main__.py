@@ -24,7 +24,7 @@ KINDS |= {"bfloat16": 9}
 
 
 def tensor_map(tile: Tile, address: int) -> np.ndarray:
-    """Return the 128 bytes of a TMA descriptor, which the driver makes."""
+    """Return a TMA descriptor, which the driver makes: one item of 128 bytes, passed by value."""
     room = np.zeros(256, np.uint8)
     made = room[-room.ctypes.data % 64 :][:128]
     shape, strides = tile.array.shape[::-1], tile.array.strides[::-1]
@@ -46,7 +46,7 @@ def tensor_map(tile: Tile, address: int) -> np.ndarray:
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled returned {status}")
-    return made
+    return made.view("V128")  # CuPy passes arrays of one item by value
 
 
 def run(made: Launch) -> dict[int, np.ndarray]:

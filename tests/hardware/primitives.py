@@ -118,11 +118,7 @@ def fp8_values(mantissa: int, bias: int, finite_top: bool) -> np.ndarray:
     """Return the value of each of the 256 codes, by the definition of the format."""
     code = np.arange(256)
     exponent, fraction = code >> mantissa & (127 >> mantissa), code & ((1 << mantissa) - 1)
-    size = np.where(
-        exponent > 0,
-        (1 + fraction / 2.0**mantissa) * 2.0 ** (exponent - bias),
-        fraction / 2.0**mantissa * 2.0 ** (1 - bias),
-    )
+    size = ((exponent > 0) + fraction / 2.0**mantissa) * 2.0 ** (np.maximum(exponent, 1) - bias)
     if finite_top:
         size[[127, 255]] = np.nan
     else:
@@ -288,6 +284,21 @@ def warp_moves(rng: np.random.Generator) -> Launch:
     moved = [np.full(32, v[5]), v[lane ^ 3], v[up], v[down], np.full(32, votes), np.ones(32)]
     expected = np.stack(moved).astype(np.int32)
     return Launch("primitives.cu", "warp_moves", 1, 32, (v, np.zeros_like(expected)), {1: expected})
+
+
+@primitive(80, name="Philox4x32-10")
+def philox(_: np.random.Generator) -> Launch:
+    """The known answers of Random123, the authors' own library."""
+    counters, words = np.zeros((2, 32, 4), np.uint32)
+    keys = np.zeros((32, 2), np.uint32)
+    counters[1], keys[1] = 0xFFFFFFFF, 0xFFFFFFFF
+    counters[2] = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    keys[2] = [0xA4093822, 0x299F31D0]
+    words[:] = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    words[1] = [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    words[2] = [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    args = (counters, keys, np.zeros_like(words))
+    return Launch("primitives.cu", "random_words", 1, 32, args, {2: words})
 
 
 @primitive(80)

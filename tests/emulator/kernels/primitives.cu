@@ -1,5 +1,6 @@
 // Each instruction alone: compared with plain arithmetic here and with hardware on a GPU.
 #include <common/descriptor.cuh>
+#include <common/philox.cuh>
 
 KERNEL(32) ldmatrix_both(const unsigned *in, unsigned *out) {
   __shared__ uint4 tile[32];
@@ -85,6 +86,16 @@ KERNEL(32) warp_moves(const int *in, int *out) {
   out[96 + lane] = __shfl_down_sync(0xffffffffu, v, 7, 16);
   out[128 + lane] = (int)__ballot_sync(0xffffffffu, v % 3 == 0);
   out[160 + lane] = __any_sync(0xffffffffu, v < 0) * 2 + __all_sync(0xffffffffu, v >= 0);
+}
+
+// Four words of each counter, under its key.
+KERNEL(32) random_words(const unsigned *counters, const unsigned *keys, unsigned *out) {
+  const unsigned *const c = counters + threadIdx.x * 4, *const k = keys + threadIdx.x * 2;
+  const uint4 words = philox(c[0], c[1], c[2], c[3], k[0], k[1]);
+  out[threadIdx.x * 4] = words.x;
+  out[threadIdx.x * 4 + 1] = words.y;
+  out[threadIdx.x * 4 + 2] = words.z;
+  out[threadIdx.x * 4 + 3] = words.w;
 }
 
 KERNEL(64) atomics(int *cells, float *sum) {

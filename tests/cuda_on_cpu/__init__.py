@@ -109,7 +109,7 @@ def missing() -> str | None:
     """Return why the emulator cannot run here, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "the CUDA emulator needs Linux on x86-64"
-    for program in ("g++", "addr2line"):
+    for program in ("g++", "addr2line", "nm"):
         if shutil.which(program) is None:
             return f"the CUDA emulator needs {program}: apt-get install g++"
     return None
@@ -300,6 +300,16 @@ class _Allocation:
                 array[:] = mine
 
 
+def _guards(path: Path) -> Any:
+    """Return where g++ keeps, among shared memory, whether a variable was constructed."""
+    found = []
+    if b"_ZGV" in path.read_bytes():
+        command = ["nm", str(path)]
+        symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"^(\w+) [bBdD] _ZGV", symbols, re.M)
+    return (ctypes.c_size_t * len(found))(*(int(offset, 16) for offset in found))
+
+
 class Module:
     """One kernel, compiled."""
 
@@ -309,6 +319,7 @@ class Module:
         self.library.emu_dynamic.restype = ctypes.c_void_p
         self.cluster = tuple((ctypes.c_uint * 3).in_dll(self.library, "emu_cluster"))
         self.arity = ctypes.c_int.in_dll(self.library, "emu_arity").value
+        self.guards = _guards(path) if check else (ctypes.c_size_t * 0)()
         declared = re.search(rf"\b{re.escape(name.partition('<')[0])}\(([^)]*)\)", text)
         self.names = re.findall(r"(\w+)\s*(?:,|$)", declared[1]) if declared else []
 
@@ -345,6 +356,7 @@ class Module:
         )
         dynamic = self.library.emu_dynamic()
         sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block, self.cluster)]
+        self.runtime.emu_guards(self.guards, len(self.guards))
         counting = self.check and bool(traffic.open_counts)
         self.runtime.emu_count(counting)
         error = self.runtime.emu_launch(

@@ -160,3 +160,23 @@ def test_whole_kernels_are_right(check: bool, seed: int) -> None:
     assert gemm(100, 200, 264, nn=True, **how) < LIMITS[gemm]
     assert split_k(**how) < LIMITS[split_k]
     assert split_k(last=True, **how) < LIMITS[split_k]
+
+
+@pytest.mark.parametrize("word", ["__half", "__nv_bfloat16", "float"])
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "fast"])
+def test_static_shared_memory_of_any_type(word: str, check: bool) -> None:
+    source = f"""#include "common/device.cuh"
+KERNEL(32) k(float *out) {{
+  __shared__ {word} tile[32];
+  tile[threadIdx.x] = (float)threadIdx.x;
+  __syncwarp();
+  out[threadIdx.x] = (float)tile[31 - threadIdx.x];
+}}
+"""
+    out = np.zeros(32, np.float32)
+    Emulator(check).compile("k", source)((1,), (32,), (out,), 0)
+    np.testing.assert_array_equal(out, np.arange(32)[::-1])
+    with pytest.raises(EmulatorError, match=r"uninitialised static shared memory|race"):
+        Emulator().compile("k", source.replace("[threadIdx.x] = (float)", "[0] = (float)"))(
+            (1,), (32,), (out,), 0
+        )

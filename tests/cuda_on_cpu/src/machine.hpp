@@ -101,6 +101,7 @@ struct Machine {
   // buffers
   std::vector<Region> regions;
   size_t dynamic_capacity = 0;
+  std::vector<size_t> guards;  // in the thread-local image: g++'s bytes beside class variables
   int last_region = 0;
 };
 extern Machine M;

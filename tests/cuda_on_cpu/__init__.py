@@ -9,18 +9,13 @@ C++, ``src/`` the machine.  ``Emulator(check=True)`` reports what a GPU would no
 blocks.  Builds are kept by content in $UNSLOTH_CUPY_EMULATOR_CACHE, or in the user's cache folder.
 """
 
-import contextlib
 import ctypes
-import fcntl
 import functools
-import hashlib
-import os
 import platform
 import re
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,33 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unsloth_cupy import _jit
-from unsloth_cupy.errors import KernelError
 
-from . import traffic
+from . import build, traffic
+from .build import DYNAMIC_SHARED, HERE
 
-HERE = Path(__file__).resolve().parent
-COMMON = [
-    "-std=c++17",
-    "-g",
-    "-fPIC",
-    "-mavx2",
-    "-mfma",
-    "-mf16c",
-    "-ffp-contract=fast",  # a * b + c rounds once, as on a GPU
-    "-fno-gnu-unique",  # else two builds of one template would share its statics
-    "-fno-strict-aliasing",
-    "-fwrapv",
-    "-fno-math-errno",
-    "-ftrivial-auto-var-init=pattern",  # registers hold NaN until they are written
-]
-FAST = ["-O2"]
-CHECKED = [
-    "-Og",
-    "-fsanitize=thread,bounds,alignment,shift",
-    "--param=tsan-instrument-func-entry-exit=0",
-    "--param=tsan-distinguish-volatile=1",
-]
-DYNAMIC_SHARED = 232448  # bytes a block of sm_90 may ask for
 PATIENCE = 50_000_000  # accesses of a block between two collectives: seconds
 SECONDS = 60  # of CPU time for a launch
 GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
@@ -101,7 +73,7 @@ class Emulator(NamedTuple):
         return isinstance(array, np.ndarray)
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
-        module = _load(name, source, self.check, (*self.folders, _jit.source_root()))
+        module = _module(name, source, self.check, (*self.folders, _jit.source_root()))
         return functools.partial(module.launch, self.seed)
 
 
@@ -115,133 +87,13 @@ def missing() -> str | None:
     return None
 
 
-# ---- building -----------------------------------------------------------------------------------
-@functools.cache
-def cache_folder() -> Path:
-    """Return a folder that can be written, outside the repository."""
-    given = os.environ.get("UNSLOTH_CUPY_EMULATOR_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    shared = Path(tempfile.gettempdir()) / f"unsloth_cupy-{os.getuid()}"
-    for folder in [Path(given)] if given else [Path(home) / "unsloth_cupy", shared]:
-        with contextlib.suppress(OSError):
-            (folder / "emulator").mkdir(parents=True, exist_ok=True)
-            if os.access(folder / "emulator", os.W_OK):
-                return folder / "emulator"
-    raise OSError(f"{given or home} cannot be written; set UNSLOTH_CUPY_EMULATOR_CACHE")
-
-
-@functools.cache
-def _recipe() -> bytes:
-    """Return what changes every build: the compiler, this file."""
-    version = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, check=True).stdout
-    return version + Path(__file__).read_bytes()
-
-
-def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
-    running = [
-        subprocess.Popen([str(word) for word in c], cwd=cwd, stderr=subprocess.PIPE, text=True)
-        for c in commands
-    ]
-    for process in running:
-        log = process.communicate()[1]
-        if process.returncode:
-            raise KernelError(f"{name} does not compile\n{log}")
-
-
-def _built(name: str, key: str, build: Callable[[Path], Path]) -> Path:
-    """Return the library kept under a key; else build it in a folder of its own, then rename."""
-    digest = hashlib.sha256(_recipe() + key.encode()).hexdigest()[:24]
-    path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}.so"
-    if not path.exists():
-        with open(path.with_suffix(".lock"), "w") as lock:  # one of many processes builds
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                    build(Path(folder)).rename(path)
-    return path
-
-
-@functools.cache
-def _runtime() -> Any:
-    sources = sorted((HERE / "src").glob("*.cpp"))
-    flags = [*(flag for flag in COMMON if flag != "-g"), "-O2", f"-I{HERE / 'src'}"]
-
-    def build(folder: Path) -> Path:
-        _compile("runtime", *(["g++", *flags, "-c", path] for path in sources), cwd=folder)
-        objects = [f"{path.stem}.o" for path in sources]
-        _compile(
-            "runtime",
-            ["g++", "-shared", *objects, "-o", "runtime.so", "-ldl", "-pthread"],
-            cwd=folder,
-        )
-        return folder / "runtime.so"
-
-    texts = [path.read_text() for path in (*sources, HERE / "src/machine.hpp")]
-    path = _built("runtime", "\0".join(texts), build)
-    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    library.emu_launch.restype = ctypes.c_char_p
-    return library
-
-
-def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[str]:
-    """Yield a source and, in order, everything it includes from the folders."""
-    yield text
-    for file in re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.M):
-        path = next((f / file for f in folders if (f / file).is_file()), None)
-        if path is not None and path not in seen:
-            seen.add(path)
-            yield from _included(path.read_text(), folders, seen)
-
-
-def _cluster(name: str, text: str) -> str:
-    """Return what the __cluster_dims__ of a kernel say, as C."""
-    bare = re.escape(name.partition("<")[0])
-    found = re.search(rf"__cluster_dims__\(([^()]*)\)\s*{bare}\s*\(", text)
-    return ", ".join([*(found[1].split(",") if found else []), "1", "1", "1"][:3])
-
-
-@functools.lru_cache(maxsize=512)
-def _load(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> "Module":
-    folders = (HERE / "include", *roots)
-    text = re.sub(r"^// kernels_cu \w+\n", "", source)  # only the files that it includes matter
-    whole = "\n".join(_included(f'#include "cuda_on_cpu.hpp"\n{text}', folders, set()))
-    # Dynamic shared memory is one buffer; kernels declare it by any name and type.
-    buffers = set(re.findall(r"extern __shared__ (?:__align__\(\d+\) )?[\w ]+?(\w+)\[\]", whole))
-    buffers |= set(re.findall(r"^(?!#).*\bDYNAMIC_SHARED\([^,]+,\s*(\w+)\)", whole, re.M))
-    unit = f"""{text}
-static thread_local char emu_first;
-extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{DYNAMIC_SHARED}];
-extern "C" void *emu_dynamic() {{ emu_first = 0; return {"emu_buffer" if buffers else "nullptr"}; }}
-EMU_ENTRY({name})
-extern "C" {{ extern const unsigned emu_cluster[3] = {{{_cluster(name, whole)}}}; }}
-"""
-    if buffers:
-        labels = [f".globl {b}; .type {b}, @object; {b}:" for b in ("emu_buffer", *sorted(buffers))]
-        section = '.section .tbss, \\"awT\\", @nobits; .balign 1024'
-        lines = [section, *labels, f".zero {DYNAMIC_SHARED}; .text"]
-        unit += "asm(" + "".join(f'"{line}\\n"\n' for line in lines) + ");\n"
-    flags = [*COMMON, *(CHECKED if check else FAST), "-fno-extern-tls-init", "-w"]
-
-    def build(folder: Path) -> Path:
-        (folder / "unit.cpp").write_text(unit)
-        includes = [f"-I{path}" for path in folders]
-        try:
-            _compile(
-                name,
-                ["g++", *flags, *includes, "-include", "cuda_on_cpu.hpp", "-c", "unit.cpp"],
-                cwd=folder,
-            )
-        except KernelError as error:
-            raise KernelError(f"{error}\n{source}") from None
-        # linked without -fsanitize: src/memory.cpp stands in for the sanitiser's libraries
-        _compile(name, ["g++", "-shared", "unit.o", "-o", "unit.so"], cwd=folder)
-        return folder / "unit.so"
-
-    runtime = _runtime()
-    return Module(name, _built(name, f"{check}\0{unit}\0{whole}", build), runtime, check, whole)
-
-
 # ---- running ------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=512)
+def _module(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> "Module":
+    path, text = build.module(name, source, check, roots)
+    return Module(name, path, build.runtime(), check, text)
+
+
 class _Buffer(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_void_p),

@@ -14,6 +14,7 @@
 //               KEPT             a warp's queries stay in registers; else they are read again
 //               LEFT, RIGHT      a query sees no key further than that from its own position
 //               BLOCK_MASK       tiles of 128 x 128 are left out
+//               LENGTHS, STARTS  each batch has a number of keys, a position of its first query
 //               MASK, BIAS, ALIBI, SOFTCAP, DROPOUT
 //               FOLD             nothing comes between the product and exp: scale is folded in
 //
@@ -241,7 +242,7 @@ __device__ __forceinline__ int clipped(long long offset) {  // queries and keys 
 
 // factor     scale * log2(e), or scale / softcap; then cap is softcap * log2(e)
 // left       keys seen before and (right) after a query's own position
-// start      position of the first query, where `starts` is null and started
+// start      position of the first query, without STARTS and if started
 // *_batch .. *_key   elements between neighbours on that axis, 0 where it is broadcast
 // dropped    words below it drop a probability; the others grow by `grown`
 KERNEL(32 * WARPS, WARP_TILES) attention_forward(
@@ -273,16 +274,15 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
 
     // row r sees the keys r + low .. r + high, below length
     int length = keys;
-    if (key_lengths != nullptr)
+    if constexpr (LENGTHS)
         length = (int)max(0ll, min((long long)keys, (long long)key_lengths[batch]));
-    if (starts != nullptr) start = starts[batch * starts_batch];
+    if constexpr (STARTS) start = starts[batch * starts_batch];
     else if (!started) start = length - queries;
     const int low = clipped(start - left), high = clipped(start + right);
     const int origin = clipped(start);
     const int last_row = min(first_row + ROWS, queries) - 1;
-    int stop_key = length, tile = 0;
-    if constexpr (RIGHT) stop_key = min(stop_key, last_row + high + 1);
-    if constexpr (LEFT) tile = max(0, first_row + low) / TILE_KEYS;
+    const int stop_key = RIGHT ? min(length, last_row + high + 1) : length;
+    int tile = LEFT ? max(0, first_row + low) / TILE_KEYS : 0;
     if constexpr (BLOCK_MASK)
         block_mask += batch * block_mask_batch + head * block_mask_head +
                       (long long)(first_row / BLOCK_MASK_TILE) *
@@ -324,10 +324,7 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            top[m][half] = NO_SCORE;
-            sum[m][half] = 0;
-        }
+        for (int half = 0; half < 2; half++) top[m][half] = NO_SCORE, sum[m][half] = 0;
 
     for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= 1) {
         const int here = tile * TILE_KEYS;
@@ -454,8 +451,6 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
         }
         add_values(o, s, value_tile, T());
     }
-    cp_async_wait<0>();
-
     out += (long long)batch * queries * out_stride + head * VALUE_DIM;
     lse += (long long)head_of_all * queries;
 #pragma unroll

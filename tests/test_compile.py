@@ -22,6 +22,7 @@ from unsloth_cupy import _jit
 from unsloth_cupy._jit import KERNEL_DTYPES
 from unsloth_cupy.errors import KernelError
 from unsloth_cupy.ops import (
+    _attention_launch,
     _flat,
     _rows,
     cross_entropy,
@@ -65,6 +66,7 @@ class Variant(NamedTuple):
     threads: int
     occupancy: float
     label: str
+    dynamic: int = 0  # bytes of shared memory that the launch asks for
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.label}"
@@ -190,6 +192,42 @@ def embedding_variants() -> Iterator[Variant]:
         yield _variant("embedding.cu", kernel, constants, f"{dtype} {hidden}")
 
 
+ATTENTION = (  # options of a call: causal; what hides scores; what changes them
+    ("RIGHT",),
+    ("RIGHT", "LEFT", "LENGTHS", "STARTS", "BLOCK_MASK", "MASK", "DROPOUT"),
+    ("RIGHT", "LEFT", "LENGTHS", "STARTS", "BLOCK_MASK", "MASK", "DROPOUT")
+    + ("BIAS", "ALIBI", "SOFTCAP"),
+)
+
+
+def attention_variants() -> Iterator[Variant]:
+    """The tiles of an H200 and of 99 KiB, with few options and with all."""
+    int32 = np.dtype("int32")
+    for dtype, dim, budget, level in itertools.product(
+        KERNEL_DTYPES[1:], (64, 128, 256), (227, 99)[: 1 + ALL], range(3)
+    ):
+        if dim == 256 and (level or dtype.itemsize == 4):
+            continue  # 128 registers hold the output: options spill some bytes
+        if not ALL and level == 1 and dim != 128:
+            continue
+        size = dtype.itemsize
+        tiles = _attention_launch.resolve(size, dim, dim, level, budget << 10)
+        options = {name: name in ATTENTION[level] for name in ATTENTION[-1]}
+        dtypes = dict.fromkeys("TBAS", dtype) | dict.fromkeys("LP", int32)
+        constants = _attention_launch._constants(
+            tiles, **dtypes, DIM=dim, VALUE_DIM=dim, **options, FOLD=level < 2
+        )
+        yield Variant(
+            "attention_forward.cu",
+            "attention_forward",
+            tuple(constants.items()),
+            32 * tiles.warps,
+            0.08,  # output, scores and queries fill all registers of 4 to 8 warps
+            f"{dtype} {dim} {budget} KiB {len(ATTENTION[level])} options",
+            tiles.bytes(size, dim, dim),
+        )
+
+
 def _variant(
     file: str, kernel: str, constants: _jit.Constants, label: str, share: float = 0.5
 ) -> Variant:
@@ -203,6 +241,7 @@ VARIANTS = [
     *row_variants(),
     *rope_variants(),
     *embedding_variants(),
+    *attention_variants(),
 ]
 
 
@@ -253,6 +292,8 @@ def occupancy(arch: str, used: Resources, threads: int) -> float:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_ptxas_is_content(variant: Variant, arch: str) -> None:
+    if variant.dynamic + 1024 > LIMITS[arch][2]:
+        pytest.skip(f"sm_{arch} has less shared memory than these tiles take")
     _, log = compiled(_jit.translation_unit(variant.file, dict(variant.constants)), arch)
     # a translation unit holds all kernels of its file; this launch asks for one
     others = set(resources(log)) - {variant.kernel}
@@ -261,7 +302,7 @@ def test_ptxas_is_content(variant: Variant, arch: str) -> None:
     used = resources(log)[variant.kernel]
     assert used.spilled == 0
     assert used.local == 0
-    share = occupancy(arch, used, variant.threads)
+    share = occupancy(arch, used._replace(shared=used.shared + variant.dynamic), variant.threads)
     most = LIMITS[arch][0]
     whole_blocks = int(variant.occupancy * 2048 / most * most // variant.threads) or 1
     assert share >= min(variant.occupancy, whole_blocks * variant.threads / most), used

@@ -9,7 +9,7 @@ import pytest
 from unsloth_cupy import attention_forward
 from unsloth_cupy._jit import KERNEL_DTYPES, using
 from unsloth_cupy._op import OPS
-from unsloth_cupy.ops._attention_launch import FORWARD, resolve
+from unsloth_cupy.ops._attention_launch import ANY, CAUSAL, FORWARD, HIDING, resolve
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
 
@@ -102,10 +102,10 @@ def _within(function: Any, **how: Any) -> Any:
 @pytest.mark.parametrize(("itemsize", "width"), FORWARD)
 def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
     """Every head dim has tiles in every budget, and those match the tiles of block_mask."""
-    for dim, bare in itertools.product(range(8, width + 1, 8), (True, False)):
-        chosen = resolve(itemsize, dim, width, bare, budget)
+    for dim, options in itertools.product(range(8, width + 1, 8), (CAUSAL, HIDING, ANY)):
+        chosen = resolve(itemsize, dim, width, options, budget)
         assert chosen is not None
-        assert bare or not chosen.bare
+        assert chosen.options >= options
         assert chosen.blocks * chosen.bytes(itemsize, dim, width) <= budget
         assert 128 % (chosen.warps * chosen.warp_tiles * 16) == 0  # one row of block_mask
         assert 128 % chosen.keys == 0

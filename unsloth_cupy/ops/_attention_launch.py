@@ -16,6 +16,7 @@ from ._blocks import Window
 from ._scores import check_options
 
 LOG2E = 1 / math.log(2)
+CAUSAL, HIDING, ANY = range(3)  # options of a call: causal; what hides scores; what changes them
 FARTHEST = 2**29  # positions are 32-bit integers in the kernel; sums of two of them fit
 
 
@@ -27,7 +28,7 @@ class Tiles(NamedTuple):
     keys: int
     kept: bool  # the queries stay in registers
     blocks: int = 1  # of an SM: taken where so many fit into the shared memory of one
-    bare: bool = False  # no register is left for options other than causal
+    options: int = ANY  # the most for which registers are left
 
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
         """Return the shared memory of a block."""
@@ -40,16 +41,17 @@ class Tiles(NamedTuple):
 # take up to 255 registers: two blocks of 4 warps then fill an SM.
 FORWARD = {
     (2, 64): (
-        Tiles(4, 2, 64, True, bare=True),  # 48 KB at most: anywhere
+        Tiles(4, 2, 64, True, options=CAUSAL),  # 48 KB at most: anywhere
         Tiles(8, 1, 64, True),  # the same queries and keys
     ),
     (2, 128): (
-        Tiles(4, 2, 32, False, blocks=2, bare=True),  # 64 KB: twice in 163; 64 keys would spill
-        Tiles(8, 1, 64, True),  # 96 KB: once in 99, so 8 warps hide each other's latency
+        Tiles(4, 2, 32, False, blocks=2, options=CAUSAL),  # 64 KB: twice in 163
+        Tiles(8, 1, 64, True, options=HIDING),  # 96 KB: 8 warps hide each other's latency
+        Tiles(8, 1, 32, False),  # 64 KB; what changes a score needs its registers
         Tiles(4, 1, 32, True),  # 48 KB
     ),
     (2, 256): (
-        Tiles(8, 1, 32, False, bare=True),  # 128 KB; 128 registers of output leave no queries
+        Tiles(8, 1, 32, False, options=CAUSAL),  # 128 KB; 128 registers of output
         Tiles(8, 1, 16, False),  # 96 KB
         Tiles(2, 1, 16, False),  # 48 KB
     ),
@@ -72,14 +74,14 @@ def _row_bytes(columns: int, itemsize: int) -> int:
 
 
 @cache
-def resolve(itemsize: int, dim: int, value_dim: int, bare: bool, shared: int) -> Tiles | None:
+def resolve(itemsize: int, dim: int, value_dim: int, options: int, shared: int) -> Tiles | None:
     """Return the best tiles that fit into the shared memory of a block; None where none do."""
     if dim % 8 or value_dim % 8:
         return None
     width = next((w for w in (64, 128, 256) if max(dim, value_dim) <= w), None)
     for tiles in FORWARD.get((itemsize, width or 0), ()):
         fits = tiles.blocks * tiles.bytes(itemsize, dim, value_dim) <= shared
-        if fits and (bare or not tiles.bare):
+        if fits and options <= tiles.options:
             return tiles
     return None
 
@@ -124,8 +126,9 @@ def launch_forward(
     scale = 1 / math.sqrt(dim) if scale is None else scale
     # scores that are hidden stay -inf: the factor may not become 0, nor turn their sign
     fold = softcap is None and bias is None and alibi is None and scale > 1e-30
-    bare = fold and left is None and mask is None and block_mask is None and not dropout
-    tiles = resolve(q.dtype.itemsize, dim, value_dim, bare, shared_memory(q))
+    hiding = left is not None or mask is not None or block_mask is not None or dropout > 0
+    options = ANY if not fold else HIDING if hiding else CAUSAL
+    tiles = resolve(q.dtype.itemsize, dim, value_dim, options, shared_memory(q))
     dropped = round(dropout * 2**32)
     if tiles is None or max(queries, keys) >= FARTHEST or dropped == 2**32:
         return NotImplemented
@@ -144,6 +147,8 @@ def launch_forward(
         P=getattr(query_start, "dtype", np.dtype("int32")),
         DIM=dim,
         VALUE_DIM=value_dim,
+        LENGTHS=key_lengths is not None,
+        STARTS=type(query_start) is not int and query_start is not None,
         LEFT=left is not None,
         RIGHT=right is not None,
         BLOCK_MASK=block_mask is not None,

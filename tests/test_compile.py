@@ -195,8 +195,18 @@ def embedding_variants() -> Iterator[Variant]:
 ATTENTION = (  # options of a call: causal; what hides scores; what changes them
     ("RIGHT",),
     ("RIGHT", "LEFT", "LENGTHS", "STARTS", "BLOCK_MASK", "MASK", "DROPOUT"),
-    ("RIGHT", "LEFT", "LENGTHS", "STARTS", "BLOCK_MASK", "MASK", "DROPOUT")
-    + ("BIAS", "ALIBI", "SOFTCAP"),
+    (
+        "RIGHT",
+        "LEFT",
+        "LENGTHS",
+        "STARTS",
+        "BLOCK_MASK",
+        "MASK",
+        "DROPOUT",
+        "BIAS",
+        "ALIBI",
+        "SOFTCAP",
+    ),
 )
 
 
@@ -322,7 +332,7 @@ def test_the_examples_of_the_emulator_compile(file: str, arch: str) -> None:
     report = ["--ptxas-options=-v", f"-I{EXAMPLES}"]
     options = core.assemble_cupy_compiler_options((*_jit.compiler_options(arch), *report))
     log = io.StringIO()
-    cubin, mapping = compiler.compile_using_nvrtc(
+    _cubin, mapping = compiler.compile_using_nvrtc(
         source, (*options, "-ftz=true"), arch, "unit.cu", asked, log
     )
     assert len(mapping or ()) == len(asked)

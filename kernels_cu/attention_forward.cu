@@ -161,11 +161,14 @@ __device__ __forceinline__ void query_by_key(Scores &s, Fragment (&kept)[KEPT ? 
                     for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
+                            // of a long row, sums of four first: fewer roundings in a row
                             float &sum = s[m][n][half * 2 + e];
-                            sum = fmaf(a[m][half].x, b.x, sum);
-                            sum = fmaf(a[m][half].y, b.y, sum);
-                            sum = fmaf(a[m][half].z, b.z, sum);
-                            sum = fmaf(a[m][half].w, b.w, sum);
+                            float part = DIMS > 128 ? 0.0f : sum;
+                            part = fmaf(a[m][half].x, b.x, part);
+                            part = fmaf(a[m][half].y, b.y, part);
+                            part = fmaf(a[m][half].z, b.z, part);
+                            part = fmaf(a[m][half].w, b.w, part);
+                            sum = DIMS > 128 ? sum + part : part;
                         }
                 }
         }

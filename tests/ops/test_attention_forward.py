@@ -27,6 +27,10 @@ def hides(rng: np.random.Generator) -> np.ndarray:
     return np.where(rng.random((4, 1, 90)) < 0.3, -np.inf, 1.0)
 
 
+def large(rng: np.random.Generator) -> np.ndarray:
+    return 10 * rng.standard_normal((2, 21, 2, 8))
+
+
 class TestAttentionForward(KernelParity):
     op = "attention_forward"
     test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
@@ -51,6 +55,7 @@ class TestAttentionForward(KernelParity):
         Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 3}),
         Case("rows that see no key", **SMALL, causal=True, arrays={"key_lengths": [0, 12]}),
         Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 64]}),
+        Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),
         Case("bias and alibi", **SMALL, given=["bias", "alibi"], causal=True),
         Case("bias and mask by key", **SMALL, arrays={"bias": hides, "mask": tiles(90)}),

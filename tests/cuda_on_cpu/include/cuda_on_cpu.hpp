@@ -198,8 +198,9 @@ inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+// rounded on their own: never part of a fused multiply-add
+inline float __fadd_rn(float a, float b) { a += b; asm("" : "+x"(a)); return a; }
+inline float __fmul_rn(float a, float b) { a *= b; asm("" : "+x"(a)); return a; }
 inline float __saturatef(float x) { return x < 0 ? 0 : x > 1 ? 1 : x; }
 inline int __float2int_rn(float x) { return (int)rintf(x); }
 #define EMU_MINMAX(T)                              \

@@ -46,7 +46,7 @@ SHARED = {
     "common/reduce.cuh": ["rms_norm", "softmax"],
     "common/philox.cuh": ["attention_forward"],
 }
-# Some deletions here are not seen yet, by the cases there are: only a run of all mutants judges them.
+# Some deletions here are not seen yet by the cases there are: only a run of all judges them.
 UNSETTLED = {"attention_forward.cu", "common/philox.cuh"}
 EXAMPLES: dict[str, list[tuple[Callable[..., float], dict[str, Any]]]] = {
     "flash.cu": [(flash, {"tokens": 256})],

@@ -149,7 +149,8 @@ class Op(Generic[P, R]):
         pack = kernel and self.widen
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
-            _options.check(self.definition, options)
+            if options:
+                _options.check(self.definition, options)
             given = arrays, options
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)

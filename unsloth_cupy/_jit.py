@@ -186,25 +186,6 @@ class Kernel:
         self.checked = True
 
 
-@functools.cache
-def _attribute(name: str, device: int) -> int:
-    from cupy.cuda import runtime
-
-    return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
-
-
-def processors(like: Any) -> int:
-    """Return how many multiprocessors run kernels where ``like`` lives: 1 on the host."""
-    return 1 if isinstance(like, np.ndarray) else _attribute("MultiProcessorCount", like.device.id)
-
-
-def shared_memory(like: Any) -> int:
-    """Return how many bytes of shared memory a block may ask for where ``like`` lives."""
-    if isinstance(like, np.ndarray):
-        return int(cast(Any, target_of(like)).shared_memory)
-    return _attribute("MaxSharedMemoryPerBlockOptin", like.device.id)
-
-
 def parameters(
     file: str, name: str, constants: Mapping[str, Any]
 ) -> tuple[tuple[np.dtype[Any], bool], ...]:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import empty, lanes
-from .._jit import Constants, load, shared_memory
+from .._jit import Constants, load
 from .._typing import Array
 from ._blocks import Window
+from ._device import shared_memory
 from ._scores import check_options
 
 LOG2E = 1 / math.log(2)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
-from .._jit import Constants, load, processors
+from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError
 from . import rms_norm
+from ._device import processors
 
 
 def layer_norm(

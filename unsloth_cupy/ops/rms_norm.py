@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
-from .._jit import Constants, load, processors
+from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError
+from ._device import processors
 
 
 def rms_norm(

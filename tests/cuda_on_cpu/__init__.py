@@ -9,28 +9,34 @@ C++, ``src/`` the machine.  ``Emulator(check=True)`` reports what a GPU would no
 blocks.  Builds are kept by content in $UNSLOTH_CUPY_EMULATOR_CACHE, or in the user's cache folder.
 """
 
+import contextlib
 import ctypes
 import functools
+import math
 import platform
 import re
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from unsloth_cupy import _jit
+from unsloth_cupy import _source
 
 from . import build, traffic
 from .build import DYNAMIC_SHARED, HERE
 
 PATIENCE = 50_000_000  # accesses of a block between two collectives: seconds
 SECONDS = 60  # of CPU time for a launch
+KEPT = 30 * 86400  # seconds that a build is kept
+GRID, BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)  # the largest, by axis
 GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
 GUARD = 0xCB
+HUGE = 1 << 26  # bytes from which a buffer is used where it lies: what is not touched costs nothing
 
 
 class EmulatorError(AssertionError):
@@ -68,13 +74,15 @@ class Emulator(NamedTuple):
     seed: int = 0  # 0: threads take turns; else a random schedule
     folders: tuple[Path, ...] = ()  # searched for #include before kernels_cu
     shared_memory: int = DYNAMIC_SHARED  # bytes a block may ask for
+    clusters: bool = True  # as from sm_90 on
+    last: int = 0  # run so many clusters at the end of a grid; 0: all
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
-        module = _module(name, source, self.check, (*self.folders, _jit.source_root()))
-        return functools.partial(module.launch, self.seed)
+        module = _module(name, source, self.check, (*self.folders, _source.source_root()))
+        return functools.partial(module.launch, self.seed, self.last)
 
 
 def missing() -> str | None:
@@ -84,12 +92,25 @@ def missing() -> str | None:
     for program in ("g++", "addr2line", "nm"):
         if shutil.which(program) is None:
             return f"the CUDA emulator needs {program}: apt-get install g++"
+    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    if lacking := {"avx2", "fma", "f16c"} - flags:
+        return f"the CUDA emulator needs a CPU with {', '.join(sorted(lacking))}"
     return None
 
 
 # ---- running ------------------------------------------------------------------------------------
+@functools.cache
+def _sweep() -> None:
+    """Forget the builds of a month ago: every change of a kernel leaves some."""
+    for path in build.cache_folder().iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - KEPT:
+                path.unlink()
+
+
 @functools.lru_cache(maxsize=512)
 def _module(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> "Module":
+    _sweep()
     path, text = build.module(name, source, check, roots)
     return Module(name, path, build.runtime(), check, text)
 
@@ -119,6 +140,7 @@ class _Launch(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("patience", ctypes.c_uint64),
         ("seconds", ctypes.c_uint),
+        ("last", ctypes.c_uint),
     )
 
 
@@ -130,6 +152,9 @@ class _Allocation:
         self.writable = any(array.flags.writeable for array in arrays)
         self.start = min(array.ctypes.data for array in arrays)
         self.size = max(array.ctypes.data + array.nbytes for array in arrays) - self.start
+        if self.size >= HUGE:
+            self.base = self.start
+            return
         self.slab = np.full(self.size + 2 * GAP + 256, GUARD, np.uint8)
         # 256-byte alignment, as cudaMalloc gives, where the array has 16; else as misaligned
         self.first = GAP + (self.start % 16 - self.slab.ctypes.data - GAP) % 256
@@ -144,6 +169,8 @@ class _Allocation:
 
     def read_back(self) -> None:
         """Copy what the kernel wrote; raise where it wrote beside the buffer."""
+        if self.size >= HUGE:
+            return
         outside = self.slab[: self.first], self.slab[self.first + self.size :]
         if any((gap != GUARD).any() for gap in outside):
             raise EmulatorError(f"write beside {self.name}")
@@ -162,6 +189,32 @@ def _guards(path: Path) -> Any:
     return (ctypes.c_size_t * len(found))(*(int(offset, 16) for offset in found))
 
 
+class _Memory:
+    """The device memory of a launch: every array, and those whose addresses a table holds."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        tables: dict[str, Any] = {
+            n: array for n, array in arrays.items() if hasattr(array, "places")
+        }
+        held = {
+            f"{name}[{at}]": array
+            for name, table in tables.items()
+            for at, array in table.places.items()
+        }
+        self.homes = list(_allocate(arrays | held))
+        for table in tables.values():
+            numbers = ctypes.cast(self.address(table), ctypes.POINTER(ctypes.c_int64))
+            for at, array in table.places.items():
+                numbers[at] = self.address(array)
+
+    def address(self, array: np.ndarray) -> int:
+        """Return where a kernel finds an array; 0 for an empty one."""
+        for home in self.homes:
+            if any(array is mine for mine in home.arrays):
+                return home.base + array.ctypes.data - home.start
+        return 0
+
+
 class Module:
     """One kernel, compiled."""
 
@@ -176,11 +229,18 @@ class Module:
         self.names = re.findall(r"(\w+)\s*(?:,|$)", declared[1]) if declared else []
 
     def launch(
-        self, seed: int, grid: Any, block: Any, args: Sequence[Any], shared: int = 0
+        self, seed: int, last: int, grid: Any, block: Any, args: Sequence[Any], shared: int = 0
     ) -> None:
         """Run every block; arrays are copied to guarded buffers and back, scalars are values."""
         if len(args) != self.arity:
             raise TypeError(f"{self.name} takes {self.arity} arguments, not {len(args)}")
+        sides = zip((*grid, 1, 1)[:3], (*block, 1, 1)[:3], GRID, BLOCK, strict=True)
+        fits = all(1 <= g <= most and 1 <= b <= side for g, b, most, side in sides)
+        if not fits or math.prod(block) > BLOCK[0] or shared > DYNAMIC_SHARED:
+            raise EmulatorError(
+                f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads"
+                f" with {shared} bytes of dynamic shared memory"
+            )
         names = (
             self.names if len(self.names) == self.arity else [f"argument {i}" for i in range(99)]
         )
@@ -189,22 +249,18 @@ class Module:
             for name, arg in zip(names, args, strict=False)
             if isinstance(array := getattr(arg, "array", arg), np.ndarray)
         }
-        allocations = list(_allocate(arrays))
-        values = (ctypes.c_void_p * max(self.arity, 1))()
-        kept: list[Any] = []
-        for i, (name, arg) in enumerate(zip(names, args, strict=False)):
-            address = 0  # of an empty array
-            for home in allocations:
-                if name in arrays and any(arrays[name] is array for array in home.arrays):
-                    address = home.base + arrays[name].ctypes.data - home.start
-            if isinstance(arg, TensorMap):
-                cell = arg.packed(address)
-            else:
-                cell = np.array(arg) if name not in arrays else np.array(address, np.uintp)
-            kept.append(cell)
-            values[i] = cell.ctypes.data
-        buffers = (_Buffer * max(len(allocations), 1))(
-            *(_Buffer(a.base, a.size, a.name.encode(), a.writable) for a in allocations)
+        memory = _Memory(arrays)
+        cells = [
+            arg.packed(memory.address(arg.array))
+            if isinstance(arg, TensorMap)
+            else np.array(memory.address(arg), np.uintp)
+            if isinstance(arg, np.ndarray)
+            else np.array(arg)
+            for arg in args
+        ]
+        values = (ctypes.c_void_p * max(self.arity, 1))(*(cell.ctypes.data for cell in cells))
+        buffers = (_Buffer * max(len(memory.homes), 1))(
+            *(_Buffer(a.base, a.size, a.name.encode(), a.writable) for a in memory.homes)
         )
         dynamic = self.library.emu_dynamic()
         sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block, self.cluster)]
@@ -216,16 +272,17 @@ class Module:
                 _Launch(
                     ctypes.cast(self.library.emu_entry, ctypes.c_void_p),
                     ctypes.cast(self.library.emu_dynamic, ctypes.c_void_p),
-                    shared,
+                    shared if dynamic else 0,
                     DYNAMIC_SHARED if dynamic else 0,
                     *sizes,
                     values,
                     buffers,
-                    len(allocations),
+                    len(memory.homes),
                     self.check,
                     seed,
                     PATIENCE if self.check else 0,
-                    SECONDS if self.check else 0,
+                    SECONDS,
+                    last,
                 )
             )
         )
@@ -233,8 +290,8 @@ class Module:
             raise EmulatorError(
                 f"{self.name}: {re.sub(r'<pc (0x[0-9a-f]+)>', self._place, error.decode())}"
             )
-        for allocation in allocations:
-            allocation.read_back()
+        for home in memory.homes:
+            home.read_back()
         if counting:
             traffic.collect(self.runtime, self._line)
 

@@ -118,9 +118,12 @@ def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[s
 
 
 def _cluster(name: str, text: str) -> str:
-    """Return what the __cluster_dims__ of a kernel say, as C."""
+    """Return what CLUSTER_KERNEL or the __cluster_dims__ of a kernel say, as C."""
     bare = re.escape(name.partition("<")[0])
-    found = re.search(rf"__cluster_dims__\(([^()]*)\)\s*{bare}\s*\(", text)
+    dims = rf"__cluster_dims__\(([^()]*)\)\s*{bare}\s*\("
+    found = re.search(dims, text) or re.search(
+        rf"CLUSTER_KERNEL\(([^(),]*)[^()]*\)\s*{bare}\s*\(", text
+    )
     return ", ".join([*(found[1].split(",") if found else []), "1", "1", "1"][:3])
 
 

@@ -31,6 +31,11 @@ class Requests(NamedTuple):
         """Return the share of the traffic that was needed; 1 where there is none."""
         return self.least / self.moved if self.moved else 1.0
 
+    @property
+    def per_request(self) -> float:
+        """Return the sectors, or passes, of a request; 0 where there is none."""
+        return self.moved / self.requests if self.requests else 0.0
+
 
 class Traffic(list[Requests]):
     """The requests of every launch inside a ``with counted()``, one entry per line and launch."""

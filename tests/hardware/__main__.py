@@ -1,8 +1,9 @@
 """Run every primitive on the GPU at hand: ``python -m tests.hardware [NAME ...]``.
 
 A bare checkout with NumPy and CuPy is enough.  Each primitive runs in a process of its own, so
-that a fault or a hang is one line of the table.  What agrees bit by bit with plain arithmetic (and
-so with the emulator, whose tests ask for the same bits) is written to fixtures.json, with the date.
+that a fault or a hang is one line of the table.  The GPU must give the bits of plain arithmetic,
+which the emulator's tests ask of the emulator; where g++ is at hand, the emulator runs beside it.
+What agrees is written to fixtures.json, with the date, the device and a digest of the launch.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .fixtures import ROOT, Fixture, digest, read, write
-from .primitives import PRIMITIVES, Launch, Tile, launch
+from .primitives import PRIMITIVES, Launch, Tile, launch, runs_on
 
 SECONDS = 120  # for one primitive, with its compilation
 
@@ -78,6 +79,20 @@ def run(made: Launch) -> dict[int, np.ndarray]:
     return {position: arrays[position].get() for position in made.expected}
 
 
+def emulated(name: str) -> str:
+    """Run a primitive on the CPU where that can be; say so, or exit where it differs."""
+    try:
+        from ..cuda_on_cpu import missing
+        from ..emulator import primitive
+    except ImportError as error:
+        return f"agrees with arithmetic (no emulator here: {error})"
+    if (reason := missing()) is not None:
+        return f"agrees with arithmetic ({reason})"
+    if wrong := primitive(name):
+        sys.exit(f"the GPU agrees with arithmetic; {wrong} words of the emulator do not")
+    return "agrees with arithmetic and the emulator"
+
+
 def confirm(name: str) -> None:
     """Run one primitive and keep its fixture; exit with the first difference."""
     import cupy
@@ -94,6 +109,7 @@ def confirm(name: str) -> None:
                 f"{wrong.size} of {wanted.size} differ in argument {position}; "
                 f"word {first} is {pairs[0][first]:#x}, not {pairs[1][first]:#x}"
             )
+    print(emulated(name))
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     write({**read(), name: Fixture(date.today().isoformat(), device, digest(made))})
 
@@ -102,25 +118,29 @@ def main() -> None:
     """Run the primitives that are named, or all, each in a process of its own."""
     if sys.argv[1:2] == ["--one"]:
         return confirm(sys.argv[2])
-    import cupy
+    if unknown := set(sys.argv[1:]) - set(PRIMITIVES):
+        sys.exit(f"no primitive is called {sorted(unknown)}; there are: {', '.join(PRIMITIVES)}")
+    try:
+        import cupy
 
-    capability = int(cupy.cuda.Device().compute_capability)
+        capability = int(cupy.cuda.Device().compute_capability)
+    except (ImportError, RuntimeError) as error:
+        sys.exit(f"tests.hardware needs a GPU and CuPy: {error}")
     failed = 0
     for name in sys.argv[1:] or PRIMITIVES:
-        needs = PRIMITIVES[name][0]
-        products = name.startswith("wgmma") and capability != 90  # of Hopper alone
-        if needs > capability or products:
-            print(f"{name}: needs compute capability {needs}, skipped", flush=True)
+        if not runs_on(name, capability):
+            print(f"{name}: needs compute capability {PRIMITIVES[name][0]}, skipped", flush=True)
             continue
         command = [sys.executable, "-m", "tests.hardware", "--one", name]
         try:
             done = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS
             )
-            said = "agrees" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+            lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+            said = lines[-1] if lines else f"ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             said = f"no end in {SECONDS} s"
-        failed += said != "agrees"
+        failed += not said.startswith("agrees")
         print(f"{name}: {said}", flush=True)
     sys.exit(bool(failed))
 

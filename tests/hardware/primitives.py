@@ -32,16 +32,23 @@ class Launch(NamedTuple):
 
 
 PRIMITIVES: dict[str, tuple[int, Callable[[np.random.Generator], Launch]]] = {}
+Make = Callable[..., Launch]
 
 
-def primitive(capability: int, *args: Any, name: str = "") -> Any:
+def primitive(capability: int, *args: Any, name: str = "") -> Callable[[Make], Make]:
     """Register a function that draws a launch, for GPUs of this compute capability on."""
 
-    def add(make: Any) -> Any:
+    def add(make: Make) -> Make:
         PRIMITIVES[name or make.__name__] = (capability, lambda rng: make(rng, *args))
         return make
 
     return add
+
+
+def runs_on(name: str, capability: int) -> bool:
+    """Say whether GPUs of a compute capability have a primitive; wgmma is of Hopper alone."""
+    hopper = name.startswith(("wgmma", "multicast"))
+    return capability == 90 if hopper else capability >= PRIMITIVES[name][0]
 
 
 def launch(name: str) -> Launch:
@@ -72,7 +79,7 @@ def fragments(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mma(rng: np.random.Generator, kernel: str, inner: int, encode: Any, out: Any) -> Launch:
-    most = 128 if out is np.int32 else 9
+    most = 128 if out is np.int32 else 8
     a, b = (rng.integers(-most, most, shape) for shape in ((16, inner), (inner, 8)))
     c = rng.integers(-9, 9, (16, 8))
     lane, r = np.arange(32)[:, None], np.arange(4)
@@ -107,7 +114,7 @@ def dp4a(rng: np.random.Generator) -> Launch:
 @primitive(80)
 def round_tf32(rng: np.random.Generator) -> Launch:
     x = rng.standard_normal(32).astype(np.float32)
-    x[:4] = np.float32([1 + 2.0**-11, -1 - 2.0**-11, 1 + 3 * 2.0**-11, 0])  # ties, away from zero
+    x[:4] = 1 + 2.0**-11, -1 - 2.0**-11, 1 + 3 * 2.0**-11, 0  # ties, away from zero
     kept = np.float64(2.0) ** (np.frexp(x.astype(np.float64))[1] - 11)
     rounded = np.copysign(np.floor(np.abs(x) / kept + 0.5) * kept, x).astype(np.float32)
     out = np.zeros(32, np.uint32)
@@ -141,6 +148,21 @@ def nearest_code(table: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 127, code + 128 * np.signbit(x)).astype(np.uint32)
 
 
+def fp8(table: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from values that a format holds exactly to their codes."""
+
+    def encode(values: np.ndarray) -> np.ndarray:
+        codes = nearest_code(table, values.astype(np.float32).reshape(-1)).astype(np.uint8)
+        assert (table[codes] == values.reshape(-1)).all()
+        return codes.reshape(values.shape)
+
+    return encode
+
+
+primitive(89, "m16n8k32_e4m3", 32, fp8(E4M3), np.float32, name="mma e4m3")(mma)
+primitive(89, "m16n8k32_e5m2", 32, fp8(E5M2), np.float32, name="mma e5m2")(mma)
+
+
 @primitive(89)
 def fp8_pack(rng: np.random.Generator) -> Launch:
     x = (rng.standard_normal(128) * 2.0 ** rng.integers(-20, 20, 128)).astype(np.float32)
@@ -149,7 +171,7 @@ def fp8_pack(rng: np.random.Generator) -> Launch:
     ties += [E5M2[i : i + 2].mean() for i in (0, 1, 2, 4, 5, 60, 61, 119, 120)]
     x[:32] = ends + ties
     codes = [nearest_code(table, np.clip(x, -1e9, 1e9)) for table in (E4M3, E5M2)]
-    pairs = [code[0::2] | code[1::2] << 8 for code in codes]
+    pairs = [code[0::2] | code[1::2] << np.uint32(8) for code in codes]
     out = np.zeros((64, 2), np.uint32)
     return Launch("products.cu", "fp8_pack", 1, 64, (x, out), {1: np.stack(pairs, 1)})
 
@@ -171,7 +193,7 @@ def wgmma(rng: np.random.Generator, n: int, ta: int, tb: int, registers: bool) -
     number = "float16" if registers else "bfloat16"
     tiles = Tile(x, (64, 64), 128, number), Tile(y, (64, 64 if tb else 32), 128, number)
     parts = [
-        fragments(np.float16(a[i : i + 16, k : k + 16]), np.zeros((16, 8), np.float16))[0]
+        fragments(a[i : i + 16, k : k + 16].astype(np.float16), np.zeros((16, 8), np.float16))[0]
         for i in range(0, 64, 16)
         for k in range(0, 64, 16)
     ]
@@ -188,6 +210,29 @@ for n in (64, 96, 128, 160, 192, 224, 256):
 for ta, tb in ((0, 1), (1, 0), (1, 1)):
     primitive(90, 64, ta, tb, False, name=f"wgmma n64, majors {ta}{tb}")(wgmma)
 primitive(90, 192, 1, 1, False, name="wgmma n192, majors 11")(wgmma)
+
+
+def wgmma_fp8(rng: np.random.Generator, n: int, number: int, registers: bool) -> Launch:
+    a, b = rng.integers(-8, 8, (64, 128)), rng.integers(-8, 8, (n, 128))
+    encode = fp8((E4M3, E5M2)[number - 1])
+    x, y = encode(a), encode(b)
+    none = np.zeros((32, 8), np.uint8)
+    parts = [
+        fragments(x[i : i + 16, k : k + 32], none)[0]
+        for i in range(0, 64, 16)
+        for k in range(0, 128, 32)
+    ]
+    words = np.stack(parts).reshape(4, 4, 32, 4).transpose(0, 2, 1, 3).copy()
+    args = (Tile(x, (128, 64)), Tile(y, (128, 32)), words, np.zeros((64, n), np.float32))
+    name = f"wgmma<{n}, 0, 0, {str(registers).lower()}, {number}>"
+    expected = {3: (a @ b.T).astype(np.float32)}
+    return Launch("products.cu", name, 1, 128, args, expected, 8192 + -(-n // 64) * 8192)
+
+
+for n in (64, 96, 128, 160, 192, 224, 256):
+    primitive(90, n, 1, n // 32 % 2 == 1, name=f"wgmma e4m3 n{n}")(wgmma_fp8)
+    primitive(90, n, 2, n // 32 % 2 == 0, name=f"wgmma e5m2 n{n}")(wgmma_fp8)
+primitive(90, 64, 1, True, name="wgmma e4m3 n64 A from registers")(wgmma_fp8)
 
 
 # ---- copies -----------------------------------------------------------------------------------
@@ -258,6 +303,17 @@ def ldmatrix(_: np.random.Generator) -> Launch:
     return Launch("primitives.cu", "ldmatrix_both", 1, 32, args, {1: expected})
 
 
+@primitive(80)
+def ldmatrix_x2(_: np.random.Generator) -> Launch:
+    tiles = np.arange(1000, 1128, dtype=np.uint16).reshape(2, 8, 8)
+    lane = np.arange(32)
+    i, j = lane // 4, lane % 4 * 2
+    halves = np.stack([tiles[:, i, j + h] for h in range(2)], -1).swapaxes(0, 1)
+    expected = np.ascontiguousarray(halves).view(np.uint32)[..., 0]
+    args = (tiles.view(np.uint32), np.zeros((32, 2), np.uint32))
+    return Launch("primitives.cu", "ldmatrix_two", 1, 32, args, {1: expected})
+
+
 @primitive(80, name="cp.async")
 def cp_async(rng: np.random.Generator) -> Launch:
     words = rng.integers(0, 1 << 31, (32, 4)).astype(np.int32)
@@ -271,6 +327,22 @@ def named_barriers(rng: np.random.Generator) -> Launch:
     x = rng.standard_normal((6, 32)).astype(np.float32)
     args = (x, np.zeros_like(x), np.int32(6))
     return Launch("primitives.cu", "named", 1, 128, args, {1: x[:, ::-1].copy()})
+
+
+@primitive(90, name="mbarrier phases")
+def mbarrier_phases(rng: np.random.Generator) -> Launch:
+    x = rng.integers(0, 100, (5, 32)).astype(np.int32)
+    args = (x, np.zeros_like(x), np.int32(5))
+    return Launch("primitives.cu", "handed_over", 1, 64, args, {1: x[:, ::-1].copy()})
+
+
+@primitive(80, name="votes of a block")
+def block_votes(rng: np.random.Generator) -> Launch:
+    x = rng.integers(0, 9, 64).astype(np.int32)
+    votes = [[(x > 3).sum()], [0], [1]]
+    expected = np.repeat(np.array(votes, np.int32), 64, axis=1)
+    args = (x, np.zeros_like(expected))
+    return Launch("primitives.cu", "block_votes", 1, 64, args, {1: expected})
 
 
 @primitive(80, name="shuffles and votes")
@@ -303,9 +375,62 @@ def philox(_: np.random.Generator) -> Launch:
 
 @primitive(80)
 def atomics(_: np.random.Generator) -> Launch:
-    cells, total = np.zeros(4, np.int32), np.zeros(1, np.float32)
-    expected = {0: np.array([64, 63, -63, 255], np.int32), 1: np.array([32], np.float32)}
+    cells, total = np.zeros(10, np.int32), np.zeros(1, np.float32)
+    cells[4] = 0x7FFFFFFF
+    left = [64, 63, -63, 255, 0x7FFF0000, 0, -128, 64 % 10, 7, 64]
+    expected = {0: np.array(left, np.int32), 1: np.array([32], np.float32)}
     return Launch("primitives.cu", "atomics", 1, 64, (cells, total), expected)
+
+
+@primitive(80, name="the last of several blocks")
+def last_block(rng: np.random.Generator) -> Launch:
+    words = rng.integers(-99, 99, (5, 64)).astype(np.int32)
+    out = np.zeros(64, np.int32)
+    args = (words, np.zeros_like(words), np.zeros(1, np.uint32), out)
+    expected = {1: 2 * words, 2: np.array([5], np.uint32), 3: 2 * words.sum(0, dtype=np.int32)}
+    return Launch("primitives.cu", "last_block", 5, 64, args, expected)
+
+
+@primitive(80, name="float16 and bfloat16")
+def roundings(rng: np.random.Generator) -> Launch:
+    x = (rng.standard_normal(64) * 2.0 ** rng.integers(-20, 15, 64)).astype(np.float32)
+    ties = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 3 * 2.0**-25, 2.0**-25]
+    x[:12] = [*ties, 0, -0.0, 65519, 65520, np.inf, -np.inf]
+    bits = x.view(np.uint32)
+    brain = ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        half = x.astype(np.float16)
+    narrow = np.stack([half.view(np.uint16), brain], 1)
+    back = (brain.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    wide = np.stack([half.astype(np.float32), back], 1)
+    args = (x, np.zeros_like(narrow), np.zeros_like(wide))
+    return Launch("primitives.cu", "roundings", 1, 64, args, {1: narrow, 2: wide})
+
+
+@primitive(80)
+def integers(rng: np.random.Generator) -> Launch:
+    pairs = rng.integers(0, 1 << 32, (32, 2), np.uint32)
+    pairs[:3, 0] = 0, 1, 0x80000000
+    pairs[:, 0] >>= rng.integers(0, 32, 32).astype(np.uint32)
+    a, b = pairs.T.astype(np.int64)
+    bits = np.array([f"{i:032b}" for i in a])
+    ones = np.char.count(bits, "1")
+    leading = np.char.find(bits, "1")
+    lowest = 32 - np.char.rfind(bits, "1")
+    bytewise = pairs.view(np.uint8).reshape(32, 2, 4).astype(np.int64)
+    columns = [
+        ones,
+        np.where(a, leading, 32),
+        np.where(a, lowest, 0),
+        [int(x) * int(y) >> 32 for x, y in pairs],
+        5 + (bytewise[:, 0] * bytewise[:, 1]).sum(1),
+        np.rint((pairs[:, 0] >> 8).astype(np.float32) / 2),
+        np.minimum(a, b),
+        pairs.view(np.int32).max(1).view(np.uint32),
+    ]
+    expected = np.stack([np.asarray(column, np.int64) for column in columns], 1).astype(np.uint32)
+    args = (pairs, np.zeros_like(expected))
+    return Launch("primitives.cu", "integers", 1, 32, args, {1: expected})
 
 
 # ---- TMA --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The fixtures that GPUs left are of today's primitives; with a GPU, each primitive runs on it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ..cuda_on_cpu import missing
 from . import fixtures
-from .__main__ import KINDS, run
+from .__main__ import KINDS, emulated, run
 from .fixtures import FILE, ROOT, Fixture, digest, read, table, write
-from .primitives import PRIMITIVES, Tile, launch
+from .primitives import PRIMITIVES, Tile, launch, runs_on
 
 
 def test_fixtures_are_of_primitives_that_exist() -> None:
@@ -24,6 +26,30 @@ def test_numpy_is_enough_to_start() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"ml_dtypes", "unsloth_cupy", "pytest", "cupy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["mma f61"], "no primitive is called"),
+        ([], "tests.hardware needs a GPU and CuPy"),
+    ],
+)
+def test_the_script_says_what_it_needs(names: list[str], says: str) -> None:
+    command = [sys.executable, "-m", "tests.hardware", *names]
+    # CUDA finds no device under this name, wherever the tests run
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env=hidden
+    )
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def test_the_script_runs_the_emulator_beside_a_gpu() -> None:
+    said = emulated("dp4a")
+    assert said.startswith("agrees with arithmetic")
+    assert (said == "agrees with arithmetic and the emulator") == (missing() is None)
 
 
 def test_a_launch_is_the_same_on_every_call() -> None:
@@ -58,7 +84,7 @@ def test_on_a_gpu(name: str) -> None:
     import cupy
 
     capability = int(cupy.cuda.Device().compute_capability)
-    if PRIMITIVES[name][0] > capability or (name.startswith("wgmma") and capability != 90):
+    if not runs_on(name, capability):
         pytest.skip("needs another GPU")
     made = launch(name)
     for position, found in run(made).items():

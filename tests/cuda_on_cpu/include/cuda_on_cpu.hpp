@@ -55,19 +55,23 @@ constexpr int warpSize = 32;
 #define EMU_HERE file, line
 namespace emu {
 void barrier(int id, int count, bool wait, const char *file, int line);
+int barrier_count(bool pred, const char *file, int line);
 void syncwarp(unsigned mask, const char *file, int line);
 uint64_t shfl(unsigned mask, uint64_t v, int src, const char *file, int line);
 unsigned ballot(unsigned mask, bool pred, const char *file, int line);
 void atomic_enter(void *p, unsigned size, const char *file, int line);
-void threadfence();
+void threadfence(bool device);
 [[noreturn]] void trap(const char *what, const char *file, int line);
 unsigned active_lanes();
 }  // namespace emu
 
 inline void __syncthreads(EMU_PLACE) { emu::barrier(0, 0, true, EMU_HERE); }
 inline void __syncwarp(unsigned mask = ~0u, EMU_PLACE) { emu::syncwarp(mask, EMU_HERE); }
-inline void __threadfence() { emu::threadfence(); }
-inline void __threadfence_block() { emu::threadfence(); }
+inline int __syncthreads_count(int p, EMU_PLACE) { return emu::barrier_count(p, EMU_HERE); }
+inline int __syncthreads_or(int p, EMU_PLACE) { return emu::barrier_count(p, EMU_HERE) != 0; }
+inline int __syncthreads_and(int p, EMU_PLACE) { return emu::barrier_count(!p, EMU_HERE) == 0; }
+inline void __threadfence() { emu::threadfence(true); }
+inline void __threadfence_block() { emu::threadfence(false); }
 inline unsigned __activemask() { return emu::active_lanes(); }
 inline void __trap(EMU_PLACE) { emu::trap("__trap()", EMU_HERE); }
 inline void __nanosleep(unsigned) {}
@@ -156,6 +160,7 @@ float fmodf(float, float) noexcept;
 float fmaxf(float, float) noexcept;
 float fminf(float, float) noexcept;
 float fmaf(float, float, float) noexcept;
+double fma(double, double, double) noexcept;
 float copysignf(float, float) noexcept;
 float ldexpf(float, int) noexcept;
 int abs(int) noexcept;
@@ -167,6 +172,10 @@ inline float abs(float x) { return fabsf(x); }
 inline void sincosf(float x, float *s, float *c) {
   *s = sinf(x);
   *c = cosf(x);
+}
+inline void sincospif(float x, float *s, float *c) {  // of pi x
+  *s = (float)sin(3.141592653589793 * x);
+  *c = (float)cos(3.141592653589793 * x);
 }
 inline float __uint_as_float(unsigned u) { float f; __builtin_memcpy(&f, &u, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned u; __builtin_memcpy(&u, &f, 4); return u; }

@@ -130,7 +130,7 @@ struct Copy {
 };
 static std::deque<Copy> copies;
 static std::deque<uint32_t> values;  // of st.async; a deque does not move them
-static int turn, store_agent;
+static int turn;
 
 static int next_agent() { return M.wgmma_agents + turn++ % kCopyAgents; }
 
@@ -203,12 +203,12 @@ static void issue(const Map &map, uint32_t dst, int rank, uint32_t bar, const in
 void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const int *coord,
                         unsigned ranks, const char *file, int line) {
   Where at{file, line};
-  uint32_t shared = shared_address(dst);
+  uint32_t shared = shared_address(dst, at);
   Map m = check_map(rank, map, shared, at);
   if (!ranks || ranks >> M.blocks)
     fail("TMA: multicast to ranks beyond the cluster of " + std::to_string(M.blocks), at);
   for (int r = 0; r < M.blocks; r++)
-    if (ranks >> r & 1) issue(m, shared, r, shared_address(bar), coord, at);
+    if (ranks >> r & 1) issue(m, shared, r, shared_address(bar, at), coord, at);
 }
 
 void tma_load(int rank, void *dst, const void *map, void *bar, const int *coord, const char *file,
@@ -238,19 +238,20 @@ void land_oldest_copy() {
 }
 
 static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at) {
-  M.cur->stores++;
-  store_agent = next_agent();
+  int agent = next_agent();
+  Clock time = 0;
   if (M.checks) {
-    Clock *c = agent_clock(store_agent);
+    Clock *c = agent_clock(agent);
     join(c, M.cur->clock);
-    c[M.fibers + store_agent]++;
-    touch(from_shared(s, box_bytes(m), at), box_bytes(m), Read, at, store_agent);
+    time = ++c[M.fibers + agent];
+    touch(from_shared(s, box_bytes(m), at), box_bytes(m), Read, at, agent);
   }
+  M.cur->stores.back().push_back({agent, time, at});
   each_row(m, coord, [&](uint32_t offset, char *g, int lo, int hi) {
     if (!g) return;
     Access access = add ? Atomic : Write;
     for (int i = lo; i < hi; i++) {
-      touch(g + i * m.elem, m.elem, access, at, store_agent);
+      touch(g + i * m.elem, m.elem, access, at, agent);
       char *from = from_shared(swizzled(m.swizzle, s + offset + i * m.elem), m.elem, at);
       add ? add_in_place(m.type, g + i * m.elem, from)
           : (void)memcpy(g + i * m.elem, from, m.elem);
@@ -261,14 +262,14 @@ static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at
 void tma_store(int rank, const void *map, const void *src, const int *coord, bool add,
                const char *file, int line) {
   Where at{file, line};
-  Map m = check_map(rank, map, shared_address(src), at);
+  Map m = check_map(rank, map, shared_address(src, at), at);
   if (add && m.type == Bits) fail("TMA: no sums of this dtype", at);
-  store(m, shared_address(src), coord, add, at);
+  store(m, shared_address(src, at), coord, add, at);
 }
 
 // ---- cp.async.bulk: a tensor of one axis, in units of 16 bytes ----------------------------------
 static Map line_of(const void *base, const void *shared, int bytes, Where at) {
-  if (((uintptr_t)base | shared_address(shared) | bytes) % 16 || bytes <= 0)
+  if (((uintptr_t)base | shared_address(shared, at) | bytes) % 16 || bytes <= 0)
     fail("cp.async.bulk: addresses and size must be multiples of 16 bytes", at);
   if (bytes >= 1 << 20) fail("cp.async.bulk: size of 1 MiB or more", at);
   Map m{};
@@ -282,21 +283,21 @@ static Map line_of(const void *base, const void *shared, int bytes, Where at) {
 void bulk_load(void *dst, const void *src, int bytes, void *bar, const char *file, int line) {
   Where at{file, line};
   int zero = 0;
-  issue(line_of(src, dst, bytes, at), shared_address(dst), M.cur->rank, shared_address(bar), &zero,
+  issue(line_of(src, dst, bytes, at), shared_address(dst, at), M.cur->rank, shared_address(bar, at), &zero,
         at);
 }
 
 void bulk_store(void *dst, const void *src, int bytes, const char *file, int line) {
   Where at{file, line};
   int zero = 0;
-  store(line_of(dst, src, bytes, at), shared_address(src), &zero, false, at);
+  store(line_of(dst, src, bytes, at), shared_address(src, at), &zero, false, at);
 }
 
 // ---- st.async: its value waits in a cell of ours until it lands ---------------------------------
 void store_async(void *dst, uint32_t value, void *bar, int rank, const char *file, int line) {
   Where at{file, line};
   cluster_map(dst, rank, file, line);  // the rank is checked
-  uint32_t to = shared_address(dst);
+  uint32_t to = shared_address(dst, at);
   if (to % 4) fail("st.async operand is not aligned to its size", at);
   values.push_back(value);
   Map m{};
@@ -306,14 +307,21 @@ void store_async(void *dst, uint32_t value, void *bar, int rank, const char *fil
   m.base = (char *)&values.back();
   m.dim[0] = m.box[0] = 1;
   int zero = 0;
-  issue(m, to, rank, shared_address(bar), &zero, at);
+  issue(m, to, rank, shared_address(bar, at), &zero, at);
 }
 
-void tma_store_commit() {}
+void tma_store_commit() { M.cur->stores.emplace_back(); }
 
 void tma_store_wait(int pending) {
-  if (!pending) M.cur->stores = 0;
-  if (M.checks && store_agent) join(M.cur->clock, agent_clock(store_agent));
+  auto &g = M.cur->stores;
+  int done = std::max(0, int(g.size()) - 1 - pending);
+  for (int i = 0; i < done; i++)
+    for (auto &s : g[i])
+      if (M.checks) {
+        Clock &c = M.cur->clock[M.fibers + s.agent];
+        c = std::max(c, s.time);
+      }
+  g.erase(g.begin(), g.begin() + done);
 }
 
 void fence_proxy_async() {
@@ -326,10 +334,19 @@ void fence_proxy_async() {
 
 bool copies_outstanding() { return !copies.empty(); }
 
+bool copies_into(int rank, Where &at) {
+  for (auto &c : copies)
+    if (c.rank == rank) {
+      at = c.at;
+      return true;
+    }
+  return false;
+}
+
 void reset_async_copy() {
   mbarriers.clear();
   copies.clear();
   values.clear();
-  turn = store_agent = 0;
+  turn = 0;
 }
 }  // namespace emu

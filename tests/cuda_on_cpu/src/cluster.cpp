@@ -112,6 +112,7 @@ void cluster_arrive(const char *file, int line) {
   Fiber *f = M.cur;
   if (f->arrived) fail("barrier.cluster.arrive twice without a wait between", {file, line});
   f->arrived = true;
+  f->arrived_at = {file, line};
   f->phase = phase;
   if (M.checks) {
     join(arriving.data(), f->clock);
@@ -142,7 +143,7 @@ void *cluster_map(const void *p, int rank, const char *file, int line) {
   Where at{file, line};
   if (rank < 0 || rank >= M.blocks)
     fail("mapa: rank " + std::to_string(rank) + " in a cluster of " + std::to_string(M.blocks), at);
-  return from_shared(shared_address(p), 1, at, rank);
+  return from_shared(shared_address(p, at), 1, at, rank);
 }
 
 void check_neighbour(int rank, const Fiber *f, Where at) {
@@ -154,12 +155,19 @@ void check_neighbour(int rank, const Fiber *f, Where at) {
 }
 
 void check_exit(Fiber *f) {
-  if (f->arrived) fail("thread exits between barrier.cluster.arrive and its wait", {"exit", 0});
-  if (--M.alive[f->rank] || !M.checks || M.blocks == 1) return;
+  if (f->arrived)
+    fail("thread exits between barrier.cluster.arrive and its wait", f->arrived_at);
+  for (auto &group : f->stores)
+    if (!group.empty())
+      fail("thread exits before the cp.async.bulk.wait_group of this store", group[0].at);
+  if (f->accumulating) check_products();
+  if (--M.alive[f->rank]) return;
+  Where at{};
+  if (copies_into(f->rank, at)) fail("block exits before this copy into its shared memory", at);
+  if (!M.checks || M.blocks == 1) return;
   std::vector<Clock> end(M.ids);
   for (int i = 0; i < M.threads; i++) join(end.data(), M.fiber[f->rank * M.stride + i].clock);
   std::string what;
-  Where at{};
   if (touched_after(f->rank, end.data(), what, at))
     fail("block rank " + std::to_string(f->rank) + " exits unordered with a " + what, at);
 }

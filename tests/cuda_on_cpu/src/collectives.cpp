@@ -38,7 +38,7 @@ void collective(int kind, int group, int size, uint32_t mask, const char *what, 
     m = new Meeting{kind, what, mask, group, size, 0, at, op, {}};
     open_meetings.push_back(m);
   }
-  if (m->kind != kind || m->at.line != at.line)
+  if (m->kind != kind || !same(m->at, at))
     fail(std::string("divergent warp: this lane is at ") + what +
              ", others of the same mask wait at " + m->what + " " + place(m->at), at);
   if (size == 32)
@@ -59,11 +59,12 @@ void collective(int kind, int group, int size, uint32_t mask, const char *what, 
 
 // ---- barriers of a block -----------------------------------------------------------------------
 struct Barrier {
-  int arrived = 0, count = 0;
+  int arrived = 0, count = 0, votes = 0;
   Where at{};
   std::vector<Fiber *> waiting, passed;
 };
 static Barrier barriers[kMaxCluster][16];
+static int counted[kMaxCluster];  // the votes of the last __syncthreads
 
 static void release(Barrier &b) {
   if (M.checks) {
@@ -88,7 +89,7 @@ void barrier(int id, int count, bool wait, const char *file, int line) {
   if (b.arrived && b.count != count)
     fail("barrier " + std::to_string(id) + " used with two thread counts", at);
   if (count % 32) fail("barrier thread count must be a multiple of 32", at);
-  if (b.arrived && !count && b.at.line != line)
+  if (b.arrived && !count && !same(b.at, at))
     fail("divergent __syncthreads: " + std::to_string(b.arrived) +
              " thread(s) of this block wait at " + place(b.at), at);
   b.count = count;
@@ -98,12 +99,21 @@ void barrier(int id, int count, bool wait, const char *file, int line) {
   bool full = b.arrived == (count ? count : M.threads);
   if (full) {
     Fiber *me = M.cur;
+    if (!count) counted[me->rank] = b.votes;
     release(b);
     if (!wait && M.checks) me->clock[me->index]++;
     return;
   }
   if (wait) return suspend(count ? "named barrier" : "__syncthreads", at);
   if (M.checks) M.cur->clock[M.cur->index]++;
+}
+
+// Every thread reads the count before any can be at the next barrier's end.
+int barrier_count(bool pred, const char *file, int line) {
+  int rank = M.cur->rank;
+  barriers[rank][0].votes += pred;
+  barrier(0, 0, true, file, line);
+  return counted[rank];
 }
 
 // ---- a warp ------------------------------------------------------------------------------------

@@ -3,25 +3,37 @@
 #include "machine.hpp"
 
 namespace emu {
-static inline void hook(void *p, size_t n, Access a, void *pc, bool spinning = false) {
-  if (!M.checks || !M.cur || size_t((char *)p - M.cur->stack) < kStack) return;
+static inline void hook(void *p, size_t n, Access a, void *pc) {
+  if (!M.checks || !M.cur) return;
   Where at{(const char *)pc, kInstructionPointer};
+  if (size_t((char *)p - M.cur->stack) < kStack) {
+    if (M.cur->accumulating) check_registers(p, n, at);
+    return;
+  }
   if (M.patience && ++M.accesses > M.patience)
     fail("watchdog: " + std::to_string(M.patience) + " accesses since the block last met", at);
-  if (spinning && M.accesses % 64 == 0) yield(at);
+  if (a == Peek && M.accesses % 64 == 0) yield(at);
   touch(p, n, a, at);
 }
 
+// Volatile accesses are relaxed atomics: a flag that one thread writes and others poll.
+static inline void hook_volatile(void *p, size_t n, bool write, void *pc) {
+  if (!M.checks || !M.cur || size_t((char *)p - M.cur->stack) < kStack) return;
+  hook(p, n, write ? Atomic : Peek, pc);
+  heard(p);
+  if (write) publish(p, true);
+}
+
 #define HERE __builtin_return_address(0)
-#define EMU_HOOK(N)                                                                \
-  void __tsan_read##N(void *p) { hook(p, N, Read, HERE); }                         \
-  void __tsan_write##N(void *p) { hook(p, N, Write, HERE); }                       \
-  void __tsan_unaligned_read##N(void *p) { hook(p, N, Read, HERE); }               \
-  void __tsan_unaligned_write##N(void *p) { hook(p, N, Write, HERE); }             \
-  void __tsan_volatile_read##N(void *p) { hook(p, N, Read, HERE, true); }          \
-  void __tsan_volatile_write##N(void *p) { hook(p, N, Write, HERE); }              \
-  void __tsan_unaligned_volatile_read##N(void *p) { hook(p, N, Read, HERE, true); } \
-  void __tsan_unaligned_volatile_write##N(void *p) { hook(p, N, Write, HERE); }
+#define EMU_HOOK(N)                                                            \
+  void __tsan_read##N(void *p) { hook(p, N, Read, HERE); }                     \
+  void __tsan_write##N(void *p) { hook(p, N, Write, HERE); }                   \
+  void __tsan_unaligned_read##N(void *p) { hook(p, N, Read, HERE); }           \
+  void __tsan_unaligned_write##N(void *p) { hook(p, N, Write, HERE); }         \
+  void __tsan_volatile_read##N(void *p) { hook_volatile(p, N, false, HERE); }      \
+  void __tsan_volatile_write##N(void *p) { hook_volatile(p, N, true, HERE); }  \
+  void __tsan_unaligned_volatile_read##N(void *p) { hook_volatile(p, N, false, HERE); } \
+  void __tsan_unaligned_volatile_write##N(void *p) { hook_volatile(p, N, true, HERE); }
 
 struct Source {
   const char *file;

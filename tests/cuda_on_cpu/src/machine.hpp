@@ -12,7 +12,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
+#include <sys/mman.h>
+#include <utility>
 #include <vector>
 
 struct uint3 { unsigned x, y, z; };
@@ -38,6 +41,12 @@ struct CpAsync {
   int bytes, src_bytes;
 };
 
+struct Store {
+  int agent;
+  Clock time;
+  Where at;
+};
+
 struct Fiber {
   enum State : uint8_t { Ready, Waiting, Done } state;
   void *sp;
@@ -48,11 +57,12 @@ struct Fiber {
   Where at;
   Clock *clock;      // vector clock: one entry per thread, then one per agent
   Clock fence;       // own time of the last fence.proxy.async
-  bool dirty;        // wrote global memory since the last __threadfence
   bool arrived, met;  // at the cluster's barrier without a wait yet; once behind it
-  unsigned phase;     // of that barrier, on arrival
-  int stores;        // TMA stores issued and not yet waited for
+  unsigned phase;     // of that barrier, on arrival, and where
+  Where arrived_at;
   std::vector<std::vector<CpAsync>> groups;  // cp.async groups, the last one open
+  std::vector<std::vector<Store>> stores;    // TMA stores that may still read, by bulk group
+  bool accumulating;  // wgmma may still write its registers
 };
 
 // What is known of one byte: who wrote it, who read it last (two readers), when and where.
@@ -60,8 +70,30 @@ struct Shadow {
   uint16_t writer, reader[2];
   uint8_t atomic, turn;
   Clock wrote, read[2];
-  uint32_t block;
+  uint32_t wrote_in, read_in;  // the cluster, as M.serial counts
   uint16_t wrote_at, read_at[2];
+  uint16_t foreign, foreign_at;  // a reader of the cluster that read before this one
+  Clock foreign_read;
+  uint32_t foreign_in;
+};
+
+// Memory for a vector: zeros whose pages cost nothing until they are touched, so that a buffer of
+// any size has its shadow.
+template <class T> struct Pages {
+  using value_type = T;
+  T *allocate(size_t n) {
+    void *p = mmap(nullptr, n * sizeof(T), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    return static_cast<T *>(p);
+  }
+  void deallocate(T *p, size_t n) { munmap(p, n * sizeof(T)); }
+  template <class U> void construct(U *) {}
+  template <class U, class... A> void construct(U *p, A &&...a) {
+    ::new (p) U(std::forward<A>(a)...);
+  }
+  bool operator==(const Pages &) const { return true; }
+  bool operator!=(const Pages &) const { return false; }
 };
 
 struct Region {
@@ -69,7 +101,7 @@ struct Region {
   size_t size;
   const char *name;
   bool writable;
-  std::vector<Shadow> shadow;
+  std::vector<Shadow, Pages<Shadow>> shadow;
 };
 
 struct Machine {
@@ -81,7 +113,7 @@ struct Machine {
   int wgmma_agents, agents, ids;  // ids = fibers + agents
   uint64_t rng = 0;  // 0: round robin
   bool checks = false, counting = false;
-  unsigned block_serial = 0;
+  unsigned serial = 0;  // of the cluster that runs: 1 and up in the order of the grid
   uint64_t accesses = 0, patience = 0;  // of one fiber since it was switched to; 0: no watchdog
   std::string error;
   // cluster
@@ -109,11 +141,14 @@ extern Machine M;
 // scheduler.cpp
 uint64_t random_bits();
 void make_ready(Fiber *f);
+uint3 block_of(unsigned serial, int rank);
 void suspend(const char *doing, Where at);  // the current fiber waits until make_ready
 void yield(Where at);                       // ... or only lets the others go first
 void enter_fiber(Fiber *f);                 // it is the current one from now on
 [[noreturn]] void fail(const std::string &what, Where at);
 std::string place(Where at);
+std::string text(uint3 v);
+bool same(Where a, Where b);
 
 // cluster.cpp
 extern "C" void emu_switch(void **save, void *load);  // leave a stack for another
@@ -140,12 +175,14 @@ void join(Clock *into, const Clock *from);
 void reset_collectives();
 
 // memory.cpp
-enum Access { Read, Write, Atomic };
+enum Access { Read, Write, Atomic, Peek };  // Peek: a volatile read, which may meet atomics
 void touch(const void *p, size_t n, Access a, Where at, int agent = -1, const Fiber *as = nullptr);
 std::string describe(const char *p);         // by the nearest buffer
 void mark_pending(const void *p, size_t n);  // an issued cp.async owns these bytes
 void settle(const void *p, size_t n);  // ... until its wait: now the waiting thread's write
-uint32_t shared_address(const void *p);
+void heard(const void *p);              // an atomic or volatile access; a fence may follow
+void publish(const void *p, bool replace);  // what the fence before it made known
+uint32_t shared_address(const void *p, Where at);
 char *from_shared(uint32_t address, size_t n, Where at, int rank = M.cur->rank);
 void start_memory(size_t size, size_t capacity);              // a launch
 void add_image(int rank, char *dynamic, const void *symbol);  // ... the shared memory of a block
@@ -158,11 +195,13 @@ void count_access(uint64_t address, size_t size, bool shared, Access a, Where at
 void close_traffic();
 
 // tensor_core.cpp
-enum { BF16, F16, TF32, S8 };
+enum { BF16, F16, TF32, S8, E4M3, E5M2 };
+void check_registers(const void *p, size_t n, Where at);  // no wgmma may still write them
+void check_products();  // ... of a thread that exits
 void reset_tensor_core();
 
 // narrow.cpp
-enum { E4M3, E5M2 };
+float decode_fp8(int type, uint32_t bits);
 enum Number : uint8_t { Bits, Float32, Float16, BFloat16, Int32 };
 void add_in_place(Number type, char *to, const char *from);
 
@@ -170,5 +209,6 @@ void add_in_place(Number type, char *to, const char *from);
 uint32_t swizzled(int mode, uint32_t address);  // mode: 0 none, 1 32, 2 64, 3 128 bytes
 void land_oldest_copy();
 bool copies_outstanding();
+bool copies_into(int rank, Where &at);
 void reset_async_copy();
 }  // namespace emu

@@ -1,14 +1,15 @@
 // Memory: bounds, initialisation and races of shared and global memory.
 //
-// Every access of a kernel outside its own stack comes to touch(), by way of hooks.cpp.  A shadow cell per byte remembers the last writer and two readers with their vector-clock times;
-// an access that no barrier, fence or wait orders after them is a race.  Blocks run in turn, so
-// order between blocks is what atomics behind a __threadfence make of it.
+// Every access of a kernel outside its own stack comes to touch(), by way of hooks.cpp.  A shadow
+// cell per byte remembers the last writer and two readers with their vector-clock times; an access
+// that no barrier, fence or wait orders after them is a race.
 #include "machine.hpp"
 
 #include <algorithm>
 #include <elf.h>
 #include <link.h>
 #include <map>
+#include <memory>
 #include <set>
 
 namespace emu {
@@ -16,20 +17,99 @@ enum { DYNAMIC, STATIC_BELOW, STATIC_ABOVE, REGIONS_OF_A_BLOCK };
 
 static int shared_regions() { return M.blocks * REGIONS_OF_A_BLOCK; }
 
-// ---- order between blocks ----------------------------------------------------------------------
-static std::map<const void *, std::set<unsigned>> released;  // blocks published at an address
-static std::set<unsigned> seen;                              // blocks this one is ordered after
+static Region *find_region(const char *p);
 
-void threadfence() { M.cur->dirty = false; }
+// ---- order between blocks ----------------------------------------------------------------------
+// As in PTX: a thread's __threadfence and an atomic of it afterwards publish, at the atomic's
+// address, all that had happened before the fence.  A thread whose atomic finds that address, and
+// that has a __threadfence afterwards, is behind it.  Clusters run in turn, so what others have
+// published stands still while one runs.
+using Times = std::vector<Clock>;                // of every thread and agent of a cluster
+using Known = std::map<unsigned, std::shared_ptr<const Times>>;  // by cluster
+
+struct Order {  // of a thread
+  Times fence[2];  // its clock at its last fence, of [0] a block and [1] the device; empty: none
+  std::set<const void *> heard[2];  // addresses of atomics since
+};
+struct Acquired {  // from its time `since` on, a thread knows what others published
+  int thread;
+  Clock since;
+  Known known;
+};
+static std::vector<Order> orders;
+static std::vector<Acquired> acquired;  // by the cluster that runs
+static std::map<const void *, Known> published;
+static std::map<const void *, Times> published_here;  // within the cluster, by either fence
+
+static void merge(Known &into, unsigned cluster, const std::shared_ptr<const Times> &times) {
+  auto &mine = into[cluster];
+  if (!mine) {
+    mine = times;
+  } else if (mine != times) {
+    auto both = std::make_shared<Times>(*mine);
+    for (size_t i = 0; i < both->size(); i++) (*both)[i] = std::max((*both)[i], (*times)[i]);
+    mine = both;
+  }
+}
+
+void threadfence(bool device) {
+  if (!M.checks) return;
+  Fiber *f = M.cur;
+  Order &order = orders[f->index];
+  for (auto *p : order.heard[device])
+    if (auto i = published_here.find(p); i != published_here.end()) join(f->clock, i->second.data());
+  if (device) {
+    Known known;
+    for (auto *p : order.heard[1])
+      for (auto &[cluster, times] : published[p])
+        if (cluster != M.serial) merge(known, cluster, times);
+    if (!known.empty()) acquired.push_back({f->index, ++f->clock[f->index], std::move(known)});
+    order.heard[1].clear();
+  }
+  order.heard[0].clear();
+  for (int scope = 0; scope <= device; scope++)
+    order.fence[scope].assign(f->clock, f->clock + M.ids);
+  f->clock[f->index]++;
+}
+
+void heard(const void *p) {
+  for (auto &addresses : orders[M.cur->index].heard) addresses.insert(p);
+}
+
+void publish(const void *p, bool replace) {
+  Order &order = orders[M.cur->index];
+  if (replace) {  // a plain store ends what the atomics before it began
+    published.erase(p);
+    published_here.erase(p);
+  }
+  if (order.fence[0].empty()) return;
+  Times &here = published_here[p];
+  here.resize(M.ids);
+  join(here.data(), order.fence[0].data());
+  const Times &fence = order.fence[1];
+  if (fence.empty() || find_region((const char *)p) < &M.regions[shared_regions()]) return;
+  Known &known = published[p];
+  for (auto &a : acquired)
+    if (fence[a.thread] >= a.since)
+      for (auto &[cluster, times] : a.known) merge(known, cluster, times);
+  merge(known, M.serial, std::make_shared<const Times>(fence));
+}
+
+// Whether what an agent or thread did at a time is over for a clock of the running cluster.
+static bool ordered(unsigned cluster, int id, Clock time, const Clock *clock) {
+  if (cluster == M.serial) return time <= clock[id];
+  for (auto &a : acquired)
+    if (clock[a.thread] >= a.since)
+      if (auto i = a.known.find(cluster); i != a.known.end() && (*i->second)[id] >= time)
+        return true;
+  return false;
+}
 
 void atomic_enter(void *p, unsigned size, const char *file, int line) {
   if (!M.checks) return;
   touch(p, size, Atomic, {file, line});
-  auto &r = released[p];
-  seen.insert(r.begin(), r.end());
-  if (M.cur->dirty) return;  // without a fence the atomic publishes nothing
-  r.insert(seen.begin(), seen.end());
-  r.insert(M.block_serial);
+  heard(p);
+  publish(p, false);
 }
 
 // ---- what an address belongs to ----------------------------------------------------------------
@@ -68,15 +148,18 @@ std::string describe(const char *p) {
          std::to_string(best->size);
 }
 
-static const char *name_of(Access a) { return a == Read ? "read" : a == Write ? "write" : "atomic"; }
+static const char *name_of(Access a) { return a == Atomic ? "atomic" : a == Write ? "write" : "read"; }
 
-static std::string owner(int id) {
+static std::string owner(int id, unsigned cluster = M.serial) {
+  bool here = cluster == M.serial;
+  std::string of = here ? "" : " of block " + text(block_of(cluster, 0));
   if (id == kPending) return "an unfinished cp.async";
-  if (id >= M.fibers + M.wgmma_agents) return "a TMA copy";
-  if (id >= M.fibers) return "wgmma of warpgroup " + std::to_string(id - M.fibers);
-  auto t = M.fiber[id].tid;
-  return "thread (" + std::to_string(t.x) + "," + std::to_string(t.y) + "," + std::to_string(t.z) +
-         ")" + (M.blocks > 1 ? " of block rank " + std::to_string(M.fiber[id].rank) : "");
+  if (id >= M.fibers + M.wgmma_agents) return "a TMA copy" + of;
+  if (id >= M.fibers) return "wgmma of warpgroup " + std::to_string(id - M.fibers) + of;
+  auto &f = M.fiber[id];
+  if (!here) of = " of block " + text(block_of(cluster, f.rank));
+  if (here && M.blocks > 1) of = " of block rank " + std::to_string(f.rank);
+  return "thread " + text(f.tid) + of;
 }
 
 // Source places are interned, so that a shadow cell names one in two bytes.
@@ -127,10 +210,9 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   bool shared = region < shared_regions();
   if (M.counting && agent < 0)  // a bank is known from the address in the block's window
     count_access(shared ? window(region % REGIONS_OF_A_BLOCK) + (p - r->base) : (uint64_t)p, n,
-                 shared, a, at, f);
+                 shared, a == Peek ? Read : a, at, f);
   if (shared && region / REGIONS_OF_A_BLOCK != f->rank)
     check_neighbour(region / REGIONS_OF_A_BLOCK, f, at);
-  if (a == Write && !shared) M.cur->dirty = true;
   int me = agent < 0 ? f->index : M.fibers + agent;
   const Clock *clock = agent < 0 ? f->clock : agent_clock(agent);
   Shadow *cells = &r->shadow[p - r->base];
@@ -138,52 +220,62 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   auto byte = [&](size_t i) {
     return std::string(r->name) + " byte " + std::to_string(long(p + i - r->base));
   };
-  auto race = [&](const char *their, int id, int where, size_t i) {
+  auto race = [&](const char *their, int id, unsigned cluster, int where, size_t i) {
     fail("race on " + byte(i) + ": " + name_of(a) + " here, unordered with " + their + " by " +
-             owner(id) + " at " + place(sites[where]), at);
+             owner(id, cluster) + " at " + place(sites[where]) +
+             (cluster == M.serial ? "" : "; blocks are ordered by __threadfence, an atomic, then "
+                                         "an atomic and __threadfence of the other"), at);
   };
   for (size_t i = 0; i < n; i++) {
     Shadow &c = cells[i];
-    if (c.wrote || c.read[0]) {
-      if (c.block != M.block_serial) {
-        bool ordered = seen.count(c.block), plain_write = c.wrote && !c.atomic;
-        if (!ordered && (a == Write || plain_write))
-          fail("race on " + byte(i) + ": " + name_of(a) + " here, also touched by block #" +
-                   std::to_string(c.block - 1) + " with no ordering", at);
-        if (ordered || a != Read) {
-          c = Shadow{};
-          c.block = M.block_serial;
-        }
-      } else {
-        if (c.wrote && c.writer == kPending) race("write", kPending, c.wrote_at, i);
-        if (c.wrote && c.writer != me && c.wrote > clock[c.writer] && !(a == Atomic && c.atomic))
-          race("write", c.writer, c.wrote_at, i);
-        for (int k = 0; a != Read && k < 2; k++)
-          if (c.read[k] && c.reader[k] != me && c.read[k] > clock[c.reader[k]])
-            race("read", c.reader[k], c.read_at[k], i);
-      }
+    bool foreign_write = c.wrote && c.wrote_in != M.serial;
+    if (c.wrote) {
+      if (c.writer == kPending) race("write", kPending, M.serial, c.wrote_at, i);
+      bool mine = c.writer == me && !foreign_write, both = c.atomic && (a == Atomic || a == Peek);
+      if (!mine && !both && !ordered(c.wrote_in, c.writer, c.wrote, clock))
+        race(c.atomic ? "atomic" : "write", c.writer, c.wrote_in, c.wrote_at, i);
+      // of global memory there is no fence.proxy.async among the instructions of ptx.cuh
+      if (agent >= 0 && c.writer < M.fibers && a != Atomic &&
+          (shared ? c.wrote > M.fiber[c.writer].fence : a == Read))
+        fail("async proxy " + std::string(name_of(a)) + "s " + r->name + " written by " +
+                 owner(c.writer, c.wrote_in) + " with no fence.proxy.async after the write", at);
     }
-    if (a != Read) {
+    if (a == Write || a == Atomic) {
+      for (int k = 0; k < 2; k++) {
+        bool mine = c.reader[k] == me && c.read_in == M.serial;
+        if (c.read[k] && !mine && !ordered(c.read_in, c.reader[k], c.read[k], clock))
+          race("read", c.reader[k], c.read_in, c.read_at[k], i);
+      }
+      if (c.foreign_read && c.foreign_in != M.serial &&
+          !ordered(c.foreign_in, c.foreign, c.foreign_read, clock))
+        race("read", c.foreign, c.foreign_in, c.foreign_at, i);
       c.writer = me;
       c.wrote = clock[me];
       c.wrote_at = here;
+      c.wrote_in = M.serial;
       c.atomic = a == Atomic;
-      c.read[0] = c.read[1] = 0;
-      c.block = M.block_serial;
+      c.read[0] = c.read[1] = c.foreign_read = 0;
       continue;
     }
     if (shared && !c.wrote && is_guard(p)) return;
     if (shared && !c.wrote) fail("read of uninitialised " + byte(i), at);
-    if (agent >= 0 && shared && c.writer < M.fibers && c.wrote > M.fiber[c.writer].fence)
-      fail("async proxy reads " + std::string(r->name) + " written by " + owner(c.writer) +
-               " with no fence.proxy.async after the write", at);
+    if (a == Peek) continue;
+    if (c.read_in != M.serial) {
+      if (c.read[0]) {  // what this cluster writes after it has read, others may still be reading
+        c.foreign = c.reader[0];
+        c.foreign_read = c.read[0];
+        c.foreign_in = c.read_in;
+        c.foreign_at = c.read_at[0];
+      }
+      c.read[0] = c.read[1] = 0;
+      c.read_in = M.serial;
+    }
     auto mine = [&](int k) { return c.read[k] && c.reader[k] == me; };
     auto past = [&](int k) { return !c.read[k] || c.read[k] <= clock[c.reader[k]]; };
     int k = mine(0) ? 0 : mine(1) ? 1 : past(0) ? 0 : past(1) ? 1 : (c.turn ^= 1);
     c.reader[k] = me;
     c.read[k] = clock[me];
     c.read_at[k] = here;
-    if (c.block != M.block_serial && !c.wrote) c.block = M.block_serial;
   }
 }
 
@@ -223,13 +315,17 @@ bool touched_after(int rank, const Clock *end, std::string &what, Where &at) {
 }
 
 // ---- the shared window -------------------------------------------------------------------------
-uint32_t shared_address(const void *p) {
+uint32_t shared_address(const void *p, Where at) {
   for (int i = 0; i < REGIONS_OF_A_BLOCK; i++) {
     auto &r = M.regions[M.cur->rank * REGIONS_OF_A_BLOCK + i];
     size_t offset = (const char *)p - r.base;
     if (r.size && offset <= r.size) return window(i) + uint32_t(offset);
   }
-  fail("not a pointer to the block's own shared memory", {"shared_address", 0});
+  fail("not a pointer to the block's own shared memory", at);
+}
+
+uint32_t shared_address(const void *p, const char *file, int line) {
+  return shared_address(p, {file, line});
 }
 
 char *from_shared(uint32_t a, size_t n, Where at, int rank) {
@@ -250,7 +346,7 @@ void start_memory(size_t size, size_t capacity) {
     M.regions[r * REGIONS_OF_A_BLOCK] = {nullptr, size, "dynamic shared memory", true, {}};
   M.last_region = 0;
   M.dynamic_capacity = capacity;
-  released.clear();
+  published.clear();
   sites.clear();
   site_ids.clear();
 }
@@ -293,7 +389,9 @@ void add_image(int rank, char *dynamic, const void *symbol) {
 }
 
 void reset_memory() {
-  seen = {M.block_serial};
+  orders.assign(M.checks ? M.fibers : 0, {});
+  acquired.clear();
+  published_here.clear();
   for (int i = 0; i < shared_regions(); i++) {
     Region &r = M.regions[i];
     if (r.size) memset(r.base, 0xff, r.size);  // NaN: what a kernel finds before it writes

@@ -25,7 +25,7 @@ static uint32_t encode(int type, double x) {
   return sign | ((uint32_t(exponent + bias - 1) << mantissa) + steps);
 }
 
-static float decode(int type, uint32_t bits) {
+float decode_fp8(int type, uint32_t bits) {
   auto [mantissa, bias, largest] = format(type);
   int exponent = bits >> mantissa & (0x7f >> mantissa), fraction = bits & ((1 << mantissa) - 1);
   double size = exponent ? std::ldexp((1 << mantissa) + fraction, exponent - bias - mantissa)
@@ -40,7 +40,8 @@ uint32_t pack_fp8(int type, float low, float high) {
 }
 
 uint32_t unpack_fp8(int type, uint32_t pair) {
-  _Float16 halves[2] = {_Float16(decode(type, pair & 255)), _Float16(decode(type, pair >> 8 & 255))};
+  _Float16 halves[2] = {_Float16(decode_fp8(type, pair & 255)),
+                        _Float16(decode_fp8(type, pair >> 8 & 255))};
   uint32_t r;
   memcpy(&r, halves, 4);
   return r;

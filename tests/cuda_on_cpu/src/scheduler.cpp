@@ -41,7 +41,7 @@ uint64_t random_bits() {
 }
 
 // ---- errors ------------------------------------------------------------------------------------
-static std::string text(uint3 v) {
+std::string text(uint3 v) {
   return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
 }
 
@@ -53,6 +53,10 @@ std::string place(Where at) {
   }
   const char *slash = strrchr(at.file, '/');
   return std::string(slash ? slash + 1 : at.file) + ":" + std::to_string(at.line);
+}
+
+bool same(Where a, Where b) {
+  return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file));
 }
 
 [[noreturn]] void fail(const std::string &what, Where at) {
@@ -158,8 +162,6 @@ static char *stacks;
 
 static void enter() {
   M.thunk(M.args);
-  if (M.cur->stores)
-    fail("thread exits while its TMA stores may still read shared memory", {"exit", 0});
   M.cur->state = Fiber::Done;
   M.live--;
   M.accesses = 0;
@@ -180,9 +182,10 @@ static void start(Fiber &f, int index) {
   f.clock = M.checks ? &M.clocks[size_t(index) * M.ids] : nullptr;
   if (f.clock) f.clock[index] = 1;
   f.fence = f.phase = 0;
-  f.dirty = f.arrived = f.met = false;
-  f.stores = 0;
+  f.arrived = f.met = false;
+  f.accumulating = 0;
   f.groups.assign(1, {});
+  f.stores.assign(1, {});
   // staggered, because equal offsets in all stacks would share cache sets
   void **sp = (void **)(f.stack + kStack - 64 - index * 448 % 32768);
   *--sp = nullptr;  // keeps the entry frame 16-byte aligned
@@ -219,6 +222,15 @@ static void run_blocks() {
   M.cur = nullptr;
 }
 
+static uint3 clusters;  // of the grid
+
+uint3 block_of(unsigned serial, int rank) {
+  unsigned b = serial - 1, r = rank;
+  uint3 c = M.cluster;
+  return {b % clusters.x * c.x + r % c.x, b / clusters.x % clusters.y * c.y + r / c.x % c.y,
+          b / (clusters.x * clusters.y) * c.z + r / (c.x * c.y)};
+}
+
 struct Buffer {
   char *base;
   size_t size;
@@ -236,6 +248,7 @@ struct Launch {
   int buffer_count, checks;
   uint64_t seed, patience;  // patience: accesses without a collective
   unsigned seconds;         // of CPU time for the launch; 0: no watchdog
+  unsigned last;            // clusters to run, those at the end of the grid; 0: all
 };
 
 // Returns nullptr, or the error text.
@@ -256,7 +269,7 @@ extern "C" const char *emu_launch(const Launch *l) {
   M.cluster = {l->cluster[0], l->cluster[1], l->cluster[2]};
   M.blocks = M.cluster.x * M.cluster.y * M.cluster.z;
   M.cur = nullptr;
-  uint3 clusters = {gridDim.x / M.cluster.x, gridDim.y / M.cluster.y, gridDim.z / M.cluster.z};
+  clusters = {gridDim.x / M.cluster.x, gridDim.y / M.cluster.y, gridDim.z / M.cluster.z};
   if (M.blocks > kMaxCluster || gridDim.x % M.cluster.x || gridDim.y % M.cluster.y ||
       gridDim.z % M.cluster.z) {
     M.error = "a grid of " + text(gridDim) + " blocks in clusters of " + text(M.cluster);
@@ -268,8 +281,9 @@ extern "C" const char *emu_launch(const Launch *l) {
     auto &b = l->buffers[i];
     M.regions.push_back({b.base, b.size, b.name, bool(b.writable), {}});
   }
-  std::vector<unsigned> order(size_t(clusters.x) * clusters.y * clusters.z);
-  for (size_t i = 0; i < order.size(); i++) order[i] = unsigned(i);
+  const size_t all = size_t(clusters.x) * clusters.y * clusters.z;
+  std::vector<unsigned> order(l->last && l->last < all ? l->last : all);
+  for (size_t i = 0; i < order.size(); i++) order[i] = unsigned(all - order.size() + i);
   if (M.rng)
     for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_bits() % i]);
 
@@ -278,11 +292,8 @@ extern "C" const char *emu_launch(const Launch *l) {
   watch(l->seconds);
   for (unsigned b : order) {
     if (!M.error.empty()) break;
-    M.block_serial = b + 1;
-    uint3 c = M.cluster, first = {b % clusters.x * c.x, b / clusters.x % clusters.y * c.y,
-                                  b / (clusters.x * clusters.y) * c.z};
-    for (unsigned r = 0; r < unsigned(M.blocks); r++)
-      M.block[r] = {first.x + r % c.x, first.y + r / c.x % c.y, first.z + r / (c.x * c.y)};
+    M.serial = b + 1;
+    for (int r = 0; r < M.blocks; r++) M.block[r] = block_of(M.serial, r);
     run_blocks();
   }
   watch(0);

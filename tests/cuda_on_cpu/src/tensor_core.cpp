@@ -1,13 +1,14 @@
 // Tensor cores: mma.sync, ldmatrix and wgmma, by the fragment layouts of the PTX ISA.
 //
-// wgmma reads its operands when issued and poisons its accumulators until the wait: a kernel that
-// reads them early gets NaN.  Its reads of shared memory go through the async proxy.
+// wgmma reads its operands when issued; its accumulators are poison until the wait, and a kernel
+// that touches them before is told so.  Its reads of shared memory go through the async proxy.
 #include "machine.hpp"
 
 #include <algorithm>
 
 namespace emu {
 static float decode(int type, uint16_t bits) {
+  if (type >= E4M3) return decode_fp8(type, bits);
   if (type == F16) {
     _Float16 h;
     memcpy(&h, &bits, 2);
@@ -18,9 +19,10 @@ static float decode(int type, uint16_t bits) {
   memcpy(&f, &wide, 4);
   return f;
 }
-static uint16_t half_of(uint32_t r, int i) { return uint16_t(r >> 16 * i); }
 
-// ---- mma.sync m16n8: k16 of 16 bits, k8 of tf32, k32 of int8 -----------------------------------
+static int values_of_word(int type) { return type == S8 || type >= E4M3 ? 4 : type == TF32 ? 1 : 2; }
+
+// ---- mma.sync m16n8: k16 of 16 bits, k8 of tf32, k32 of 8 bits ---------------------------------
 struct MmaLane {
   int type;
   uint32_t *d;
@@ -29,7 +31,8 @@ struct MmaLane {
 
 static double element(int type, uint32_t r, int i) {
   if (type == S8) return int8_t(r >> 8 * i);
-  if (type != TF32) return decode(type, half_of(r, i));
+  if (type >= E4M3) return decode(type, r >> 8 * i & 255);
+  if (type != TF32) return decode(type, uint16_t(r >> 16 * i));
   float f;
   r &= ~0x1fffu;  // a tensor core does not look at the last 13 bits
   memcpy(&f, &r, 4);
@@ -38,7 +41,7 @@ static double element(int type, uint32_t r, int i) {
 
 template <class C> static void multiply(void **lane) {
   auto L = [&](int l) -> MmaLane & { return *(MmaLane *)lane[l]; };
-  int type = L(0).type, e = type == S8 ? 4 : type == TF32 ? 1 : 2;  // values in a register
+  int type = L(0).type, e = values_of_word(type);
   C A[16][32], B[32][8], D[16][8];
   for (int l = 0; l < 32; l++) {
     int g = l >> 2, t = l & 3;
@@ -102,6 +105,7 @@ void ldmatrix(int n, bool trans, uint32_t *r, const void *row, const char *file,
 
 // ---- wgmma -------------------------------------------------------------------------------------
 struct Pending {
+  Where at;
   float *d;
   std::vector<float> value;
 };
@@ -115,7 +119,8 @@ struct WgState {
 };
 static std::vector<WgState> wg;
 
-// The 16-byte unit that holds element (mn, k): 8 elements along k (K-major) or mn (MN-major).
+// The 16-byte unit that holds element (mn, k): 8 elements along k (K-major) or mn (MN-major), 16
+// of 8 bits, for which the caller counts k in pairs.
 static const char *unit(uint64_t desc, bool mn_major, int mn, int k, Where at, int agent) {
   uint32_t start = (desc & 0x3fff) << 4;
   uint32_t leading = (desc >> 16 & 0x3fff) << 4, stride = (desc >> 32 & 0x3fff) << 4;
@@ -137,12 +142,14 @@ static void load_operand(float *out, int rows, uint64_t desc, bool mn_major, int
                          int agent) {  // out[k][rows]
   for (int mn = 0; mn < rows; mn += mn_major ? 8 : 1)
     for (int k = 0; k < 16; k += mn_major ? 1 : 8) {
+      const char *from = unit(desc, mn_major, mn, k, at, agent);
       uint16_t h[8];
-      memcpy(h, unit(desc, mn_major, mn, k, at, agent), 16);
-      for (int i = 0; i < 8; i++) {
-        float v = decode(type, h[i]);
-        mn_major ? out[k * rows + mn + i] = v : out[(k + i) * rows + mn] = v;
-      }
+      memcpy(h, from, 16);
+      if (type >= E4M3)  // K-major alone
+        for (int i = 0; i < 16; i++) out[(2 * k + i) * rows + mn] = decode(type, uint8_t(from[i]));
+      else
+        for (int i = 0; i < 8; i++)
+          (mn_major ? out[k * rows + mn + i] : out[(k + i) * rows + mn]) = decode(type, h[i]);
     }
 }
 
@@ -184,13 +191,14 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
       for (int l = 0; l < 128; l++) join(agent_clock(agent), ((WgLane *)lane[l])->f->clock);
       agent_clock(agent)[M.fibers + agent]++;
     }
-    static float A[16][64], B[16 * 256], D[64][256];
+    static float A[32][64], B[32 * 256], D[64][256];
+    int e = values_of_word(z.type);
     if (!z.registers) load_operand(A[0], 64, z.a, z.ta, z.type, z.at, agent);
-    for (int t = 0; z.registers && t < 128; t++)  // a warp's 16 rows as mma.m16n8k16 has them
+    for (int t = 0; z.registers && t < 128; t++)  // a warp's 16 rows as mma.m16n8 has them
       for (int r = 0; r < 4; r++)
-        for (int h = 0; h < 2; h++)
-          A[t % 4 * 2 + (r >> 1) * 8 + h][t / 32 * 16 + t % 32 / 4 + (r & 1) * 8] =
-              decode(z.type, half_of(((WgLane *)lane[t])->registers[r], h));
+        for (int h = 0; h < e; h++)
+          A[t % 4 * e + (r >> 1) * 4 * e + h][t / 32 * 16 + t % 32 / 4 + (r & 1) * 8] =
+              (float)element(z.type, ((WgLane *)lane[t])->registers[r], h);
     load_operand(B, N, z.b, z.tb, z.type, z.at, agent);
     // thread t holds rows 16 (t / 32) + t % 32 / 4 (+ 8), columns 8 j + 2 (t % 4) (+ 1)
     auto cell = [&](int t, int i) -> float & {
@@ -205,7 +213,7 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
       for (int i = 0; i < N / 2; i++) cell(t, i) = m.scale_d ? c[i] : 0;
     }
     for (int i = 0; i < 64; i++)
-      for (int k = 0; k < 16; k++)
+      for (int k = 0; k < 8 * e; k++)
         for (int j = 0; j < N; j++) D[i][j] += A[k][i] * B[k * N + j];
     for (int t = 0; t < 128; t++) {
       auto &m = *(WgLane *)lane[t];
@@ -214,11 +222,12 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
       for (auto &q : acc)
         if (q.d == m.d) p = &q;
       if (!p) {
-        acc.push_back({m.d, std::vector<float>(N / 2)});
+        acc.push_back({m.at, m.d, std::vector<float>(N / 2)});
         p = &acc.back();
       }
       for (int i = 0; i < N / 2; i++) p->value[i] = cell(t, i);
       memset(m.d, 0xff, N / 2 * sizeof(float));
+      m.f->accumulating = 1;
     }
   };
   collective(WGMMA, M.cur->index / 128, 128, 0, "wgmma", &mine, op, {file, line});
@@ -240,6 +249,21 @@ void wgmma_wait(int pending, const char *, int) {
     }
   }
   s.groups.erase(s.groups.begin(), s.groups.begin() + done);
+  M.cur->accumulating = 0;
+  for (auto &g : s.groups) M.cur->accumulating |= !g.acc.empty();
+}
+
+void check_registers(const void *p, size_t n, Where at) {
+  for (auto &g : wg[M.cur->index].groups)
+    for (auto &acc : g.acc)
+      if ((char *)p < (char *)(acc.d + acc.value.size()) && (char *)p + n > (char *)acc.d)
+        fail("accumulators of a wgmma before its wgmma.wait_group", at);
+}
+
+void check_products() {
+  for (auto &g : wg[M.cur->index].groups)
+    if (!g.acc.empty())
+      fail("thread exits before the wgmma.wait_group of this product", g.acc[0].at);
 }
 
 void reset_tensor_core() { wg.assign(M.fibers, {}); }

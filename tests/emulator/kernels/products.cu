@@ -17,6 +17,11 @@ MMA(m16n8k16_bf16, float)
 MMA(m16n8k8_tf32, float)
 MMA(m16n8k32_s8, int)
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+MMA(m16n8k32_e4m3, float)
+MMA(m16n8k32_e5m2, float)
+#endif
+
 KERNEL(32) dot_bytes(const int *a, const int *b, const int *c, int *d) {
   int i = threadIdx.x;
   d[i] = __dp4a(a[i], b[i], c[i]);
@@ -51,6 +56,14 @@ template <int N> struct Wgmma;
     template <int TB, class... A> __device__ static void registers(A &&...a) {                    \
       wgmma_m64n##N##k16_f16_registers<TB>(a...);                                                 \
     }                                                                                             \
+    template <int FP8, class... A> __device__ static void shared8(A &&...a) {                     \
+      if constexpr (FP8 == 1) wgmma_m64n##N##k32_e4m3(a...);                                      \
+      else wgmma_m64n##N##k32_e5m2(a...);                                                         \
+    }                                                                                             \
+    template <int FP8, class... A> __device__ static void registers8(A &&...a) {                  \
+      if constexpr (FP8 == 1) wgmma_m64n##N##k32_e4m3_registers(a...);                            \
+      else wgmma_m64n##N##k32_e5m2_registers(a...);                                               \
+    }                                                                                             \
   };
 WGMMA_TEST(64)
 WGMMA_TEST(96)
@@ -61,8 +74,9 @@ WGMMA_TEST(224)
 WGMMA_TEST(256)
 
 // B tiles of 32 (one axis) by 64 (the other) after the A tile, under the 128-byte swizzle; inner
-// is 64.  Two rows of A's fragments are read from global memory where REGISTERS says so.
-template <int N, int TA, int TB, bool REGISTERS>
+// is 64, or 128 values of 8 bits (FP8: 1 for e4m3, 2 for e5m2).  A's fragments are read from global
+// memory where REGISTERS says so.
+template <int N, int TA, int TB, bool REGISTERS, int FP8 = 0>
 __global__ void __launch_bounds__(128)
     wgmma(const __grid_constant__ TensorMap ma, const __grid_constant__ TensorMap mb,
           const unsigned *fragments, float *d) {
@@ -93,10 +107,12 @@ __global__ void __launch_bounds__(128)
     const uint64_t b = wgmma_descriptor_128b(tile + k * (TB ? 2048 : 32), TB ? 8192 : 16, 1024);
     if constexpr (REGISTERS) {
       const uint32_t part[4] = {x[k * 4], x[k * 4 + 1], x[k * 4 + 2], x[k * 4 + 3]};
-      Wgmma<N>::template registers<TB>(acc, part, b, k > 0);
+      if constexpr (FP8) Wgmma<N>::template registers8<FP8>(acc, part, b, k > 0);
+      else Wgmma<N>::template registers<TB>(acc, part, b, k > 0);
     } else {
       const uint64_t a = wgmma_descriptor_128b(smem + k * (TA ? 2048 : 32), 16, 1024);
-      Wgmma<N>::template shared<TA, TB>(acc, a, b, k > 0);
+      if constexpr (FP8) Wgmma<N>::template shared8<FP8>(acc, a, b, k > 0);
+      else Wgmma<N>::template shared<TA, TB>(acc, a, b, k > 0);
     }
   }
   wgmma_commit();

@@ -38,6 +38,7 @@ KERNEL(128) split_k_last_block(const float *a, const float *x, float *y, float *
     work[blockIdx.x * gridDim.y + blockIdx.y] = smem[0];
     __threadfence();
     last = atomicInc(&ticket[blockIdx.x], gridDim.y - 1) == gridDim.y - 1;
+    __threadfence();
   }
   __syncthreads();
   if (last && threadIdx.x == 0) {

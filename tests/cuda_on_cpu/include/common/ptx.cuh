@@ -3,10 +3,9 @@
 struct alignas(64) TensorMap { uint64_t opaque[16]; };
 
 namespace emu {
-enum { BF16, F16, TF32, S8 };
-enum { E4M3, E5M2 };
+enum { BF16, F16, TF32, S8, E4M3, E5M2 };
 #define EMU_WHERE const char *file, int line
-uint32_t shared_address(const void *p);
+uint32_t shared_address(const void *p, EMU_WHERE);
 void mma(int type, void *d, const uint32_t *a, const uint32_t *b, const void *c, EMU_WHERE);
 uint32_t pack_fp8(int type, float low, float high);
 uint32_t unpack_fp8(int type, uint32_t pair);
@@ -40,7 +39,7 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
            int scale_d, bool transpose_a, bool transpose_b, EMU_WHERE);
 }  // namespace emu
 
-inline uint32_t smem_u32(const void *p) { return emu::shared_address(p); }
+inline uint32_t smem_u32(const void *p, EMU_PLACE) { return emu::shared_address(p, EMU_HERE); }
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                               const float (&c)[4], EMU_PLACE) {
   emu::mma(emu::BF16, d, a, b, c, EMU_HERE);
@@ -79,6 +78,14 @@ inline void named_barrier_arrive(int id, int threads, EMU_PLACE) {
   emu::barrier(id, threads, false, EMU_HERE);
 }
 
+inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                              const float (&c)[4], EMU_PLACE) {
+  emu::mma(emu::E4M3, d, a, b, c, EMU_HERE);
+}
+inline void mma_m16n8k32_e5m2(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                              const float (&c)[4], EMU_PLACE) {
+  emu::mma(emu::E5M2, d, a, b, c, EMU_HERE);
+}
 inline uint32_t pack_e4m3(float low, float high) { return emu::pack_fp8(emu::E4M3, low, high); }
 inline uint32_t pack_e5m2(float low, float high) { return emu::pack_fp8(emu::E5M2, low, high); }
 inline uint32_t unpack_e4m3(uint32_t pair) { return emu::unpack_fp8(emu::E4M3, pair); }
@@ -138,7 +145,7 @@ inline void *cluster_map(const void *p, int rank, EMU_PLACE) {
 // Not used by kernels, which take functions that need the address: those of other blocks differ.
 inline uint32_t cluster_smem_u32(const void *p, int rank, EMU_PLACE) {
   emu::cluster_map(p, rank, EMU_HERE);
-  return uint32_t(rank + 1) << 24 | smem_u32(p);
+  return uint32_t(rank + 1) << 24 | smem_u32(p, EMU_HERE);
 }
 inline void mbarrier_arrive_cluster(uint64_t *bar, int rank, EMU_PLACE) {
   emu::mbarrier_arrive(emu::cluster_map(bar, rank, EMU_HERE), 0, EMU_HERE);
@@ -171,5 +178,16 @@ template <int N> inline void wgmma_wait(EMU_PLACE) { emu::wgmma_wait(N, EMU_HERE
                                                     uint64_t b, int scale_d, EMU_PLACE) {         \
     emu::wgmma(N, emu::CODE, d, a, 0, b, scale_d, false, TB, EMU_HERE);                           \
   }
-#define WGMMA(N) WGMMA_OF(bf16, BF16, N) WGMMA_OF(f16, F16, N)
+#define WGMMA8_OF(TYPE, CODE, N)                                                                  \
+  inline void wgmma_m64n##N##k32_##TYPE(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d,   \
+                                        EMU_PLACE) {                                              \
+    emu::wgmma(N, emu::CODE, d, nullptr, a, b, scale_d, false, false, EMU_HERE);                  \
+  }                                                                                               \
+  inline void wgmma_m64n##N##k32_##TYPE##_registers(float (&d)[N / 2], const uint32_t (&a)[4],    \
+                                                    uint64_t b, int scale_d, EMU_PLACE) {         \
+    emu::wgmma(N, emu::CODE, d, a, 0, b, scale_d, false, false, EMU_HERE);                        \
+  }
+#define WGMMA(N)                                  \
+  WGMMA_OF(bf16, BF16, N) WGMMA_OF(f16, F16, N)   \
+  WGMMA8_OF(e4m3, E4M3, N) WGMMA8_OF(e5m2, E5M2, N)
 WGMMA(64) WGMMA(96) WGMMA(128) WGMMA(160) WGMMA(192) WGMMA(224) WGMMA(256)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import add, reshape, rms_norm
-from unsloth_cupy._arrays import common, framework_of, on_one_device
+from unsloth_cupy._arrays import common, framework_of
+from unsloth_cupy._cupy import on_one_device
 from unsloth_cupy._op import Op, op
 from unsloth_cupy.errors import DTypeError, FrameworkError
 from unsloth_cupy.interop.exchange import FRAMEWORKS, full_like

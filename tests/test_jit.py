@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit
-from unsloth_cupy._signature import BFLOAT16
+from unsloth_cupy import _jit, _source
+from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy.errors import KernelError
 
 SOURCE = """
@@ -37,15 +37,15 @@ class Notes:
 def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "common").mkdir()
     (tmp_path / "test.cu").write_text(SOURCE)
-    monkeypatch.setattr(_jit, "source_root", lambda: tmp_path)
-    _jit.digest.cache_clear()
+    monkeypatch.setattr(_source, "source_root", lambda: tmp_path)
+    _source.digest.cache_clear()
     yield
-    _jit.digest.cache_clear()
+    _source.digest.cache_clear()
 
 
 def load(notes: Notes, name: str = "plain", **constants: object) -> _jit.Kernel:
     with _jit.using(notes):
-        return _jit.load("test.cu", name, np.ones(1), _jit.Constants(**constants))
+        return _jit.load("test.cu", name, np.ones(1), _source.Constants(**constants))
 
 
 def arguments() -> list:
@@ -54,7 +54,7 @@ def arguments() -> list:
 
 
 def test_constants_are_typed() -> None:
-    unit = _jit.translation_unit("test.cu", {"HIDDEN": 4096, "CAUSAL": True, "T": BFLOAT16})
+    unit = _source.translation_unit("test.cu", {"HIDDEN": 4096, "CAUSAL": True, "T": BFLOAT16})
     assert unit.splitlines()[1:] == [
         '#include "common/device.cuh"',
         "constexpr int HIDDEN = 4096;",
@@ -66,23 +66,23 @@ def test_constants_are_typed() -> None:
 
 def test_the_digest_follows_every_source(tmp_path: Path) -> None:
     """CuPy's cache on disk knows the unit alone, so the unit must change with what it includes."""
-    before = _jit.translation_unit("test.cu", {})
-    assert _jit.digest() in before
+    before = _source.translation_unit("test.cu", {})
+    assert _source.digest() in before
     (tmp_path / "common" / "reduce.cuh").write_text("// new")
-    _jit.digest.cache_clear()
-    assert _jit.translation_unit("test.cu", {}) != before
+    _source.digest.cache_clear()
+    assert _source.translation_unit("test.cu", {}) != before
 
 
 def test_parameters_are_read_off_the_source() -> None:
     f32, i32 = np.dtype("float32"), np.dtype("int32")
-    assert _jit.parameters("test.cu", "plain", {"T": BFLOAT16, "HIDDEN": 8}) == (
+    assert _source.parameters("test.cu", "plain", {"T": BFLOAT16, "HIDDEN": 8}) == (
         (BFLOAT16, True),
         (f32, True),
         (i32, True),
         (i32, False),
         (f32, False),
     )
-    assert _jit.parameters("test.cu", "several_lines", {"THREADS": 32}) == (
+    assert _source.parameters("test.cu", "several_lines", {"THREADS": 32}) == (
         (np.dtype("uint8"), True),
         (np.dtype("int64"), False),
         (np.dtype("uint64"), False),
@@ -92,9 +92,9 @@ def test_parameters_are_read_off_the_source() -> None:
 
 def test_sources_that_declare_something_else_raise() -> None:
     with pytest.raises(KernelError, match=r"test.cu declares no KERNEL\(\.\.\.\) other"):
-        _jit.parameters("test.cu", "other", {})
+        _source.parameters("test.cu", "other", {})
     with pytest.raises(KernelError, match=r"strange has a parameter of unknown type: quaternion"):
-        _jit.parameters("test.cu", "strange", {})
+        _source.parameters("test.cu", "strange", {})
 
 
 def test_scalars_get_the_types_of_the_source() -> None:
@@ -155,7 +155,7 @@ def test_a_kernel_is_compiled_once_per_constants() -> None:
 
 def test_without_a_target_nothing_loads() -> None:
     with pytest.raises(KernelError, match="plain: no target runs kernels on ndarray"):
-        _jit.load("test.cu", "plain", np.ones(1), _jit.Constants())
+        _jit.load("test.cu", "plain", np.ones(1), _source.Constants())
 
 
 def test_a_target_is_used_inside_its_block_only() -> None:

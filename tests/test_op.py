@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import _jit, _op, add, multiply, rms_norm, rms_norm_forward
+from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy._op import OPS, op
-from unsloth_cupy._signature import BFLOAT16
 from unsloth_cupy.errors import DTypeError, RangeError, ShapeError
 
 

@@ -5,24 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_cupy._signature import (
-    BFLOAT16,
-    KINDS,
-    Form,
-    Operand,
-    allowed,
-    check,
-    parse,
-    shape_of,
-)
+from unsloth_cupy._dtypes import BFLOAT16, KINDS, allowed
+from unsloth_cupy._planned import shape_of
+from unsloth_cupy._signature import Operand, check, parse
 from unsloth_cupy.errors import DTypeError, ShapeError
 
 F16, F32, F64, I32, I64 = map(np.dtype, ("float16", "float32", "float64", "int32", "int64"))
 
 
+def form(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 def bind(signature: str, *shapes: tuple[int, ...] | None, dtype: np.dtype = F32):
     """Check float arrays of these shapes; a shape of None is an absent array."""
-    return check("f", parse(signature), [s if s is None else Form(s, dtype) for s in shapes])
+    return check("f", parse(signature), [s if s is None else form(s, dtype) for s in shapes])
 
 
 def misfit(signature: str, *shapes: tuple[int, ...] | None) -> str:
@@ -124,7 +121,7 @@ def test_optional_and_missing() -> None:
 def test_dtypes_follow_the_first_float(dtype: np.dtype) -> None:
     signature = "i(n): int, x(n), w(n): param, t(n): table, s(n): stat -> y(n), r(n): stat, n: none"
     stat = F64 if dtype == F64 else F32
-    forms = [Form((1,), d) for d in (I32, dtype, F32, F32, stat)]
+    forms = [form((1,), d) for d in (I32, dtype, F32, F32, stat)]
     bound = check("f", parse(signature), forms)
     assert bound.dtype == dtype
     assert bound.outputs == (dtype, stat, None)
@@ -132,7 +129,7 @@ def test_dtypes_follow_the_first_float(dtype: np.dtype) -> None:
 
 def test_a_gradient_has_the_dtype_of_its_input() -> None:
     signature = "dy(n), weight(n): param -> dx(n), dweight(n)"
-    bound = check("f", parse(signature), [Form((1,), BFLOAT16), Form((1,), F32)])
+    bound = check("f", parse(signature), [form((1,), BFLOAT16), form((1,), F32)])
     assert bound.outputs == (BFLOAT16, F32)
 
 
@@ -150,7 +147,7 @@ def test_a_gradient_has_the_dtype_of_its_input() -> None:
     ],
 )
 def test_wrong_dtypes_name_the_right_ones(kind: str, dtype: np.dtype, cure: str) -> None:
-    forms = [Form((2,), F16), Form((2,), dtype)]
+    forms = [form((2,), F16), form((2,), dtype)]
     with pytest.raises(DTypeError, match=f"f: y is {dtype.name}; {cure}\n") as error:
         check("f", parse(f"x(n), y(n): {kind} -> z(n)"), forms)
     assert f"= (2,) {dtype.name}" in str(error.value)

@@ -6,6 +6,8 @@ from ._version import __version__ as __version__
 from .ops.attention import attention as attention
 from .ops.attention import attention_backward as attention_backward
 from .ops.attention import attention_forward as attention_forward
+from .ops.attention_layer import attention_layer as attention_layer
+from .ops.attention_layer import attention_layer_backward as attention_layer_backward
 from .ops.attention_paged import attention_paged as attention_paged
 from .ops.attention_paged import attention_paged_forward as attention_paged_forward
 from .ops.attention_varlen import attention_varlen as attention_varlen
@@ -20,6 +22,8 @@ from .ops.arithmetic import columns as columns
 from .ops.arithmetic import multiply as multiply
 from .ops.arithmetic import reshape as reshape
 from .ops.arithmetic import scale as scale
+from .ops.cast import accumulate_ as accumulate_
+from .ops.cast import cast as cast
 
 # Matrices and tables
 from .ops.embedding import embedding as embedding
@@ -31,6 +35,9 @@ from .ops.linear import linear_backward as linear_backward
 from .ops.apply_rotary import apply_rotary_embedding as apply_rotary_embedding
 from .ops.apply_rotary import apply_rotary_embedding_backward as apply_rotary_embedding_backward
 from .ops.apply_rotary import apply_rotary_embedding_forward as apply_rotary_embedding_forward
+from .ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
+from .ops.qk_norm_rope import qk_norm_rope_backward as qk_norm_rope_backward
+from .ops.qk_norm_rope import qk_norm_rope_forward as qk_norm_rope_forward
 from .ops.rope import rope as rope
 from .ops.rope import rope_backward as rope_backward
 from .ops.rope_qk import rope_qk as rope_qk
@@ -49,27 +56,43 @@ from .ops.rms_norm import rms_norm_forward as rms_norm_forward
 # Activations
 from .ops.geglu import geglu as geglu
 from .ops.geglu import geglu_backward as geglu_backward
+from .ops.geglu import geglu_backward_ as geglu_backward_
 from .ops.relu2 import relu2 as relu2
 from .ops.relu2 import relu2_backward as relu2_backward
+from .ops.relu2 import relu2_backward_ as relu2_backward_
 from .ops.softmax import softmax as softmax
 from .ops.softmax import softmax_backward as softmax_backward
 from .ops.swiglu import swiglu as swiglu
 from .ops.swiglu import swiglu_backward as swiglu_backward
+from .ops.swiglu import swiglu_backward_ as swiglu_backward_
 from .ops.swiglu_mlp import swiglu_mlp as swiglu_mlp
 from .ops.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
+
+# Adapters
+from .ops.lora import lora_linear as lora_linear
+from .ops.lora import lora_linear_backward as lora_linear_backward
+from .ops.lora import lora_linear_forward as lora_linear_forward
+from .ops.lora import lora_merge as lora_merge
 
 # Loss
 from .ops.cross_entropy import cross_entropy as cross_entropy
 from .ops.cross_entropy import cross_entropy_backward as cross_entropy_backward
 from .ops.cross_entropy import cross_entropy_forward as cross_entropy_forward
+from .ops.cross_entropy_in_place import cross_entropy_ as cross_entropy_
+from .ops.head_gradients import linear_cross_entropy_gradients as linear_cross_entropy_gradients
 from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .ops.linear_cross_entropy import linear_cross_entropy_backward as linear_cross_entropy_backward
 from .ops.linear_cross_entropy import linear_cross_entropy_forward as linear_cross_entropy_forward
 
+# What kernels found wrong
+from .faults import check_errors as check_errors
+
 # Inference
 from .kv_cache import KVCache as KVCache
+from .paged_kv_cache import PagedKVCache as PagedKVCache
 
 # Memory
+from .errors import DeviceMemoryError as DeviceMemoryError
 from .memory import MemoryEstimate as MemoryEstimate
 from .memory import estimate_attention_memory as estimate_attention_memory
 from .memory import estimate_flash_attention_memory as estimate_flash_attention_memory
@@ -77,11 +100,20 @@ from .memory import estimate_forward_memory as estimate_forward_memory
 from .memory import estimate_training_memory as estimate_training_memory
 from .memory import format_bytes as format_bytes
 from .memory import plan_memory as plan_memory
+from .memory_pool import MemoryPool as MemoryPool
+from .memory_pool import memory_pool as memory_pool
 
 # Training
 from .gradients import clip_gradients as clip_gradients
+from .gradients import measure_gradients as measure_gradients
 from .loss_scaler import LossScaler as LossScaler
+from .checkpoint import CheckpointConfig as CheckpointConfig
+from .checkpoint import checkpoint as checkpoint
 from .optimizer import AdamW as AdamW
+from .precision import Autocast as Autocast
+from .precision import MixedPrecisionConfig as MixedPrecisionConfig
+from .precision import TrainingConfig as TrainingConfig
+from .precision import compute_copies as compute_copies
 from .schedules import constant_schedule as constant_schedule
 from .schedules import cosine_schedule as cosine_schedule
 from .schedules import linear_schedule as linear_schedule

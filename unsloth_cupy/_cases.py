@@ -5,13 +5,16 @@ the size of every axis, and the few arrays whose values have a meaning.
 """
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ._dtypes import DIFFERENTIABLE, allowed
 from ._op import OPS, Op
-from ._signature import DIFFERENTIABLE, Operand, allowed, shape_of
+from ._planned import shape_of
+from ._signature import Operand
 from .errors import ConfigError
 
 SEQUENCES, PAGE = 2, 16  # packed in one row; tokens a page of a cache holds
@@ -66,13 +69,14 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "columns": scale.hidden,
         "inputs": scale.hidden,
         "outputs": scale.hidden,
+        "rank": 16,
         "half": scale.dim // 2,
         "value_dim": scale.dim,
         "batch": 1,
         "sequences": SEQUENCES,
-        **dict.fromkeys(("queries", "keys", "key_tokens", "length"), tokens),
+        **dict.fromkeys(("queries", "keys", "key_tokens", "length", "slots"), tokens),
         **dict.fromkeys(("max_queries", "max_keys"), part),
-        **dict.fromkeys(("pages", "max_pages"), tokens // PAGE),
+        **dict.fromkeys(("pages", "max_pages", "row_pages"), tokens // PAGE),
         "page": PAGE,
         "start": 0,
         "stop": scale.hidden // 2,
@@ -98,6 +102,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "positions": lambda: np.arange(tokens)[None],
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],
         "lengths": lambda: np.array([tokens]),
+        "starts": lambda: np.zeros(1, int),
         "cos": lambda: np.cos(angles),  # a rotation: in place, again and again, nothing grows
         "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
@@ -130,7 +135,11 @@ class Call(NamedTuple):
             return False
         arrays = [self.arrays[name] for name in op.names]
         given = dict(zip(op.keywords, arrays[op.positional :], strict=True))
-        result = op.launch(*arrays[: op.positional], **given, **self.options)
+        meant = inspect.signature(op.definition).parameters  # a call gives every option
+        defaults = {
+            n: meant[n].default for n in op.options if meant[n].default is not meant[n].empty
+        }
+        result = op.launch(*arrays[: op.positional], **given, **defaults | self.options)
         return result is not NotImplemented
 
     def mapped(self, place: Callable[[Any], Any]) -> "Call":

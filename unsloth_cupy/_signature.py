@@ -10,36 +10,23 @@ An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
     batch?      may be absent
     keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
 
-A kind names dtypes (``KINDS``); operands of kind float share one dtype, *the* dtype of the call.
-``int < vocab`` bounds the values.  ``where heads % kv_heads`` after the outputs asks for a
-multiple.  This one string checks calls, words errors, draws test inputs and heads the docs.
+A kind names dtypes (``_dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of
+the call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` asks for a multiple.
+This one string checks calls, words errors, draws test inputs and heads the docs.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from ._dtypes import FLOAT32, KINDS, allowed
 from .errors import DTypeError, ShapeError
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
-FLOAT32 = FLOATS[2]
-
-KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
-    "float": FLOATS,  # the dtype of the call
-    "param": FLOATS,  # the dtype of the call, or float32
-    "table": FLOATS,  # as param, but a constant: it has no gradient
-    "stat": FLOATS[2:],  # float32; float64 where the dtype of the call is float64
-    "int": (np.dtype("int32"), np.dtype("int64")),
-    "bool": (np.dtype("bool"),),
-    "byte": (np.dtype("uint8"),),
-    "code": (np.dtype("int8"),),
-    "none": (),  # an output that is always None: the gradient of an integer
-}
-DIFFERENTIABLE = ("float", "param", "stat")
+OPERAND = re.compile(r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?")
+AXES = re.compile(r"[^\s,]+")
+AXIS = re.compile(r"\*?(\w+)([+/|?]?)(\d*)")  # name, operator, number
 
 
 class Operand(NamedTuple):
@@ -55,13 +42,6 @@ class Operand(NamedTuple):
         """Return the operand as the signature writes it."""
         tail = "" if self.kind == "float" else f": {self.kind}"
         return f"{self.name}{'?' * self.optional}({', '.join(self.axes)}){tail}"
-
-
-class Form(NamedTuple):
-    """What checking needs to know of one array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
 
 class Contract(NamedTuple):
@@ -83,119 +63,88 @@ class Bound(NamedTuple):
 def parse(signature: str) -> Contract:
     """Split a signature into its inputs, its outputs and the multiples it asks for."""
     arrays, _, multiples = signature.partition(" where ")
-    inputs, outputs = arrays.split("->")
-    pairs = re.findall(r"(\w+) % (\w+)", multiples)
-    return Contract(tuple(_operands(inputs)), tuple(_operands(outputs)), tuple(pairs))
-
-
-def _operands(side: str) -> Iterator[Operand]:
-    pattern = r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?"
-    for name, optional, axes, given, below in re.findall(pattern, side):
-        words = tuple(re.findall(r"[^\s,]+", axes))
-        kind: str = given or "float"
-        if kind not in KINDS:
-            raise ValueError(f"{name}: {kind!r} is no kind; choose from {', '.join(KINDS)}")
-        yield Operand(name, words, kind, below or None, bool(optional))
-
-
-def check(op: str, contract: Contract, forms: Sequence[Form | None]) -> Bound:
-    """Bind every axis name to one size, or raise an error that shows the whole call."""
-    dtype = next(
-        (f.dtype for o, f in zip(contract.inputs, forms, strict=True) if f and o.kind == "float"),
-        FLOAT32,
+    inputs, outputs = (
+        tuple(
+            Operand(name, tuple(AXES.findall(axes)), kind or "float", below or None, bool(absent))
+            for name, absent, axes, kind, below in OPERAND.findall(side)
+        )
+        for side in arrays.split("->")
     )
+    for operand in inputs + outputs:
+        if operand.kind not in KINDS:
+            kinds = ", ".join(KINDS)
+            raise ValueError(f"{operand.name}: {operand.kind!r} is no kind; choose from {kinds}")
+    return Contract(inputs, outputs, tuple(re.findall(r"(\w+) % (\w+)", multiples)))
+
+
+def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
+    """Bind every axis name to one size, or raise an error that shows the whole call."""
+    pairs = [*zip(contract.inputs, arrays, strict=True)]
+    given = [(operand, array) for operand, array in pairs if array is not None]
+    dtype = next((a.dtype for o, a in given if o.kind == "float"), FLOAT32)
     sizes: dict[str, Any] = {}
-    for operand, form in zip(contract.inputs, forms, strict=True):
-        if form is None:
+    for operand, array in pairs:
+        if array is None:
             if not operand.optional:
                 raise DTypeError(f"{op}: {operand.name} is missing; pass {operand}")
             continue
         wanted = allowed(operand.kind, dtype)
-        if form.dtype not in wanted:
-            name, cure = form.dtype.name, " or ".join(name.name for name in wanted)
+        if array.dtype not in wanted:
+            name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
             problem = f"{operand.name} is {name}; it must be {cure}"
-            if not form.dtype.isnative:
+            if not array.dtype.isnative:
                 cure = f"{operand.name}.astype({name!r})"
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
-            raise DTypeError(explain(op, problem, contract.inputs, forms))
-        misfit = _bind(operand, form.shape, sizes)
-        if misfit is not None:
-            raise ShapeError(explain(op, misfit, contract.inputs, forms))
+            raise DTypeError(explain(op, problem, contract.inputs, arrays))
+        if misfit := _bind(operand, array.shape, sizes):
+            raise ShapeError(explain(op, misfit, contract.inputs, arrays))
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
-            raise ShapeError(explain(op, problem, contract.inputs, forms))
-    known = {o.name: f.dtype for o, f in zip(contract.inputs, forms, strict=True) if f}
-    outputs = tuple(
+            raise ShapeError(explain(op, problem, contract.inputs, arrays))
+    known = {operand.name: array.dtype for operand, array in given}
+    outputs = [
         None if o.kind == "none" else known.get(o.name[1:], allowed(o.kind, dtype)[0])
         for o in contract.outputs
-    )
-    return Bound(sizes, dtype, outputs)
-
-
-def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
-    """Return the dtypes that an operand of this kind may have in a call of this dtype."""
-    if kind == "float":
-        return (dtype,) if dtype in FLOATS else FLOATS
-    if kind in ("param", "table"):
-        return (dtype,) if dtype == FLOAT32 else (dtype, FLOAT32)
-    if kind == "stat":
-        return (FLOATS[3],) if dtype == FLOATS[3] else (FLOAT32,)
-    return KINDS[kind]
+    ]
+    return Bound(sizes, dtype, tuple(outputs))
 
 
 def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> str | None:
     """Enter the operand's axes into sizes; return what is wrong with its shape, if anything."""
-    axes = operand.axes
+    axes: tuple[str, ...] = operand.axes
+    found: list[Any] = [*shape]
     if axes and axes[0].startswith("*") and len(shape) >= len(axes) - 1:
         lead = len(shape) - len(axes) + 1
-        pairs: Iterable[tuple[str, Any]] = [(axes[0], shape[:lead])]
-        pairs = [*pairs, *zip(axes[1:], shape[lead:], strict=True)]
-    else:
-        while len(axes) > len(shape) and (skip := _droppable(axes)) is not None:
-            axes = axes[:skip] + axes[skip + 1 :]
-        if len(axes) != len(shape):
-            axes_word = "axis" if len(shape) == 1 else "axes"
-            return f"{operand.name} has {len(shape)} {axes_word}, not ({', '.join(operand.axes)})"
-        pairs = zip(axes, shape, strict=True)
-    for axis, size in pairs:
-        if axis.endswith("|1") and size == 1:
+        found = [shape[:lead], *shape[lead:]]
+    while len(axes) > len(found) and (skip := _droppable(axes)) is not None:
+        axes = axes[:skip] + axes[skip + 1 :]
+    if len(axes) != len(found):
+        plural = "axis" if len(shape) == 1 else "axes"
+        return f"{operand.name} has {len(shape)} {plural}, not ({', '.join(operand.axes)})"
+    for axis, size in zip(axes, found, strict=True):
+        name, operator, number = parts(axis)
+        if operator == "|" and size == 1:
             continue
-        name, operator, number = _parts(axis)
         if not name.isdigit() and name not in sizes:
             sizes[name] = max(size - int(number), 0) if operator == "+" else size
-        want = _size(axis, sizes)
-        if size != want:
+        if size != (want := size_of(axis, sizes)):
             return f"{operand.name} has {axis.strip('*?')}={size}; it must be {want}"
     return None
 
 
-def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of an operand whose axes are bound; None where one of them is not."""
-    shape: tuple[int, ...] = ()
-    for axis in operand.axes:
-        name = _parts(axis)[0]
-        if name.isdigit() or name in sizes:
-            size = _size(axis, sizes)
-            shape += size if isinstance(size, tuple) else (size,)
-        elif not axis.endswith("?"):
-            return None
-    return shape
-
-
-def _size(axis: str, sizes: Mapping[str, Any]) -> Any:
+def size_of(axis: str, sizes: Mapping[str, Any]) -> Any:
     """Return the size of an axis whose name is bound; a tuple for ``*rows``."""
-    name, operator, number = _parts(axis)
+    name, operator, number = parts(axis)
+    size = int(name) if name.isdigit() else sizes[name]
     if operator == "/":
-        return -(-sizes[name] // int(number))
-    if operator == "+":
-        return sizes[name] + int(number)
-    return int(name) if name.isdigit() else sizes[name]
+        return -(-size // int(number))
+    return size + int(number) if operator == "+" else size
 
 
-def _parts(axis: str) -> tuple[str, str, str]:
+def parts(axis: str) -> tuple[str, str, str]:
     """Return the name, the operator and the number of an axis."""
-    return re.fullmatch(r"\*?(\w+)([+/|?]?)(\d*)", axis).groups()  # type: ignore[union-attr,return-value]
+    return AXIS.fullmatch(axis).groups()  # type: ignore[union-attr,return-value]
 
 
 def _droppable(axes: tuple[str, ...]) -> int | None:
@@ -204,11 +153,9 @@ def _droppable(axes: tuple[str, ...]) -> int | None:
     return next(found, None)
 
 
-def explain(
-    op: str, problem: str, operands: Sequence[Operand], forms: Sequence[Form | None]
-) -> str:
+def explain(op: str, problem: str, operands: Sequence[Operand], arrays: Sequence[Any]) -> str:
     """Return the problem and, under it, every array of the call beside what was asked."""
-    given = [(str(o), f) for o, f in zip(operands, forms, strict=True) if f is not None]
+    given = [(str(o), a) for o, a in zip(operands, arrays, strict=True) if hasattr(a, "dtype")]
     width = max((len(text) for text, _ in given), default=0)
-    lines = [f"  {text:<{width}} = {form.shape} {form.dtype.name}" for text, form in given]
+    lines = [f"  {text:<{width}} = {tuple(a.shape)} {a.dtype.name}" for text, a in given]
     return "\n".join([f"{op}: {problem}", *lines])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from .._planned import Planned
 from ..errors import DTypeError, FrameworkError
 
 
@@ -159,6 +160,27 @@ def framework_of(array: Any, what: str) -> str:
         return name
     kind = type(array).__name__
     raise DTypeError(f"{what} is no array but {kind}; wrap it in numpy.asarray(...)")
+
+
+def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
+    """Return the one library that all arrays of a call come from; raise where they mix."""
+    places: dict[str, str] = {}
+    for name, array in zip(names, arrays, strict=False):
+        if array is not None and type(array) is not int:
+            library = framework_of(array, f"{op}: {name}")
+            places[name] = f"{library} {getattr(array, 'device', '')}"
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} from {place}" for name, place in places.items())
+        raise FrameworkError(
+            f"{op}: arrays of one call must share library and device; bring these to one: {listed}"
+        )
+    return next(iter(places.values()), "numpy").partition(" ")[0]
+
+
+def native(arrays: Sequence[Any]) -> bool:
+    """Say whether definitions and kernels take these arrays as they are."""
+    exact = (np.ndarray, Planned, int, type(None))
+    return all(type(a) in exact or type(a).__module__.startswith("cupy") for a in arrays)
 
 
 def full_like(array: Any, number: float) -> Any:

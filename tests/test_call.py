@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy import _options
 from unsloth_cupy._op import op
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
@@ -87,9 +86,20 @@ def test_unknown_options_stay_a_type_error() -> None:
         given(other=1)
 
 
-def test_annotations_are_read_once() -> None:
-    assert _options.options_of(mixed.definition) is _options.options_of(mixed.definition)
-    assert set(_options.options_of(mixed.definition)) == {"eps", "cap", "steps", "chunk", "flag"}
+def test_a_call_of_a_known_form_looks_its_plan_up_once() -> None:
+    x, seen = np.ones(2, np.float32), []
+
+    @op("x(n), k?: int, b?(n) -> y(n)")
+    def shown(x, k=None, *, b=None, factor: float = 2.0):
+        seen.append((k, b is None, factor))
+        return x
+
+    for _ in range(3):
+        shown(x)
+        shown(x, 3)
+        shown(x, 4, b=x, factor=1)
+    assert len(shown.plans) == 3
+    assert seen == [(None, True, 2.0), (3, True, 2.0), (4, False, 1)] * 3
 
 
 X, LABELS = np.ones((2, 3), np.float32), np.array([0, 1])

@@ -1,0 +1,152 @@
+"""The function that Python calls for an op, written from the op's parameters.
+
+For ``f(x, bias=None, *, eps: float = 1e-6)`` it is, in short,
+
+    def f(x=None, bias=None, *more, eps=1e-6):
+        try:
+            run = plans[targets, x.__class__, x.shape, x.dtype, bias and (...)]
+        except (AttributeError, KeyError, TypeError):
+            run = plan([x, bias])                    a form that was not met before
+        if not (eps.__class__ is float and -inf < eps < inf):
+            eps = fit("eps", eps)
+        return run([x, bias], {"eps": eps})
+
+so that a call whose form is known makes no tuple but its key.  What an option may be is read off
+its annotation:
+
+    eps: float                  a finite number
+    softcap: float | None       a finite number or None
+    chunk: int | None           an integer or None
+    interleaved: bool           True or False
+
+Bounds, and options annotated otherwise, are the op's own to check.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _jit
+from .errors import ConfigError, DTypeError
+
+
+class Option(NamedTuple):
+    """What one option may be: a bool, an int or a float, or None too."""
+
+    kind: type[Any]
+    optional: bool
+
+
+KINDS: Mapping[type[Any], tuple[str, tuple[type[Any], ...]]] = {
+    bool: ("True or False", (bool, np.bool_)),
+    int: ("an integer", (int, np.integer)),
+    float: ("a finite number", (float, int, np.floating, np.integer)),
+}
+
+SOURCE = """
+def key({arrays}):
+    return targets.targets, {key}
+
+def {name}({parameters}):
+    try:
+        run = plans[targets.targets, {key}]
+    except (AttributeError, KeyError, TypeError):
+        run = plan([{arrays}])
+    if more:
+        too_many()
+{checks}
+    return run([{arrays}], {{{options}}})
+"""
+
+
+def written_for(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function of an op, and the key of a call among its plans."""
+    parameters = inspect.signature(op.definition).parameters
+    options = [parameters[name] for name in parameters if name not in op.names]
+    positional, keywords = op.names[: op.positional], op.names[op.positional :]
+    defaults = {f"default_{o.name}": o.default for o in options if o.default is not o.empty}
+    text = SOURCE.format(
+        name=op.__name__,
+        arrays=", ".join(op.names),
+        key="".join(_form_of(operand) + ", " for operand in op.contract.inputs),
+        parameters=", ".join(
+            [
+                *(f"{name}=None" for name in positional),
+                "*more",
+                *(f"{name}=None" for name in keywords),
+                *(o.name + f"=default_{o.name}" * (o.default is not o.empty) for o in options),
+            ]
+        ),
+        checks="".join(_check_of(o.name, option_of(o)) for o in options),
+        options=", ".join(f"{o.name!r}: {o.name}" for o in options),
+    )
+    scope: dict[str, Any] = {
+        **defaults,
+        "plan": op.plan,
+        "plans": op.plans,
+        "targets": _jit,
+        "inf": math.inf,
+        "fit": functools.partial(_fit, op.__name__, parameters),
+        "too_many": functools.partial(_too_many, op.__name__, ", ".join(positional)),
+    }
+    exec(compile(text, f"<call of {op.__name__}>", "exec"), scope)
+    return scope[op.__name__], scope["key"]
+
+
+def _form_of(operand: Any) -> str:
+    """Return the expression of an array's form; only optional ones and integers make a tuple."""
+    name = operand.name
+    form = f"{name}.__class__, {name}.shape, {name}.dtype"
+    if operand.kind == "int":
+        return f"{name}.__class__ if {name}.__class__ in (int, None.__class__) else ({form})"
+    return f"{name} if {name} is None else ({form})" if operand.optional else form
+
+
+def _check_of(name: str, option: Option | None) -> str:
+    """Return the lines that check an option: nothing for one that is the op's own to check."""
+    if option is None:
+        return ""
+    wrong = f"{name}.__class__ is not {option.kind.__name__}"
+    if option.kind is float:
+        wrong = f"not ({name}.__class__ is float and -inf < {name} < inf)"
+    given = f"{name} is not None and " * option.optional
+    return f"    if {given}{wrong}:\n        {name} = fit({name!r}, {name})\n"
+
+
+def option_of(parameter: inspect.Parameter) -> Option | None:
+    """Return what a parameter annotated with one of KINDS, alone or with None, may be."""
+    kinds = {parameter.annotation}
+    if isinstance(parameter.annotation, types.UnionType):
+        kinds = {*typing.get_args(parameter.annotation)}
+    optional = types.NoneType in kinds
+    kinds.discard(types.NoneType)
+    return Option(kinds.pop(), optional) if len(kinds) == 1 and kinds <= KINDS.keys() else None
+
+
+def is_number(value: Any) -> bool:
+    """Say whether value is a real number of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _fit(op: str, parameters: Mapping[str, inspect.Parameter], name: str, value: Any) -> Any:
+    """Return NumPy's number as Python's; raise ConfigError for what does not fit."""
+    kind, optional = typing.cast(Option, option_of(parameters[name]))
+    words, classes = KINDS[kind]
+    boolean = isinstance(value, bool | np.bool_)  # which Python counts among the integers
+    fits = isinstance(value, classes) and boolean == (kind is bool)
+    if fits and (kind is not float or -math.inf < value < math.inf):
+        return value.item() if isinstance(value, np.generic) else value
+    words += " or None" * optional
+    raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
+
+
+def _too_many(op: str, wanted: str) -> None:
+    raise DTypeError(f"{op} takes ({wanted}); pass other arrays by keyword")

@@ -1,0 +1,127 @@
+"""NVIDIA GPUs, by way of CuPy."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import _arrays, _jit
+from ._source import source_root
+from .errors import KernelError
+from .interop import exchange
+
+
+class CupyTarget:
+    """Where CuPy's arrays live: compiles with NVRTC through ``cupy.RawModule``."""
+
+    def owns(self, array: Any) -> bool:
+        """Say whether array is a CuPy array."""
+        return _is_cupys(array.__class__)
+
+    def compile(self, name: str, source: str) -> Callable[..., None]:
+        """Compile for the current device; CuPy keeps the result on disk."""
+        import cupy
+
+        options = compiler_options(cupy.cuda.Device().compute_capability)
+        try:
+            function = cupy.RawModule(code=source, options=options).get_function(name)
+        except cupy.cuda.compiler.CompileException as error:
+            raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
+        allowed = {0}
+
+        def launch(grid: Any, block: Any, args: tuple[Any, ...], shared: int) -> None:
+            if shared > 48 * 1024 and shared not in allowed:  # more than that asks for leave
+                function.max_dynamic_shared_size_bytes = max(shared, *allowed)
+                allowed.add(shared)
+            function(grid, block, args, shared_mem=shared)
+
+        return launch
+
+
+@functools.cache
+def _is_cupys(kind: type[Any]) -> bool:
+    return kind.__module__.partition(".")[0] == "cupy"
+
+
+def compiler_options(capability: str) -> tuple[str, ...]:
+    """Return what NVRTC needs beside CuPy's own options: its header paths, -arch and -ftz=true.
+
+    Float32 denormals are zero in kernels.  CuPy asks for sm_90; NVRTC keeps the first -arch it
+    sees, and only sm_90a has wgmma and setmaxnreg.
+    """
+    arch = ("-arch=sm_90a",) if capability == "90" else ()
+    return ("-std=c++17", f"-I{source_root()}", *arch)
+
+
+def on_one_device(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return run, with what several GPUs ask for: a check, and their arrays' as the current one."""
+    if sys.modules["cupy"].cuda.runtime.getDeviceCount() == 1:
+        return run
+
+    def run_there(arrays: list[Any], options: dict[str, Any]) -> Any:
+        exchange.common(op.__name__, op.names, arrays)
+        with next(a.device for a in arrays if a is not None and type(a) is not int):
+            return run(arrays, options)
+
+    return run_there
+
+
+moved = {"to_host": 0, "to_device": 0}  # bytes, by checkpoints that offload
+
+
+class OnHost:
+    """An array that waits in pinned memory of the host, copied by a stream of its own."""
+
+    last: "OnHost | None" = None  # the newest of all, whose array may still be read
+
+    def __init__(self, array: Any) -> None:
+        cuda = sys.modules["cupy"].cuda
+        array = _arrays.packed(array)
+        self.shape, self.dtype, self.size = array.shape, array.dtype, array.nbytes
+        self.memory, self.side = cuda.alloc_pinned_memory(self.size), _side(array.device.id)
+        here = cuda.get_current_stream()
+        if OnHost.last is not None:  # its copy had a whole part of the model's time
+            here.wait_event(OnHost.last.done)
+            OnHost.last.array = None
+        self.side.wait_event(here.record())
+        cuda.runtime.memcpyAsync(self.memory.ptr, array.data.ptr, self.size, TO_HOST, self.side.ptr)
+        moved["to_host"] += self.size
+        self.done: Any = self.side.record()
+        self.array: Any = array
+        OnHost.last = self
+
+    def back(self) -> Any:
+        """Return the array on its device again, for the current stream."""
+        if self.array is not None:
+            return self.array
+        cupy = sys.modules["cupy"]
+        array, here = cupy.empty(self.shape, self.dtype), cupy.cuda.get_current_stream()
+        self.side.wait_event(here.record())
+        cupy.cuda.runtime.memcpyAsync(
+            array.data.ptr, self.memory.ptr, self.size, TO_DEVICE, self.side.ptr
+        )
+        here.wait_event(self.side.record())
+        moved["to_device"] += self.size
+        return array
+
+
+TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
+
+
+@functools.cache
+def _side(device: int) -> Any:
+    return sys.modules["cupy"].cuda.Stream(non_blocking=True)
+
+
+def device_count() -> int:
+    """Return how many GPUs CuPy sees; 0 where nobody has imported it."""
+    cupy = sys.modules.get("cupy")
+    return cupy.cuda.runtime.getDeviceCount() if cupy and cupy.cuda.is_available() else 0
+
+
+def on_host(array: Any) -> Any:
+    """Return an array of a GPU as one that waits on the host; any other as it is."""
+    return OnHost(array) if _is_cupys(array.__class__) else array
+
+
+_jit.targets = (CupyTarget(),)

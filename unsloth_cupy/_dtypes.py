@@ -1,0 +1,38 @@
+"""The dtypes that operands of each kind may have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
+FLOAT32 = FLOATS[2]
+
+KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
+    "float": FLOATS,  # the dtype of the call
+    "param": FLOATS,  # the dtype of the call, or float32
+    "table": FLOATS,  # as param, but a constant: it has no gradient
+    "stat": FLOATS[2:],  # float32; float64 where the dtype of the call is float64
+    "int": (np.dtype("int32"), np.dtype("int64")),
+    "bool": (np.dtype("bool"),),
+    "byte": (np.dtype("uint8"),),
+    "code": (np.dtype("int8"),),
+    # what a cast returns; its gradient may be float64, as gradients are judged
+    **{dtype.name: (dtype, FLOATS[3]) for dtype in FLOATS[:3]},
+    "none": (),  # an output that is always None: the gradient of an integer
+}
+DIFFERENTIABLE = ("float", "param", "stat")
+KERNEL_DTYPES = FLOATS[:3]  # float64 runs the definition
+
+
+def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
+    """Return the dtypes that an operand of this kind may have in a call of this dtype."""
+    if kind == "float":
+        return (dtype,) if dtype in FLOATS else FLOATS
+    if kind in ("param", "table"):
+        return (dtype,) if dtype == FLOAT32 else (dtype, FLOAT32)
+    if kind == "stat":
+        return (FLOATS[3],) if dtype == FLOATS[3] else (FLOAT32,)
+    return KINDS[kind]

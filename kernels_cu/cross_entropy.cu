@@ -1,110 +1,196 @@
-// Cross entropy of a softmax, forward and backward.
+// Cross entropy of a softmax, forward, backward and both in one launch.
 //
 //   z = softcap * tanh(x / softcap), or x        lse = log(sum(exp(z)))
 //   loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse^2
 //
 //   dx = z' * (exp(z - lse) * (dloss * (1 + 2 z_loss lse) + dlse)
 //              - dloss * (smoothing / COLUMNS + (1 - smoothing) * [column == label]))
-//   where label == ignore, loss and dloss are 0
+//   where label == ignore, loss and dloss are 0; both in one launch, dlse is 0, and dloss one number
+//   times what an array may hold
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T)
-//               backward  rows * COLUMNS * sizeof(T) * 2
-//   constants   T, I          dtypes of the logits, of the labels
+//               backward  rows * COLUMNS * (sizeof(T) + sizeof(G))
+//               both      rows * COLUMNS * (sizeof(T) + sizeof(G)), where a row fits on chip;
+//                         what does not fit is read once more, from the L2 cache
+//   constants   T, G, I       dtypes of the logits, of their gradient, of the labels
 //               COLUMNS       words of the vocabulary
-//               LANES         values of one access: 16 bytes, or what COLUMNS and the addresses
-//                             are multiples of
+//               LANES         values of one access
+//               RAGGED        rows begin where they may, and not at multiples of LANES
 //               ROW_THREADS   threads of a row: a power of two up to 32, or the block
-//               THREADS       of a block
+//               THREADS       of a block;  BLOCKS, both: of them that an SM holds at least
+//               HELD, STORED  both: accesses that a thread keeps in registers, in shared memory
 //               SOFTCAP, SMOOTHING
 //
-//   The trick: forward, a row is read once, whatever its length: every thread keeps the greatest
-//   value so far and rescales its sum when that grows.  Backward, lse is known, so every vector is
-//   on its own; it is read before it is written, and dx may lie over x.
-//   A label that is neither a column nor ignore gives NaN, and no access out of bounds.
+//   The trick: a row is read once, whatever its length: every thread keeps the greatest value so
+//   far and rescales its sum when that grows.  Both in one launch, values wait on chip for that
+//   sum, so the gradient may lie over the logits; a row without a label is not even read.
+//   Accesses are 16 bytes wide for any vocabulary: they begin where memory is aligned, which may
+//   be before the row, and what lies outside of it is left out.
+//   A label that is neither a column nor ignore gives NaN, no access out of bounds, and a report.
+#include "common/faults.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
-constexpr int ROWS = THREADS / ROW_THREADS;  // that a block of the forward kernel holds
+constexpr int ROWS = THREADS / ROW_THREADS;  // that a block holds, where threads share a row
 constexpr int STEP = ROW_THREADS * LANES;    // columns between two vectors of a thread
 constexpr int FLIGHT = 4;                    // vectors of a thread whose loads are in flight
 constexpr int WARPS = THREADS / 32;
+constexpr int WIDTH = COLUMNS + (RAGGED ? LANES - 1 : 0);  // that the accesses of a row cover
+constexpr bool REST = WIDTH > HELD * STEP;                 // what registers do not hold
+
+using Values = Vector<T, LANES>;
 
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
 __device__ __forceinline__ float capped(float x, float softcap) {
-    if constexpr (SOFTCAP) return softcap * tanhf(x / softcap);
+    if constexpr (SOFTCAP) return softcap * tanhf(x * (1 / softcap));  // one division a thread
     else return x;
 }
 
-// ---- forward ----------------------------------------------------------------------------------
+// ---- accesses ---------------------------------------------------------------------------------
+// How many columns before the row the first access of the row begins.
+__device__ __forceinline__ int lead(long long start) { return RAGGED ? (int)(start % LANES) : 0; }
+
+__device__ __forceinline__ bool inside(int column) {
+    return !RAGGED || (column >= 0 && column < COLUMNS);
+}
+
+// Whether an access reaches into a neighbouring row.
+__device__ __forceinline__ bool cut(int column) {
+    return RAGGED && (column < 0 || column + LANES > COLUMNS);
+}
+
+__device__ __forceinline__ void fetch_row(Values &v, const T *row, int column) {
+    if (!cut(column)) return fetch(v, row + column);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) v.at[j] = inside(column + j) ? row[column + j] : (T)0.0f;
+}
+
+__device__ __forceinline__ void store_row(G *row, int column, const float (&d)[LANES]) {
+    if (!cut(column)) return store(row + column, d);
+#pragma unroll
+    for (int j = 0; j < LANES; j++)
+        if (inside(column + j)) row[column + j] = (G)d[j];
+}
+
+// ---- losses -----------------------------------------------------------------------------------
+// What is known of a row: its greatest z, the sum of exp(z - top), and that of z.
+struct Sums {
+    float top, sum, total;
+};
+
+__device__ __forceinline__ void absorb(Sums &s, const Values &v, int column, float softcap) {
+    float z[LANES];
+    widen(z, v);
+    const float before = s.top;
+#pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        z[j] = inside(column + j) ? capped(z[j], softcap) : __int_as_float(0xff800000);  // -inf
+        s.top = fmaxf(s.top, z[j]);
+        if constexpr (SMOOTHING) s.total += inside(column + j) ? z[j] : 0;
+    }
+    s.sum *= exp_below(before - s.top);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) s.sum += exp_below(z[j] - s.top);
+}
+
+// Absorb the vectors of a thread from `column` on, and keep the first STORED of them if asked to.
+template <int KEEP>
+__device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, float softcap,
+                                           Values *stored) {
+    for (int from = 0; column + from * STEP < COLUMNS; from += FLIGHT) {
+        Values flight[FLIGHT];
+#pragma unroll
+        for (int k = 0; k < FLIGHT; k++) {
+            const int at = column + (from + k) * STEP;
+            if (at < COLUMNS) fetch_row(flight[k], row, at);
+        }
+#pragma unroll
+        for (int k = 0; k < FLIGHT; k++) {
+            const int at = column + (from + k) * STEP;
+            if (at >= COLUMNS) continue;
+            if (from + k < KEEP) stored[(from + k) * THREADS + threadIdx.x] = flight[k];
+            absorb(s, flight[k], at, softcap);
+        }
+    }
+}
+
+// From the sums of every thread to those of the row, which all of its threads get.
+__device__ __forceinline__ void reduce_row(Sums &s) {
+    __shared__ float tops[WARPS], sums[WARPS], totals[WARPS];
+    const float mine = s.top;
+    s.top = row_max<ROW_THREADS>(s.top, tops);
+    s.sum = row_sum<ROW_THREADS>(s.sum * exp_below(mine - s.top), sums);
+    if constexpr (SMOOTHING) s.total = row_sum<ROW_THREADS>(s.total, totals);
+    if (s.sum == 0) s.top = 0;  // nothing but -inf
+}
+
+// The loss of a row whose label is a column; target is the logit there.
+__device__ __forceinline__ float loss_of(const Sums &s, float target, float smoothing,
+                                         float z_loss, float softcap) {
+    target = capped(target, softcap);
+    if constexpr (SMOOTHING) target = (1 - smoothing) * target + smoothing * (s.total / COLUMNS);
+    const float log = s.sum == 0 ? 0 : logf(s.sum);  // lse - top, which does not cancel far from 0
+    return log + (s.top - target) + z_loss * (log + s.top) * (log + s.top);
+}
+
 KERNEL(THREADS) cross_entropy_forward(
     const T *__restrict__ logits, const I *__restrict__ labels, float *__restrict__ loss,
-    float *__restrict__ lse, long long rows, long long ignore, float smoothing, float z_loss,
-    float softcap) {
-    __shared__ float tops[WARPS], sums[WARPS], totals[WARPS];
+    float *__restrict__ lse, long long *__restrict__ faults, long long who, long long rows,
+    long long ignore, float smoothing, float z_loss, float softcap) {
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
     const long long start = row * COLUMNS;
     const int first = threadIdx.x % ROW_THREADS * LANES;
 
-    float top = LOWEST, sum = 0, total = 0;
-    for (int from = first; row < rows && from < COLUMNS; from += FLIGHT * STEP) {
-        Vector<T, LANES> flight[FLIGHT];
-#pragma unroll
-        for (int k = 0; k < FLIGHT; k++)
-            if (from + k * STEP < COLUMNS) fetch(flight[k], logits + start + from + k * STEP);
-#pragma unroll
-        for (int k = 0; k < FLIGHT; k++) {
-            if (from + k * STEP >= COLUMNS) continue;
-            float z[LANES];
-            widen(z, flight[k]);
-            const float before = top;
-#pragma unroll
-            for (int j = 0; j < LANES; j++) {
-                z[j] = capped(z[j], softcap);
-                top = fmaxf(top, z[j]);
-                if constexpr (SMOOTHING) total += z[j];
-            }
-            sum *= exp_below(before - top);
-#pragma unroll
-            for (int j = 0; j < LANES; j++) sum += exp_below(z[j] - top);
-        }
-    }
-    const float mine = top;
-    top = row_max<ROW_THREADS>(top, tops);
-    sum = row_sum<ROW_THREADS>(sum * exp_below(mine - top), sums);
-    if constexpr (SMOOTHING) total = row_sum<ROW_THREADS>(total, totals);
+    Sums s = {LOWEST, 0, 0};
+    if (row < rows) absorb_row<0>(s, logits + start, first - lead(start), softcap, nullptr);
+    reduce_row(s);
     if (row >= rows || first != 0) return;
 
-    if (sum == 0) top = 0;         // nothing but -inf
-    const float log = logf(sum);  // lse - top, which does not cancel far from 0
-    lse[row] = log + top;
+    lse[row] = logf(s.sum) + s.top;
     const long long label = labels[row];
     if (label == ignore) {
         loss[row] = 0;
     } else if (label < 0 || label >= COLUMNS) {
         loss[row] = not_a_number();
+        report(faults, who, row, label, COLUMNS);
     } else {
-        float target = capped((float)logits[start + label], softcap);
-        if constexpr (SMOOTHING) target = (1 - smoothing) * target + smoothing * (total / COLUMNS);
-        const float finite = sum == 0 ? 0 : log;
-        loss[row] = finite + (top - target) + z_loss * (finite + top) * (finite + top);
+        loss[row] = loss_of(s, (float)logits[start + label], smoothing, z_loss, softcap);
     }
 }
 
-// ---- backward ---------------------------------------------------------------------------------
-constexpr int TILE = THREADS * LANES;                    // columns of a block
-constexpr int TILES = (COLUMNS + TILE - 1) / TILE;  // of a row
+// ---- gradients --------------------------------------------------------------------------------
+// What the gradient of a row is made of: z' * (exp(z - size) * share - everywhere - there).
+struct Slopes {
+    float size, share, everywhere, there;
+    long long label;
+};
+
+__device__ __forceinline__ void slopes_of(float (&d)[LANES], const Values &v, int column,
+                                          const Slopes &s, float softcap) {
+    widen(d, v);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        const float z = capped(d[j], softcap);
+        d[j] = exp_below(z - s.size) * s.share - s.everywhere;
+        if (column + j == s.label) d[j] -= s.there;
+        if constexpr (SOFTCAP) d[j] *= 1 - (z * (1 / softcap)) * (z * (1 / softcap));
+    }
+}
+
+constexpr int TILE = THREADS * LANES;             // columns of a block
+constexpr int TILES = (WIDTH + TILE - 1) / TILE;  // of a row
 
 KERNEL(THREADS) cross_entropy_backward(
     const float *__restrict__ dloss, const float *__restrict__ dlse, const T *logits,
-    const I *__restrict__ labels, const float *__restrict__ lse, T *dlogits, long long ignore,
+    const I *__restrict__ labels, const float *__restrict__ lse, G *dlogits, long long ignore,
     float smoothing, float z_loss, float softcap) {
     const long long row = blockIdx.x / TILES, start = row * COLUMNS;
-    const int column = blockIdx.x % TILES * TILE + threadIdx.x * LANES;
+    const int column = blockIdx.x % TILES * TILE + threadIdx.x * LANES - lead(start);
     if (column >= COLUMNS) return;
-    float v[LANES];
-    load(v, logits + start + column);
+    Values v;
+    fetch_row(v, logits + start, column);
 
     const long long label = labels[row];
     const bool counts = label != ignore;
@@ -112,16 +198,69 @@ KERNEL(THREADS) cross_entropy_backward(
     if (size < LOWEST) size = 0;  // nothing but -inf
     if (counts && (label < 0 || label >= COLUMNS)) weight = not_a_number();
     const float share = weight * (1 + 2 * z_loss * size) + (dlse == nullptr ? 0 : dlse[row]);
-    const float everywhere = weight * (smoothing / COLUMNS), there = (1 - smoothing) * weight;
+    const Slopes s = {size, share, weight * (smoothing / COLUMNS), (1 - smoothing) * weight,
+                      label};
+    float d[LANES] = {};
+    // a row without a label is 0, whatever its logits hold, NaN too
+    if (counts || dlse != nullptr) slopes_of(d, v, column, s, softcap);
+    store_row(dlogits + start, column, d);
+}
 
+// ---- both -------------------------------------------------------------------------------------
+KERNEL(THREADS, BLOCKS) cross_entropy_over_(
+    const T *logits, const I *__restrict__ labels, const float *__restrict__ dloss, G *dlogits,
+    float *__restrict__ loss, long long *__restrict__ faults, long long who, long long rows,
+    float scale, long long ignore, float smoothing, float z_loss, float softcap) {
+    DYNAMIC_SHARED(Values, stored);
+    const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
+    const long long start = row * COLUMNS;
+    const int first = threadIdx.x % ROW_THREADS * LANES, column = first - lead(start);
+    const long long label = row < rows ? labels[row] : ignore;
+    const bool counts = label != ignore, wrong = counts && (label < 0 || label >= COLUMNS);
+    // read now: the gradient may be written over it
+    const float target = counts && !wrong ? (float)logits[start + label] : 0;
+
+    Sums s = {LOWEST, 0, 0};
+    Values held[HELD];
+    if (counts) {
 #pragma unroll
-    for (int j = 0; j < LANES; j++) {
-        const float z = capped(v[j], softcap);
-        float d = exp_below(z - size) * share - everywhere;
-        if (counts && column + j == label) d -= there;
-        if constexpr (SOFTCAP) d *= 1 - (z / softcap) * (z / softcap);
-        // a row without a label is 0, whatever its logits hold, NaN too
-        v[j] = counts || dlse != nullptr ? d : 0;
+        for (int k = 0; k < HELD; k++)
+            if (column + k * STEP < COLUMNS) fetch_row(held[k], logits + start, column + k * STEP);
+#pragma unroll
+        for (int k = 0; k < HELD; k++)
+            if (column + k * STEP < COLUMNS) absorb(s, held[k], column + k * STEP, softcap);
+        if constexpr (REST)
+            absorb_row<STORED>(s, logits + start, column + HELD * STEP, softcap, stored);
     }
-    store(dlogits + start + column, v);
+    reduce_row(s);
+    if (row >= rows) return;
+
+    if (first == 0) {
+        loss[row] = counts ? loss_of(s, target, smoothing, z_loss, softcap) : 0;
+        if (wrong) loss[row] = not_a_number();
+        if (wrong) report(faults, who, row, label, COLUMNS);
+    }
+    float weight = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
+    if (wrong) weight = not_a_number();
+    const float log = s.sum == 0 ? 0 : logf(s.sum), share = s.sum == 0 ? 0 : 1 / s.sum;
+    const Slopes slopes = {s.top, share * weight * (1 + 2 * z_loss * (log + s.top)),
+                           weight * (smoothing / COLUMNS), (1 - smoothing) * weight, label};
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+        const int at = column + k * STEP;
+        if (at >= COLUMNS) continue;
+        float d[LANES] = {};
+        if (counts) slopes_of(d, held[k], at, slopes, softcap);
+        store_row(dlogits + start, at, d);
+    }
+    Values v;
+#pragma unroll 2
+    for (int k = 0; REST && column + (HELD + k) * STEP < COLUMNS; k++) {
+        const int at = column + (HELD + k) * STEP;
+        if (counts && k < STORED) v = stored[k * THREADS + threadIdx.x];
+        else if (counts) fetch_row(v, logits + start, at);
+        float d[LANES] = {};
+        if (counts) slopes_of(d, v, at, slopes, softcap);
+        store_row(dlogits + start, at, d);
+    }
 }

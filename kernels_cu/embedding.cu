@@ -15,14 +15,16 @@
 //   `starts`.  A thread owns one vector of one row of dweight and adds its dx in their order: no
 //   atomics, equal bits, rounded once; a row without a token gets its 0 in the same launch.  A
 //   frequent token would hold up its thread: whole chunks of it are added before, side by side.
-//   Forward, a token outside the table gives NaN; backward it is passed over.
+//   Forward, a token outside the table gives NaN and a report; backward it is passed over.
+#include "common/faults.cuh"
 #include "common/vector.cuh"
 
 constexpr int VECTORS = HIDDEN / LANES;                      // of a row
 constexpr int TILES = (VECTORS + THREADS - 1) / THREADS;  // blocks of a row
 
 KERNEL(THREADS) embedding(const I *__restrict__ tokens, const T *__restrict__ weight,
-                          T *__restrict__ x, long long count, long long vocab) {
+                          T *__restrict__ x, long long *__restrict__ faults, long long who,
+                          long long count, long long vocab) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, column = vector % VECTORS * LANES;
     if (token >= count) return;
@@ -31,6 +33,7 @@ KERNEL(THREADS) embedding(const I *__restrict__ tokens, const T *__restrict__ we
     if (row >= 0 && row < vocab) {
         fetch(v, weight + row * HIDDEN + column);
     } else {
+        if (column == 0) report(faults, who, token, row, vocab);
 #pragma unroll
         for (int j = 0; j < LANES; j++) v.at[j] = (T)__int_as_float(0x7fffffff);
     }

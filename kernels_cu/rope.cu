@@ -2,10 +2,11 @@
 //
 //   y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        INVERSE: sin changes its sign
 //   of the pairs (i, i + HALF), or INTERLEAVED (2 i, 2 i + 1), of each head; cos and sin are row
-//   p of tables, p the token's position.  Columns from 2 HALF on are copied
-//   where y is another array.
+//   p of tables, p the token's position, or, ANGLES, those of p * base^(-i / HALF).  Columns from
+//   2 HALF on are copied where y is another array.
 //
-//   traffic     tokens * (HEADS + KV_HEADS) * DIM * sizeof(T) * 2, and HALF * sizeof(C) * 2 a token
+//   traffic     a token, (HEADS + KV_HEADS) * DIM * sizeof(T) * 2 + (ANGLES ? 0 : HALF *
+//               sizeof(C) * 2) + sizeof(I); IN_PLACE 2 HALF stands for DIM
 //   constants   T, C, I           dtypes of q and k, of the tables, of positions
 //               HEADS, KV_HEADS   heads of q and of k; no k where KV_HEADS is 0
 //               DIM, HALF         columns of a head; pairs of them that turn
@@ -14,21 +15,48 @@
 //               COLUMNS           threads of a head
 //               SLOTS             heads of a token that a block turns at a time
 //               TOKENS            of a block
-//               INTERLEAVED, INVERSE, IN_PLACE
+//               INTERLEAVED, INVERSE, IN_PLACE, ANGLES
 //
 //   The trick: a thread keeps its cosines and sines in registers and walks heads, so a table is
 //   read once a token.  It loads both values of a pair before it stores one: y may be x.
-//   A position outside the tables gives NaN, and no read out of bounds.
+//   A position outside the tables gives NaN, and no read out of bounds.  ANGLES, a block works out
+//   the cosines and sines of its tokens once, into shared memory, and all its heads take them.
 #include "common/vector.cuh"
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a thread at a time
 constexpr int TURNED = 2 * HALF;
 constexpr int ALL_HEADS = HEADS + KV_HEADS;
 
+// Values from one token, and from one head, to the next: q and k may be slices of a wider array.
+struct Steps { long long token, head; };
+
 // Heads are counted through: those of q, then those of k.
 __device__ __forceinline__ bool of_q(int head) { return KV_HEADS == 0 || head < HEADS; }
-__device__ __forceinline__ long long start(long long token, int head) {
-    return of_q(head) ? (token * HEADS + head) * DIM : (token * KV_HEADS + head - HEADS) * DIM;
+__device__ __forceinline__ long long start(long long token, int head, Steps q, Steps k) {
+    return of_q(head) ? token * q.token + head * q.head
+                      : token * k.token + (head - HEADS) * k.head;
+}
+
+__device__ __forceinline__ long long position(const I *positions, long long token,
+                                              long long period) {
+    const long long index = token % period;
+    return positions == nullptr ? index : (long long)positions[index];
+}
+
+// cos and sin of position * base^(-pair / HALF), with wavelength and angle rounded to float32.
+// The angle loses its half turns in float64, for any position: sinf would take local memory.
+__device__ __forceinline__ void turn_by(float &c, float &s, long long position, int pair,
+                                        double log2_base) {
+    constexpr double PI = 3.141592653589793, PI_LOW = 1.2246467991473532e-16, INVERSE_PI = 1 / PI;
+    const float exponent = (float)(2 * pair) / (float)TURNED;
+    const float wavelength = (float)exp2(exponent * log2_base);
+    const double angle = (float)position * (1 / wavelength), halves = rint(angle * INVERSE_PI);
+    const double rest = fma(-halves, PI_LOW, fma(-halves, PI, angle));
+    sincospif((float)(rest * INVERSE_PI), &s, &c);
+    if ((long long)halves % 2 != 0) {
+        c = -c;
+        s = -s;
+    }
 }
 
 // Turn the pairs from `pair` on of one head.
@@ -61,18 +89,35 @@ __device__ __forceinline__ void turn(const T *x, T *y, int pair, const float (&c
 }
 
 // Token t reads row positions[t % period] of the tables, or row t % period without positions.
-KERNEL(TOKENS *SLOTS *COLUMNS) rope(
+// 4 blocks an SM are half of its threads, and 64 registers: left alone, ptxas spills to save some.
+KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
     const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *turned_q, T *turned_k, long long tokens, long long period,
-    long long length) {
+    long long length, long long q_step, long long q_head, long long k_step, long long k_head,
+    double log2_base) {
+    __shared__ __align__(16) float angles[2][ANGLES ? TOKENS : 1][ANGLES ? HALF : 1];
     const int column = threadIdx.x % COLUMNS, slot = threadIdx.x / COLUMNS % SLOTS;
-    const long long token = (long long)blockIdx.x * TOKENS + threadIdx.x / (SLOTS * COLUMNS);
+    const int local = threadIdx.x / (SLOTS * COLUMNS);
+    const long long first = (long long)blockIdx.x * TOKENS, token = first + local;
+    if constexpr (ANGLES) {
+        for (int i = threadIdx.x; i < TOKENS * HALF; i += TOKENS * SLOTS * COLUMNS) {
+            const int which = i / HALF, pair = i % HALF;
+            turn_by(angles[0][which][pair], angles[1][which][pair],
+                    position(positions, first + which, period), pair, log2_base);
+        }
+        __syncthreads();
+    }
     if (token >= tokens) return;
-    const long long index = token % period;
-    const long long row = positions == nullptr ? index : (long long)positions[index];
+    const Steps of_q_given{q_step, q_head}, of_k_given{k_step, k_head};
+    const Steps of_q_turned = IN_PLACE ? of_q_given : Steps{HEADS * DIM, DIM};  // packed
+    const Steps of_k_turned = IN_PLACE ? of_k_given : Steps{KV_HEADS * DIM, DIM};
+    const long long row = ANGLES ? 0 : position(positions, token, period);
     for (int pair = column * PAIRS; pair < HALF; pair += COLUMNS * PAIRS) {
         float c[PAIRS], s[PAIRS];
-        if (row >= 0 && row < length) {
+        if constexpr (ANGLES) {
+            load(c, &angles[0][local][pair]);
+            load(s, &angles[1][local][pair]);
+        } else if (row >= 0 && row < length) {
             load(c, cos + row * HALF + pair);
             load(s, sin + row * HALF + pair);
         } else {
@@ -82,18 +127,19 @@ KERNEL(TOKENS *SLOTS *COLUMNS) rope(
 #pragma unroll
         for (int j = 0; j < PAIRS; j++) s[j] = INVERSE ? -s[j] : s[j];
 #pragma unroll 4
-        for (int head = slot; head < ALL_HEADS; head += SLOTS) {
-            const long long at = start(token, head);
-            turn((of_q(head) ? q : k) + at, (of_q(head) ? turned_q : turned_k) + at, pair, c, s);
-        }
+        for (int head = slot; head < ALL_HEADS; head += SLOTS)
+            turn((of_q(head) ? q : k) + start(token, head, of_q_given, of_k_given),
+                 (of_q(head) ? turned_q : turned_k) + start(token, head, of_q_turned, of_k_turned), pair, c,
+                 s);
     }
     if constexpr (TURNED < DIM && !IN_PLACE) {
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
             for (int rest = TURNED + column * LANES; rest < DIM; rest += COLUMNS * LANES) {
-                const long long at = start(token, head) + rest;
                 float v[LANES];
-                load(v, (of_q(head) ? q : k) + at);
-                store((of_q(head) ? turned_q : turned_k) + at, v);
+                load(v, (of_q(head) ? q : k) + start(token, head, of_q_given, of_k_given) + rest);
+                store((of_q(head) ? turned_q : turned_k) + start(token, head, of_q_turned, of_k_turned) +
+                          rest,
+                      v);
             }
     }
 }

@@ -83,8 +83,25 @@ PTX void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- sm_89: 8-bit floats, two in 16 bits; too large is the largest, and NaN stays NaN ----------
+// ---- sm_89: products of 8-bit floats --------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+PTX void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                           const float (&c)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
+                 "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+PTX void mma_m16n8k32_e5m2(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                           const float (&c)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
+                 "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+// 8-bit floats, two in 16 bits; too large becomes the largest, and NaN stays NaN.
 PTX uint32_t pack_e4m3(float low, float high) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(low), "f"(high));
@@ -251,7 +268,7 @@ template <int N> PTX void wgmma_wait() {
 }
 
 // d += A * B, 64 rows by N columns.  A comes from shared memory or, as four registers in the layout
-// of mma_m16n8k16, from each warp's own 16 rows; TA and TB say that an operand is MN-major.
+// of mma_m16n8, from each warp's own 16 rows; TA and TB say that an operand is MN-major.
 #define WGMMA_OUT8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -298,7 +315,27 @@ template <int N> PTX void wgmma_wait() {
                  : WGMMA_OUT_##R                                                                   \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TB));     \
   }
-#define WGMMA(...) WGMMA_OF(bf16, __VA_ARGS__) WGMMA_OF(f16, __VA_ARGS__)
+// 8-bit floats have no MN-major operands.
+#define WGMMA8_OF(TYPE, N, R, I0, I1, I2, I3, I4, I5, I6)                                          \
+  PTX void wgmma_m64n##N##k32_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." #TYPE "." #TYPE                 \
+                 " {" WGMMA_D_##R "}, %" #I0 ", %" #I1 ", p, 1, 1;}"                               \
+                 : WGMMA_OUT_##R                                                                   \
+                 : "l"(a), "l"(b), "r"(scale_d));                                                  \
+  }                                                                                                \
+  PTX void wgmma_m64n##N##k32_##TYPE##_registers(float (&d)[R], const uint32_t (&a)[4],            \
+                                                 uint64_t b, int scale_d) {                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0;\n"                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." #TYPE "." #TYPE                 \
+                 " {" WGMMA_D_##R "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4             \
+                 ", p, 1, 1;}"                                                                     \
+                 : WGMMA_OUT_##R                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));              \
+  }
+#define WGMMA(...)                                            \
+  WGMMA_OF(bf16, __VA_ARGS__) WGMMA_OF(f16, __VA_ARGS__)      \
+  WGMMA8_OF(e4m3, __VA_ARGS__) WGMMA8_OF(e5m2, __VA_ARGS__)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)

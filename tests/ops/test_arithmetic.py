@@ -1,15 +1,34 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ShapeError
 
-from ..parity import Case, KernelParity, Parity
+from ..cuda_on_cpu.traffic import counted
+from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
 
 
 class TestAdd(KernelParity):
     op = "add"
     cases = (Case("two axes", axes=[3, 5]), Case("empty", axes=[0]))
+
+
+class TestAccessesAreWide(KernelAlone):
+    """A warp moves 512 bytes at a time, 16 a lane."""
+
+    op = "add"
+    cases = (Case("many values"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        a, b = np.ones((2, 4096), dtype)
+        with counted() as traffic, emulator():
+            uc.add(a, b)
+        for write, arrays in ((False, 2), (True, 1)):
+            moved = traffic.of("global", write=write)
+            assert moved.requests == arrays * a.nbytes // 512
+            assert moved.efficiency == 1
 
 
 class TestMultiply(KernelParity):
@@ -20,6 +39,11 @@ class TestMultiply(KernelParity):
 class TestScale(KernelParity):
     op = "scale"
     cases = (Case("two axes", axes=[3, 5], factor=0.3),)
+
+
+class TestScaleBy(Parity):
+    op = "scale_by"
+    cases = (Case("two axes", axes=[3, 5]), Case("scalar", axes=[]))
 
 
 class TestReshape(Parity):

@@ -6,6 +6,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
+from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
@@ -119,6 +120,15 @@ def test_a_row_of_nothing_but_minus_infinity() -> None:
     assert (loss[0], lse[0]) == (np.inf, -np.inf)
 
 
+def reported() -> str:
+    """Return what check_errors raises; nothing where it does not."""
+    try:
+        uc.check_errors()
+    except RangeError as error:
+        return str(error)
+    return ""
+
+
 class TestRowsThatHoldAnything(KernelAlone):
     """A label outside the vocabulary, which no host reads, gives NaN; so may an ignored row."""
 
@@ -133,10 +143,48 @@ class TestRowsThatHoldAnything(KernelAlone):
         with emulator():
             loss, lse = uc.cross_entropy_forward(logits, labels)
             dlogits, _ = uc.cross_entropy_backward(ones, None, logits, labels, lse)
+            assert "labels holds 3 in row 4; it must be in 0 .. 2" in reported()
+            assert reported() == ""
         np.testing.assert_allclose(loss, [0, np.log(2), inf, 0, np.nan], rtol=1e-6)
         np.testing.assert_array_equal(lse[2:4], [-inf, logits[3, 0]])
         wanted = [[0, 0, 0], [-0.5, 0, 0.5], [0, -1, 0], [0, 0, 0], [np.nan] * 3]
         np.testing.assert_allclose(dlogits.astype(np.float32), wanted, rtol=1e-6)
+
+
+class TestEveryLogitMovesOnce(KernelAlone):
+    """Forward reads each, backward reads and writes each, 16 bytes a lane."""
+
+    op = "cross_entropy_forward"
+    cases = (Case("even", vocab=32768), Case("odd", vocab=50257))
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        vocab = case.both["vocab"]
+        logits = np.random.default_rng(0).standard_normal((2, vocab)).astype(dtype)
+        labels, ones = np.array([0, vocab - 1]), np.ones(2, np.float32)
+        with emulator(), counted() as forward:
+            _, lse = uc.cross_entropy_forward(logits, labels)
+        with emulator(), counted() as backward:
+            uc.cross_entropy_backward(ones, None, logits, labels, lse)
+        wide = [
+            32 * sum(r.moved for r in traffic if r.space == "global" and r.write is write)
+            for traffic, write in ((forward, False), (backward, True))
+        ]
+        for moved in wide:
+            assert 0.98 * logits.nbytes <= moved <= 1.02 * logits.nbytes
+        read = [r for r in backward if r.space == "global" and not r.write and r.bytes > 4096]
+        assert 32 * max(r.moved for r in read) <= 1.02 * logits.nbytes
+
+
+@pytest.mark.gpu
+def test_a_gpu_reports_a_label() -> None:
+    import cupy
+
+    logits, labels = cupy.ones((3, 4), np.float32), cupy.asarray([0, 1, 4])
+    loss = uc.cross_entropy(logits, labels)
+    with pytest.raises(RangeError, match="cross_entropy: labels holds 4 in row 2; it must be in 0"):
+        uc.check_errors()
+    uc.check_errors()
+    assert cupy.isnan(loss).tolist() == [False, False, True]
 
 
 def test_no_words() -> None:

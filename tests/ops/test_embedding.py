@@ -1,4 +1,5 @@
 import importlib
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from unsloth_cupy.errors import DTypeError, RangeError
 from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
+from .test_cross_entropy import reported
 
 
 class TestEmbedding(KernelParity):
@@ -55,6 +57,8 @@ class TestTokensOutsideTheVocabulary(KernelAlone):
         embedding = importlib.import_module("unsloth_cupy.ops.embedding")
         with emulator():
             x = embedding._launch(tokens, weight)
+            assert re.search(r"tokens holds (2 in row 0|-1 in row 2); it must be in 0", reported())
+            assert reported() == ""
             _, dweight = embedding._launch_backward(np.ones((3, 4), dtype), tokens, weight)
         wide = [array.astype(np.float32) for array in (x, dweight)]
         np.testing.assert_array_equal(wide[0], [[np.nan] * 4, [4, 5, 6, 7], [np.nan] * 4])

@@ -1,3 +1,4 @@
+import contextlib
 import math
 from typing import Any
 
@@ -5,7 +6,8 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.errors import ShapeError
+from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
+from unsloth_cupy.ops.geglu import geglu_backward_over_
 
 from ..golden.golden import OpCase
 from ..parity import EPS, Case, KernelAlone, KernelParity, emulator
@@ -22,6 +24,14 @@ class TestGeglu(KernelParity):
         Case("scalar", axes=[]),
         Case("empty", axes=[0, 4], approximate=True),
     )
+
+
+class TestGegluInPlace(KernelParity):
+    op = "geglu_backward_over_"
+    cases = (TestGeglu.cases[0], TestGeglu.cases[1], TestGeglu.cases[-1])
+    test_gradient_matches_finite_differences = None  # it is a gradient itself
+    test_any_strides = None  # test_in_place
+    test_emulated_kernels_off_alignment = None
 
 
 @both_dtypes
@@ -89,3 +99,33 @@ class TestGegluFarFromZero(KernelAlone):
 def test_shapes_must_be_equal() -> None:
     with pytest.raises(ShapeError, match="up has axes="):
         uc.geglu(np.ones((2, 3), np.float32), np.ones((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["definition", "kernel"])
+def test_in_place(kernel: bool, strided: bool) -> None:
+    """The bits of geglu_backward, over gate and up."""
+    gate, up, dy = np.random.default_rng(0).standard_normal((3, 5, 7), np.float32)
+    with emulator() if kernel else contextlib.nullcontext():
+        expected = uc.geglu_backward(dy, gate, up, approximate=True)
+        given = [np.asfortranarray(x) if strided else x.copy() for x in (gate, up)]
+        found = uc.geglu_backward_(dy, *given, approximate=True)
+    for array, mine, wanted in zip(found, given, expected, strict=True):
+        assert array is mine
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_in_place_returns_what_it_was_given() -> None:
+    gate, up = np.ones((2, 3), np.float32)
+    found = geglu_backward_over_(up.copy(), gate, up)
+    assert found[0] is gate
+    assert found[1] is up
+
+
+def test_in_place_needs_arrays_that_may_change() -> None:
+    x = np.ones(3, np.float32)
+    with pytest.raises(GradientError, match="up is on a tape; call geglu_backward"):
+        uc.geglu_backward_(x, x.copy(), uc.Tape().watch(x))
+    x.flags.writeable = False
+    with pytest.raises(ConfigError, match="gate is read-only; call geglu_backward"):
+        uc.geglu_backward_(x, x, x.copy())

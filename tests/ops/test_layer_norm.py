@@ -25,14 +25,30 @@ class TestLayerNorm(KernelParity):
     )
 
 
+class TestLayerNormBetweenGaps(KernelParity):
+    """Slices of wider arrays: the kernel steps over what is not theirs."""
+
+    op = "layer_norm_forward"
+    cases = (Case("heads of tokens", rows=[3, 4], hidden=16, given=["residual"], gaps=True),)
+
+
 class TestLayerNormLongRows(KernelParity):
     op = "layer_norm_forward"
     cases = (
         Case("a ragged block a row", rows=[3], hidden=4104, given=["residual", "bias"]),
-        Case("read twice backward", rows=[5], hidden=8200, given=["residual", "bias"]),
-        Case("read twice", rows=[1], hidden=32776),
+        Case("two blocks share a row", rows=[3], hidden=8200, given=["residual", "bias"]),
     )
     test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
+
+
+class TestLayerNormWithoutClusters(KernelParity):
+    op = "layer_norm_forward"
+    machine = {"clusters": False, "shared_memory": 48 << 10}  # noqa: RUF012
+    cases = (
+        Case("backward reads twice", rows=[3], hidden=8184, given=["residual", "bias"]),
+        Case("both read twice", rows=[1], hidden=16392, given=["residual"]),
+    )
+    test_any_strides = None
 
 
 @both_dtypes

@@ -27,15 +27,37 @@ class TestRMSNorm(KernelParity):
     )
 
 
+class TestRMSNormBetweenGaps(KernelParity):
+    """Slices of wider arrays: the kernel steps over what is not theirs."""
+
+    op = "rms_norm_forward"
+    cases = (
+        Case("one row length", rows=[5], hidden=64, given=["residual"], gaps=True),
+        Case("heads of tokens", rows=[3, 4], hidden=16, given=["residual", "bias"], gaps=True),
+        Case("too many axes", rows=[2, 3, 4], hidden=16, gaps=True),
+    )
+
+
 class TestRMSNormLongRows(KernelParity):
     op = "rms_norm_forward"
     cases = (
         Case("a ragged block a row", rows=[20], hidden=1032, given=["residual", "bias"]),
-        Case("two blocks an SM", rows=[7], hidden=4096),
-        Case("backward reads twice", rows=[6], hidden=16392, given=["residual", "bias"]),
-        Case("both read twice", rows=[1], hidden=131072, given=["residual"]),
+        Case("four blocks an SM", rows=[7], hidden=4096),
+        Case("two blocks share a row", rows=[3], hidden=8200, given=["residual", "bias"]),
+        Case("eight blocks share a row", rows=[1], hidden=32776),
     )
     test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
+
+
+class TestRMSNormWithoutClusters(KernelParity):
+    op = "rms_norm_forward"
+    machine = {"clusters": False, "shared_memory": 48 << 10}  # noqa: RUF012
+    cases = (
+        Case("all threads of a block", rows=[1], hidden=8200),
+        Case("backward reads twice", rows=[6], hidden=8184, given=["residual", "bias"]),
+        Case("both read twice", rows=[1], hidden=16392, given=["residual"]),
+    )
+    test_any_strides = None
 
 
 @both_dtypes

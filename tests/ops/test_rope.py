@@ -5,6 +5,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeError, ShapeError
+from unsloth_cupy.ops._steps import stepped, steps_of
 from unsloth_cupy.ops.rope import launch_rope
 from unsloth_cupy.ops.rope_qk import rope_qk_over_
 
@@ -33,9 +34,12 @@ class TestRope(KernelParity):
 
 class TestRopeQK(KernelParity):
     op = "rope_qk"
-    cases = tuple(
-        Case(case.label, given=case.given, arrays=case.arrays, kv_heads=2, **case.both)
-        for case in CASES
+    cases = (
+        *(
+            Case(case.label, given=case.given, arrays=case.arrays, kv_heads=2, **case.both)
+            for case in CASES
+        ),
+        Case("slices", **SIZES | {"dim": 16, "half": 8}, kv_heads=2, gaps=True),
     )
 
 
@@ -51,6 +55,19 @@ class TestApplyRotaryEmbedding(KernelParity):
     op = "apply_rotary_embedding_forward"
     cases = (
         Case("any positions", **SIZES, kv_heads=1, arrays={"positions": [[9, 0, -3], [1, 1, 100]]}),
+        Case(
+            "far positions",  # float32 counts them in steps of 8 and of 256
+            **SIZES | {"dim": 24},
+            kv_heads=1,
+            arrays={"positions": [[131072, 10**8 + 1, -(10**8)], [7, 2**31 - 1, 2**31]]},
+        ),
+        Case("slices", **SIZES | {"dim": 16}, kv_heads=2, arrays={"positions": ROW}, gaps=True),
+        Case(
+            "more tokens than a block takes",
+            **SIZES | {"tokens": 70},
+            kv_heads=1,
+            arrays={"positions": np.arange(70)},
+        ),
         Case(
             "positions for all rows",
             **SIZES,
@@ -127,12 +144,45 @@ def test_kernel_in_place(packed: bool) -> None:
     (q, k), tables = _qk(), uc.rope_tables(9, 6)
     expected = uc.rope_qk(q, k, *tables, ROW)
     if not packed:
-        q = np.repeat(q, 2, axis=2)[:, :, ::2]
+        q = np.asfortranarray(q)
     with emulator():
         found = uc.rope_qk_(q, k, *tables, ROW)
     for array, mine, wanted in zip(found, (q, k), expected, strict=True):
         assert array is mine
         np.testing.assert_allclose(array, wanted, rtol=0, atol=4 * 2.0**-23 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_kernel_turns_slices_of_one_projection(dtype: Any) -> None:
+    """q and k lie in it side by side, and between them and the next token's lies v."""
+    rng = np.random.default_rng(0)
+    fused = rng.standard_normal((2, 3, 8, 16)).astype(dtype)
+    tables, before = uc.rope_tables(9, 16), fused.copy()
+    expected = uc.rope_qk(fused[:, :, :4], fused[:, :, 4:6], *tables, ROW)
+    with emulator():
+        uc.rope_qk_(fused[:, :, :4], fused[:, :, 4:6], *tables, ROW)
+    for found, wanted in zip((fused[:, :, :4], fused[:, :, 4:6]), expected, strict=True):
+        scale = np.abs(wanted).max().astype(np.float64)
+        error = np.abs(found.astype(np.float64) - wanted).max()
+        assert error <= 4 * float(np.finfo(dtype).eps) * scale
+    np.testing.assert_array_equal(fused[:, :, 6:], before[:, :, 6:])
+
+
+def test_steps_of_slices() -> None:
+    fused = np.zeros((2, 3, 8, 16), np.float32)
+    for even in (fused, fused[:, :, 4:6], fused[:1, 1:], fused[..., :5]):
+        assert steps_of(even) == (128, 16)
+    assert steps_of(fused[:, 1:2, :1]) == (3 * 128, 16)
+    assert steps_of(fused[:, :, ::2]) == (128, 32)
+    for uneven in (fused[:, 1:], fused[..., ::2], fused[:, ::-1], fused[:, :, ::-1], fused[::-1]):
+        assert steps_of(uneven) is None
+        flat, steps = stepped(uneven)
+        assert steps == (uneven.shape[2] * uneven.shape[3], uneven.shape[3])
+        assert not np.shares_memory(flat, fused)
+    flat, steps = stepped(fused[:, :, 4:6, 1:])
+    assert steps == (128, 16)
+    assert flat.shape == (5 * 128 + 31,)
+    assert np.shares_memory(flat, fused)
 
 
 def test_kernel_of_many_heads_and_wide_tokens() -> None:
@@ -157,9 +207,8 @@ class TestPositionOutsideTheTables(KernelAlone):
     def prove(self, case: Case, dtype: Any) -> None:
         (q, _), tables = _qk(), uc.rope_tables(9, 8)
         q = q.astype(dtype)
-        y = np.empty_like(q)
         with emulator():
-            launch_rope((q, None), (y, None), *tables, np.array([9, 1, -1]), False)
+            y, _ = launch_rope(q, None, tables, np.array([9, 1, -1]))
         found = np.isnan(y.astype(np.float32)).all(axis=(2, 3))
         np.testing.assert_array_equal(found, [[True, False, True]] * 2)
         np.testing.assert_array_equal(y[:, 1], uc.rope(q, *tables, np.array([0, 1, 0]))[:, 1])

@@ -1,13 +1,15 @@
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.errors import ShapeError
+from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
+from unsloth_cupy.ops.swiglu import swiglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
+from ..parity import Case, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
@@ -20,6 +22,14 @@ class TestSwiglu(KernelParity):
         Case("scalar", axes=[]),
         Case("empty", axes=[0, 4]),
     )
+
+
+class TestSwigluInPlace(KernelParity):
+    op = "swiglu_backward_over_"
+    cases = (TestSwiglu.cases[0], TestSwiglu.cases[1], TestSwiglu.cases[-1])
+    test_gradient_matches_finite_differences = None  # it is a gradient itself
+    test_any_strides = None  # test_in_place
+    test_emulated_kernels_off_alignment = None
 
 
 @both_dtypes
@@ -36,3 +46,33 @@ def test_golden(golden: OpCase, dtype: Any) -> None:
 def test_shapes_must_be_equal() -> None:
     with pytest.raises(ShapeError, match="up has axes="):
         uc.swiglu(np.ones((2, 3), np.float32), np.ones((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["definition", "kernel"])
+def test_in_place(kernel: bool, strided: bool) -> None:
+    """The bits of swiglu_backward, over gate and up."""
+    gate, up, dy = np.random.default_rng(0).standard_normal((3, 5, 7), np.float32)
+    with emulator() if kernel else contextlib.nullcontext():
+        expected = uc.swiglu_backward(dy, gate, up)
+        given = [np.asfortranarray(x) if strided else x.copy() for x in (gate, up)]
+        found = uc.swiglu_backward_(dy, *given)
+    for array, mine, wanted in zip(found, given, expected, strict=True):
+        assert array is mine
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_in_place_returns_what_it_was_given() -> None:
+    gate, up = np.ones((2, 3), np.float32)
+    found = swiglu_backward_over_(up.copy(), gate, up)
+    assert found[0] is gate
+    assert found[1] is up
+
+
+def test_in_place_needs_arrays_that_may_change() -> None:
+    x = np.ones(3, np.float32)
+    with pytest.raises(GradientError, match="up is on a tape; call swiglu_backward"):
+        uc.swiglu_backward_(x, x.copy(), uc.Tape().watch(x))
+    x.flags.writeable = False
+    with pytest.raises(ConfigError, match="gate is read-only; call swiglu_backward"):
+        uc.swiglu_backward_(x, x, x.copy())

@@ -25,3 +25,10 @@ def shared_memory(like: Any) -> int:
     if isinstance(like, np.ndarray):
         return int(cast(Any, target_of(like)).shared_memory)
     return _attribute("MaxSharedMemoryPerBlockOptin", like.device.id)
+
+
+def clusters(like: Any) -> bool:
+    """Say whether blocks can form clusters where ``like`` lives: from sm_90 on."""
+    if isinstance(like, np.ndarray):
+        return bool(cast(Any, target_of(like)).clusters)
+    return _attribute("ComputeCapabilityMajor", like.device.id) >= 9

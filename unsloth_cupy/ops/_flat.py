@@ -4,7 +4,8 @@ from functools import cache
 from typing import Any
 
 from .._arrays import lanes
-from .._jit import Constants, load
+from .._jit import load
+from .._source import Constants
 
 
 @cache

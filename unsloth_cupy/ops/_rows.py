@@ -1,9 +1,14 @@
 """How the threads of a block share out rows, where a kernel reduces along them."""
 
+import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from .._jit import Constants
+import numpy as np
+
+from .._arrays import packed
+from .._source import Constants
 
 
 @cache
@@ -39,3 +44,50 @@ def constants(dtype: Any, columns: int, lanes: int, held: int, **more: Any) -> C
 def _registers(columns: int, threads: int, lanes: int, held: int) -> int:
     """Return how many registers a thread fills with its values of a row."""
     return -(-columns // (threads * lanes)) * lanes * held
+
+
+def lie(*arrays: Any) -> tuple[Sequence[Any], tuple[int, ...]]:
+    """Return arrays for a kernel to walk, and where their rows lie: inner, then two of each array.
+
+    Row r of an array starts ``r // inner * outer + r % inner * step`` values after its first:
+    so lie the rows of a slice of the last axis, and the heads of a slice.  Arrays whose rows lie
+    in no such order are packed; those that have gaps come as flat views of all they span.
+    """
+    rows, columns = arrays[0].size // arrays[0].shape[-1], arrays[0].shape[-1]
+    if all(a is None or a.flags.c_contiguous for a in arrays):
+        return arrays, (rows, *(0, columns) * len(arrays))
+    axes = _axes([a for a in arrays if a is not None], columns)
+    if len(axes) > 2 or (len(axes) == 2 and rows >= 2**32):  # which a kernel divides in 32 bits
+        return lie(*map(packed, arrays))
+    (_, outer), (inner, step) = ([(1, (0,) * len(arrays))] * 2 + axes)[-2:]
+    strides = zip(outer, step, strict=False)
+    found = [(0, 0) if a is None else next(strides) for a in arrays]
+    flat = [a if a is None else spanned(a) for a in arrays]
+    return flat, (inner, *(stride for pair in found for stride in pair))
+
+
+def _axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return length and strides of the fewest axes that number the rows of all these arrays."""
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for axis, length in enumerate(arrays[0].shape[:-1]):
+        strides = tuple(a.strides[axis] // a.itemsize for a in arrays)
+        if length == 1:
+            continue
+        if axes and axes[-1][1] == tuple(length * stride for stride in strides):
+            axes[-1] = axes[-1][0] * length, strides
+        else:
+            axes.append((length, strides))
+    readable = all(
+        (a.strides[-1] == a.itemsize or columns == 1)
+        and all(stride >= 0 and stride % a.itemsize == 0 for stride in a.strides)
+        for a in arrays
+    )
+    return axes if readable else [(0, ())] * 3
+
+
+def spanned(array: Any) -> Any:
+    """Return the memory from the first to the last element of an array as one axis."""
+    extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    library = np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+    view = library.lib.stride_tricks.as_strided
+    return view(array, (extent // array.itemsize + 1,), (array.itemsize,))

@@ -7,12 +7,13 @@ Pairs are (i, i + dim / 2); angle = position * rope_theta**(-2 i / dim).
 
 import numpy as np
 
-from .._arrays import empty, packed
 from .._op import op
 from .._typing import Array
 from ..errors import ShapeError
 from .rope import launch_rope, rotated
-from .rope_tables import frequencies
+from .rope_tables import check_base, frequencies
+
+WIDEST = 4096  # columns of a head whose angles a block keeps in shared memory
 
 
 def apply_rotary_embedding(
@@ -65,6 +66,9 @@ def _launch(
     return _launched(q, k, positions, rope_theta, False)
 
 
+apply_rotary_embedding_forward.strided = "q", "k"
+
+
 @apply_rotary_embedding_forward.gradient(
     "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
     " positions(batch|1, tokens): int -> dq(batch, tokens, heads, dim),"
@@ -83,24 +87,32 @@ def apply_rotary_embedding_backward(
 def _launch_backward(
     dturned_q: Array, dturned_k: Array, positions: Array, *, rope_theta: float = 10000.0
 ) -> tuple[Array, Array, None]:
-    return *_launched(dturned_q, dturned_k, positions, rope_theta, True), None
+    turned = _launched(dturned_q, dturned_k, positions, rope_theta, True)
+    return NotImplemented if turned is NotImplemented else (*turned, None)
+
+
+apply_rotary_embedding_backward.strided = "dturned_q", "dturned_k"
 
 
 def _launched(
     q: Array, k: Array, positions: Array, base: float, inverse: bool
 ) -> tuple[Array, Array]:
-    """Turn q and k by tables that hold one row for each of positions, in their order."""
-    cos, sin = (packed(a).reshape(positions.size, -1) for a in _angles(q, positions, base))
-    turned_q, turned_k = (empty(x.shape, x.dtype, like=x) for x in (q, k))
-    launch_rope((q, k), (turned_q, turned_k), cos, sin, None, False, inverse, positions.size)
-    return turned_q, turned_k
+    """Turn q and k by angles that the kernel works out: no table, nothing sent to the device."""
+    check_base(base)
+    _check_dim(q)
+    if q.shape[3] > WIDEST:
+        return NotImplemented
+    return launch_rope(q, k, None, positions, inverse=inverse, base=base)
+
+
+def _check_dim(x: Array) -> None:
+    if x.shape[3] % 2:
+        raise ShapeError(f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn")
 
 
 def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:
     """Return cosines and sines of the tokens: (tokens, 1, half) or (batch, tokens, 1, half)."""
-    dim = x.shape[3]
-    if dim % 2:
-        raise ShapeError(f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn")
-    frequency = np.asarray(frequencies(dim, base), like=x)
+    _check_dim(x)
+    frequency = frequencies(x.shape[3], base, like=x)
     angle = positions.astype(np.float32)[..., None, None] * frequency
     return np.cos(angle), np.sin(angle)

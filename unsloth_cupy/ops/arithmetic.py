@@ -79,6 +79,18 @@ def scale_backward(dy: Array, *, factor: float) -> Array:
 scale_backward.kernel(_launch_scale)  # of dy
 
 
+@op("x(*axes), factor: table -> y(*axes)")
+def scale_by(x: Array, factor: Array) -> Array:
+    """Return ``y = factor * x``, rounded once; factor, of shape (), may lie on a GPU unread."""
+    return x * factor
+
+
+@scale_by.gradient("dy(*axes), factor: table -> dx(*axes), dfactor: none")
+def scale_by_backward(dy: Array, factor: Array) -> tuple[Array, None]:
+    """Return the gradient of x."""
+    return dy * factor, None
+
+
 @op("x(*axes) -> y(*shape)", widen=False)
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Return the elements of x in another shape; one size may be -1.

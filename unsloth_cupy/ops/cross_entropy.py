@@ -6,17 +6,13 @@ lse = log(sum(exp(z)))        z = softcap * tanh(logits / softcap), or the logit
 Label smoothing: Szegedy et al., 2016.  z_loss: Chowdhery et al., PaLM, 2022.
 """
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 
-from .._arrays import empty, lanes
-from .._jit import Constants, load
+from .._arrays import empty
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError, RangeError
-from .softmax import finite
+from ._cross_entropy_launch import launch_losses, launch_slopes
+from ._losses import check_labels, checked, losses, slopes
 
 
 def cross_entropy(
@@ -56,7 +52,8 @@ def cross_entropy(
     Raises
     ------
     RangeError
-        A label is neither in the vocabulary nor equal to ignore.
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU, whose labels nobody
+        reads, its loss is NaN, and the next ``check_errors()`` raises.
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
@@ -78,39 +75,9 @@ def cross_entropy_forward(
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Return loss as cross_entropy does, and lse, for the backward op."""
-    check_options("cross_entropy", smoothing, z_loss, softcap)
+    options = checked("cross_entropy", ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy", labels, ignore, logits.shape[-1])
-    out = np.empty_like(logits, order="C")
-    z = logits if softcap is None else capped(logits, softcap, out)
-    return losses(z, labels, ignore, smoothing, z_loss, out)
-
-
-@cache
-def _constants(
-    logits: Any, labels: Any, vocab: int, lanes: int, cap: bool, smoothing: bool, backward: bool
-) -> Constants:
-    """Return the constants of cross_entropy.cu for these dtypes and this vocabulary.
-
-    Forward, a thread has four accesses in flight: rows of up to 128 accesses share a warp, and
-    512 threads walk a long one.  Backward, a thread has one access, and a row many blocks.
-    """
-    vectors = -(-vocab // lanes)
-    if backward:
-        row_threads = max(64, min(256, -(-vectors // 32) * 32))
-    elif vectors <= 128:
-        row_threads = 1 << (-(-vectors // 4) - 1).bit_length()
-    else:
-        row_threads = min(512, -(-vectors // 128) * 32)
-    return Constants(
-        T=logits,
-        I=labels,
-        COLUMNS=vocab,
-        LANES=lanes,
-        ROW_THREADS=row_threads,
-        THREADS=row_threads if row_threads > 32 or backward else 128,
-        SOFTCAP=cap,
-        SMOOTHING=smoothing,
-    )
+    return losses(logits, labels, options)
 
 
 @cross_entropy_forward.kernel
@@ -123,23 +90,9 @@ def _launch(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
-    check_options("cross_entropy", smoothing, z_loss, softcap)
-    vocab = logits.shape[-1]
+    options = checked("cross_entropy", ignore, smoothing, z_loss, softcap)
     loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
-    constants = _constants(
-        logits.dtype,
-        labels.dtype,
-        vocab,
-        lanes(vocab, logits),
-        softcap is not None,
-        smoothing > 0,
-        False,
-    )
-    blocks = -(-labels.size * constants["ROW_THREADS"] // constants["THREADS"])
-    kernel = load("cross_entropy.cu", "cross_entropy_forward", logits, constants)
-    kernel[blocks, constants["THREADS"]](
-        logits, labels, loss, lse, labels.size, ignore, smoothing, z_loss, softcap or 0
-    )
+    launch_losses(logits, labels, options, loss, lse)
     return loss, lse
 
 
@@ -160,11 +113,10 @@ def cross_entropy_backward(
     softcap: float | None = None,
 ) -> tuple[Array, None]:
     """Return the gradient of the logits; lse may have a gradient of its own."""
-    check_options("cross_entropy_backward", smoothing, z_loss, softcap)
+    options = checked("cross_entropy_backward", ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy_backward", labels, ignore, logits.shape[-1])
     out = np.empty_like(logits, order="C")
-    dlogits = slopes(logits, labels, lse, dloss, dlse, ignore, smoothing, z_loss, softcap, out)
-    return dlogits, None
+    return slopes(logits, labels, lse, dloss, dlse, options, out), None
 
 
 @cross_entropy_backward.kernel
@@ -180,114 +132,7 @@ def _launch_backward(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Array, None]:
-    check_options("cross_entropy_backward", smoothing, z_loss, softcap)
-    vocab, dlogits = logits.shape[-1], empty(logits.shape, logits.dtype, like=logits)
-    constants = _constants(
-        logits.dtype,
-        labels.dtype,
-        vocab,
-        lanes(vocab, logits),
-        softcap is not None,
-        smoothing > 0,
-        True,
-    )
-    threads = constants["THREADS"]
-    blocks = labels.size * -(-vocab // (threads * constants["LANES"]))
-    kernel = load("cross_entropy.cu", "cross_entropy_backward", logits, constants)
-    kernel[blocks, threads](
-        dloss, dlse, logits, labels, lse, dlogits, ignore, smoothing, z_loss, softcap or 0
-    )
+    options = checked("cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    dlogits = empty(logits.shape, logits.dtype, like=logits)
+    launch_slopes(logits, labels, lse, dloss, dlse, options, dlogits)
     return dlogits, None
-
-
-def check_options(call: str, smoothing: float, z_loss: float, softcap: float | None) -> None:
-    """Raise for an option that makes no sense."""
-    if not 0 <= smoothing <= 1:
-        raise ConfigError(f"{call}(smoothing={smoothing}): smoothing must be in [0, 1]")
-    if not 0 <= z_loss < np.inf:
-        raise ConfigError(f"{call}(z_loss={z_loss}): z_loss must be 0 or more")
-    if softcap is not None and not 0 < softcap < np.inf:
-        raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
-
-
-def check_labels(call: str, labels: Array, ignore: int, vocab: int) -> None:
-    """Raise for a label outside the vocabulary, on the host: reading a GPU's would stall it."""
-    if isinstance(labels, np.ndarray):
-        wrong = labels[(labels != ignore) & ((labels < 0) | (labels >= vocab))]
-        if wrong.size:
-            raise RangeError(
-                f"{call}: labels holds {wrong[0]}; it must be in 0 .. {vocab - 1}, the vocab axis,"
-                f" or ignore={ignore}, for a row without a label"
-            )
-
-
-def capped(logits: Array, softcap: float, out: Array) -> Array:
-    """Write ``softcap * tanh(logits / softcap)`` to out and return it."""
-    np.divide(logits, softcap, out=out)
-    np.tanh(out, out=out)
-    out *= softcap
-    return out
-
-
-def losses(
-    z: Array, labels: Array, ignore: int, smoothing: float, z_loss: float, out: Array
-) -> tuple[Array, Array]:
-    """Return loss and lse; out, which may be z itself, holds the exponentials."""
-    if not z.size:
-        loss = np.zeros_like(z, shape=labels.shape)
-        return loss, np.full_like(loss, -np.inf)
-    counts = labels != ignore
-    target = np.take_along_axis(z, np.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
-    if smoothing:
-        target = (1 - smoothing) * target + smoothing * z.mean(axis=-1)
-    top = finite(z.max(axis=-1))
-    np.subtract(z, top[..., None], out=out)
-    np.exp(out, out=out)
-    with np.errstate(divide="ignore"):  # a row that holds nothing but -inf: log(0) is its lse
-        log = np.log(out.sum(axis=-1))
-    lse = log + top
-    loss = finite(log) + (top - target)  # not lse - target, which cancels far from 0
-    if z_loss:
-        loss = loss + z_loss * finite(lse) ** 2
-    return np.where(counts, loss, 0), lse
-
-
-def slopes(
-    logits: Array,
-    labels: Array,
-    lse: Array,
-    dloss: Array,
-    dlse: Array | None,
-    ignore: int,
-    smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    out: Array,
-) -> Array:
-    """Write the gradient of the logits to out, which may be the logits, and return it."""
-    vocab = logits.shape[-1]
-    if not logits.size:
-        return out
-    z, slope = logits, None
-    if softcap is not None:
-        z = capped(logits, softcap, out)
-        slope = z / softcap
-        np.square(slope, out=slope)
-        np.subtract(1, slope, out=slope)  # the derivative of the cap
-    counts, lse = labels != ignore, finite(lse)
-    weight = np.where(counts, dloss, 0)
-    share = weight * (1 + 2 * z_loss * lse)
-    share = share if dlse is None else share + dlse
-    np.subtract(z, lse[..., None], out=out)
-    np.exp(out, out=out)
-    out *= share[..., None]
-    if smoothing:
-        out -= (weight * (smoothing / vocab))[..., None]
-    rows = out.reshape(labels.size, vocab)
-    chosen = np.where(counts, labels, 0).ravel()
-    rows[np.arange(labels.size, like=chosen), chosen] -= ((1 - smoothing) * weight).ravel()
-    if slope is not None:
-        out *= slope
-    if dlse is None:
-        rows[~counts.ravel()] = 0  # whatever their logits hold, NaN too
-    return out

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from .. import faults
 from .._arrays import empty, lanes, packed, scipy_of
-from .._jit import Constants, load
+from .._jit import load
 from .._op import op
+from .._source import Constants
 from .._typing import Array
+
+REPORTER = faults.reporter("embedding", "tokens", "vocab")
 
 
 @op("tokens(*rows): int < vocab, weight(vocab, hidden) -> x(*rows, hidden)", widen=False)
@@ -32,7 +36,8 @@ def embedding(tokens: Array, weight: Array) -> Array:
     Raises
     ------
     RangeError
-        A token lies outside the vocabulary.
+        A token lies outside the vocabulary.  On a GPU, whose tokens nobody reads, its row is NaN,
+        and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
@@ -57,7 +62,9 @@ def _launch(tokens: Array, weight: Array) -> Array:
     constants = _constants(weight.dtype, tokens.dtype, hidden, lanes(hidden, weight))
     vectors, threads = x.size // constants["LANES"], constants["THREADS"]
     kernel = load("embedding.cu", "embedding", weight, constants)
-    kernel[-(-vectors // threads), threads](tokens, weight, x, tokens.size, vocab)
+    kernel[-(-vectors // threads), threads](
+        tokens, weight, x, faults.record(weight), REPORTER, tokens.size, vocab
+    )
     return x
 
 

@@ -10,10 +10,11 @@ import math
 
 import numpy as np
 
-from .._arrays import empty, scipy_of
+from .._arrays import empty, packed, scipy_of
 from .._op import op
 from .._typing import Array
 from ._flat import launch_flat
+from ._in_place import check_changeable, in_one_piece
 from .swiglu import sigmoid
 
 CUBIC = 0.044715
@@ -75,6 +76,62 @@ def _launch_backward(
     dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
     launch_flat("geglu.cu", "geglu_backward", (dy, gate, up, dgate, dup), APPROXIMATE=approximate)
     return dgate, dup
+
+
+def geglu_backward_(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    """Write ``geglu_backward`` of gate and up over gate and up: no array is allocated.
+
+    Parameters
+    ----------
+    dy : (*axes) float
+        Gradient of y.
+    gate, up : (*axes) float
+        What y came from; to be written to.
+    approximate : bool
+        As in ``geglu``.
+
+    Returns
+    -------
+    dgate, dup : gate and up themselves
+
+    Raises
+    ------
+    ConfigError
+        gate or up cannot be written to.
+    GradientError
+        gate or up is on a tape, whose record a change would falsify.
+    ShapeError, DTypeError
+        As ``geglu``; nothing is then changed.
+    """
+    check_changeable("geglu_backward_", "call geglu_backward", gate=gate, up=up)
+    geglu_backward_over_(dy, gate, up, approximate=approximate)
+    return gate, up
+
+
+@op(
+    "dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)",
+    widen=False,  # a widened copy would take the gradient in its place
+)
+def geglu_backward_over_(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    """Write ``geglu_backward`` over gate and up, and return them."""
+    gate[...], up[...] = geglu_backward(dy, gate, up, approximate=approximate)
+    return gate, up
+
+
+@geglu_backward_over_.kernel
+def _launch_backward_over(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    if not in_one_piece(gate, up):
+        return geglu_backward_over_.definition(dy, gate, up, approximate=approximate)
+    launch_flat(
+        "geglu.cu", "geglu_backward", (packed(dy), gate, up, gate, up), APPROXIMATE=approximate
+    )
+    return gate, up
 
 
 def _share(x: Array, approximate: bool) -> Array:

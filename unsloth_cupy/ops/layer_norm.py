@@ -5,18 +5,12 @@ y = (h - mean) * rstd * weight + bias      h = x + residual,  rstd = 1 / sqrt(va
 Ba, Kiros and Hinton, Layer Normalization, 2016.
 """
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 
-from .._arrays import empty, lanes
-from .._jit import Constants, load
 from .._op import op
 from .._typing import Array
 from ..errors import ConfigError
-from . import rms_norm
-from ._device import processors
+from . import _norm
 
 
 def layer_norm(
@@ -88,26 +82,6 @@ def layer_norm_forward(
     return y, h, mean, rstd
 
 
-@cache
-def _constants(
-    x: Any, weight: Any, bias: Any, residual: bool, hidden: int, lanes: int, backward: bool
-) -> Constants:
-    """Return the constants of layer_norm.cu: rows are shared out as those of rms_norm are.
-
-    A second mean and a second difference take registers.  Forward, 1024 threads hold 16 values
-    each, not 32.  Backward, an SM holds 512 threads, or 640 where there is neither bias nor dh,
-    and rows beyond 16 values a thread are read twice.
-    """
-    shared = rms_norm._constants(x, weight, bias, residual, hidden, lanes, backward)
-    held = 640 if bias is None and not residual else 512
-    changed = {
-        "RESIDENT": max(1, held // shared["THREADS"]),
-        "KEEP": shared["KEEP"] and hidden <= 16 * 1024,
-        "KEEP_BACKWARD": hidden <= 16 * 512,
-    }
-    return Constants(**{**shared, **changed})
-
-
 @layer_norm_forward.kernel
 def _launch_forward(
     x: Array,
@@ -118,26 +92,11 @@ def _launch_forward(
     eps: float = 1e-5,
 ) -> tuple[Array, Array, Array, Array]:
     _check(eps)
-    hidden, rows = x.shape[-1], x.size // x.shape[-1]
-    y, h = empty(x.shape, x.dtype, like=x), x
-    if residual is not None:
-        h = empty(x.shape, x.dtype, like=x)
-    mean, rstd = (empty(x.shape[:-1], np.float32, like=x) for _ in range(2))
-    constants = _constants(
-        x.dtype,
-        weight.dtype,
-        None if bias is None else bias.dtype,
-        residual is not None,
-        hidden,
-        lanes(hidden, x, residual, weight, bias),
-        False,
-    )
-    blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
-    kernel = load("layer_norm.cu", "layer_norm_forward", x, constants)
-    kernel[blocks, constants["THREADS"]](
-        x, weight, residual, bias, y, None if h is x else h, mean, rstd, rows, eps
-    )
+    y, h, mean, rstd = _norm.forward("layer_norm", 2, x, weight, residual, bias, eps)
     return y, h, mean, rstd
+
+
+layer_norm_forward.strided = "x", "residual"
 
 
 def _check(eps: float) -> None:
@@ -193,28 +152,8 @@ def _launch_backward(
     mean: Array,
     rstd: Array,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    hidden, rows = h.shape[-1], h.size // h.shape[-1]
-    dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
-    dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
-    constants = _constants(
-        h.dtype,
-        weight.dtype,
-        None if bias is None else bias.dtype,
-        dh is not None,
-        hidden,
-        lanes(hidden, h, dy, dh, weight),
-        True,
-    )
-    # as many blocks as the device holds at once, so that each sums many rows before it writes
-    blocks = -(-rows * constants["ROW_THREADS"] // constants["THREADS"])
-    blocks = min(blocks, processors(h) * constants["RESIDENT"])
-    partial = empty((1 if bias is None else 2, blocks, hidden), np.float32, like=h)
-    kernel = load("layer_norm.cu", "layer_norm_backward", h, constants)
-    kernel[blocks, constants["THREADS"]](dy, dh, h, weight, mean, rstd, dx, partial, rows)
-
-    dtypes = rms_norm._sum_constants(constants["W"], constants["B"])
-    kernel = load("column_sum.cu", "column_sum", h, dtypes)
-    warps = min(32, -(-blocks // 2))  # a warp adds at least 2 rows
-    grid = (-(-hidden // 32), len(partial))
-    kernel[grid, 32 * warps](partial, dweight, dbias, blocks, hidden)
+    dx, dweight, dbias = _norm.backward("layer_norm", (mean, rstd), dy, dh, h, weight, bias)
     return dx, dweight, dbias, None if residual is None else dx
+
+
+layer_norm_backward.strided = "dy", "dh", "h"

@@ -7,10 +7,11 @@ So et al., Primer: Searching for Efficient Transformers for Language Modeling, 2
 
 import numpy as np
 
-from .._arrays import empty
+from .._arrays import empty, packed
 from .._op import op
 from .._typing import Array
 from ._flat import launch_flat
+from ._in_place import check_changeable, in_one_piece
 
 
 @op("x(*axes) -> y(*axes)")
@@ -55,3 +56,49 @@ def _launch_backward(dy: Array, x: Array) -> Array:
     dx = empty(x.shape, x.dtype, like=x)
     launch_flat("relu2.cu", "relu2_backward", (dy, x, dx))
     return dx
+
+
+def relu2_backward_(dy: Array, x: Array) -> Array:
+    """Write ``relu2_backward`` of x over x: no array is allocated.
+
+    Parameters
+    ----------
+    dy : (*axes) float
+        Gradient of y.
+    x : (*axes) float
+        What y came from; to be written to.
+
+    Returns
+    -------
+    dx : x itself
+
+    Raises
+    ------
+    ConfigError
+        x cannot be written to.
+    GradientError
+        x is on a tape, whose record a change would falsify.
+    ShapeError, DTypeError
+        As ``relu2``; nothing is then changed.
+    """
+    check_changeable("relu2_backward_", "call relu2_backward", x=x)
+    relu2_backward_over_(dy, x)
+    return x
+
+
+@op(
+    "dy(*axes), x(*axes) -> dx(*axes)",
+    widen=False,  # a widened copy would take the gradient in its place
+)
+def relu2_backward_over_(dy: Array, x: Array) -> Array:
+    """Write ``relu2_backward`` over x, and return it."""
+    x[...] = relu2_backward(dy, x)
+    return x
+
+
+@relu2_backward_over_.kernel
+def _launch_backward_over(dy: Array, x: Array) -> Array:
+    if not in_one_piece(x):
+        return relu2_backward_over_.definition(dy, x)
+    launch_flat("relu2.cu", "relu2_backward", (packed(dy), x, x))
+    return x

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
-from .._jit import Constants, load
+from .._dtypes import FLOAT32
+from .._jit import load
 from .._op import op
+from .._source import Constants
 from .._typing import Array
 from ..errors import RangeError, ShapeError
+from ._steps import stepped
 
 INT64 = np.dtype("int64")
 
@@ -74,9 +77,10 @@ def _launch(
     interleaved: bool = False,
 ) -> Array:
     check_tables("rope", x, cos, positions)
-    y = empty(x.shape, x.dtype, like=x)
-    launch_rope((x, None), (y, None), cos, sin, positions, interleaved)
-    return y
+    return launch_rope(x, None, (cos, sin), positions, interleaved)[0]
+
+
+rope.strided = ("x",)
 
 
 @rope.gradient(
@@ -98,9 +102,11 @@ def _launch_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:
     check_tables("rope_backward", dy, cos, positions)
-    dx = empty(dy.shape, dy.dtype, like=dy)
-    launch_rope((dy, None), (dx, None), cos, sin, positions, interleaved, inverse=True)
+    dx, _ = launch_rope(dy, None, (cos, sin), positions, interleaved, inverse=True)
     return dx, None, None, None
+
+
+rope_backward.strided = ("dy",)
 
 
 def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> None:
@@ -154,6 +160,7 @@ def _constants(
     interleaved: bool,
     inverse: bool,
     in_place: bool = False,
+    angles: bool = False,
 ) -> Constants:
     """Return the constants of rope.cu for these dtypes and this shape of a token.
 
@@ -161,7 +168,7 @@ def _constants(
     About 256 threads a block, of as many tokens as it takes.
     """
     pairs = lanes // 2 if interleaved and lanes > 1 else lanes
-    columns = min(half // pairs, 256)
+    columns = max(1, min(half // pairs, 256))
     slots = max(1, min(-(-sum(heads) // 4), 256 // columns))
     return Constants(
         T=x,
@@ -178,40 +185,54 @@ def _constants(
         INTERLEAVED=interleaved,
         INVERSE=inverse,
         IN_PLACE=in_place,
+        ANGLES=angles,
     )
 
 
 def launch_rope(
-    given: tuple[Array, Array | None],
-    turned: tuple[Array, Array | None],
-    cos: Array,
-    sin: Array,
+    q: Array,
+    k: Array | None,
+    tables: tuple[Array, Array] | None,
     positions: Array | None,
-    interleaved: bool,
+    interleaved: bool = False,
+    *,
     inverse: bool = False,
-    period: int | None = None,
-) -> None:
-    """Turn q and k, or x and None, into the arrays of turned, which may be those of given.
+    in_place: bool = False,
+    base: float = 1.0,
+) -> tuple[Array, Any]:
+    """Return q and k turned by the rows of their positions; without tables, by angles of base.
 
-    Token t of the batch has the row positions[t % period], or t % period without positions.
+    In place they must have steps; see ``steps_of``.
     """
-    (q, k), (length, half) = given, cos.shape
-    batch, tokens, heads, dim = q.shape
-    if period is None:
-        period = tokens if positions is None else positions.size
+    turned: Any = q, k
+    if not in_place:
+        turned = [None if x is None else empty(x.shape, x.dtype, like=x) for x in turned]
+    (batch, tokens, heads, dim), kv_heads = q.shape, 0 if k is None else k.shape[2]
+    length, half = (0, dim // 2) if tables is None else tables[0].shape
+    cos, sin = (None, None) if tables is None else tables
+    flat_q, q_steps = stepped(q)
+    flat_k, k_steps = (None, (0, 0)) if k is None else stepped(k)
+    results = (flat_q, flat_k) if in_place else turned
     constants = _constants(
         q.dtype,
-        cos.dtype,
+        FLOAT32 if cos is None else cos.dtype,
         INT64 if positions is None else positions.dtype,
-        (heads, 0 if k is None else k.shape[2]),
+        (heads, kv_heads),
         dim,
         half,
-        lanes(math.gcd(half * (1 + interleaved), dim), q, k, *turned, cos, sin),
+        lanes(
+            math.gcd(half * (1 + interleaved), dim, *q_steps, *k_steps),
+            *(flat_q, flat_k, *results, cos, sin),
+        ),
         interleaved,
         inverse,
-        q is turned[0],
+        in_place,
+        tables is None,
     )
     blocks = -(-batch * tokens // constants["TOKENS"])
     threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
     kernel = load("rope.cu", "rope", q, constants)
-    kernel[blocks, threads](q, k, cos, sin, positions, *turned, batch * tokens, period, length)
+    period = tokens if positions is None else positions.size
+    sizes = batch * tokens, period, length, *q_steps, *k_steps
+    kernel[blocks, threads](flat_q, flat_k, cos, sin, positions, *results, *sizes, math.log2(base))
+    return turned[0], turned[1]

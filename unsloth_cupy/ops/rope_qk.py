@@ -5,15 +5,11 @@ y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with 
 Pairs and tables are those of ``rope``.
 """
 
-from typing import Any
-
-import numpy as np
-
-from .._arrays import empty, packed
+from .._arrays import packed
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError, GradientError
-from ..tape import Var
+from ._in_place import check_changeable
+from ._steps import steps_of
 from .rope import by_token, check_tables, launch_rope, rotated
 
 
@@ -67,9 +63,10 @@ def _launch(
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
     check_tables("rope_qk", q, cos, positions)
-    turned_q, turned_k = (empty(x.shape, x.dtype, like=x) for x in (q, k))
-    launch_rope((q, k), (turned_q, turned_k), cos, sin, positions, interleaved)
-    return turned_q, turned_k
+    return launch_rope(q, k, (cos, sin), positions, interleaved)
+
+
+rope_qk.strided = "q", "k"
 
 
 @rope_qk.gradient(
@@ -105,9 +102,11 @@ def _launch_backward(
     interleaved: bool = False,
 ) -> tuple[Array, Array, None, None, None]:
     check_tables("rope_qk_backward", dturned_q, cos, positions)
-    dq, dk = (empty(x.shape, x.dtype, like=x) for x in (dturned_q, dturned_k))
-    launch_rope((dturned_q, dturned_k), (dq, dk), cos, sin, positions, interleaved, inverse=True)
-    return dq, dk, None, None, None
+    given = dturned_q, dturned_k, (cos, sin), positions, interleaved
+    return *launch_rope(*given, inverse=True), None, None, None
+
+
+rope_qk_backward.strided = "dturned_q", "dturned_k"
 
 
 def rope_qk_(
@@ -141,14 +140,7 @@ def rope_qk_(
     RangeError, ShapeError, DTypeError
         As ``rope_qk``; q and k are then unchanged.
     """
-    arrays: dict[str, Any] = {"q": q, "k": k}
-    for name, array in arrays.items():
-        if isinstance(array, Var):
-            raise GradientError(f"rope_qk_: {name} is on a tape; call rope_qk, which leaves it")
-        if not hasattr(array, "__setitem__") or (
-            isinstance(array, np.ndarray) and not array.flags.writeable
-        ):
-            raise ConfigError(f"rope_qk_: {name} is read-only; call rope_qk, or pass a copy")
+    check_changeable("rope_qk_", "call rope_qk", q=q, k=k)
     rope_qk_over_(q, k, cos, sin, positions, interleaved=interleaved)
     return q, k
 
@@ -184,10 +176,7 @@ def _launch_over(
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
     check_tables("rope_qk_", q, cos, positions)
-    if q.flags.c_contiguous and k.flags.c_contiguous:
-        cos, sin = packed(cos), packed(sin)
-        positions = None if positions is None else packed(positions)
-        launch_rope((q, k), (q, k), cos, sin, positions, interleaved)
-    else:
-        rope_qk_over_.definition(q, k, cos, sin, positions, interleaved=interleaved)
-    return q, k
+    if steps_of(q) is None or steps_of(k) is None:
+        return rope_qk_over_.definition(q, k, cos, sin, positions, interleaved=interleaved)
+    tables = packed(cos), packed(sin)
+    return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)

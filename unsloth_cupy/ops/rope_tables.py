@@ -84,13 +84,21 @@ def rope_tables(
     return (cos, sin) if like is None else (_arrays.placed(cos, like), _arrays.placed(sin, like))
 
 
-def frequencies(dim: int, base: float, stretch: Array | float = 1.0) -> Array:
-    """Return ``base**(-2 i / dim) / stretch``, in radians per position: (dim / 2,) float32."""
-    if not 1 < base < math.inf:
-        raise ConfigError(f"rope: the base of the wavelengths is {base}; it must be above 1")
-    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(max(1, dim))
+def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:
+    """Return ``base**(-2 i / dim) / stretch``, in radians per position: (dim / 2,) float32.
+
+    They are computed where ``like`` lives: a captured graph cannot be sent arrays of the host.
+    """
+    check_base(base)
+    exponent = np.arange(0, dim, 2, dtype=np.float32, like=like) / np.float32(max(1, dim))
     wavelength = (base ** exponent.astype(np.float64)).astype(np.float32)
     return 1 / (np.float32(stretch) * wavelength)
+
+
+def check_base(base: float) -> None:
+    """Raise for a base that makes no wavelengths."""
+    if not 1 < base < math.inf:
+        raise ConfigError(f"rope: the base of the wavelengths is {base}; it must be above 1")
 
 
 # A rule returns frequencies, and the attention factor that multiplies cosines and sines.

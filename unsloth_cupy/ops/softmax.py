@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
-from .._jit import Constants, load
+from .._jit import load
 from .._op import op
+from .._source import Constants
 from .._typing import Array
 from ._rows import constants
 

@@ -7,10 +7,11 @@ Shazeer, GLU Variants Improve Transformer, 2020.
 
 import numpy as np
 
-from .._arrays import empty
+from .._arrays import empty, packed
 from .._op import op
 from .._typing import Array
 from ._flat import launch_flat
+from ._in_place import check_changeable, in_one_piece
 
 
 @op("gate(*axes), up(*axes) -> y(*axes)")
@@ -63,6 +64,52 @@ def _launch_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
     launch_flat("swiglu.cu", "swiglu_backward", (dy, gate, up, dgate, dup))
     return dgate, dup
+
+
+def swiglu_backward_(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """Write ``swiglu_backward`` of gate and up over gate and up: no array is allocated.
+
+    Parameters
+    ----------
+    dy : (*axes) float
+        Gradient of y.
+    gate, up : (*axes) float
+        What y came from; to be written to.
+
+    Returns
+    -------
+    dgate, dup : gate and up themselves
+
+    Raises
+    ------
+    ConfigError
+        gate or up cannot be written to.
+    GradientError
+        gate or up is on a tape, whose record a change would falsify.
+    ShapeError, DTypeError
+        As ``swiglu``; nothing is then changed.
+    """
+    check_changeable("swiglu_backward_", "call swiglu_backward", gate=gate, up=up)
+    swiglu_backward_over_(dy, gate, up)
+    return gate, up
+
+
+@op(
+    "dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)",
+    widen=False,  # a widened copy would take the gradient in its place
+)
+def swiglu_backward_over_(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """Write ``swiglu_backward`` over gate and up, and return them."""
+    gate[...], up[...] = swiglu_backward(dy, gate, up)
+    return gate, up
+
+
+@swiglu_backward_over_.kernel
+def _launch_backward_over(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    if not in_one_piece(gate, up):
+        return swiglu_backward_over_.definition(dy, gate, up)
+    launch_flat("swiglu.cu", "swiglu_backward", (packed(dy), gate, up, gate, up))
+    return gate, up
 
 
 def sigmoid(x: Array) -> Array:

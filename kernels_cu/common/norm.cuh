@@ -1,0 +1,341 @@
+// Rows that are normalised: the bodies of rms_norm.cu and of layer_norm.cu, which is CENTRED.
+//
+//   h = x + residual      mean = CENTRED ? sum(h) / HIDDEN : 0      hhat = (h - mean) * rstd
+//   rstd = 1 / sqrt(sum((h - mean)^2) / HIDDEN + eps)      y = hhat * (w + offset) + bias
+//
+//   g = dy * (w + offset)      dw = sum(dy * hhat)      dbias = sum(dy)
+//   dx = rstd * (g - hhat * mean(g * hhat) - (CENTRED ? mean(g) : 0)) + dh
+//
+//   traffic     forward   rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 2)
+//               backward  rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 3)
+//               and 4 bytes of a row's rstd and mean; w and bias stay in L1, the partial sums of dw
+//               and dbias in L2, and so does, without KEEP, what is read twice
+//   constants   T, W, B           dtypes of x, weight and bias
+//               HIDDEN            length of a row
+//               LANES             values of one access: 16 bytes, or what HIDDEN, the distances
+//                                 of rows and the addresses are multiples of
+//               ROW_THREADS       threads of a block that share a row: a power of two up to 32,
+//                                 or all
+//               THREADS           of a block
+//               CLUSTER           blocks that share a row: 1, or up to 8 from sm_90 on
+//               RESIDENT          blocks that an SM holds at least
+//               KEEP              a row stays on chip
+//               RESIDUAL, BIAS    h is another array than x, or dh is given; a bias is added
+//
+//   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
+//   warp and need no barrier; the blocks of a cluster share a wide one, and tell each other their
+//   sums through shared memory.  Backward, a block walks many rows, and every thread adds what its
+//   columns give to dw and dbias in shared memory, in float32, where nobody else comes.  A block
+//   writes one row of partial sums, which column_sum.cu adds in a fixed order: no atomics, equal
+//   bits.
+#pragma once
+#include "common/cluster.cuh"
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
+
+constexpr int ROWS = THREADS / ROW_THREADS;         // that a block holds side by side
+constexpr int STEP = CLUSTER * ROW_THREADS * LANES;  // columns between two vectors of a thread
+constexpr int DEPTH = (HIDDEN + STEP - 1) / STEP;    // vectors of a thread
+constexpr int WARPS = CLUSTER * THREADS / 32;        // that share a row of more than a warp
+
+__device__ __forceinline__ bool inside(int column) { return HIDDEN % STEP == 0 || column < HIDDEN; }
+
+// The columns of vector k of a thread of this block.
+__device__ __forceinline__ int column_of(int k, int thread = threadIdx.x % ROW_THREADS) {
+    return (rank_in<CLUSTER>() * ROW_THREADS + thread) * LANES + k * STEP;
+}
+
+// Sums over the threads that share a row; all of them get them.  Two calls in a row need two
+// `partial`, because a slow warp may still be reading the first.
+template <int N>
+__device__ __forceinline__ void row_sums(float (&v)[N], float (*partial)[WARPS]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = group_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(v[i]);
+    if constexpr (ROW_THREADS > 32) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int mine = rank_in<CLUSTER>() * (THREADS / 32) + warp;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (lane < CLUSTER) *of_block<CLUSTER>(&partial[i][mine], lane) = v[i];
+        meet<CLUSTER>();
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            v[i] = 0;
+#pragma unroll
+            for (int from = 0; from < WARPS; from += 32)
+                if (from + lane < WARPS) v[i] += partial[i][from + lane];
+            v[i] = group_sum<32>(v[i]);
+        }
+    }
+}
+
+// Where rows of an array start: `inner` of them `step` values apart, and such groups `outer`.  Rows
+// that make several groups are fewer than 2^32.
+struct Layout { long long inner, outer, step; };
+
+__device__ __forceinline__ long long start(long long row, const Layout &of) {
+    const unsigned turn = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
+    return turn * of.outer + (row - turn * of.inner) * of.step;
+}
+
+// ---- forward ----------------------------------------------------------------------------------
+// v = x + residual
+__device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *residual) {
+    load(v, x);
+    if constexpr (RESIDUAL) {
+        float r[LANES];
+        load(r, residual);
+#pragma unroll
+        for (int j = 0; j < LANES; j++) v[j] += r[j];
+    }
+}
+
+// Mean and centred squares of the values so far, vector by vector (Chan et al., 1979): no digits
+// are lost far from zero.
+struct Moments {
+    float count, mean, squares;
+    __device__ __forceinline__ void add(const float (&v)[LANES], float sum) {
+        const float apart = sum / LANES - mean, share = LANES / (count + LANES);
+#pragma unroll
+        for (int j = 0; j < LANES; j++) squares += (v[j] - sum / LANES) * (v[j] - sum / LANES);
+        squares += apart * apart * count * share;
+        mean += apart * share;
+        count += LANES;
+    }
+};
+
+__device__ __forceinline__ void forward(const T *x, const W *weight, const T *residual,
+                                        const B *bias, T *y, T *h, float *mean, float *rstd,
+                                        long long rows, const Layout &of_x,
+                                        const Layout &of_residual, float eps, float offset) {
+    __shared__ float partial[2][1][WARPS];
+    const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
+    const bool there = row < rows;
+    x += start(row, of_x);
+    if constexpr (RESIDUAL) residual += start(row, of_residual);
+    y += row * HIDDEN;
+    h += row * HIDDEN;
+    enter<CLUSTER>();
+
+    float kept[KEEP ? DEPTH : 1][LANES], sum[1] = {}, squares[1] = {};
+    Moments moments = {};
+#pragma unroll(KEEP ? DEPTH : 2)
+    for (int k = 0; k < DEPTH; k++) {
+        const int column = column_of(k);
+        if (!there || !inside(column)) continue;
+        float(&v)[LANES] = kept[KEEP ? k : 0], part = 0;
+        read(v, x + column, residual + column);
+        if constexpr (RESIDUAL) store(h + column, v);
+#pragma unroll
+        for (int j = 0; j < LANES; j++) part += CENTRED ? v[j] : v[j] * v[j];
+        (CENTRED ? sum : squares)[0] += part;
+        if constexpr (CENTRED && !KEEP) moments.add(v, part);
+    }
+    float centre = 0;
+    if constexpr (CENTRED) {
+        row_sums(sum, partial[0]);
+        centre = sum[0] / HIDDEN;
+        const float apart = moments.mean - centre;
+        squares[0] = moments.squares + moments.count * apart * apart;
+#pragma unroll
+        for (int k = 0; KEEP && k < DEPTH; k++) {
+            if (!there || !inside(column_of(k))) continue;
+#pragma unroll
+            for (int j = 0; j < LANES; j++) {
+                kept[k][j] -= centre;
+                squares[0] += kept[k][j] * kept[k][j];
+            }
+        }
+    }
+    row_sums(squares, partial[1]);
+    const float scale = 1 / sqrtf(squares[0] / HIDDEN + eps);
+    if (!there) return;
+    if (column_of(0) == 0) {
+        if constexpr (CENTRED) mean[row] = centre;
+        rstd[row] = scale;
+    }
+
+#pragma unroll(KEEP ? DEPTH : 2)
+    for (int k = 0; k < DEPTH; k++) {
+        const int column = column_of(k);
+        if (!inside(column)) continue;
+        float(&v)[LANES] = kept[KEEP ? k : 0];
+        if constexpr (!KEEP) {
+            read(v, x + column, residual + column);
+#pragma unroll
+            for (int j = 0; CENTRED && j < LANES; j++) v[j] -= centre;
+        }
+        float w[LANES], b[LANES] = {};
+        load(w, weight + column);
+        if constexpr (BIAS) load(b, bias + column);
+#pragma unroll
+        for (int j = 0; j < LANES; j++) v[j] = v[j] * scale * (w[j] + offset) + b[j];
+        store(y + column, v);
+    }
+}
+
+// ---- backward ---------------------------------------------------------------------------------
+constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS ? 2 : 4;  // rows read before they are read again
+constexpr int MEANS = 1 + CENTRED;           // of a row: of g * hhat; of g
+constexpr int SUMS = 1 + BIAS;               // of a column: dw; dbias
+// Whether dh fits into registers beside dy and h before the means are known.
+constexpr bool EARLY = KEEP && RESIDUAL && !CENTRED && !BIAS && sizeof(T) == 2;
+constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared memory
+
+struct Row { float scale, centre, mean[MEANS]; };
+
+// Add one vector's g * hhat, and g, to the sums of its row.
+__device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy,
+                                    const Vector<T, LANES> &of_h, const W *weight, float offset,
+                                    const Row &row) {
+    float dy[LANES], h[LANES], w[LANES];
+    widen(dy, of_dy);
+    widen(h, of_h);
+    load(w, weight);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        const float g = dy[j] * (w[j] + offset);
+        sum[0] += g * ((h[j] - row.centre) * row.scale);
+        if constexpr (CENTRED) sum[1] += g;
+    }
+}
+
+// Write one vector of dx, and add what it gives to dw, and dbias.
+__device__ __forceinline__ void gradients(T *dx, float (&sums)[SUMS][LANES],
+                                          const Vector<T, LANES> &of_dy,
+                                          const Vector<T, LANES> &of_h,
+                                          const Vector<T, LANES> &of_dh, const float (&w)[LANES],
+                                          float offset, const Row &row) {
+    float dy[LANES], h[LANES], d[LANES];
+    widen(dy, of_dy);
+    widen(h, of_h);
+#pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        const float hhat = (h[j] - row.centre) * row.scale;
+        float g = dy[j] * (w[j] + offset) - hhat * row.mean[0];
+        if constexpr (CENTRED) g -= row.mean[1];
+        d[j] = row.scale * g;
+        sums[0][j] += dy[j] * hhat;
+        if constexpr (BIAS) sums[1][j] += dy[j];
+        if constexpr (RESIDUAL) d[j] += (float)of_dh.at[j];
+    }
+    store(dx, d);
+}
+
+// partial[0, i] is what the rows of the i-th block, or cluster, give to dw; partial[1, i] to dbias.
+__device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, const W *weight,
+                                         const float *mean, const float *rstd, T *dx,
+                                         float *partial, long long rows, const Layout &of_dy,
+                                         const Layout &of_dh, const Layout &of_h, float offset) {
+    DYNAMIC_SHARED(float, held);
+    __shared__ float exchange[2][MEANS][WARPS];
+    const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
+    int turn = 0;
+    // Where four sums of a thread lie; neighbours 16 bytes apart, so that no bank is asked twice.
+    // Without KEEP they are too many, and lie where they end.
+    const auto place = [&](int which, int k, int q, int thread) {
+        if constexpr (KEEP)
+            return held + (((which * DEPTH + k) * (LANES / QUAD) + q) * THREADS + thread) * QUAD;
+        else
+            return partial + ((long long)which * groups + group) * HIDDEN + column_of(k) + q * QUAD;
+    };
+    const auto set = [&](int which, int k, const float (&v)[LANES]) {
+#pragma unroll
+        for (int q = 0; q < LANES / QUAD; q++) {
+            float four[QUAD];
+#pragma unroll
+            for (int j = 0; j < QUAD; j++) four[j] = v[q * QUAD + j];
+            store(place(which, k, q, threadIdx.x), four);
+        }
+    };
+    const auto add = [&](float (&v)[LANES], int which, int k, int thread) {
+#pragma unroll
+        for (int q = 0; q < LANES / QUAD; q++) {
+            float four[QUAD];
+            load(four, place(which, k, q, thread));
+#pragma unroll
+            for (int j = 0; j < QUAD; j++) v[q * QUAD + j] += four[j];
+        }
+    };
+
+    for (int i = 0; i < SUMS * DEPTH; i++)
+        if (inside(column_of(i % DEPTH))) set(i / DEPTH, i % DEPTH, {});
+    enter<CLUSTER>();
+    for (long long top = (long long)group * ROWS * GROUP; top < rows;
+         top += groups * ROWS * GROUP) {
+        Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_h[KEEP ? DEPTH : 1];
+        Vector<T, LANES> kept_dh[EARLY ? DEPTH : 1];
+        const auto read_dh = [&](int k, long long at) {
+            fetch(kept_dh[EARLY ? k : 0], dh + start(at, of_dh) + column_of(k));
+        };
+        Row row[GROUP];
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            const long long at = top + i * ROWS + threadIdx.x / ROW_THREADS;
+            float sum[MEANS] = {};
+            if (at < rows) row[i] = {rstd[at], CENTRED ? mean[at] : 0};
+            const T *const dys = dy + start(at, of_dy), *const hs = h + start(at, of_h);
+            const auto read = [&](int k) {
+                if (at >= rows || !inside(column_of(k))) return;
+                fetch(kept_dy[KEEP ? k : 0], dys + column_of(k));
+                fetch(kept_h[KEEP ? k : 0], hs + column_of(k));
+            };
+#pragma unroll
+            for (int k = 0; KEEP && k < DEPTH; k++) read(k);  // all of them under way at once
+#pragma unroll(KEEP ? DEPTH : 2)
+            for (int k = 0; k < DEPTH; k++) {
+                if constexpr (!KEEP) read(k);
+                if (at < rows && inside(column_of(k)))
+                    dot(sum, kept_dy[KEEP ? k : 0], kept_h[KEEP ? k : 0], weight + column_of(k),
+                        offset, row[i]);
+            }
+#pragma unroll
+            for (int k = 0; EARLY && k < DEPTH; k++)
+                if (at < rows && inside(column_of(k))) read_dh(k, at);
+            row_sums(sum, exchange[turn]);
+            turn ^= 1;
+#pragma unroll
+            for (int m = 0; m < MEANS; m++) row[i].mean[m] = sum[m] / HIDDEN;
+        }
+#pragma unroll(KEEP ? DEPTH : 1)
+        for (int k = 0; k < DEPTH; k++) {
+            const int column = column_of(k);
+            if (!inside(column)) continue;
+            float w[LANES], sums[SUMS][LANES] = {};
+            load(w, weight + column);
+#pragma unroll
+            for (int which = 0; ROWS > 1 && which < SUMS; which++)
+                add(sums[which], which, k, threadIdx.x);  // without a barrier it stays in registers
+#pragma unroll
+            for (int i = 0; i < GROUP; i++) {
+                const long long at = top + i * ROWS + threadIdx.x / ROW_THREADS;
+                if (at >= rows) continue;
+                if constexpr (!KEEP) {
+                    fetch(kept_dy[0], dy + start(at, of_dy) + column);
+                    fetch(kept_h[0], h + start(at, of_h) + column);
+                }
+                if constexpr (RESIDUAL && !EARLY) read_dh(k, at);
+                const int kept = KEEP ? k : 0;
+                gradients(dx + at * HIDDEN + column, sums, kept_dy[kept], kept_h[kept],
+                          kept_dh[EARLY ? k : 0], w, offset, row[i]);
+            }
+#pragma unroll
+            for (int which = 0; which < SUMS; which++) {
+                if constexpr (ROWS == 1) add(sums[which], which, k, threadIdx.x);
+                set(which, k, sums[which]);
+            }
+        }
+    }
+    if constexpr (KEEP) {
+        if constexpr (ROWS > 1) __syncthreads();
+        for (int i = threadIdx.x; i < SUMS * DEPTH * ROW_THREADS; i += THREADS) {
+            const int which = i / (DEPTH * ROW_THREADS), k = i / ROW_THREADS % DEPTH;
+            const int thread = i % ROW_THREADS, column = column_of(k, thread);
+            if (!inside(column)) continue;
+            float sum[LANES] = {};
+#pragma unroll(ROWS > 4 ? 4 : ROWS)
+            for (int r = 0; r < ROWS; r++) add(sum, which, k, thread + r * ROW_THREADS);
+            store(partial + ((long long)which * groups + group) * HIDDEN + column, sum);
+        }
+    }
+}

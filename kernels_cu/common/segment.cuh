@@ -1,0 +1,49 @@
+// Sequences that lie end to end: which one a block works on, and which tile of it.
+#pragma once
+
+// Tokens first .. first + count - 1 of an array of `tokens`, whatever the offsets hold.
+struct Run {
+    int first, count;
+};
+template <class O>
+__device__ __forceinline__ Run run_of(const O *offsets, int sequence, int tokens) {
+    const long long first = max(0ll, min((long long)tokens, (long long)offsets[sequence]));
+    const long long stop = max(first, min((long long)tokens, (long long)offsets[sequence + 1]));
+    return {(int)first, (int)(stop - first)};
+}
+
+// Where the stats of a sequence begin, which are padded: no two sequences share PADDING of them.
+constexpr int PADDING = 128;
+template <class O>
+__device__ __forceinline__ int stats_of(const O *offsets, int sequence, int tokens) {
+    return (run_of(offsets, sequence, tokens).first / PADDING + sequence) * PADDING;
+}
+
+struct Segment {
+    int sequence, tile;  // sequence is -1 beyond the last tile
+};
+
+// The index-th of the tiles of all sequences; each has its own, of ROWS tokens but the last.  All
+// lanes of a warp ask together: 32 sequences at a time.
+template <int ROWS, class O>
+__device__ __forceinline__ Segment segment(const O *offsets, int sequences, int tokens, int index) {
+    const int lane = threadIdx.x % 32;
+    for (int first = 0; first < sequences; first += 32) {
+        int count = 0;
+        if (first + lane < sequences)
+            count = (run_of(offsets, first + lane, tokens).count + ROWS - 1) / ROWS;
+        int stop = count;  // tiles up to this lane's sequence
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, stop, d);
+            if (lane >= d) stop += other;
+        }
+        const unsigned beyond = __ballot_sync(0xffffffffu, stop > index);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            return {first + found, index - __shfl_sync(0xffffffffu, stop - count, found)};
+        }
+        index -= __shfl_sync(0xffffffffu, stop, 31);
+    }
+    return {-1, 0};
+}

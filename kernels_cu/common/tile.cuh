@@ -1,0 +1,231 @@
+// Rows in shared memory, and what a warp multiplies from them: 16-bit values on tensor cores,
+// float32 by FMAs in the same layout, with 16-byte reads that a quarter or an eighth of a warp
+// shares.
+//
+// Of a result of 16 * M rows by 8 * N columns, float[M][N][4], a lane holds in each part of
+// 16 x 8: [0] and [1] of row lane / 4, [2] and [3] of 8 rows below.
+#pragma once
+#include <common/ptx.cuh>
+
+constexpr int padded(int columns) { return (columns + 15) / 16 * 16; }  // depth of a product
+
+// Rows of 16-byte chunks.  Eight neighbours at one chunk lie in eight groups of banks: by xor
+// where a row fills all banks, by an odd number of chunks elsewhere.
+template <class E, int COLUMNS> struct Tile {
+    static constexpr int CHUNK = 16 / sizeof(E);
+    static constexpr int CHUNKS = COLUMNS / CHUNK;
+    static constexpr bool XOR = CHUNKS % 8 == 0;
+    static constexpr int PITCH = (XOR ? CHUNKS : CHUNKS | 1) * CHUNK;
+    E *start;
+
+    __device__ __forceinline__ E *at(int row, int chunk) const {
+        return start + row * PITCH + (XOR ? chunk ^ (row & 7) : chunk) * CHUNK;
+    }
+    // Where a lane reads: `rows` and `chunks` beyond a row and a chunk of its own.  They share no
+    // bit with its own, so that they are a constant: of the address, or of one xor.  In bytes.
+    struct Lane {
+        const char *row;
+        int chunk;
+
+        __device__ __forceinline__ const char *at(int rows, int chunks) const {
+            const int mixed = XOR ? chunks & 7 : 0;  // the others are added: fewer addresses
+            return row + (chunk ^ mixed * 16) +
+                   (rows * (PITCH * (int)sizeof(E)) + (chunks - mixed) * 16);
+        }
+    };
+    __device__ __forceinline__ Lane lane(int row, int chunk) const {
+        const E *first = start + row * PITCH;
+        return {reinterpret_cast<const char *>(first), 16 * (XOR ? chunk ^ (row & 7) : chunk)};
+    }
+    // Begin to copy rows first .. first + COUNT, USED columns of them, with THREADS threads; rows
+    // from `stop` on and padding become 0.
+    template <int COUNT, int USED, int THREADS>
+    __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
+        constexpr int TURNS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++) {
+            const int i = turn * THREADS + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
+            if (COUNT * CHUNKS % THREADS != 0 && i >= COUNT * CHUNKS) break;
+            const bool inside = COLUMNS == USED || chunk * CHUNK < USED;
+            const E *real = from + (long long)min(first + row, stop - 1) * stride;
+            cp_async_16(at(row, chunk), real + (inside ? chunk * CHUNK : 0),
+                        inside && first + row < stop);
+        }
+    }
+};
+
+// ---- products ----------------------------------------------------------------------------------
+template <int M> using Fragment = uint32_t[M][4];  // 16 columns of 16 * M rows: what mma takes
+
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2], __half) {
+    mma_m16n8k16_f16(d, a, b, d);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
+                                         const uint32_t (&b)[2], __nv_bfloat16) {
+    mma_m16n8k16_bf16(d, a, b, d);
+}
+__device__ __forceinline__ uint32_t pair(float low, float high, __half) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&both);
+}
+__device__ __forceinline__ uint32_t pair(float low, float high, __nv_bfloat16) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&both);
+}
+
+// Rows from `row` on, columns from 16 * step on.
+template <int M, class E, int COLUMNS>
+__device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row,
+                                      int step) {
+    const auto from = tile.lane(row + threadIdx.x % 16, threadIdx.x / 16 % 2);
+#pragma unroll
+    for (int m = 0; m < M; m++) ldmatrix_x4(a[m], from.at(m * 16, step * 2));
+}
+
+// s = a @ b.T for rows of a from `row` on, with KEPT held as fragments, and 8 * N rows of b.
+template <bool KEPT, int M, int N, int STEPS, class E, int COLUMNS>
+__device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
+                                           const Tile<E, COLUMNS> &a, int row,
+                                           const Tile<E, COLUMNS> &b) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[m][n][i] = 0;
+    if constexpr (sizeof(E) == 2) {
+        const auto from = b.lane(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+        for (int step = 0; step < COLUMNS / 16; step++) {
+            Fragment<M> again;
+            if constexpr (!KEPT) fetch(again, a, row, step);
+            Fragment<M> &left = KEPT ? kept[KEPT ? step : 0] : again;
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                uint32_t right[4];
+                ldmatrix_x4(right, from.at(n * 8, step * 2));
+                const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply(s[m][n], left[m], b0, E());
+                    multiply(s[m][n + 1], left[m], b1, E());
+                }
+            }
+        }
+    } else {
+        const auto from = a.lane(row + lane / 4, 0);
+        const decltype(from) right[2] = {b.lane(lane % 4 * 2, 0), b.lane(lane % 4 * 2 + 1, 0)};
+#pragma unroll 2
+        for (int chunk = 0; chunk < COLUMNS / 4; chunk++) {
+            float4 x[M][2];
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    x[m][half] =
+                        *reinterpret_cast<const float4 *>(from.at(m * 16 + half * 8, chunk));
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float4 y = *reinterpret_cast<const float4 *>(right[e].at(n * 8, chunk));
+#pragma unroll
+                    for (int m = 0; m < M; m++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            // of a long row, sums of four first: fewer roundings in a row
+                            float &sum = s[m][n][half * 2 + e];
+                            float part = COLUMNS > 128 ? 0.0f : sum;
+                            part = fmaf(x[m][half].x, y.x, part);
+                            part = fmaf(x[m][half].y, y.y, part);
+                            part = fmaf(x[m][half].z, y.z, part);
+                            part = fmaf(x[m][half].w, y.w, part);
+                            sum = COLUMNS > 128 ? sum + part : part;
+                        }
+                }
+        }
+    }
+}
+
+// The first column of o[..][n] that a lane holds of a product below.  Of float32 it holds runs of
+// four, in two n.
+template <class E> __device__ __forceinline__ int column(int n) {
+    const int quarter = threadIdx.x % 4;
+    return sizeof(E) == 2 ? n * 8 + quarter * 2 : n / 2 * 16 + quarter * 4 + n % 2 * 2;
+}
+
+// o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.
+template <int M, int K, int N, class E, int COLUMNS>
+__device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p)[M][K][4],
+                                            const Tile<E, COLUMNS> &b) {
+    static_assert(N == COLUMNS / 8);
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(E) == 2) {
+        const auto from = b.lane(lane % 16, lane / 16);
+#pragma unroll
+        for (int k = 0; k < K; k += 2) {
+            Fragment<M> left;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    left[m][i] =
+                        pair(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1], E());
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                uint32_t right[4];
+                ldmatrix_x4_trans(right, from.at(k * 8, n));
+                const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply(o[m][n], left[m], b0, E());
+                    multiply(o[m][n + 1], left[m], b1, E());
+                }
+            }
+        }
+    } else {
+#pragma unroll
+        for (int row = 0; row < 8 * K; row++) {
+            float share[M][2];
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    share[m][half] = __shfl_sync(0xffffffffu, p[m][row / 8][half * 2 + row % 2],
+                                                 row % 8 / 2, 4);
+            // lanes differ in the last two bits of the chunk, the others are the same in all
+            constexpr bool XOR = Tile<E, COLUMNS>::XOR;
+            const auto from = b.lane(0, lane % 4 ^ (XOR ? row % 4 : 0));
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                const int chunks = XOR ? n * 2 ^ (row & 4) : n * 2;
+                const float4 y = *reinterpret_cast<const float4 *>(from.at(row, chunks));
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
+                        first[0] = fmaf(share[m][half], y.x, first[0]);
+                        first[1] = fmaf(share[m][half], y.y, first[1]);
+                        second[0] = fmaf(share[m][half], y.z, second[0]);
+                        second[1] = fmaf(share[m][half], y.w, second[1]);
+                    }
+            }
+        }
+    }
+}
+
+// Write USED columns of one row of such a sum, o[..] of a lane's upper (half 0) or lower 8 rows.
+template <int USED, int N, class E>
+__device__ __forceinline__ void put_row(E *to, const float (&o)[N][4], int half, float share) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        if (N * 8 != USED && column<E>(n) >= USED) continue;
+        const float first = o[n][half * 2] * share, second = o[n][half * 2 + 1] * share;
+        if constexpr (sizeof(E) == 2)
+            *reinterpret_cast<uint32_t *>(to + column<E>(n)) = pair(first, second, E());
+        else *reinterpret_cast<float2 *>(to + column<E>(n)) = make_float2(first, second);
+    }
+}

@@ -1,0 +1,130 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy._op import OPS
+from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+
+from ..parity import Case, KernelAlone, KernelParity, emulator
+from .golden_cases import agree
+
+SIZES: dict[str, Any] = {
+    **{"batch": 2, "tokens": 3, "heads": 4, "kv_heads": 2},
+    **{"dim": 64, "length": 5, "half": 32},
+}
+ROW = np.array([4, 0, 2])
+
+
+class TestQKNormRope(KernelParity):
+    op = "qk_norm_rope_forward"
+    cases = (
+        Case("tokens in order", **SIZES),
+        Case("positions of each row", **SIZES, given=["positions"], eps=0.5, offset=1.0),
+        Case(
+            "positions for all rows",
+            **SIZES | {"heads": 5, "dim": 7, "half": 3},
+            arrays={"positions": ROW},
+        ),
+        Case("neighbours", **SIZES | {"heads": 3}, given=["positions"], interleaved=True),
+        Case("part of a head", **SIZES | {"half": 8}),
+        Case("neighbours, part", **SIZES | {"half": 2, "dim": 7}, interleaved=True),
+        Case("a group of threads half full", **SIZES | {"heads": 1, "dim": 24, "half": 8}),
+        Case("slices", **SIZES, given=["positions"], gaps=True),
+        Case("no tokens", **SIZES | {"tokens": 0}),
+        Case("no pairs", **SIZES | {"half": 0, "dim": 1}),
+    )
+
+
+class TestQKNormRopeWide(KernelParity):
+    op = "qk_norm_rope_forward"
+    cases = (
+        Case("warps walk tokens", **SIZES | {"tokens": 37, "length": 37, "kv_heads": 1}),
+        Case("threads walk a head", **SIZES | {"heads": 9, "dim": 402, "half": 201}),
+        Case("no kernel", **SIZES | {"tokens": 1, "half": 0, "dim": 520}),
+    )
+    test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
+
+
+def _arrays(dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = [(2, 3, 4, 8), (2, 3, 2, 8), (8,), (8,)]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def test_equals_the_norm_and_the_turn() -> None:
+    (q, k, *weights), tables = _arrays(np.float64), uc.rope_tables(9, 6)
+    tables = [table.astype(np.float64) for table in tables]
+    normed = [uc.rms_norm(x, w, eps=1e-5) for x, w in zip((q, k), weights, strict=True)]
+    expected = uc.rope_qk(*normed, *tables, ROW)
+    for found, wanted in zip(
+        uc.qk_norm_rope(q, k, *weights, *tables, ROW, eps=1e-5), expected, strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-14)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_transformers(family: str) -> None:
+    """The norm and the rotation of a layer of Hugging Face, and their gradients."""
+    torch = pytest.importorskip("torch", reason="transformers computes with it")
+    pytest.importorskip("transformers", reason="the peer of qk_norm_rope")
+    module = __import__(
+        f"transformers.models.{family}.modeling_{family}", fromlist=["apply_rotary_pos_emb"]
+    )
+    (q, k, *weights), (cos, sin) = _arrays(), uc.rope_tables(3, 8)
+    make = getattr(module, {"qwen3": "Qwen3RMSNorm", "gemma3": "Gemma3RMSNorm"}[family])
+    norms = [make(8, eps=1e-6) for _ in weights]
+    for norm, weight in zip(norms, weights, strict=True):
+        norm.weight.data = torch.from_numpy(weight.copy())
+    theirs = [torch.tensor(x, requires_grad=True) for x in (q, k)]
+    normed = [norm(x).transpose(1, 2) for norm, x in zip(norms, theirs, strict=True)]
+    wide = (torch.from_numpy(np.concatenate([t, t], axis=1))[None] for t in (cos, sin))
+    turned = [x.transpose(1, 2) for x in module.apply_rotary_pos_emb(*normed, *wide)]
+    seeds = [np.random.default_rng(1).standard_normal(x.shape, np.float32) for x in (q, k)]
+    torch.autograd.backward(turned, [torch.from_numpy(seed) for seed in seeds])
+
+    offset = float(family == "gemma3")
+    given = (q, k, *weights, cos, sin)
+    *found, q_rstd, k_rstd = uc.qk_norm_rope_forward(*given, offset=offset)
+    for mine, their in zip(found, turned, strict=True):
+        agree(mine, their.detach().numpy())
+    back = uc.qk_norm_rope_backward(*seeds, *given, None, q_rstd, k_rstd, offset=offset)
+    for mine, their in zip(back, [*theirs, *(norm.weight for norm in norms)], strict=False):
+        agree(mine, their.grad.numpy())
+    assert back[4:] == (None, None, None)
+
+
+class TestPositionOutsideTheTables(KernelAlone):
+    """A GPU's positions are not read by the host: such a token is NaN, and only its own."""
+
+    op = "qk_norm_rope_forward"
+    cases = (Case("before and behind"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        arrays, tables = _arrays(dtype), uc.rope_tables(9, 8)
+        launch = OPS[self.op].launch
+        assert launch is not None
+        with emulator():
+            outside = launch(*arrays, *tables, np.array([9, 1, -1]))
+            inside = launch(*arrays, *tables, np.array([0, 1, 0]))
+        for found, wanted in zip(outside[:2], inside[:2], strict=True):
+            lost = np.isnan(found.astype(np.float32)).all(axis=(2, 3))
+            np.testing.assert_array_equal(lost, [[True, False, True]] * 2)
+            np.testing.assert_array_equal(found[:, 1], wanted[:, 1])
+
+
+def test_wrong_calls() -> None:
+    (q, k, *weights), tables = _arrays(), uc.rope_tables(9, 8)
+    with pytest.raises(ConfigError, match="eps must be 0 or more"):
+        uc.qk_norm_rope(q, k, *weights, *tables, eps=-1.0)
+    with pytest.raises(ShapeError, match="k_weight has dim=7; it must be 8"):
+        uc.qk_norm_rope(q, k, weights[0], weights[1][:7], *tables)
+    with pytest.raises(ShapeError, match="turns 10 columns"):
+        uc.qk_norm_rope(q, k, *weights, *uc.rope_tables(9, 10))
+    with pytest.raises(DTypeError, match="q_weight is float64; it must be float32"):
+        uc.qk_norm_rope(q, k, weights[0].astype(float), weights[1], *tables)
+    with pytest.raises(RangeError, match=r"positions holds 9; it must be in 0 .. 8"):
+        uc.qk_norm_rope(q, k, *weights, *tables, np.array([0, 9, 1]))
+    with pytest.raises(RangeError, match=r"make tables with rope_tables\(3, 8\)"):
+        uc.qk_norm_rope(q, k, *weights, *uc.rope_tables(2, 8))

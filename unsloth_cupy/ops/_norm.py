@@ -1,0 +1,166 @@
+"""How rms_norm and layer_norm are launched: kernels_cu/common/norm.cuh explains the constants."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .._arrays import empty, lanes
+from .._jit import load
+from .._source import Constants
+from .._typing import Array
+from ._device import clusters, processors, shared_memory
+from ._rows import lie
+
+VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
+MOST = 32  # ... forward in 16 bits, where rows are longer and there is no residual
+
+
+@cache
+def constants(
+    dtypes: tuple[Any, Any, Any],
+    hidden: int,
+    lanes: int,
+    residual: bool,
+    clusters: bool,
+    shared: int | None = None,
+) -> Constants:
+    """Return the constants for dtypes of x, weight and bias (None: there is none).
+
+    ``shared`` is given backward: the bytes that a block may use for its sums of dw and dbias.
+
+        hidden <= 512      a power of two of threads a row, several rows a block: no barrier
+                           backward, 8 values a thread: the compiler, which meets no barrier, moves
+                           sums from shared memory to registers
+        hidden <= 8192     the block takes a row, 16 values a thread; two blocks an SM or more
+        beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads: 131,072
+        beyond, before     1024 threads: 16,384
+        beyond, forward    32 values a thread, in 16 bits without a residual
+        else               rows are read twice; the cluster is there so that fewer of them are
+                           under way at a time, and they lie in L2 yet
+    """
+    x, weight, bias = dtypes
+    few = shared is not None and hidden <= 512
+    wanted, cluster = -(-hidden // (VALUES // 2 if few else VALUES)), 1
+    if wanted <= 32:
+        row_threads = 1 << (wanted - 1).bit_length()
+    else:
+        if clusters:
+            cluster = next((size for size in (1, 2, 4) if wanted <= 512 * size), 8)
+        row_threads = min(1024, -(-wanted // (32 * cluster)) * 32)
+    threads = row_threads if row_threads > 32 else 256
+    values = -(-hidden // (cluster * row_threads * lanes)) * lanes
+    made = Constants(
+        T=x,
+        W=weight,
+        B=bias or weight,
+        HIDDEN=hidden,
+        LANES=lanes,
+        ROW_THREADS=row_threads,
+        THREADS=threads,
+        CLUSTER=cluster,
+        RESIDENT=max(1, 1024 // threads),
+        KEEP=values <= (MOST if shared is None and x.itemsize == 2 and not residual else VALUES),
+        RESIDUAL=residual,
+        BIAS=bias is not None,
+    )
+    if shared is not None and sums(made) + STATIC > shared:
+        made = Constants(**{**made, "KEEP": False})
+    return made
+
+
+STATIC = 4096  # bytes of shared memory at most that the sums of rows take
+
+
+def sums(chosen: Constants) -> int:
+    """Return the bytes of shared memory that hold a block's sums of dw and dbias."""
+    if not chosen["KEEP"]:
+        return 0
+    step = chosen["CLUSTER"] * chosen["ROW_THREADS"] * chosen["LANES"]
+    depth = -(-chosen["HIDDEN"] // step)
+    return 4 * (1 + chosen["BIAS"]) * depth * chosen["LANES"] * chosen["THREADS"]
+
+
+def forward(
+    op: str,
+    statistics: int,
+    x: Array,
+    weight: Array,
+    residual: Array | None,
+    bias: Array | None,
+    *scalars: float,
+) -> tuple[Array, ...]:
+    """Return y, h and as many statistics of each row."""
+    hidden, rows = x.shape[-1], x.size // x.shape[-1]
+    y = empty(x.shape, x.dtype, like=x)
+    h = x if residual is None else empty(x.shape, x.dtype, like=x)
+    found = [empty(x.shape[:-1], np.float32, like=x) for _ in range(statistics)]
+    (own_x, own_residual), layout = lie(x, residual)
+    dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    most = lanes(_aligned(hidden, layout), own_x, own_residual, weight, bias)
+    chosen = constants(dtypes, hidden, most, residual is not None, clusters(x))
+    threads = chosen["THREADS"]
+    blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
+    kernel = load(f"{op}.cu", f"{op}_forward", x, chosen)
+    own_h = None if h is x else h
+    kernel[blocks, threads](
+        own_x, weight, own_residual, bias, y, own_h, *found, rows, *layout, *scalars
+    )
+    return y, h, *found
+
+
+def backward(
+    op: str,
+    statistics: tuple[Array, ...],
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    bias: Array | None,
+    *scalars: float,
+) -> tuple[Array, Array, Array | None]:
+    """Return dx, dweight and dbias."""
+    hidden, rows = h.shape[-1], h.size // h.shape[-1]
+    dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
+    dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
+    (own_dy, own_dh, own_h), layout = lie(dy, dh, h)
+    dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
+    most = lanes(_aligned(hidden, layout), own_h, own_dy, own_dh, weight)
+    shared = shared_memory(h)
+    chosen = constants(dtypes, hidden, most, dh is not None, clusters(h), shared)
+    threads, cluster, held = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
+    # as many blocks as the device holds at once, so that each sums many rows before it writes;
+    # 16 SMs and sometimes 18 form a group that clusters do not leave
+    resident = min(chosen["RESIDENT"], (shared + 1024) // (held + STATIC + 1024))
+    room = processors(h)
+    room -= room % 16 if cluster > 1 and room > 16 else 0
+    groups = -(-rows * chosen["ROW_THREADS"] // threads)
+    groups = min(groups, max(1, room * resident // cluster))
+    partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
+    kernel = load(f"{op}.cu", f"{op}_backward", h, chosen)
+    kernel[groups * cluster, threads, held](
+        own_dy, own_dh, own_h, weight, *statistics, dx, partial, rows, *layout, *scalars
+    )
+    column_sums(partial, dweight, dbias)
+    return dx, dweight, dbias
+
+
+def column_sums(partial: Array, first: Array, second: Array | None) -> None:
+    """Write the sums of partial[0], and of partial[1], over rows, in a fixed order."""
+    results, rows, columns = partial.shape
+    chosen = _sum_constants(first.dtype, (first if second is None else second).dtype)
+    kernel = load("column_sum.cu", "column_sum", partial, chosen)
+    warps = min(32, -(-rows // 2))  # a warp adds at least 2 rows
+    kernel[(-(-columns // 32), results), 32 * warps](partial, first, second, rows, columns)
+
+
+@cache
+def _sum_constants(first: Any, second: Any) -> Constants:
+    return Constants(W=first, B=second)
+
+
+def _aligned(hidden: int, layout: tuple[int, ...]) -> int:
+    """Return a number whose powers of two all rows start at multiples of."""
+    for stride in layout[1:]:
+        hidden |= stride
+    return hidden

@@ -11,11 +11,13 @@
 //               THREADS   of a block
 //
 //   The trick: one pass; a 16-bit parameter is widened, updated in float32 and rounded once.
+#include "common/adamw.cuh"
 #include "common/vector.cuh"
 
 KERNEL(THREADS) adamw_(T *parameter, const G *gradient, float *mean, float *square,
                        long long elements, float beta1, float rest1, float beta2, float rest2,
                        float rate, float eps, float kept) {
+    const Rates rates = {beta1, rest1, beta2, rest2, rate, eps, kept};
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
     const long long count = elements - at;
     float p[LANES], g[LANES], m[LANES], s[LANES];
@@ -24,11 +26,7 @@ KERNEL(THREADS) adamw_(T *parameter, const G *gradient, float *mean, float *squa
     load(m, mean + at, count);
     load(s, square + at, count);
 #pragma unroll
-    for (int j = 0; j < LANES; j++) {
-        m[j] = m[j] * beta1 + g[j] * rest1;
-        s[j] = s[j] * beta2 + g[j] * g[j] * rest2;
-        p[j] = p[j] * kept - m[j] / (sqrtf(s[j]) + eps) * rate;
-    }
+    for (int j = 0; j < LANES; j++) update(p[j], g[j], m[j], s[j], rates);
     store(parameter + at, p, count);
     store(mean + at, m, count);
     store(square + at, s, count);

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._options import is_number
-from ._signature import FLOATS
+from ._call import is_number
+from ._dtypes import FLOATS
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError
+from .ops._many import launchable
+from .ops.gradients import GradientMeasure, measured, rescale, square_sum
 
-BLOCK = 65536  # elements widened at a time: they stay in the cache
 
-
-def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> float:
+def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
     """Scale gradients in place so that their common norm is at most max_norm.
 
     ``norm = sqrt(sum of all squares)``, accumulated in float64;
@@ -30,7 +30,7 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> float:
 
     Returns
     -------
-    norm : float
+    norm : float, or float64 array of shape () on a GPU, which the host has not waited for
         The norm before scaling.  Where it is not finite, no gradient has changed: skip the step.
 
     Raises
@@ -42,18 +42,79 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> float:
 
     Notes
     -----
-    Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural
-    networks, 2013.
+    Two launches on a GPU, and the second one ends at once where nothing is to be scaled;
+    ``measure_gradients`` and ``AdamW.step`` clip without the second.  Source: Pascanu, Mikolov and
+    Bengio, On the difficulty of training recurrent neural networks, 2013.
     """
-    if not is_number(max_norm) or not max_norm > 0:
-        raise ConfigError(f"clip_gradients: max_norm={max_norm}; pass a number above 0")
+    _check_norm("clip_gradients", max_norm)
     check_in_place("clip_gradients", gradients)
-    norm = math.sqrt(float(sum(_square_sum(gradient) for gradient in gradients.values())))
-    if max_norm < norm < math.inf:
-        for gradient in gradients.values():
-            wide = np.promote_types(gradient.dtype, np.float32)  # a 16-bit factor would be off
-            np.multiply(gradient, max_norm / norm, out=gradient, dtype=wide, casting="same_kind")
-    return norm
+    arrays = list(gradients.values())
+    if launchable(arrays):
+        found = measured(arrays, max_norm=max_norm)
+        rescale(arrays, found)
+        return found.norm
+    found = _measured(arrays, max_norm, 1.0)
+    if isinstance(found.factor, float) and (found.factor == 1 or not found.finite):
+        return found.norm
+    for gradient in arrays:
+        wide = np.promote_types(gradient.dtype, np.float32)  # a 16-bit factor would be off
+        by = np.where(found.finite, found.factor, 1)
+        np.multiply(gradient, by, out=gradient, dtype=wide, casting="same_kind")
+    return found.norm
+
+
+def measure_gradients(
+    gradients: Mapping[str, Array], max_norm: float = math.inf, *, scaler: Any = None
+) -> GradientMeasure:
+    """Read all gradients once: their norm, whether they are finite, and what to scale them by.
+
+    ``norm = sqrt(sum of (gradient / scale)**2)``, ``factor = min(1, max_norm / norm) / scale``.
+
+    Parameters
+    ----------
+    gradients : {name: array}
+        NumPy or CuPy arrays of a float dtype; they stay as they are.
+    max_norm : float
+        Above 0; infinity does not clip.
+    scaler : LossScaler, optional
+        Whose scale is in the gradients.
+
+    Returns
+    -------
+    GradientMeasure(norm, finite, factor)
+        ``AdamW.step(gradients, lr, finite=finite, factor=factor)`` and ``scaler.update(finite)``
+        take them as they are; on a GPU nobody waits.
+
+    Raises
+    ------
+    ConfigError
+        max_norm is not above 0.
+    DTypeError, FrameworkError
+        A gradient is no float array of NumPy or CuPy.
+    """
+    _check_norm("measure_gradients", max_norm)
+    check_floats("measure_gradients", gradients)
+    arrays = list(gradients.values())
+    if launchable(arrays):
+        divisor = None if scaler is None else scaler.on_device(arrays[0]).scale
+        return measured(arrays, max_norm=max_norm, divisor=divisor)
+    return _measured(arrays, max_norm, 1.0 if scaler is None else scaler.value)
+
+
+def _measured(arrays: list[Array], max_norm: float, divisor: float) -> GradientMeasure:
+    """Measure by definition; numbers for NumPy's arrays, arrays of shape () for CuPy's."""
+    norm: Any = np.sqrt(sum(map(square_sum, arrays), np.float64(0))) / divisor
+    if isinstance(norm, np.ndarray | np.generic):
+        norm = float(norm)
+        clipped = max_norm / norm if norm > max_norm else 1.0
+        return GradientMeasure(norm, math.isfinite(norm), clipped / divisor)
+    clipped = np.where(norm > max_norm, max_norm / norm, 1)
+    return GradientMeasure(norm, np.isfinite(norm), (clipped / divisor).astype(np.float32))
+
+
+def _check_norm(what: str, max_norm: Any) -> None:
+    if not is_number(max_norm) or not max_norm > 0:
+        raise ConfigError(f"{what}: max_norm={max_norm}; pass a number above 0")
 
 
 def check_mapping(what: str, arrays: Any) -> None:
@@ -79,13 +140,3 @@ def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if not getattr(array.flags, "writeable", True):  # CuPy's arrays have no such flag
             raise ConfigError(f"{what}: {name} is read-only; pass a copy of it")
-
-
-def _square_sum(gradient: Any) -> Any:
-    flat = gradient.reshape(-1)
-    size = BLOCK if isinstance(flat, np.ndarray) else max(flat.size, 1)
-    total = np.zeros_like(flat, np.float64, shape=())
-    for start in range(0, flat.size, size):
-        wide = flat[start : start + size].astype(np.float64, copy=False)
-        total += np.dot(wide, wide)
-    return total

@@ -1,18 +1,51 @@
 """Keeping small float16 gradients above zero: the loss is scaled up, its gradients down again."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._options import is_number
+from . import _arrays
+from ._call import is_number
+from ._jit import load, target_of
+from ._source import Constants
 from ._typing import Array
 from .errors import ConfigError
 from .gradients import check_floats
+from .ops._many import launchable
 from .ops.arithmetic import scale as scaled
+from .ops.arithmetic import scale_by
+from .ops.gradients import measured
 from .tape import Var
 
 TINY, HUGE = 2.0**-126, 2.0**127  # float32's normal numbers
+MOST = 2**32 - 1  # steps that a device counts
+CONSTANTS = Constants()
+
+
+class DeviceState(NamedTuple):
+    """The state of a scaler in the memory of a GPU."""
+
+    scale: Any  # float64, one element: what gradients are divided by
+    factor: Any  # float32 of shape (): the same, what a loss is multiplied by
+    counts: Any  # good, skipped
+
+
+def _number(name: str) -> Any:
+    """Return a property that reads a number of the state, wherever it is, or sets it."""
+
+    def read(self: "LossScaler") -> Any:
+        if self.device is not None:  # bring the state home: this waits
+            (value,) = _arrays.on_host(self.device.scale).tolist()
+            good, skipped = _arrays.on_host(self.device.counts).tolist()
+            self.numbers = {"value": value, "good": good, "skipped": skipped}
+        return self.numbers[name]
+
+    def write(self: "LossScaler", number: Any) -> None:
+        read(self)
+        self.numbers[name], self.device = number, None
+
+    return property(read, write)
 
 
 class LossScaler:
@@ -44,7 +77,8 @@ class LossScaler:
     Attributes
     ----------
     value : float
-        The scale.  With ``good`` and ``skipped``, all that a checkpoint needs to keep.
+        The scale.  With ``good`` and ``skipped``, all that a checkpoint needs to keep.  Gradients
+        on a GPU take all three there; to read one of them is to wait for it.
     good : int
         Finite steps since the scale last changed.
     skipped : int
@@ -77,17 +111,36 @@ class LossScaler:
         _check("growth", growth, 1, HUGE)
         _check("backoff", backoff, TINY, 1)
         _check("interval", interval, 1, HUGE)
-        self.value, self.dynamic = float(scale), dynamic
+        self.dynamic = dynamic
         self.growth, self.backoff, self.interval = growth, backoff, interval
         self.minimum, self.maximum = minimum, maximum
-        self.good = self.skipped = 0
+        self.numbers = {"value": float(scale), "good": 0, "skipped": 0}
+        self.device: DeviceState | None = None
+
+    value = _number("value")
+    good = _number("good")
+    skipped = _number("skipped")
+
+    def on_device(self, like: Any) -> "DeviceState":
+        """Return the state where like lives, and keep it there."""
+        if self.device is None:
+            value, good, skipped = self.numbers.values()
+            self.device = DeviceState(
+                _arrays.placed(np.array([value]), like),
+                _arrays.placed(np.array(value, np.float32), like),
+                _arrays.placed(np.array([good, skipped], np.uint32), like),
+            )
+        return self.device
 
     def scale(self, loss: Any) -> Any:
         """Return ``loss * value``, on the tape where loss is on one."""
         array = loss if isinstance(loss, Var) or hasattr(loss, "dtype") else np.asarray(loss)
-        return scaled(array, factor=self.value)
+        value = array.value if isinstance(array, Var) else array
+        if target_of(value) is None:
+            return scaled(array, factor=self.value)
+        return scale_by(array, self.on_device(value).factor)
 
-    def unscale(self, gradients: Mapping[str, Array]) -> tuple[dict[str, Array], bool]:
+    def unscale(self, gradients: Mapping[str, Array]) -> tuple[dict[str, Array], Any]:
         """Return ``gradient / value`` by name, and whether all of them are finite.
 
         Parameters
@@ -99,7 +152,7 @@ class LossScaler:
         -------
         gradients : {name: array}
             float32 where they were of 16 bits: a smaller dtype would lose what scaling saved.
-        finite : bool
+        finite : bool, or bool array of shape () on a GPU, which the host has not waited for
             False: skip the step.
 
         Raises
@@ -108,25 +161,49 @@ class LossScaler:
             A gradient is no float array of NumPy or CuPy.
         """
         check_floats("LossScaler.unscale", gradients)
+        arrays = [_arrays.packed(gradient) for gradient in gradients.values()]
+        if launchable(arrays):
+            lead = arrays[0]
+            out = [_arrays.empty(array.shape, np.float32, lead) for array in arrays]
+            finite = measured(arrays, divisor=self.on_device(lead).scale, out=out).finite
+            return dict(zip(gradients, out, strict=True)), finite
         found = {}
-        finite: Any = True
+        finite = True
         for name, gradient in gradients.items():
             wide = np.promote_types(gradient.dtype, np.float32)
             found[name] = np.multiply(gradient, 1 / self.value, dtype=wide, casting="same_kind")
             finite = finite & np.isfinite(found[name]).all()
-        return found, bool(finite)
+        return found, bool(finite) if isinstance(finite, bool | np.bool_) else finite
 
-    def update(self, finite: bool) -> None:
-        """Let the scale grow or shrink after a step, as the table above says."""
-        if not finite:
+    def update(self, finite: Any) -> None:
+        """Let the scale grow or shrink after a step, as the table above says.
+
+        Parameters
+        ----------
+        finite : bool, or bool array of shape ()
+            Of an array on a GPU the host learns nothing, and does not wait.
+        """
+        if self.device is not None and target_of(finite) is not None:
+            kernel = load("loss_scaler.cu", "loss_scaler", finite, CONSTANTS)
+            kernel[1, 1](
+                *self.device,
+                finite,
+                self.growth,
+                self.backoff,
+                self.minimum,
+                self.maximum,
+                min(int(self.interval), MOST),
+                self.dynamic,
+            )
+        elif not finite:
             self.skipped += 1
             self.good = 0
             if self.dynamic:
                 self.value = max(self.value * self.backoff, self.minimum)
-            return
-        self.good += 1
-        if self.dynamic and self.good == self.interval:
-            self.value, self.good = min(self.value * self.growth, self.maximum), 0
+        else:
+            self.good += 1
+            if self.dynamic and self.good == self.interval:
+                self.value, self.good = min(self.value * self.growth, self.maximum), 0
 
 
 def _check(name: str, value: Any, low: float, high: float) -> None:

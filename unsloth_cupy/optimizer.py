@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from . import _arrays
-from ._options import is_number
-from ._signature import allowed
+from ._call import is_number
+from ._dtypes import FLOATS, allowed
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from .gradients import check_in_place, check_mapping
-from .ops.adamw import adamw_
+from .ops._dynamic_codes import BLOCK
+from .ops._many import launchable
+from .ops.adamw_step import Launcher, Tensor, host_step
+
+SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them
 
 
 class AdamW:
@@ -33,14 +38,21 @@ class AdamW:
     weight_decay : float
         Share of a parameter that is lost per step and unit of lr.
     state_bits : int
-        Bits of an element of the averages: 32 (64 for a float64 parameter).
+        Bits of an element of the averages: 32 (64 for a float64 parameter), or 8: codes, with a
+        float32 scale for every 256 of them, for parameters of 4096 elements or more.
 
     Raises
     ------
     ConfigError
         An option is out of its range, or a parameter is read-only.
     DTypeError, FrameworkError
-        A parameter is no float array of NumPy or CuPy.
+        A parameter is no float array of NumPy or CuPy, or has 8-bit averages and is float64.
+
+    Notes
+    -----
+    On a GPU a step is one launch over all parameters that are contiguous and of 32 or 16 bits
+    (all must be), and waits for nothing; ``steps`` waits.  Codes and scales are those of
+    bitsandbytes' state1, absmax1, state2 and absmax2.
     """
 
     def __init__(
@@ -53,8 +65,8 @@ class AdamW:
         weight_decay: float = 0.01,
         state_bits: int = 32,
     ) -> None:
-        if state_bits != 32:
-            raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32")
+        if state_bits not in (8, 32):
+            raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32 or 8")
         pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
         if not pair or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"AdamW: betas={betas}; pass two numbers, each from 0 to below 1")
@@ -63,26 +75,79 @@ class AdamW:
                 raise ConfigError(f"AdamW: {option}={value}; pass a finite number, 0 or more")
         check_in_place("AdamW", parameters)
         self.parameters = dict(parameters)
-        self.lr, self.betas, self.eps, self.weight_decay = (
-            lr,
-            (betas[0], betas[1]),
-            eps,
-            weight_decay,
-        )
-        self.steps = 0
-        self.mean, self.square = (
-            {name: _zeros(parameter) for name, parameter in parameters.items()} for _ in range(2)
-        )
+        self.lr, self.betas = lr, (float(betas[0]), float(betas[1]))
+        self.eps, self.weight_decay = eps, weight_decay
+        self.tensors = {n: _tensor(n, p, state_bits) for n, p in self.parameters.items()}
+        self.launcher: Launcher | None = None
+        self._prepare(0)
 
-    def step(self, gradients: Mapping[str, Array], lr: float | None = None) -> None:
+    @property
+    def steps(self) -> int:
+        """How many steps were made and not skipped; reading it waits for a GPU."""
+        return self._steps if self.launcher is None else self.launcher.steps
+
+    def _prepare(self, steps: int) -> None:
+        arrays = [a for t in self.tensors.values() for a in (t.parameter, t.copy) if a is not None]
+        self._steps, self.launcher = steps, None
+        if launchable(arrays):
+            self.launcher = Launcher(self.tensors, self.betas, steps)
+
+    def keep_copies(self, copies: Mapping[str, Array]) -> None:
+        """Let every step also write its parameters, rounded once, to these 16-bit arrays.
+
+        The parameters, float32, are then the master weights of a model that computes in 16 bits
+        with the copies; gradients may be of the copies' dtype.  The copies are written at once.
+
+        Parameters
+        ----------
+        copies : {name: array}
+            float16 or bfloat16, writable, of the parameters' shapes.  Parameters that are not
+            named are used as they are.
+
+        Raises
+        ------
+        ConfigError
+            A name is unknown, or an array is read-only.
+        ShapeError, DTypeError, FrameworkError
+            A copy does not fit its parameter, or that is not float32.
+        """
+        check_in_place("AdamW.keep_copies", copies)
+        if unknown := sorted(copies.keys() - self.parameters.keys()):
+            raise ConfigError(f"AdamW.keep_copies: unknown {unknown}; pass names of parameters")
+        for name, copy in copies.items():
+            what, parameter = f"AdamW.keep_copies: {name}", self.parameters[name]
+            _check(what, copy, parameter, FLOATS[:2])
+            _check(f"{what}'s parameter", parameter, copy, FLOATS[2:3])
+        for name, copy in copies.items():
+            self.tensors[name] = self.tensors[name]._replace(copy=copy)
+            with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+                copy[...] = self.parameters[name]
+        if self.launcher is not None and launchable(list(copies.values())):
+            self.launcher.tables.clear()  # they have no addresses of copies
+        else:
+            self._prepare(self.steps)
+
+    def step(
+        self,
+        gradients: Mapping[str, Array],
+        lr: float | None = None,
+        *,
+        finite: Any = True,
+        factor: Any = 1.0,
+    ) -> None:
         """Change every parameter in place, against its gradient.
 
         Parameters
         ----------
         gradients : {name: array}
-            One for every parameter, of its shape and of its dtype or float32.
+            One for every parameter, of its shape and of its dtype (or its copy's) or float32.
         lr : float, optional
             Learning rate of this step, from a schedule.
+        finite : bool, or bool array of shape ()
+            False: skip the step, and change nothing at all.
+        factor : float, or float32 array of shape ()
+            What gradients are multiplied by first: 1 / the scale of the loss, less to clip them.
+            ``measure_gradients`` returns both, on a GPU as arrays that the host never reads.
 
         Raises
         ------
@@ -102,32 +167,34 @@ class AdamW:
                 f"AdamW.step: missing {missing}, unknown {unknown};"
                 " pass one gradient for every parameter, by its name"
             )
-        for name, parameter in self.parameters.items():
-            _check(f"AdamW.step: gradient of {name}", gradients[name], parameter, "param")
-        self.steps += 1
-        for name, parameter in self.parameters.items():
-            adamw_(
-                parameter,
-                gradients[name],
-                self.mean[name],
-                self.square[name],
-                lr=rate,
-                betas=self.betas,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
-                step=self.steps,
-            )
+        for name, tensor in self.tensors.items():
+            what = f"AdamW.step: gradient of {name}"
+            _check(what, gradients[name], tensor.parameter, tensor.dtypes)
+        given: dict[str, Any] = {"lr": rate, "eps": self.eps, "weight_decay": self.weight_decay}
+        ordered = [gradients[name] for name in self.tensors]
+        if self.launcher is not None:
+            self.launcher(ordered, finite=finite, factor=factor, **given)
+        elif finite:
+            self._steps += 1
+            for tensor, gradient in zip(self.tensors.values(), ordered, strict=True):
+                given |= {"betas": self.betas, "step": self._steps, "factor": float(factor)}
+                host_step(tensor, gradient, **given)
 
     def state(self) -> dict[str, Array]:
         """Return what a checkpoint keeps beside the parameters: ``load_state`` resumes from it.
 
-        ``steps`` is a NumPy integer array of shape (); ``mean.<name>`` and ``square.<name>`` are
-        the optimizer's own arrays, which the next step changes: save or copy them before it.
+        ``steps`` is a NumPy integer array of shape (); ``mean.<name>``, ``square.<name>`` and, of
+        8-bit averages, ``mean_scale.<name>`` and ``square_scale.<name>`` are the optimizer's own
+        arrays, which the next step changes: save or copy them before it.
         """
+        return {"steps": np.array(self.steps), **self._states()}
+
+    def _states(self) -> dict[str, Any]:
         return {
-            "steps": np.array(self.steps),
-            **{f"mean.{name}": mean for name, mean in self.mean.items()},
-            **{f"square.{name}": square for name, square in self.square.items()},
+            f"{field}.{name}": getattr(tensor, field)
+            for field in ("mean", "square", "mean_scale", "square_scale")
+            for name, tensor in self.tensors.items()
+            if getattr(tensor, field) is not None
         }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
@@ -141,36 +208,43 @@ class AdamW:
             An array does not fit its parameter.  Nothing has changed then.
         """
         check_mapping("AdamW.load_state", state)
-        own = self.state()
+        own = self._states()
         steps = np.asarray(state.get("steps"))
-        if state.keys() != own.keys() or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
-            different = sorted(state.keys() ^ own.keys())
+        names = own.keys() | {"steps"}
+        if state.keys() != names or steps.shape or steps.dtype.kind not in "iu" or steps < 0:
+            different = sorted(state.keys() ^ names)
             raise ConfigError(
                 f"AdamW.load_state: names differ in {different}, steps is {steps};"
                 " pass what state() returned for the same parameters"
             )
-        del own["steps"]
         for name, array in own.items():
-            _check(f"AdamW.load_state: {name}", state[name], array, "float")
+            _check(f"AdamW.load_state: {name}", state[name], array, (array.dtype,))
         for name, array in own.items():
             array[...] = state[name]
-        self.steps = int(steps)
+        self._prepare(int(steps))
 
 
-def _zeros(parameter: Array) -> Array:
-    average = _arrays.empty(parameter.shape, allowed("stat", parameter.dtype)[0], parameter)
-    average[...] = 0
-    return average
+def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
+    """Return a parameter with averages of zeros."""
+    wide = allowed("stat", parameter.dtype)[0]
+    if bits == 32 or parameter.size < SMALL:
+        mean, square = (np.zeros_like(parameter, wide) for _ in range(2))
+        return Tensor(parameter, None, mean, square, None, None)
+    if wide != FLOATS[2]:
+        raise DTypeError(f"AdamW: {name} is {parameter.dtype}; 8-bit averages need 32 bits or 16")
+    mean, square = (np.zeros_like(parameter, np.uint8, order="C") for _ in range(2))
+    blocks = -(-parameter.size // BLOCK)
+    scales = (np.zeros_like(parameter, np.float32, shape=blocks) for _ in range(2))
+    return Tensor(parameter, None, mean, square, *scales)
 
 
-def _check(what: str, array: Array, model: Array, kind: str) -> None:
-    """Raise unless array has the library and shape of model and a dtype of this kind."""
+def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:
+    """Raise unless array has the library and shape of model and one of the dtypes."""
     library, wanted_library = (_arrays.framework_of(a, what) for a in (array, model))
     if library != wanted_library:
         raise FrameworkError(f"{what} comes from {library}; it must come from {wanted_library}")
     if array.shape != model.shape:
         raise ShapeError(f"{what} has shape {array.shape}; it must be {model.shape}")
-    wanted = allowed(kind, model.dtype)
-    if array.dtype not in wanted:
-        cure = " or ".join(dtype.name for dtype in wanted)
+    if array.dtype not in dtypes:
+        cure = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
         raise DTypeError(f"{what} is {array.dtype}; it must be {cure}")

@@ -6,7 +6,7 @@ From step ``steps`` on the rate stays at ``minimum * lr``.
 
 import math
 
-from ._options import is_number
+from ._call import is_number
 from .errors import ConfigError
 
 

@@ -1,0 +1,12 @@
+// One element of an AdamW step, in float32.
+#pragma once
+
+struct Rates {
+    float beta1, rest1, beta2, rest2, rate, eps, kept;  // rest = 1 - beta
+};
+
+__device__ __forceinline__ void update(float &p, float g, float &m, float &s, const Rates &r) {
+    m = m * r.beta1 + g * r.rest1;
+    s = s * r.beta2 + g * g * r.rest2;
+    p = p * r.kept - m / (sqrtf(s) + r.eps) * r.rate;
+}

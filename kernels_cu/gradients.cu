@@ -1,0 +1,125 @@
+// What becomes of all gradients of a step between the backward pass and the optimizer.
+//
+//   measure   norm = sqrt(sum of (g / divisor)^2), finite, factor = min(1, max_norm / norm) / divisor;
+//             WRITE: also out = g / divisor, float32
+//   rescale   g *= factor, in place; nothing where factor is 1 or a gradient is not finite
+//
+//   traffic     measure: elements * sizeof(g), and + 4 with WRITE; rescale: 2 * elements * sizeof(g)
+//   constants   KINDS     a bit for every dtype that the launch has: float16, bfloat16, float32
+//               LANES     values of one access: 4, or what all addresses are multiples of
+//               THREADS   of a block
+//               WRITE     whether measure writes
+//
+//   The trick: blocks stay and take every gridDim-th chunk, so there are few sums; the last block to
+//   end adds them, always in the same order.  Eight squares are added in float32, what is beyond its
+//   range in float64, the sums of eight in float64.
+#include "common/many.cuh"
+
+constexpr int WARPS = THREADS / 32;
+
+__device__ __forceinline__ double block_sum(double v, double *partial) {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = threadIdx.x % 32 < WARPS ? partial[threadIdx.x % 32] : 0.0;
+#pragma unroll
+    for (int d = WARPS / 2; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+    return v;
+}
+
+__device__ __forceinline__ double squares(const Values &v) {
+    float sum = 0, largest = 0;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+        for (int j = 0; j < LANES; j++) {
+            sum += v.at[i][j] * v.at[i][j];
+            largest = fmaxf(largest, fabsf(v.at[i][j]));
+        }
+    double wide = sum;
+    if (largest > 1e18f || (0 < largest && largest < 1e-15f)) {
+        wide = 0;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+            for (int j = 0; j < LANES; j++) wide += (double)v.at[i][j] * v.at[i][j];
+    }
+    return wide;
+}
+
+// Give the threads of a chunk's warps the spans they hold of a tensor: (address, offset, count).
+template <class T, class Use>
+__device__ __forceinline__ void spans(const long long *tensor, long long first, Use use) {
+    const long long elements = tensor[ELEMENTS], end = min(first + CHUNK, elements);
+    for (long long at = first + threadIdx.x / 32 * SPAN; at < end; at += WARPS * SPAN)
+        use(address<T>(tensor, 0) + at, at, elements - at);
+}
+
+template <int K, class Use>
+__device__ __forceinline__ void choose(const long long *tensor, long long first, Use use) {
+    if constexpr (K < 3) {
+        if constexpr (KINDS >> K & 1)
+            if (tensor[KIND] == K)
+                return spans<typename Number<K>::type>(tensor, first, use);
+        choose<K + 1>(tensor, first, use);
+    }
+}
+
+__device__ __forceinline__ void scale(Values &v, float by) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+        for (int j = 0; j < LANES; j++) v.at[i][j] *= by;
+}
+
+KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chunks,
+                           const double *divisor, double max_norm, double *sums,
+                           unsigned *arrived, double *norm, float *factor, bool *finite) {
+    __shared__ double partial[2][WARPS];
+    __shared__ bool last;
+    const float inverse = divisor ? (float)(1 / *divisor) : 1.0f;
+    double sum = 0;
+    for (int c = blockIdx.x; c < chunks; c += gridDim.x) {
+        const long long *tensor = tensors + (long long)owners[c] * FIELDS;
+        choose<0>(tensor, (c - tensor[FIRST]) * CHUNK, [&](auto *from, long long at, long long count) {
+            Values v;
+            load(v, from, count);
+            scale(v, inverse);
+            if constexpr (WRITE) store(address<float>(tensor, 1) + at, v, count);
+            sum += squares(v);
+        });
+    }
+    sum = block_sum(sum, partial[0]);
+    if (threadIdx.x == 0) {
+        sums[blockIdx.x] = sum;
+        __threadfence();
+        last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
+        __threadfence();  // what other blocks left is seen from here on
+    }
+    __syncthreads();
+    if (!last) return;
+    double total = 0;
+    for (int i = threadIdx.x; i < gridDim.x; i += THREADS) total += __ldcg(&sums[i]);
+    total = block_sum(total, partial[1]);
+    if (threadIdx.x == 0) {
+        const double found = sqrt(total);
+        *norm = found;
+        *finite = found < 1e300;  // finite squares of float32 end far below
+        *factor = (float)(found > max_norm ? max_norm / found : 1.0) * inverse;
+    }
+}
+
+KERNEL(THREADS) rescale(const long long *tensors, const int *owners, const float *factor,
+                        const bool *finite) {
+    const float by = *finite ? *factor : 1.0f;
+    const long long *tensor = tensors + (long long)owners[blockIdx.x] * FIELDS;
+    if (by != 1)
+        choose<0>(tensor, (blockIdx.x - tensor[FIRST]) * CHUNK,
+                  [&](auto *to, long long, long long count) {
+                      Values v;
+                      load(v, to, count);
+                      scale(v, by);
+                      store(to, v, count);
+                  });
+}

@@ -1,0 +1,221 @@
+"""The one launch of an optimizer's step; tests/test_optimizer.py judges the definition."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import AdamW
+from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy.ops import _dynamic_codes, _many, adamw_step
+from unsloth_cupy.ops._dynamic_codes import BLOCK, dynamic_map
+
+from .. import stand_in
+from ..cuda_on_cpu.traffic import counted
+from ..parity import EPS, Case, KernelAlone, emulator
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
+# several chunks, tails in a span and in an access, one value, none; from 4096 on there are codes
+SHAPES = {"chunks": (3, 5001), "span": (4400,), "few": (3,), "one": (), "none": (0, 4)}
+
+
+class Arena:
+    """An optimizer, its parameters, copies and gradients, all drawn from one seed."""
+
+    def __init__(self, case: Case, dtype: Any, place: Callable[[Any], Any] = np.array) -> None:
+        both = {"bits": 32, "master": False, "wide": False, "offset": 0} | case.both
+        dtype = np.dtype(dtype)
+        if both["master"] and dtype == np.float32:
+            dtype = BFLOAT16  # copies have 16 bits
+        self.rng, self.place = np.random.default_rng(0), place
+        self.shapes = both.get("shapes", SHAPES)
+        self.gradient = np.float32 if both["wide"] else dtype
+        self.offset = both["offset"]
+        kept = np.float32 if both["master"] else dtype
+        self.parameters = {name: self.draw(shape, kept) for name, shape in self.shapes.items()}
+        self.optimizer = AdamW(self.parameters, **OPTIONS, state_bits=both["bits"])
+        self.copies: dict[str, Any] = {}
+        if both["master"]:
+            self.copies = {n: self.draw(s, dtype) for n, s in self.shapes.items()}
+            self.optimizer.keep_copies(self.copies)
+
+    def draw(self, shape: Any, dtype: Any) -> Any:
+        values = self.rng.standard_normal(shape).astype(np.float16).astype(dtype)
+        if self.offset:  # one value after a multiple of 16 bytes
+            room = np.empty(values.size + 1, dtype)
+            room[1:] = values.ravel()
+            return room[1:].reshape(shape)
+        return self.place(values)
+
+    def step(self, **options: Any) -> None:
+        # sizes over twelve decades, so that every part of a map is met
+        gradients = {n: self.draw(s, self.gradient) for n, s in self.shapes.items()}
+        for name, shape in self.shapes.items():
+            gradients[name] *= self.place(
+                (10.0 ** self.rng.integers(-3, 1, shape)).astype(gradients[name].dtype)
+            )
+        self.optimizer.step(gradients, **options)
+
+    def everything(self) -> dict[str, np.ndarray]:
+        """Return copies of all that a step may change, on the host."""
+        found = {
+            **self.parameters,
+            **{f"copy.{name}": copy for name, copy in self.copies.items()},
+            **self.optimizer.state(),
+        }
+        return {n: np.array(a.get() if hasattr(a, "get") else a) for n, a in found.items()}
+
+
+def judge(plain: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+    """Raise unless the same steps were made: within rounding, or a code beside a midpoint."""
+    assert found.keys() == plain.keys()
+    for name, wanted in plain.items():
+        array = found[name]
+        assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape), name
+        if array.dtype == np.uint8:
+            field, _, tensor = name.partition(".")
+            values = dynamic_map(field == "mean")
+            scales = [
+                np.repeat(state[f"{field}_scale.{tensor}"], BLOCK)[: array.size]
+                for state in (plain, found)
+            ]
+            one, other = (
+                values[codes.ravel()] * scale
+                for codes, scale in zip((wanted, array), scales, strict=True)
+            )
+            assert np.abs(array.astype(int) - wanted.astype(int)).max() <= 1, name
+            assert (array != wanted).mean() < 1e-3, name  # beside a midpoint
+            same = (array == wanted).ravel()
+            np.testing.assert_allclose(other[same], one[same], rtol=1e-5)
+        elif name == "steps":
+            assert array == wanted
+        elif array.size:
+            eps = EPS[array.dtype.name]
+            error = np.abs(array.astype(np.float64) - wanted.astype(np.float64)).max()
+            assert error <= 4 * eps * np.abs(wanted.astype(np.float64)).max(), name
+
+
+class TestAdamWStep(KernelAlone):
+    op = "adamw_"
+    cases = (
+        Case("float32 states"),
+        Case("float32 gradients", wide=True),
+        Case("master weights", master=True),
+        Case("codes", bits=8),
+        Case("master weights and codes", bits=8, master=True, wide=True),
+        Case("off alignment", offset=1, shapes={"a": (300,), "b": (7, 3)}),
+        Case("codes off alignment", bits=8, offset=1, shapes={"a": (4099,), "b": (7, 3)}),
+    )
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        """Steps, one of them skipped and one with a factor, equal those of the definition."""
+        plain = Arena(case, dtype)
+        self.steps(plain)
+        with emulator():
+            found = Arena(case, dtype)
+            assert found.optimizer.launcher is not None
+            self.steps(found)
+            judge(plain.everything(), found.everything())
+            again = Arena(case, dtype)
+            self.steps(again)
+        for name, array in again.everything().items():
+            assert array.tobytes() == found.everything()[name].tobytes(), name
+
+    def steps(self, arena: Arena, place: Callable[[Any], Any] = np.array) -> None:
+        arena.step()
+        arena.step(finite=place(False), factor=place(np.float32(2)))
+        arena.step(finite=place(True), factor=place(np.float32(0.25)))
+        arena.step(lr=3e-2, factor=0.5)
+        arena.step(finite=np.bool_(True), factor=np.float32(0.5))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
+    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
+        import cupy
+
+        if case.both.get("offset"):
+            pytest.skip("CuPy's own arrays are aligned")
+        plain, found = Arena(case, dtype), Arena(case, dtype, cupy.asarray)
+        self.steps(plain)
+        self.steps(found, cupy.asarray)
+        judge(plain.everything(), found.everything())
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_skipped_step_changes_no_bit(bits: int, bad: float) -> None:
+    with emulator():
+        arena = Arena(Case("", bits=bits, master=True), np.float16)
+        arena.step()
+        before = arena.everything()
+        arena.step(finite=np.array(False), factor=np.array(bad, np.float32))
+        for name, array in arena.everything().items():
+            assert array.tobytes() == before[name].tobytes(), name
+        assert arena.optimizer.steps == 1
+        arena.step()
+        assert arena.optimizer.steps == 2
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_resumed_run_has_equal_bits(bits: int) -> None:
+    case = Case("", bits=bits)
+    with emulator():
+        straight, resumed = Arena(case, np.float32), Arena(case, np.float32)
+        for _ in range(3):
+            straight.step()
+        for name, array in straight.parameters.items():
+            resumed.parameters[name][...] = array
+        resumed.optimizer.load_state({n: a.copy() for n, a in straight.optimizer.state().items()})
+        resumed.rng = np.random.default_rng(7)
+        straight.rng = np.random.default_rng(7)
+        for _ in range(2):
+            straight.step()
+            resumed.step()
+        for name, array in straight.everything().items():
+            assert array.tobytes() == resumed.everything()[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("bits", "wide", "master"),
+    [(32, False, False), (32, True, True), (8, False, False), (8, False, True)],
+)
+def test_moves_what_the_header_says_and_nothing_twice(bits: int, wide: bool, master: bool) -> None:
+    elements = 2 * 8192
+    case = Case("", bits=bits, wide=wide, master=master, shapes={"w": (elements,)})
+    with emulator():
+        arena = Arena(case, BFLOAT16)
+        with counted() as traffic:
+            arena.step()
+    parameter, gradient, copy = 4 if master else 2, 4 if wide else 2, 2 * master
+    states = 16 if bits == 32 else 4
+    lines = [line for line in traffic if line.space == "global"]
+    big = [line for line in lines if line.bytes >= elements]
+    assert sum(line.bytes for line in big) == elements * (2 * parameter + gradient + copy + states)
+    assert all(line.efficiency == 1 for line in big), big
+    # the rest: the table of tensors, by every warp; the scales of codes; the maps, by every block
+    assert sum(line.moved for line in lines if line not in big) * 32 <= 2 * 10 * 1024
+
+
+def test_one_launch_and_no_word_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in.gpu() as machine:
+        sent: list[Any] = []
+        send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
+        for module in (adamw_step, _dynamic_codes, _many):
+            monkeypatch.setattr(module, "placed", send)
+        make = lambda shape: machine.array(shape, np.float16)  # noqa: E731
+        parameters = {f"w{i}": make((65 + i, 128)) for i in range(40)}
+        optimizer = AdamW(parameters, state_bits=8)
+        gradients = {name: make(array.shape) for name, array in parameters.items()}
+        finite, factor = machine.array((), np.bool_), machine.array((), np.float32)
+        optimizer.step(gradients)
+        before = len(sent)
+        for _ in range(3):
+            optimizer.step(gradients, finite=finite, factor=factor)
+        assert len(sent) == before  # the table of addresses is sent once
+        (*_, launch) = machine.launches
+        assert [made.kernel for made in machine.launches] == ["adamw_step"] * 4
+        assert math.prod(launch.grid) == sum(-(-a.size // 8192) for a in parameters.values())
+        with pytest.raises(stand_in.HostReadError):
+            optimizer.steps  # noqa: B018 -- what its docstring says

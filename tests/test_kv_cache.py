@@ -2,8 +2,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import KVCache
+from unsloth_cupy import KVCache, attention
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+
+from .parity import emulator
 
 
 def draw(tokens, batch=2, dtype=np.float32, seed=0):
@@ -20,8 +22,8 @@ def test_appends_in_order_by_layer(dtype):
             k, v = cache.append(layer, *drawn[:, :, start:stop] * (layer + 1))
             np.testing.assert_array_equal(k, drawn[0, :, :stop] * (layer + 1))
             np.testing.assert_array_equal(v, drawn[1, :, :stop] * (layer + 1))
-            assert np.shares_memory(k, cache.keys)
-            assert np.shares_memory(v, cache.values)
+            assert np.shares_memory(k, cache.keys[layer])
+            assert np.shares_memory(v, cache.values[layer])
     np.testing.assert_array_equal(cache.lengths, [7, 7])
 
 
@@ -61,6 +63,71 @@ def test_reorder_moves_rows():
     np.testing.assert_array_equal(cache.real[:, 0], [False, False, True])
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize(
+    "chunks", [[1] * 17, [9, 1, 1, 6], [2, 3, 4, 1, 1, 1, 5], [17], [0, 5, 0, 12]]
+)
+def test_window_keeps_the_first_and_the_last(chunks, sinks):
+    """After a chunk: what its queries may see; attention over it is attention over everything."""
+    window, capacity = 5, 8
+    cache = KVCache(2, 2, capacity, 3, 4, dtype="float64", window=[window, None], sinks=sinks)
+    drawn, q = draw(17, dtype=np.float64), draw(17, dtype=np.float64, seed=1)[0]
+    stop = 0
+    for tokens in chunks:
+        start, stop = stop, stop + tokens
+        k, v = cache.append(0, *drawn[:, :, start:stop])
+        first = max(0, start - window + 1)
+        kept = [t for t in range(stop) if t < sinks or t >= first or stop <= window + sinks]
+        np.testing.assert_array_equal(k, drawn[0][:, kept])
+        np.testing.assert_array_equal(v, drawn[1][:, kept])
+        assert (cache.lengths == min(stop, sinks + window)).all()
+        key, query = np.arange(stop), np.arange(start, stop)[:, None]
+        seen = (key <= query) & ((key > query - window) | (key < sinks))
+        found = attention(q[:, start:stop], k, v, causal=True, mask=cache.mask(0, tokens))
+        exact = attention(q[:, start:stop], *drawn[:, :, :stop], mask=seen)
+        np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-14)
+        if not sinks:
+            found = attention(q[:, start:stop], k, v, causal=True, window=(window - 1, 0))
+            np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-14)
+    assert cache.keys[0].shape[1] == window + sinks
+    assert cache.keys[1].shape[1] == capacity
+    with pytest.raises(RangeError, match="capacity=9"):
+        cache.append(1, *draw(9, dtype=np.float64))
+
+
+def test_a_window_that_capacity_does_not_reach_is_none():
+    cache = KVCache(1, 2, 6, 3, 4, dtype="float32", window=5, sinks=2)
+    drawn = draw(6)
+    np.testing.assert_array_equal(cache.append(0, *drawn)[0], drawn[0])
+    with pytest.raises(RangeError, match="capacity=7"):
+        cache.append(0, *draw(1))
+
+
+def test_reorder_moves_rings():
+    cache = KVCache(1, 2, 4, 3, 4, dtype="float32", window=3, sinks=1)
+    drawn, last = draw(9), draw(1, seed=1)
+    for token in range(9):
+        cache.append(0, *drawn[:, :, token : token + 1])
+    cache.reorder(np.array([1, 1]))
+    k, v = cache.append(0, *last)
+    for found, old, new in ((k, drawn[0], last[0]), (v, drawn[1], last[1])):
+        np.testing.assert_array_equal(found[:, :3], old[[1, 1]][:, [0, 7, 8]])
+        np.testing.assert_array_equal(found[:, 3:], new)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_kernels_append(dtype):
+    """The launch of the cache is that of the kernel: the same arrays, bit by bit."""
+    caches = [KVCache(1, 2, 8, 3, 4, dtype=dtype, window=5, sinks=2) for _ in range(2)]
+    drawn = draw(17, dtype=dtype)
+    for start, stop in ((0, 6), (6, 7), (7, 16), (16, 17)):
+        expected = caches[0].append(0, *drawn[:, :, start:stop])
+        with emulator():
+            found = caches[1].append(0, *drawn[:, :, start:stop])
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(caches[1].keys, caches[0].keys)
+
+
 def test_empty():
     cache = KVCache(0, 0, 0, 3, 4, dtype="float32")
     assert cache.lengths.shape == (0,)
@@ -88,3 +155,9 @@ def test_bad_input():
         KVCache(1, 1, 1, 1, 1, dtype="int8")
     with pytest.raises(ConfigError, match="negative"):
         KVCache(1, -1, 1, 1, 1, dtype="float32")
+    for window in (0, 2.5, True, [3], [3, -1]):
+        with pytest.raises(ConfigError, match="window"):
+            KVCache(2, 1, 8, 1, 1, dtype="float32", window=window)
+    for sinks in (-1, 1.5):
+        with pytest.raises(ConfigError, match="sinks"):
+            KVCache(2, 1, 8, 1, 1, dtype="float32", window=2, sinks=sinks)

@@ -3,21 +3,24 @@
     cache = KVCache(layers, batch, capacity, kv_heads, dim, dtype="float32")
     k, v = cache.append(layer, k, v)        all keys and values of this layer, old and new
 
-Bytes: 2 * layers * batch * capacity * kv_heads * dim * itemsize.
+Bytes: 2 * layers * batch * slots * kv_heads * dim * itemsize, where slots is capacity, or
+sinks + window where that is less.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import _arrays
-from ._signature import FLOATS
+from ._dtypes import FLOATS
 from ._typing import Array
 from .errors import ConfigError, DTypeError, RangeError, ShapeError
+from .ops.kv_append import kv_append_
 
 
 class KVCache:
-    """Keys and values of every layer, in one allocation each, filled from the left.
+    """Keys and values of every layer, filled from the left.
 
     Parameters
     ----------
@@ -27,12 +30,18 @@ class KVCache:
         float16, bfloat16, float32 or float64.
     like : array, optional
         The cache lives where this array lives; NumPy where absent.
+    window : int, None, or one of them for each layer
+        Of the tokens after the sinks only the last ``window`` are kept: where capacity holds sinks
+        and window, tokens never run out of room.
+    sinks : int
+        How many of the first tokens stay for good in layers with a window.
 
     Attributes
     ----------
-    keys, values : (layers, batch, capacity, kv_heads, dim) dtype
-        The storage; what lies beyond ``lengths`` is not defined.
-    real : (batch, capacity) bool
+    keys, values : list of (batch, slots, kv_heads, dim) dtype
+        The storage of each layer.  Token p lies in slot p; with a window and from slot sinks on,
+        the slots are a ring.
+    real : (batch, tokens) bool
         Which tokens are no padding; a model notes it here and attention obeys it later.
     padded : bool
         Whether any may be: False until a model notes a mask.
@@ -40,7 +49,12 @@ class KVCache:
     Raises
     ------
     ConfigError
-        A size is negative, or dtype is no float.
+        A size is negative, window or sinks make no sense, or dtype is no float.
+
+    Notes
+    -----
+    Keys are stored as they come, turned by the position of their token among all tokens.  Xiao and
+    others, Efficient Streaming Language Models with Attention Sinks, 2024.
     """
 
     def __init__(
@@ -53,6 +67,8 @@ class KVCache:
         *,
         dtype: Any,
         like: Array | None = None,
+        window: int | Sequence[int | None] | None = None,
+        sinks: int = 0,
     ) -> None:
         shape = (layers, batch, capacity, kv_heads, dim)
         if min(shape) < 0:
@@ -60,32 +76,53 @@ class KVCache:
         if np.dtype(dtype) not in FLOATS:
             names = ", ".join(known.name for known in FLOATS)
             raise ConfigError(f"KVCache(dtype={dtype!r}): choose from {names}")
+        windows = list(window) if isinstance(window, Sequence) else [window] * layers
+        whole = all(w is None or (_is_int(w) and w > 0) for w in windows)
+        if len(windows) != layers or not whole:
+            cure = "pass how many tokens stay, 1 or more, None for all, or one such for each layer"
+            raise ConfigError(f"KVCache(window={window!r}): {cure}")
+        if not _is_int(sinks) or sinks < 0:
+            raise ConfigError(
+                f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
+            )
         place = np.empty(0) if like is None else like
-        self.keys = _arrays.empty(shape, np.dtype(dtype), place)
-        self.values = _arrays.empty(shape, np.dtype(dtype), place)
+        self.capacity, self.sinks = capacity, int(sinks)
+        # a window that the capacity does not reach is none
+        self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
+        slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
+        shapes = [(batch, each, kv_heads, dim) for each in slots]
+        self.keys = [_arrays.empty(each, np.dtype(dtype), place) for each in shapes]
+        self.values = [_arrays.empty(each, np.dtype(dtype), place) for each in shapes]
+        self.shape, self.dtype = (batch, kv_heads, dim), np.dtype(dtype)
         self.real = _arrays.empty((batch, capacity), np.dtype(bool), place)
         self.filled = [0] * layers
         self.reset()
 
     @property
-    def capacity(self) -> int:
-        """The largest number of tokens that a row can hold."""
-        return self.keys.shape[2]
-
-    @property
     def length(self) -> int:
-        """The number of tokens that each row holds, padding included."""
+        """The number of tokens that each row was given: the position of its next one."""
         return max(self.filled, default=0)
 
     @property
     def lengths(self) -> Array:
-        """The number of tokens of each row, padding included: (batch,) int32."""
-        lengths = _arrays.empty(self.keys.shape[1:2], np.dtype("int32"), self.keys)
-        lengths[...] = self.length
+        """The number of tokens that each row holds, padding included: (batch,) int32."""
+        lengths = _arrays.empty(self.shape[:1], np.dtype("int32"), self.real)
+        held = (min(n, k.shape[1]) for n, k in zip(self.filled, self.keys, strict=True))
+        lengths[...] = max(held, default=0)
         return lengths
 
+    def check_room(self, new: int, layer: int | None = None) -> None:
+        """Raise RangeError unless a layer, or all layers, have room for new tokens."""
+        layers = range(len(self.keys)) if layer is None else [layer]
+        held = max((self.filled[i] for i in layers if self.windows[i] is None), default=None)
+        if held is not None and held + new > self.capacity:
+            raise RangeError(
+                f"KVCache: {new} tokens do not fit beside {held} of capacity={self.capacity};"
+                f" make the cache with capacity={held + new} or call reset()"
+            )
+
     def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
-        """Store the keys and values of new tokens and return all of this layer's.
+        """Store the keys and values of new tokens; return those that they may see.
 
         Parameters
         ----------
@@ -96,8 +133,10 @@ class KVCache:
 
         Returns
         -------
-        k, v : (batch, lengths, kv_heads, dim)
-            Views of the storage: valid until the next ``reorder`` or ``reset``.
+        k, v : (batch, keys, kv_heads, dim)
+            All tokens of this layer, in order; with a window the sinks and, before each of the new
+            tokens, ``window - 1`` others: after a single one, what the cache holds.  Valid until
+            the next ``append``, ``reorder`` or ``reset``; they may be views of the storage.
 
         Raises
         ------
@@ -106,29 +145,100 @@ class KVCache:
         ShapeError, DTypeError
             k or v do not fit the storage.
         """
-        layers, batch, capacity, kv_heads, dim = self.keys.shape
-        if not 0 <= layer < layers:
-            raise RangeError(f"KVCache.append: layer {layer} is not in 0 .. {layers - 1}")
+        if not 0 <= layer < len(self.keys):
+            raise RangeError(f"KVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}")
+        batch, kv_heads, dim = self.shape
         for name, array in (("k", k), ("v", v)):
             if array.shape != (batch, k.shape[1] if k.ndim > 1 else 0, kv_heads, dim):
                 wanted = f"(batch={batch}, tokens, kv_heads={kv_heads}, dim={dim})"
                 raise ShapeError(f"KVCache.append: {name} is {array.shape}; it must be {wanted}")
-            if array.dtype != self.keys.dtype:
+            if array.dtype != self.dtype:
                 cure = f"make the cache with dtype={array.dtype.name!r}"
                 raise DTypeError(
-                    f"KVCache.append: {name} is {array.dtype}, not {self.keys.dtype}; {cure}"
+                    f"KVCache.append: {name} is {array.dtype}, not {self.dtype}; {cure}"
                 )
-        start = self.filled[layer]
+        self.check_room(k.shape[1], layer)
+        keys, values, start = self.keys[layer], self.values[layer], self.filled[layer]
         stop = start + k.shape[1]
-        if stop > capacity:
-            raise RangeError(
-                f"KVCache.append: {k.shape[1]} tokens do not fit beside {start} of"
-                f" capacity={capacity}; make the cache with capacity={stop} or call reset()"
+        together = None
+        if stop > keys.shape[1]:  # some token goes, but these may see it still
+            old = self._slots(layer, start - int(self.windows[layer] or 0) + 1, start)
+            together = (
+                (k, v)
+                if start == 0
+                else tuple(
+                    np.concatenate([*(storage[:, part] for part in old), new], axis=1)
+                    for storage, new in ((keys, k), (values, v))
+                )
             )
-        self.keys[layer, :, start:stop] = k
-        self.values[layer, :, start:stop] = v
+        kv_append_(k, v, keys, values, start=start, sinks=min(self.sinks, keys.shape[1]))
         self.filled[layer] = stop
-        return self.keys[layer, :, :stop], self.values[layer, :, :stop]
+        return together or (keys[:, :stop], values[:, :stop])  # type: ignore[return-value]
+
+    def _slots(self, layer: int, first: int, stop: int) -> list[slice]:
+        """Return where the sinks and the tokens first .. stop - 1 lie, in order."""
+        first, ring = max(first, self.sinks), self.keys[layer].shape[1] - self.sinks
+        runs = [slice(0, min(self.sinks, stop))]
+        if first < stop:
+            a, b = ((n - self.sinks) % ring + self.sinks for n in (first, stop - 1))
+            end = self.sinks + ring
+            runs += [slice(a, b + 1)] if a <= b else [slice(a, end), slice(self.sinks, b + 1)]
+        return runs
+
+    def mask(self, layer: int, queries: int) -> Array | None:
+        """Return which of the keys of the last append each of its queries sees.
+
+        Parameters
+        ----------
+        layer : int
+            0 .. layers - 1.
+        queries : int
+            How many tokens that append brought.
+
+        Returns
+        -------
+        mask : (queries, keys) bool, or None
+            The sinks and the query's own window, never a later key: ``mask`` of ``attention``.
+            None where no token was left out, or one query sees them all: causal then says it all.
+        """
+        window, stop = self.windows[layer], self.filled[layer]
+        if window is None or queries == 1 or stop <= self.sinks + window:
+            return None
+        key, query = (
+            np.arange(stop, like=self.real),
+            np.arange(stop - queries, stop, like=self.real),
+        )
+        query = query[:, None]
+        seen = (key <= query) & ((key < self.sinks) | (key > query - window))
+        return self.held(layer, queries, seen)
+
+    def held(self, layer: int, queries: int, every: Array) -> Array:
+        """Return the columns, of (..., tokens), of the keys that the last append returned."""
+        window, tokens = self.windows[layer], every.shape[-1]
+        first = self.sinks if window is None else tokens - queries - window + 1
+        if first <= self.sinks:
+            return every
+        parts = (
+            [every[..., : self.sinks], every[..., first:]] if self.sinks else [every[..., first:]]
+        )
+        return np.concatenate(parts, axis=-1) if self.sinks else parts[0]
+
+    def note(self, real: Array | None, new: int) -> Array | None:
+        """Note which of the last tokens, ``new`` ones to come included, are no padding.
+
+        Return it of all tokens, (batch, tokens) bool; None where none was ever noted.
+        """
+        stop = self.length + new
+        self.padded |= real is not None
+        if not self.padded:
+            return None
+        if (more := stop - self.real.shape[1]) > 0:
+            room = _arrays.empty((len(self.real), max(more, stop)), np.dtype(bool), self.real)
+            room[...] = True
+            self.real = np.concatenate([self.real, room], axis=1)
+        if real is not None:
+            self.real[:, stop - real.shape[1] : stop] = real
+        return self.real[:, :stop]
 
     def reset(self) -> None:
         """Forget every token; the storage is kept."""
@@ -142,16 +252,21 @@ class KVCache:
         Raises
         ------
         ShapeError, DTypeError, RangeError
-            index is not (batch,) integers in 0 .. batch - 1.
+            index is not (batch,) integers in 0 .. batch - 1; on a GPU its values are not read.
         """
-        batch, length = self.keys.shape[1], self.length
+        batch = self.shape[0]
         if index.shape != (batch,):
             raise ShapeError(f"KVCache.reorder: index is {index.shape}; it must be ({batch},)")
         if index.dtype.kind not in "iu":
             raise DTypeError(f"KVCache.reorder: index is {index.dtype}; it must hold integers")
-        if batch and not 0 <= int(index.min()) <= int(index.max()) < batch:
+        read = batch and isinstance(index, np.ndarray)
+        if read and not 0 <= int(index.min()) <= int(index.max()) < batch:
             raise RangeError(f"KVCache.reorder: index must be in 0 .. {batch - 1}: {index}")
-        for storage in (self.keys, self.values):
-            for layer in storage:  # one layer at a time: the copy stays small
-                layer[:, :length] = layer[index, :length]
+        for keys, values, filled in zip(self.keys, self.values, self.filled, strict=True):
+            for storage in (keys, values):  # one at a time: the copy stays small
+                storage[:, :filled] = storage[index, :filled]
         self.real[...] = self.real[index]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -7,24 +7,17 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import attention_forward
-from unsloth_cupy._jit import KERNEL_DTYPES, using
+from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
-from unsloth_cupy.ops._attention_launch import ANY, CAUSAL, FORWARD, HIDING, resolve
+from unsloth_cupy.ops._attention_launch import FORWARD, resolve
+from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING
 
-from ..parity import Case, KernelParity, _compare_kernels, emulator
+from ..cuda_on_cpu.traffic import counted
+from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator
+from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles
 
-GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
 SMALL = GROUPED | {"queries": 21, "keys": 90, "dim": 8, "value_dim": 16}
-KB = 1024
-BUDGETS = [48 * KB, 64 * KB, 99 * KB, 163 * KB, 227 * KB]  # of a block: sm_75 .. sm_90
-
-
-def tiles(*shape: int) -> Any:
-    return lambda rng: rng.random(shape) < 0.6
-
-
-def hides(rng: np.random.Generator) -> np.ndarray:
-    return np.where(rng.random((4, 1, 90)) < 0.3, -np.inf, 1.0)
 
 
 def large(rng: np.random.Generator) -> np.ndarray:
@@ -33,6 +26,7 @@ def large(rng: np.random.Generator) -> np.ndarray:
 
 class TestAttentionForward(KernelParity):
     op = "attention_forward"
+    sides = ("forward",)
     test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
     test_rounds_once = test_any_strides = None
     cases = (
@@ -49,41 +43,125 @@ class TestAttentionForward(KernelParity):
         ),
         Case(
             "rows of 32 chunks",
-            **GROUPED | {"queries": 3, "keys": 41, "dim": 256, "value_dim": 200},
+            **GROUPED | {"queries": 19, "keys": 41, "dim": 256, "value_dim": 200},
             arrays={"key_lengths": [41, 20]},
         ),
         Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 3}),
-        Case("rows that see no key", **SMALL, causal=True, arrays={"key_lengths": [0, 12]}),
         Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 64]}),
         Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),
-        Case("bias and alibi", **SMALL, given=["bias", "alibi"], causal=True),
-        Case("bias and mask by key", **SMALL, arrays={"bias": hides, "mask": tiles(90)}),
-        Case("mask", **SMALL, given=["mask"], arrays={"alibi": [0.5, 0.3, 0.1, 0.2]}),
-        Case("dropout", **SMALL, dropout=0.4, seed=2**40 + 3, window=(30, 2)),
+        Case("bias and mask by key", **SMALL, arrays={"bias": hides(90), "mask": tiles(90)}),
         Case(
             "tiles",
             **SMALL | {"queries": 140, "keys": 300},
             arrays={"block_mask": [[[[True, False, True], [False, True, False]]]]},
             causal=True,
         ),
+        *option_cases(SMALL),
+    )
+
+
+class TestStartOfPython(KernelAlone):
+    """An int says where all queries start, as an array of it does."""
+
+    op = "attention_forward"
+    cases = (Case("causal"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((2, tokens, 2, 8)).astype(dtype) for tokens in (5, 90))
+        with emulator():
+            number = attention_forward(q, k, k, causal=True, query_start=40)
+            array = attention_forward(q, k, k, causal=True, query_start=np.array([40, 40]))
+        for found, same in zip(number, array, strict=True):
+            assert found.tobytes() == same.tobytes()
+
+
+class TestWarpsLeaveTilesOut(KernelAlone):
+    """A warp reads no tile that its window hides, though other warps of the block work on it."""
+
+    op = "attention_forward"
+    cases = (Case("narrow window"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        tiles = resolve(dtype.itemsize, 8, 8, HIDING, 227 * KB)
+        assert tiles is not None
+        height, width = 16 * tiles.warp_tiles, tiles.keys
+        queries = height * tiles.warps
+        assert queries > width
+
+        def bytes_read(keys: int, window: int) -> int:
+            q, k = np.ones((1, queries, 1, 8), dtype), np.ones((1, keys, 1, 8), dtype)
+            with counted() as traffic, emulator():
+                attention_forward(q, k, k, window=(window, window), query_start=0)
+            return traffic.of("shared", write=False).bytes
+
+        once, all_pairs = bytes_read(width, 999), bytes_read(queries, 999)
+        tile = (all_pairs - once) / (queries // width - 1) / tiles.warps
+        seen = [
+            row - 8 <= key + width - 1 and key <= row + height - 1 + 8
+            for row in range(0, queries, height)
+            for key in range(0, queries, width)
+        ]
+        hidden = len(seen) - sum(seen)
+        assert hidden
+        assert bytes_read(queries, 8) == all_pairs - hidden * tile
+
+
+def alone(count: int) -> dict[str, Any]:
+    """Return offsets of many sequences of 150 queries: a long one, then one token each, then 0."""
+    lengths = np.ones(count, np.int64)
+    lengths[0], lengths[-1] = 150 - count + 2, 0
+    k_offsets = np.array([0, 75, *[75] * (count - 1)])
+    return {"q_offsets": np.concatenate([[0], lengths.cumsum()]), "k_offsets": k_offsets}
+
+
+PACKED = {"tokens": 150, "key_tokens": 75, "heads": 4, "kv_heads": 2, "dim": 8, "value_dim": 16}
+OFFSETS = {
+    "q_offsets": np.array([0, 3, 3, 133, 150], np.int32),
+    "k_offsets": [0, 40, 53, 53, 75],
+}
+
+
+class TestAttentionVarlen(KernelParity):
+    op = "attention_varlen_forward"
+    test_gradient_matches_finite_differences = None  # test_attention_varlen.py
+    test_rounds_once = test_any_strides = None
+    cases = (
+        Case("sequences without queries or keys", **PACKED, arrays=OFFSETS, causal=True),
+        Case("many sequences", **PACKED, arrays=alone(70)),
+        Case(
+            "what hides and drops",
+            **PACKED,
+            arrays=OFFSETS | {"alibi": [0.5, 0.25, 0.1, 0.3]},
+            given=["sinks"],
+            window=(40, 3),
+            dropout=0.3,
+            seed=5,
+        ),
         Case(
             "all",
-            **SMALL | {"queries": 140, "keys": 150},
-            given=["mask", "bias", "alibi", "sinks"],
-            arrays={
-                "key_lengths": np.array([150, 131], np.int32),
-                "query_start": np.array([9, 2], np.int32),
-                "block_mask": tiles(2, 4, 2, 2),
-            },
-            causal=True,
-            window=(90, None),
-            scale=0.7,
-            softcap=3.0,
-            dropout=0.1,
-            seed=7,
+            **PACKED,
+            sequences=4,
+            arrays=OFFSETS,
+            given=["alibi", "sinks"],
+            window=(9, 3),
+            softcap=2.0,
+            scale=0.4,
+            dropout=0.3,
+            seed=5,
         ),
     )
+
+
+@pytest.mark.parametrize("offsets", [[0, 150, 9], [-5, 80, 900], [7, 7, 7]])
+def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
+    """On a GPU nobody reads them first: no access leaves the arrays."""
+    q, k = drawn((150, 2, 8), (150, 2, 8))
+    launch = OPS["attention_varlen_forward"].launch
+    both = np.array(offsets), np.array(offsets[::-1])
+    with emulator():
+        launch(q, k, k, *both, causal=True)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -92,7 +170,9 @@ def test_random_schedules(number: int, seed: int) -> None:
     """Whatever order threads and blocks run in."""
     run = lambda function: _within(function, seed=seed)  # noqa: E731
     case = TestAttentionForward.cases[number]
-    _compare_kernels(OPS["attention_forward"], case, KERNEL_DTYPES[seed % 3], run, np.asarray)
+    _compare_kernels(
+        OPS["attention_forward"], case, KERNEL_DTYPES[seed % 3], run, np.asarray, ["forward"]
+    )
 
 
 def _within(function: Any, **how: Any) -> Any:
@@ -121,7 +201,7 @@ def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
 def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
     case = Case("", **GROUPED, queries=70, keys=75, dim=128, value_dim=96, causal=True)
     run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731
-    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray)
+    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
 def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:

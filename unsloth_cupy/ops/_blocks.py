@@ -217,11 +217,11 @@ def _slices(size: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
-def check_window(window: Any) -> None:
+def check_window(call: str, window: Any) -> None:
     """Raise ConfigError unless window is a pair of lengths."""
     pair = isinstance(window, tuple | list) and len(window) == 2
     if not pair or any(
         n is not None and (not isinstance(n, int | np.integer) or n < 0) for n in window
     ):
         cure = "pass (left, right): keys seen before and after a query's own, None for all"
-        raise ConfigError(f"attention: window={window!r}; {cure}")
+        raise ConfigError(f"{call}: window={window!r}; {cure}")

@@ -38,7 +38,7 @@ class Scores(Blocks):
         seed: int | None = None,
         first_batch: int = 0,
     ) -> None:
-        check_options(window, softcap, dropout, seed)
+        check_options("attention", window, softcap, dropout, seed)
         super().__init__(q, k, v, key_lengths, query_start, block_mask, causal, window)
         self.scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else float(scale)
         self.softcap = None if softcap is None else float(softcap)
@@ -110,14 +110,14 @@ class Scores(Blocks):
 
 
 def check_options(
-    window: Window | None, softcap: float | None, dropout: float, seed: int | None
+    call: str, window: Window | None, softcap: float | None, dropout: float, seed: int | None
 ) -> None:
     """Raise ConfigError for options that make no sense."""
     if window is not None:
-        check_window(window)
+        check_window(call, window)
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ConfigError(f"attention: softcap={softcap} must be above 0, or None for no cap")
-    _philox.check("attention", dropout, seed)
+        raise ConfigError(f"{call}: softcap={softcap} must be above 0, or None for no cap")
+    _philox.check(call, dropout, seed)
 
 
 def _part(array: Array, block: Block) -> Array:

@@ -6,8 +6,7 @@ lse = log(sum(exp(score)))      out = exp(score - lse) @ v
     dv = p.T @ dout      ds = p * (dout @ v.T - rowsum(dout * out) + dlse)      p = exp(score - lse)
     dq = scale * ds @ k      dk = scale * ds.T @ q
 
-Vaswani and others, Attention Is All You Need, 2017; Dao and others, FlashAttention, 2022 (blocks
-of rows, and a backward that recomputes p from lse).
+Dao and others, FlashAttention, 2022: blocks of rows, and a backward that recomputes p from lse.
 """
 
 import math
@@ -16,7 +15,8 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
-from ._attention_launch import launch_forward
+from ._attention_backward_launch import launch_backward
+from ._attention_decode import launch_attention
 from ._blocks import Block, Window
 from ._products import by_keys, for_keys, over_keys, stacked, unstacked
 from ._scores import Scores
@@ -201,9 +201,6 @@ def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
     return out, lse
 
 
-attention_forward.kernel(launch_forward)
-
-
 @attention_forward.gradient(
     "dout(batch, queries, heads, value_dim), q(batch, queries, heads, dim),"
     " k(batch, keys, kv_heads, dim), v(batch, keys, kv_heads, value_dim),"
@@ -297,3 +294,7 @@ def attend_backward(
     scores.walk(step, in_order=True, alone=dbias is not None)  # blocks may share a bias
     dalibi = None if dalibi is None else dalibi[:, :, 0, 0]
     return dq, dk, dv, dbias, dalibi, dsinks
+
+
+attention_forward.kernel(launch_attention)
+attention_backward.kernel(launch_backward)

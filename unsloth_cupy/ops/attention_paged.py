@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import packed
 from .._op import op
 from .._typing import Array
 from ..errors import RangeError
+from ._attention_decode import launch_decode
 from ._blocks import Window
-from ._scores import Scores
+from ._scores import Scores, check_options
 from .attention import attend
 
 
@@ -91,6 +93,7 @@ def attention_paged_forward(
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention_paged does, and the natural log of each row's sum of exp(score)."""
+    check_options("attention_paged", window, softcap, 0.0, None)
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     q, page = q.astype(wide), k_pages.shape[1]
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
@@ -118,6 +121,39 @@ def attention_paged_forward(
         one = slice(b, b + 1)
         out[one], lse[one] = part(one, page_table[one, : math.ceil(length / max(page, 1))], None)
     return out, lse
+
+
+@attention_paged_forward.kernel
+def _launch(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    *,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Any:
+    check_options("attention_paged", window, softcap, 0.0, None)
+    if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
+        return NotImplemented  # packing would copy the cache
+    return launch_decode(
+        packed(q),
+        k_pages,
+        v_pages,
+        packed(page_table),
+        key_lengths=packed(lengths),
+        alibi=None if alibi is None else packed(alibi),
+        sinks=None if sinks is None else packed(sinks),
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+    )
 
 
 def _check(page_table: Array, lengths: Array, shape: tuple[int, ...]) -> None:

@@ -5,17 +5,17 @@ sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1 and the keys k_o
 Each sequence is one call of attention, with its number as the number of the batch.
 """
 
-import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .._op import op
 from .._typing import Array
-from ..errors import RangeError
+from ._attention_backward_launch import launch_backward
+from ._attention_launch import launch_forward
 from ._blocks import Window
-from ._scores import Scores
+from ._scores import Scores, check_options
+from ._sequences import sides_of
 from .attention import attend, attend_backward
 
 PACKED = (
@@ -102,17 +102,36 @@ def attention_varlen_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
+    check_options("attention_varlen", window, softcap, dropout, seed)
     out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
     lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
-    sides = _sides(q, k, q_offsets, k_offsets, max_queries, max_keys)
+    sides = sides_of(q, k, q_offsets, k_offsets, max_queries, max_keys)
     for number, (rows, keys) in enumerate(sides):
         scores = _scores(number, rows, keys, q, k, v, alibi, options)
         out_part, lse_part = attend(scores, sinks)
         rows.give(out, out_part)
         rows.give(lse.T, lse_part.transpose(0, 2, 1))
     return out, lse
+
+
+@attention_varlen_forward.kernel
+def _launch(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    **options: Any,
+) -> Any:
+    window, softcap = options.get("window"), options.get("softcap")
+    dropout, seed = options.get("dropout", 0.0), options.get("seed")
+    check_options("attention_varlen", window, softcap, dropout, seed)
+    return launch_forward(q, k, v, offsets=(q_offsets, k_offsets), **options)
 
 
 @attention_varlen_forward.gradient(
@@ -145,12 +164,13 @@ def attention_varlen_backward(
     seed: int | None = None,
 ) -> tuple[Array, Array, Array, None, None, Array | None, Array | None]:
     """Return the gradients of q, k, v, alibi and sinks; dlse is lse's, where it is used."""
+    check_options("attention_varlen_backward", window, softcap, dropout, seed)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
     dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
     options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
-    sides = _sides(q, k, q_offsets, k_offsets, max_queries, max_keys)
+    sides = sides_of(q, k, q_offsets, k_offsets, max_queries, max_keys)
     for number, (rows, keys) in enumerate(sides):
         scores = _scores(number, rows, keys, q, k, v, alibi, options)
         lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
@@ -169,64 +189,32 @@ def attention_varlen_backward(
     return dq, dk, dv, None, None, dalibi, dsinks
 
 
-class Sequence(NamedTuple):
-    """The tokens of one sequence, as a batch of one."""
-
-    start: int
-    stop: int
-    lengths: None = None
-
-    def take(self, array: Array, fill: float) -> Array:
-        """Return these tokens of a packed array."""
-        return array[None, self.start : self.stop]
-
-    def give(self, array: Array, part: Array) -> None:
-        """Write these tokens into a packed array."""
-        array[self.start : self.stop] = part[0]
-
-
-class Padded:
-    """The tokens of all sequences, as a batch whose short sequences are filled up."""
-
-    def __init__(self, offsets: Array, longest: int | None, tokens: int) -> None:
-        self.lengths = offsets[1:] - offsets[:-1]
-        inside = np.arange(tokens if longest is None else min(longest, tokens), like=offsets)
-        self.real = inside < self.lengths[:, None]
-        self.token = np.minimum(offsets[:-1, None] + inside, tokens - 1)
-        every = np.arange(tokens, like=offsets)
-        self.sequence = np.searchsorted(offsets[1:], every, side="right")
-        self.position = every - offsets[self.sequence]
-
-    def take(self, array: Array, fill: float) -> Array:
-        """Return a packed array as (sequences, longest, ...)."""
-        real = self.real.reshape(*self.real.shape, *[1] * (array.ndim - 1))
-        return np.where(real, array[self.token], fill)
-
-    def give(self, array: Array, part: Array) -> None:
-        """Write (sequences, longest, ...) into a packed array."""
-        array[:] = part[self.sequence, self.position]
-
-
-def _sides(
+@attention_varlen_backward.kernel
+def _launch_backward(
+    dout: Array,
     q: Array,
     k: Array,
+    v: Array,
     q_offsets: Array,
     k_offsets: Array,
-    max_queries: int | None,
-    max_keys: int | None,
-) -> Iterator[tuple[Any, Any]]:
-    """Yield the rows and the keys of each sequence; of all at once where offsets are not read."""
-    if type(q) is not np.ndarray:  # reading offsets would stall a device
-        yield (
-            Padded(q_offsets, max_queries, q.shape[0]),
-            Padded(k_offsets, max_keys, k.shape[0]),
-        )
-        return
-    _check("q_offsets", q_offsets, q.shape[0], "max_queries", max_queries)
-    _check("k_offsets", k_offsets, k.shape[0], "max_keys", max_keys)
-    rows, keys = (itertools.pairwise(offsets.tolist()) for offsets in (q_offsets, k_offsets))
-    for row, key in zip(rows, keys, strict=True):
-        yield Sequence(*row), Sequence(*key)
+    out: Array,
+    lse: Array,
+    *,
+    alibi: Array | None = None,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    **options: Any,
+) -> Any:
+    if alibi is not None and alibi.ndim == 2:
+        return NotImplemented  # its gradient is a sum over the tokens of each sequence
+    given = {"window": None, "softcap": None, "dropout": 0.0, "seed": None} | options
+    found = launch_backward(
+        dout, q, k, v, out, lse, alibi=alibi, offsets=(q_offsets, k_offsets), **given
+    )
+    if found is NotImplemented:
+        return found
+    dq, dk, dv, _, dalibi, dsinks = found
+    return dq, dk, dv, None, None, dalibi, dsinks
 
 
 def _scores(
@@ -246,15 +234,3 @@ def _scores(
     if alibi is not None and alibi.ndim == 2:
         alibi = alibi[number : number + 1]
     return Scores(*arrays, alibi=alibi, first_batch=number, **options)
-
-
-def _check(name: str, offsets: Array, tokens: int, longest_name: str, longest: int | None) -> None:
-    """Raise unless offsets rise from 0 to tokens, in steps of at most longest."""
-    steps = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] != tokens or (steps < 0).any():
-        found = f"{name} goes from {offsets[0]} to {offsets[-1]}"
-        found += ", and falls in between" if (steps < 0).any() else ""
-        raise RangeError(f"attention_varlen: {found}; it must rise from 0 to {tokens}, the tokens")
-    if longest is not None and steps.size and steps.max() > longest:
-        problem = f"{name} has a sequence of {steps.max()} tokens"
-        raise RangeError(f"attention_varlen: {problem}; {longest_name}={longest} must be as many")

@@ -1,0 +1,236 @@
+// Attention backward: the gradients of k and v or, without BY_KEYS, of q.
+//
+//   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
+//   dv = p.T @ dout           dk = scale * ds.T @ q              dq = scale * ds @ k
+//
+//   traffic     q, dout, k and v once, and the two that a block does not own once a block of ROWS
+//               rows, out of L2; 8 * queries * keys * DIM operations a head BY_KEYS, 6 without
+//   constants   those of common/attention.cuh, and
+//               T                dtype of q, k, v, dout and the gradients
+//               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
+//               BY_KEYS          a block owns keys; else queries
+//               DX, DY           it writes the gradient of q or k; of v, BY_KEYS
+//               WARPS            of a block
+//               WARP_TILES       tiles of 16 rows a warp
+//               TILE, STAGES     rows of a stage of the ring; stages, 1 or 2
+//               RESIDENT         blocks of an SM
+//               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
+//                                are the dtypes of their offsets
+//               SUM, SLOPE       write the sums of ds along rows; of ds times distance
+//
+//   The trick: both are one kernel.  x is what products of scores are made of and y what those of
+//   values are: a block owns rows of x and y, and tiles of the other x and y pass by, for all
+//   query heads of a group.  Own rows times other rows give p and ds, or their transposes, in the
+//   layout that the products with the other y and x want.  Every sum has one owner and one order.
+#include "common/attention_gradient.cuh"
+#include "common/segment.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TILE / 8;
+using X = Tile<T, padded(DIM)>;
+using Y = Tile<T, padded(VALUE_DIM)>;
+constexpr int STAGE = TILE * (X::PITCH + Y::PITCH);
+
+// stats   of every query, and of stat_rows a head: lse, with FOLD times log2(e), +inf where it sees no key or is
+//         none, and delta
+// dx      dk BY_KEYS, else dq      dy   dv
+// sums    (batch, heads, rows), zeros before      slopes   (batch, heads, rows)
+KERNEL(32 * WARPS, RESIDENT) attention_backward(
+    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+    const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows,
+    T *__restrict__ dx, T *__restrict__ dy, float *__restrict__ sums, float *__restrict__ slopes,
+    float scale, int heads, int kv_heads, int queries, int keys, float factor, float cap,
+    long long left, long long right, const L *__restrict__ key_lengths,
+    const P *__restrict__ starts, int starts_batch, bool started, long long start,
+    const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
+    int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
+    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
+    const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
+    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
+    const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences) {
+    DYNAMIC_SHARED(T, memory);
+    const X own_x{memory};
+    const Y own_y{memory + ROWS * X::PITCH};
+    T *const ring = own_y.start + ROWS * Y::PITCH;
+
+    // of the rows, those first that most others see with RIGHT
+    int rows = BY_KEYS ? keys : queries;
+    const int all_rows = rows;
+    const int row_heads = BY_KEYS ? kv_heads : heads, other_heads = BY_KEYS ? heads : kv_heads;
+    const int row_blocks = (rows + ROWS - 1) / ROWS + (VARLEN ? sequences : 0);
+    const int turn = blockIdx.x % row_blocks, block = BY_KEYS ? turn : row_blocks - 1 - turn;
+    const int row_head = blockIdx.x / row_blocks % row_heads, group = heads / kv_heads;
+    int batch = blockIdx.x / row_blocks / row_heads, first_row = block * ROWS;
+    long long first_query = (long long)batch * queries, first_key = (long long)batch * keys;
+    stats += (long long)batch * heads * stat_rows * 2;
+    if constexpr (VARLEN) {
+        Segment own;
+        if constexpr (BY_KEYS) own = segment<ROWS>(k_offsets, sequences, keys, block);
+        else own = segment<ROWS>(q_offsets, sequences, queries, block);
+        if (own.sequence < 0) return;
+        batch = own.sequence, first_row = own.tile * ROWS;
+        stats += stats_of(q_offsets, batch, queries) * 2;
+        const Run some = run_of(q_offsets, batch, queries), seen = run_of(k_offsets, batch, keys);
+        first_query = some.first, first_key = seen.first;
+        queries = some.count, keys = seen.count;
+        rows = BY_KEYS ? keys : queries;
+    }
+    const Scores scores(
+        {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
+         starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
+         bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
+         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown},
+        batch);
+
+    // what passes by: for each head the tiles of other rows that a row here may see
+    const int real_rows = BY_KEYS ? scores.length : queries;
+    const int stop_other = BY_KEYS ? queries : scores.length;
+    const int last_row = min(first_row + ROWS, real_rows) - 1;
+    int from = 0, stop = first_row < real_rows ? stop_other : 0;
+    if constexpr (BY_KEYS) {
+        if constexpr (RIGHT) from = max(0, first_row - scores.high);
+        if constexpr (LEFT) stop = min(stop, last_row - scores.low + 1);
+    } else {
+        if constexpr (LEFT) from = max(0, first_row + scores.low);
+        if constexpr (RIGHT) stop = min(stop, last_row + scores.high + 1);
+    }
+    const int first_tile = from / TILE, tiles = max(0, (stop + TILE - 1) / TILE - first_tile);
+    const int steps = (BY_KEYS ? group : 1) * tiles;
+    auto head_of = [&](int step) { return BY_KEYS ? row_head * group + step / tiles : row_head; };
+    auto other_of = [&](int step) { return (first_tile + (BY_KEYS ? step % tiles : step)) * TILE; };
+    auto seen_from = [&](int step) {  // the first step from this one on in which some pair is seen
+        if constexpr (BLOCK_MASK)
+            while (step < steps &&
+                   scores.skipped(head_of(step), BY_KEYS ? other_of(step) : first_row,
+                                  BY_KEYS ? first_row : other_of(step)))
+                step++;
+        return step;
+    };
+    const long long first_other = (BY_KEYS ? first_query : first_key) * other_heads;
+    const T *const x = (BY_KEYS ? q : k) + first_other * DIM;
+    const T *const y = (BY_KEYS ? dout : v) + first_other * VALUE_DIM;
+    auto load = [&](int step, int stage) {
+        const X to{ring + stage * STAGE};
+        const Y values{to.start + TILE * X::PITCH};
+        const int head = BY_KEYS ? head_of(step) : row_head / group, here = other_of(step);
+        to.template copy<TILE, DIM, THREADS>(x + head * DIM, here, stop_other, other_heads * DIM);
+        values.template copy<TILE, VALUE_DIM, THREADS>(y + head * VALUE_DIM, here, stop_other,
+                                                       other_heads * VALUE_DIM);
+    };
+
+    const long long first = (BY_KEYS ? first_key : first_query) * row_heads + row_head;
+    int step = seen_from(0);
+    if (step < steps) {
+        own_x.copy<ROWS, DIM, THREADS>((BY_KEYS ? k : q) + first * DIM, first_row, real_rows,
+                                       row_heads * DIM);
+        if constexpr (DX)
+            own_y.copy<ROWS, VALUE_DIM, THREADS>((BY_KEYS ? v : dout) + first * VALUE_DIM,
+                                                 first_row, real_rows, row_heads * VALUE_DIM);
+        load(step, 0);
+    }
+    cp_async_commit();
+
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int top = first_row + warp_row, bottom = top + WARP_ROWS - 1;
+    auto stat_at = [&](int head, int query) {
+        return stats + ((long long)head * stat_rows + query) * 2;
+    };
+    float2 own_stats[WARP_TILES][2];
+    if constexpr (!BY_KEYS) {
+#pragma unroll
+        for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                own_stats[m][half] = *reinterpret_cast<const float2 *>(
+                    stat_at(row_head, top + m * 16 + half * 8 + lane / 4));
+    }
+
+    float sum_x[WARP_TILES][DX ? padded(DIM) / 8 : 1][4] = {};
+    float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
+    float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
+    auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
+#pragma unroll
+        for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = top + m * 16 + half * 8 + lane / 4;
+                float total = from[m][half];
+                total += __shfl_xor_sync(0xffffffffu, total, 1);
+                total += __shfl_xor_sync(0xffffffffu, total, 2);
+                if (lane % 4 == 0 && row < rows)
+                    to[VARLEN ? (long long)head * all_rows + first_query + row
+                              : (long long)(batch * heads + head) * rows + row] = total;
+            }
+    };
+    for (int stage = 0; step < steps; stage ^= STAGES - 1) {
+        const int head = head_of(step), here = other_of(step), last = here + TILE - 1;
+        step = seen_from(step + 1);
+        cp_async_wait<0>();
+        __syncthreads();  // this tile is there, and everyone has left the one before
+        if (STAGES == 2 && step < steps) {
+            load(step, stage ^ 1);
+            cp_async_commit();
+        }
+
+        const bool none = BY_KEYS ? scores.none(here, last, top, bottom)
+                                  : scores.none(top, bottom, here, last);
+        if (!none) {
+            const bool edge = BY_KEYS ? scores.some(here, last, top, bottom)
+                                      : scores.some(top, bottom, here, last);
+            const X other_x{ring + stage * STAGE};
+            const Y other_y{other_x.start + TILE * X::PITCH};
+            float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
+            Fragment<WARP_TILES> unkept[1];
+            row_by_row<false>(s, unkept, own_x, warp_row, other_x);
+            scores.score<BY_KEYS>(s, steep, head, top, here, edge);
+            if constexpr (DX) row_by_row<false>(g, unkept, own_y, warp_row, other_y);
+            auto each = [&](int m, int half, int other, float ds) {
+                if constexpr (SUM) sum[m][half] += ds;
+                const int own = top + m * 16 + half * 8 + lane / 4;
+                if constexpr (SLOPE) slope[m][half] -= ds * abs(other - own - scores.origin);
+            };
+            if constexpr (BY_KEYS) {
+                float4 stat[PARTS];
+#pragma unroll
+                for (int n = 0; n < PARTS; n++)
+                    stat[n] = *reinterpret_cast<const float4 *>(
+                        stat_at(head, here + n * 8 + lane % 4 * 2));
+                differentiate<DX, true>(scores, s, g, stat, head, top, here, each);
+            } else {
+                differentiate<DX, false>(scores, s, g, own_stats, head, top, here, each);
+            }
+            if constexpr (SOFTCAP && DX) {
+#pragma unroll
+                for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+                    for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) g[m][n][i] *= steep[m][n][i];
+            }
+            if constexpr (DY) add_product(sum_y, s, other_y);
+            if constexpr (DX) add_product(sum_x, g, other_x);
+        }
+        if constexpr (STAGES == 1) {
+            __syncthreads();
+            if (step < steps) load(step, 0);
+            cp_async_commit();
+        }
+        if constexpr (SUM)
+            if (step >= steps || head_of(step) != head) {
+                put_sums(sums, sum, head);
+#pragma unroll
+                for (int m = 0; m < WARP_TILES; m++) sum[m][0] = sum[m][1] = 0;
+            }
+    }
+    if constexpr (SLOPE) put_sums(slopes, slope, row_head);
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = top + m * 16 + half * 8 + lane / 4;
+            if (row >= rows) continue;
+            const long long at = first + (long long)row * row_heads;
+            if constexpr (DX) put_row<DIM>(dx + at * DIM, sum_x[m], half, scale);
+            if constexpr (DY) put_row<VALUE_DIM>(dy + at * VALUE_DIM, sum_y[m], half, 1.0f);
+        }
+}

@@ -1,0 +1,113 @@
+// Attention backward: the gradient of a bias that has a value for each query and each key.
+//
+//   dbias = ds = p * (dout @ v.T - delta), summed over the batches and heads that share a bias
+//
+//   traffic     dbias once; q, dout, k and v once a tile of pairs, out of L2
+//   constants   those of common/attention.cuh, and
+//               T                dtype of q, k, v and dout
+//               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
+//               WARPS            of a block
+//               WARP_TILES       tiles of 16 queries a warp
+//               TILE             keys
+//               RESIDENT         blocks of an SM
+//
+//   The trick: a block owns a tile of pairs and adds what all batches and heads give it, in their
+//   order.  Other blocks of its SM compute while it loads.
+#include "common/attention_gradient.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TILE / 8;
+using X = Tile<T, padded(DIM)>;
+using Y = Tile<T, padded(VALUE_DIM)>;
+
+// stats   of every query, and of stat_rows a head: lse, with FOLD times log2(e), +inf where it sees no key or is
+//         none, and delta
+KERNEL(32 * WARPS, RESIDENT) attention_bias(
+    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+    const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows,
+    B *__restrict__ dbias, int batches, int heads, int kv_heads, int queries, int keys,
+    float factor, float cap, long long left, long long right,
+    const L *__restrict__ key_lengths, const P *__restrict__ starts, int starts_batch,
+    bool started, long long start,
+    const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
+    int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
+    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
+    const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
+    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown) {
+    DYNAMIC_SHARED(T, memory);
+    const X query_x{memory}, key_x{query_x.start + ROWS * X::PITCH};
+    const Y query_y{key_x.start + TILE * X::PITCH}, key_y{query_y.start + ROWS * Y::PITCH};
+
+    const int tiles = (keys + TILE - 1) / TILE, row_blocks = (queries + ROWS - 1) / ROWS;
+    const int here = blockIdx.x % tiles * TILE, first_row = blockIdx.x / tiles % row_blocks * ROWS;
+    const int owner = blockIdx.x / tiles / row_blocks;
+    const int shared_heads = bias_head ? 1 : heads, shared_batches = bias_batch ? 1 : batches;
+    const int own_head = bias_head ? owner % heads : 0;
+    const int own_batch = bias_batch ? owner / (bias_head ? heads : 1) : 0;
+
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int top = first_row + warp_row, last = here + TILE - 1;
+    const int query_stride = heads * DIM, key_stride = kv_heads * DIM;
+    const int out_stride = heads * VALUE_DIM, value_stride = kv_heads * VALUE_DIM;
+    float sum[WARP_TILES][PARTS][4] = {};
+    for (int i = 0; i < shared_batches * shared_heads; i++) {
+        const int batch = own_batch + i / shared_heads, head = own_head + i % shared_heads;
+        const int kv_head = head / (heads / kv_heads);
+        const Scores scores(
+            {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
+             starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
+             bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
+             block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown},
+            batch);
+        if (scores.none(first_row, first_row + ROWS - 1, here, last)) continue;
+        if (scores.skipped(head, first_row, here)) continue;
+
+        __syncthreads();  // everyone has left the tiles of the pair before
+        const long long row = (long long)batch * queries, key = (long long)batch * keys;
+        query_x.copy<ROWS, DIM, THREADS>(q + row * query_stride + head * DIM, first_row, queries,
+                                         query_stride);
+        query_y.copy<ROWS, VALUE_DIM, THREADS>(dout + row * out_stride + head * VALUE_DIM,
+                                               first_row, queries, out_stride);
+        key_x.copy<TILE, DIM, THREADS>(k + key * key_stride + kv_head * DIM, here, scores.length,
+                                       key_stride);
+        key_y.copy<TILE, VALUE_DIM, THREADS>(v + key * value_stride + kv_head * VALUE_DIM, here,
+                                             scores.length, value_stride);
+        cp_async_commit();
+        float2 stat[WARP_TILES][2];
+#pragma unroll
+        for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                stat[m][half] = *reinterpret_cast<const float2 *>(
+                    stats + ((long long)(batch * heads + head) * stat_rows + top + m * 16 +
+                             half * 8 + lane / 4) * 2);
+        cp_async_wait<0>();
+        __syncthreads();
+
+        float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
+        Fragment<WARP_TILES> unkept[1];
+        row_by_row<false>(s, unkept, query_x, warp_row, key_x);
+        scores.score<false>(s, steep, head, top, here, true);
+        row_by_row<false>(g, unkept, query_y, warp_row, key_y);
+        differentiate<true, false>(scores, s, g, stat, head, top, here,
+                                   [](int, int, int, float) {});
+#pragma unroll
+        for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+            for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum[m][n][j] += g[m][n][j];
+    }
+    dbias += own_batch * bias_batch + own_head * bias_head;
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+        for (int n = 0; n < PARTS; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int row = top + m * 16 + j / 2 * 8 + lane / 4;
+                const int key = here + n * 8 + lane % 4 * 2 + j % 2;
+                if (row < queries && key < keys)
+                    dbias[row * bias_query + (long long)key * bias_key] = (B)sum[m][n][j];
+            }
+}

@@ -1,0 +1,294 @@
+// Attention of few queries over many keys, which may lie in pages: out and lse as attention_forward.
+//
+//   a chunk of keys c:   top_c = max(score)   sum_c = sum(exp(score - top_c))   o_c alike, @ v
+//   all:                 out = sum(exp(top_c - top) * o_c) / sum(exp(top_c - top) * sum_c)
+//
+//   traffic     k and v once, where 16 rows hold all queries of a group; q, out and, of every
+//               chunk, rows * (VALUE_DIM + 2) floats
+//   constants   those of common/attention.cuh, and
+//               T, S             dtypes of q, k, v and out; of sinks
+//               G, PAGED         dtype of page_table; keys lie in pages
+//               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
+//               WARPS            of a block
+//               TILE_KEYS        keys that a warp works on at a time
+//               CHUNK            keys of a block
+//
+//   The trick: the query heads that share a key head are rows of one product, so a key is read
+//   once for all of them.  Chunks begin at fixed keys and are merged in their order, by the last
+//   block of a sequence to arrive: what a sequence gets does not depend on the batch around it, on
+//   the room behind its keys, or on pages.  Each warp has a ring of its own and waits for no other.
+#include "common/attention.cuh"
+
+static_assert(!BLOCK_MASK && !DROPOUT && !FOLD, "attention_forward.cu has these");
+constexpr int THREADS = 32 * WARPS, ROWS = 16;
+constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
+constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(VALUE_DIM) / 8;
+using KeyTile = Tile<T, padded(DIM)>;  // also of queries
+using ValueTile = Tile<T, padded(VALUE_DIM)>;
+constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
+constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 2;  // of a row of a part
+
+// One column of the merged parts of a row, its largest score and the sum of exp(score - top).
+struct Merged {
+    float value, top, sum;
+};
+template <bool OTHERS> __device__ __forceinline__ float read(const float *from) {
+    return OTHERS ? __ldcg(from) : *from;  // what other blocks wrote is not in this one's cache
+}
+template <bool OTHERS>
+__device__ __forceinline__ Merged merged(const float *row, int column, int parts, int stride) {
+    Merged m = {0, NO_SCORE, 0};
+#pragma unroll 4
+    for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, read<OTHERS>(row + i * stride + TOP));
+    const float shift = m.top == NO_SCORE ? 0.0f : m.top;
+#pragma unroll 4
+    for (int i = 0; i < parts; i++) {
+        const float weight = exp2f(read<OTHERS>(row + i * stride + TOP) - shift);
+        m.value = fmaf(weight, read<OTHERS>(row + i * stride + column), m.value);
+        m.sum = fmaf(weight, read<OTHERS>(row + i * stride + SUM), m.sum);
+    }
+    return m;
+}
+
+// Begin to copy a warp's TILE_KEYS rows: lane i says which token is row i, -1 for none.
+template <int USED, int COLUMNS>
+__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from, long long token,
+                                       int kv_heads, int kv_head) {
+    constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
+    static_assert(TILE_KEYS * CHUNKS % 32 == 0, "a warp copies whole turns");
+#pragma unroll
+    for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
+        const int i = first + threadIdx.x % 32, row = i / CHUNKS, column = i % CHUNKS * WIDTH;
+        const long long real = __shfl_sync(0xffffffffu, token, row % 32);
+        const bool there = real >= 0 && column < USED;
+        cp_async_16(to.at(row, i % CHUNKS),
+                    from + (there ? (real * kv_heads + kv_head) * USED + column : 0), there);
+    }
+}
+
+// chunks     of a sequence that the grid holds; row_pages, pages and page: of page_table, of k
+// parts      (sequences, chunks, rows, PITCH), with two chunks or more; arrived counts from 0
+KERNEL(32 * WARPS) attention_decode(
+    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+    const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
+    float *__restrict__ lse, float *parts, unsigned *arrived, int chunks, int row_pages, int pages,
+    int page, int heads, int kv_heads, int queries, int keys, float factor, float cap,
+    long long left, long long right, const L *__restrict__ key_lengths,
+    const P *__restrict__ starts, int starts_batch, bool started, long long start,
+    const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
+    int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
+    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch) {
+    DYNAMIC_SHARED(T, memory);
+    __shared__ bool last;
+    const KeyTile query_tile{memory};
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    T *const ring = memory + ROWS * KeyTile::PITCH + warp * 2 * STAGE;
+
+    const int group = heads / kv_heads, row_blocks = (group * queries + ROWS - 1) / ROWS;
+    const int first_row = blockIdx.x % row_blocks * ROWS;  // a row is query * group + head
+    const int rows = min(ROWS, group * queries - first_row);
+    const int chunk_of_all = blockIdx.x / row_blocks, head_of_all = chunk_of_all / chunks;
+    const int kv_head = head_of_all % kv_heads, batch = head_of_all / kv_heads;
+    const Scores scores({heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths,
+                         starts, starts_batch, started, start, mask, mask_batch, mask_head,
+                         mask_query, mask_key, bias, bias_batch, bias_head, bias_query, bias_key,
+                         alibi, alibi_batch},
+                        batch);
+
+    // this block's chunk, of those that some row sees; one block is there in any case
+    const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
+    const int first_key = LEFT ? max(0, top_query + scores.low) : 0;
+    const int stop_key =
+        RIGHT ? min(scores.length, bottom_query + scores.high + 1) : scores.length;
+    const int first_chunk = first_key / CHUNK;
+    const int seen = max(1, (stop_key + CHUNK - 1) / CHUNK - first_chunk);
+    const int chunk = chunk_of_all % chunks;
+    if (chunk >= seen) return;
+    const int begin = (first_chunk + chunk) * CHUNK, end = min(stop_key, begin + CHUNK);
+
+    // of two rows that a lane works on: their query, head, slope
+    int query[2], head[2];
+    float slope[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = min(first_row + lane / 4 + half * 8, group * queries - 1);
+        query[half] = row / group;
+        head[half] = kv_head * group + row % group;
+        slope[half] = ALIBI ? (float)alibi[batch * alibi_batch + head[half]] * LOG2E : 0;
+    }
+
+    auto load = [&](int first, int stage) {
+        const KeyTile to{ring + stage * STAGE};
+        const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
+        const int key = first + lane;
+        long long token = -1;  // where this key lies
+        if (lane < TILE_KEYS && key < end) {
+            token = (long long)batch * keys + key;
+            if constexpr (PAGED) {
+                const long long number = page_table[(long long)batch * row_pages + key / page];
+                token = number < 0 || number >= pages ? -1 : number * page + key % page;
+            }
+        }
+        gather<DIM>(to, k, token, kv_heads, kv_head);
+        gather<VALUE_DIM>(values, v, token, kv_heads, kv_head);
+    };
+
+    for (int i = threadIdx.x; i < ROWS * KeyTile::CHUNKS; i += THREADS) {
+        const int row = i / KeyTile::CHUNKS, column = i % KeyTile::CHUNKS * KeyTile::CHUNK;
+        const bool there = row < rows && column < DIM;
+        const int own = first_row + (there ? row : 0);
+        const long long token = (long long)batch * queries + own / group;
+        cp_async_16(query_tile.at(row, i % KeyTile::CHUNKS),
+                    q + (token * heads + kv_head * group + own % group) * DIM + (there ? column : 0),
+                    there);
+    }
+    int here = begin + warp * TILE_KEYS;
+    if (here < end) load(here, 0);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    uint32_t kept[KEPT ? STEPS : 1][1][4];
+    if constexpr (KEPT)
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) fetch(kept[step], query_tile, 0, step);
+
+    float o[1][VALUE_PARTS][4] = {};
+    float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};  // sum: of this lane's columns
+    for (int stage = 0; here < end; stage ^= 1) {
+        const int next = here + WARPS * TILE_KEYS;
+        if (next < end) load(next, stage ^ 1);
+        cp_async_commit();
+        cp_async_wait<1>();
+        __syncwarp();  // this tile is there for all lanes
+        const KeyTile key_tile{ring + stage * STAGE};
+        const ValueTile value_tile{key_tile.start + TILE_KEYS * KeyTile::PITCH};
+        float s[1][PARTS][4];
+        row_by_row<KEPT>(s, kept, query_tile, 0, key_tile);
+
+        bool moved = false;
+        float rescale[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float most = top[half];
+#pragma unroll
+            for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &x = s[0][n][half * 2 + e];
+                    const int key = here + lane % 4 * 2 + n * 8 + e;
+                    x *= factor;
+                    if constexpr (SOFTCAP) x = cap * tanhf(x);
+                    if constexpr (BIAS)
+                        if (key < keys)
+                            x = fmaf((float)scores.bias[head[half] * bias_head +
+                                                        query[half] * bias_query +
+                                                        (long long)key * bias_key],
+                                     LOG2E, x);
+                    if constexpr (ALIBI)
+                        x -= slope[half] * (float)abs(key - query[half] - scores.origin);
+                    if constexpr (MASK)
+                        if (key < keys && !scores.mask[head[half] * mask_head +
+                                                       query[half] * mask_query +
+                                                       (long long)key * mask_key])
+                            x = NO_SCORE;
+                    bool hidden = key >= end;
+                    if constexpr (LEFT) hidden |= key < query[half] + scores.low;
+                    if constexpr (RIGHT) hidden |= key > query[half] + scores.high;
+                    if (hidden) x = NO_SCORE;
+                    most = fmaxf(most, x);
+                }
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+            const float shift = most == NO_SCORE ? 0.0f : most;
+            rescale[half] = exp2f(top[half] - shift);
+            moved |= top[half] != most;
+            top[half] = most;
+            float total = 0;
+#pragma unroll
+            for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float &x = s[0][n][half * 2 + e];
+                    x = exp2f(x - shift);
+                    total += x;
+                }
+            sum[half] = sum[half] * rescale[half] + total;
+        }
+        if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+            for (int n = 0; n < VALUE_PARTS; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) o[0][n][i] *= rescale[i / 2];
+        }
+        add_product(o, s, value_tile);
+        __syncwarp();  // all lanes have left this tile
+        here = next;
+    }
+
+    // what the warps found becomes one part, in the memory of their rings
+    __syncthreads();
+    float *const found = reinterpret_cast<float *>(memory);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
+        sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+        float *const to = found + (warp * ROWS + lane / 4 + half * 8) * PITCH;
+        if (lane % 4 == 0) {
+            to[TOP] = top[half];
+            to[SUM] = sum[half];
+        }
+#pragma unroll
+        for (int n = 0; n < VALUE_PARTS; n++) {
+            if (VALUE_PARTS * 8 != VALUE_DIM && column<T>(n) >= VALUE_DIM) continue;
+            *reinterpret_cast<float2 *>(to + column<T>(n)) =
+                make_float2(o[0][n][half * 2], o[0][n][half * 2 + 1]);
+        }
+    }
+    __syncthreads();
+
+    const int sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
+    const int stride = min(ROWS, group * queries) * PITCH;
+    float *const all = parts + (long long)sequence * chunks * stride;
+    if (seen > 1) {
+        float *const mine = all + chunk * stride;
+        for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
+            const int row = i / VALUE_DIM, at = i % VALUE_DIM;
+            const Merged m = merged<false>(found + row * PITCH, at, WARPS, ROWS * PITCH);
+            mine[row * PITCH + at] = m.value;
+            if (at == 0) {
+                mine[row * PITCH + TOP] = m.top;
+                mine[row * PITCH + SUM] = m.sum;
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            last = atomicInc(arrived + sequence, seen - 1) == seen - 1;  // the last makes it 0
+            __threadfence();
+        }
+        __syncthreads();
+        if (!last) return;
+    }
+    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
+        const int row = first_row + i / VALUE_DIM, at = i % VALUE_DIM;
+        Merged m = seen > 1 ? merged<true>(all + (row - first_row) * PITCH, at, seen, stride)
+                            : merged<false>(found + (row - first_row) * PITCH, at, WARPS,
+                                            ROWS * PITCH);
+        const int own = kv_head * group + row % group;
+        if (sinks != nullptr) {
+            const float sink = (float)sinks[own] * LOG2E, both = fmaxf(m.top, sink);
+            if (both != NO_SCORE) {
+                const float share = exp2f(m.top - both);
+                m.value *= share;
+                m.sum = m.sum * share + exp2f(sink - both);
+                m.top = both;
+            }
+        }
+        const bool empty = m.sum == 0;
+        out[(((long long)batch * queries + row / group) * heads + own) * VALUE_DIM + at] =
+            (T)(empty ? 0.0f : m.value / m.sum);
+        if (at == 0)
+            lse[((long long)batch * heads + own) * queries + row / group] =
+                empty ? NO_SCORE : (m.top + log2f(m.sum)) * LN2;
+    }
+}

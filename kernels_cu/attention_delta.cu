@@ -1,0 +1,100 @@
+// What attention's backward needs of every query, and the sums that end it.
+//
+//   delta = rowsum(dout * out) - dlse
+//   sum = the sum over batches, heads or rows of what one pair of a batch and a head gave each row;
+//   with SINKS, of -exp(sink - lse) * delta
+//
+//   traffic     delta: dout and out once; 12 to 16 bytes a row
+//   constants   T                    dtype of dout and out
+//               G, S                 dtypes of the sum, of sinks
+//               VALUE_DIM            columns of dout and out: a multiple of 8
+//               ROW_THREADS          a power of two up to 32
+//               THREADS              of a block
+//               FOLD                 lse is kept times log2(e)
+//               VARLEN, P            batches lie end to end, each with stats of its own; the dtype
+//                                    of their offsets
+//               SINKS                the sum is that of the sinks' gradient
+//               KEEP_BATCH, KEEP_HEADS, KEEP_ROWS   axes that are not summed
+#include "common/reduce.cuh"
+#include "common/segment.cuh"
+#include "common/vector.cuh"
+
+constexpr int LANES = 16 / sizeof(T);
+constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
+
+// stats   (batch, heads, stat_rows, 2): lse * UNIT, +inf where a query sees no key, and delta;
+//         beyond `queries` +inf and 0, so that p is 0 there
+KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
+                                const float *__restrict__ lse, const float *__restrict__ dlse,
+                                float *__restrict__ stats, int heads, int queries, int stat_rows,
+                                long long count, const P *__restrict__ offsets, int sequences) {
+    const long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) / ROW_THREADS;
+    const int lane = threadIdx.x % ROW_THREADS;
+    const int head = i % heads, row = i / heads % stat_rows;
+    const long long batch = i / heads / stat_rows, here = batch * heads + head;
+    int query = row, stop = queries;
+    if constexpr (VARLEN) {  // the last sequence whose stats begin here or before
+        int low = 0, high = sequences;
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (stats_of(offsets, middle, queries) <= row) low = middle;
+            else high = middle;
+        }
+        const Run own = run_of(offsets, low, queries);
+        query = own.first + row - stats_of(offsets, low, queries);
+        stop = own.first + own.count;
+    }
+    const bool real = i < count && query < stop;
+    float sum = 0;
+    if (real) {
+        const long long from = ((batch * queries + query) * heads + head) * VALUE_DIM;
+        for (int at = lane * LANES; at < VALUE_DIM; at += ROW_THREADS * LANES) {
+            float a[LANES], b[LANES];
+            load(a, dout + from + at);
+            load(b, out + from + at);
+#pragma unroll
+            for (int j = 0; j < LANES; j++) sum = fmaf(a[j], b[j], sum);
+        }
+    }
+    sum = group_sum<ROW_THREADS>(sum);
+    if (i >= count || lane > 0) return;
+    const float none = __int_as_float(0x7f800000);
+    float total = none;
+    if (real) {
+        total = lse[here * queries + query] * UNIT;
+        if (total == -none) total = none;
+        if (dlse != nullptr) sum -= dlse[here * queries + query];
+    }
+    *reinterpret_cast<float2 *>(stats + (here * stat_rows + row) * 2) = make_float2(total, sum);
+}
+
+// from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2)
+// A thread sums alone where rows are kept; else a block shares out the rows.
+KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restrict__ sinks,
+                              G *__restrict__ to, int batch, int heads, int rows) {
+    __shared__ float partial[32];
+    const int blocks = KEEP_ROWS ? (rows + THREADS - 1) / THREADS : 1;
+    const int own_head = KEEP_HEADS ? blockIdx.x / blocks % heads : 0;
+    const int own_batch = KEEP_BATCH ? blockIdx.x / blocks / (KEEP_HEADS ? heads : 1) : 0;
+    const int first = KEEP_ROWS ? blockIdx.x % blocks * THREADS + threadIdx.x : threadIdx.x;
+    float sum = 0;
+    for (int b = own_batch; b < (KEEP_BATCH ? own_batch + 1 : batch); b++)
+        for (int h = own_head; h < (KEEP_HEADS ? own_head + 1 : heads); h++) {
+            const long long start = (long long)(b * heads + h) * rows;
+            for (int row = first; row < (KEEP_ROWS ? min(first + 1, rows) : rows); row += THREADS) {
+                if constexpr (SINKS) {
+                    const float2 stat =
+                        *reinterpret_cast<const float2 *>(from + (start + row) * 2);
+                    sum -= exp2f(((float)sinks[h] * UNIT - stat.x) * (LOG2E / UNIT)) * stat.y;
+                } else {
+                    sum += from[start + row];
+                }
+            }
+        }
+    if constexpr (!KEEP_ROWS) {
+        sum = block_sum<THREADS>(sum, partial);
+        if (threadIdx.x == 0) to[blockIdx.x] = (G)sum;
+    } else if (first < rows) {
+        to[(long long)(blockIdx.x / blocks) * rows + first] = (G)sum;
+    }
+}

@@ -1,0 +1,178 @@
+// Scores of attention: which pairs of a query and a key there are, and what options make of a
+// product.
+//
+//   constants   B, A             dtypes of bias and alibi
+//               L, P             dtypes of key_lengths and query_start
+//               LEFT, RIGHT      a query sees no key further than that from its own position
+//               BLOCK_MASK       tiles of 128 x 128 are left out
+//               LENGTHS, STARTS  each batch has a number of keys, a position of its first query
+//               MASK, BIAS, ALIBI, SOFTCAP, DROPOUT
+//               FOLD             nothing comes between the product and exp2: it takes the factor
+#pragma once
+#include "common/philox.cuh"
+#include "common/tile.cuh"
+
+constexpr int BLOCK_MASK_TILE = 128;
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+#define NO_SCORE __int_as_float(0xff800000)  // -inf
+
+// What kernels are told, in the order of their parameters.
+struct Options {
+    int heads, kv_heads, queries, keys;
+    float factor, cap;      // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
+    long long left, right;  // keys seen before and after a query's own position
+    const L *key_lengths;
+    const P *starts;  // with STARTS, positions of the first query; else `start`, if started
+    int starts_batch;
+    bool started;
+    long long start;
+    const bool *mask;  // *_batch .. *_key: elements between neighbours, 0 where it is broadcast
+    long long mask_batch, mask_head, mask_query;
+    int mask_key;
+    const B *bias;
+    long long bias_batch, bias_head, bias_query;
+    int bias_key;
+    const A *alibi;
+    int alibi_batch;
+    const bool *block_mask;
+    long long block_mask_batch, block_mask_head;
+    unsigned seed_low, seed_high, dropped;  // words below it drop a probability
+    float grown;                            // by which the others grow
+};
+
+__device__ __forceinline__ int clipped(long long offset) {  // queries and keys are below 2^29
+    return (int)max(-(1ll << 29), min(1ll << 29, offset));
+}
+
+// The scores of one batch.  A lane's part of a product, float[M][N][4] as tile.cuh lays it out,
+// begins at (row, column) of its warp: queries by keys or, BY_KEYS, keys by queries.
+struct Scores : Options {
+    int batch, length;      // keys that exist
+    int low, high, origin;  // query r stands at r + origin and sees keys r + low .. r + high
+    float unit;             // exp(score) is exp2(unit * what `score` leaves)
+
+    __device__ __forceinline__ Scores(const Options &options, int batch)
+        : Options(options), batch(batch), length(keys), unit(FOLD ? factor : LOG2E) {
+        if constexpr (LENGTHS)
+            length = (int)max(0ll, min((long long)keys, (long long)key_lengths[batch]));
+        long long first = length - queries;
+        if constexpr (STARTS) first = starts[batch * starts_batch];
+        else if (started) first = start;
+        low = clipped(first - left), high = clipped(first + right), origin = clipped(first);
+        if constexpr (MASK) mask += batch * mask_batch;
+        if constexpr (BIAS) bias += batch * bias_batch;
+        if constexpr (BLOCK_MASK) block_mask += batch * block_mask_batch;
+    }
+
+    // Queries top .. bottom see none of the keys first .. last; some pair of them is hidden.
+    __device__ __forceinline__ bool none(int top, int bottom, int first, int last) const {
+        return first >= length || (LEFT && last < top + low) || (RIGHT && first > bottom + high);
+    }
+    __device__ __forceinline__ bool some(int top, int bottom, int first, int last) const {
+        return last >= length || (LEFT && first < bottom + low) || (RIGHT && last > top + high);
+    }
+    // The tile of block_mask that a query and a key lie in is left out.
+    __device__ __forceinline__ bool skipped(int head, int query, int key) const {
+        if constexpr (!BLOCK_MASK) return false;
+        const int columns = (keys + BLOCK_MASK_TILE - 1) / BLOCK_MASK_TILE;
+        return !block_mask[head * block_mask_head +
+                           (long long)(query / BLOCK_MASK_TILE) * columns + key / BLOCK_MASK_TILE];
+    }
+
+    // Turn products into scores; `edge` where some pair may be hidden.  With SOFTCAP, steep
+    // becomes the derivative of the capped score by the score.
+    template <bool BY_KEYS, int M, int N>
+    __device__ __forceinline__ void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head,
+                                          int row, int column, bool edge) const {
+        const int lane = threadIdx.x % 32;
+        const bool *const seen = MASK ? mask + head * mask_head : nullptr;
+        const B *const added = BIAS ? bias + head * bias_head : nullptr;
+        float slope = 0;
+        if constexpr (ALIBI) slope = (float)alibi[batch * alibi_batch + head];
+        row += lane / 4, column += lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int own = row + m * 16 + half * 8;
+                if constexpr (!FOLD || MASK) {
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            float &x = s[m][n][half * 2 + e];
+                            const int other = column + n * 8 + e;
+                            const int query = BY_KEYS ? other : own, key = BY_KEYS ? own : other;
+                            const bool real = query < queries && key < keys;
+                            if constexpr (!FOLD) x *= factor;
+                            if constexpr (SOFTCAP) {
+                                const float share = tanhf(x);
+                                steep[m][n][half * 2 + e] = 1 - share * share;
+                                x = cap * share;
+                            }
+                            if constexpr (BIAS)
+                                if (real)
+                                    x += (float)added[query * bias_query + (long long)key * bias_key];
+                            if constexpr (ALIBI) x -= slope * (float)abs(key - query - origin);
+                            if constexpr (MASK)
+                                if (real && !seen[query * mask_query + (long long)key * mask_key])
+                                    x = NO_SCORE;
+                        }
+                }
+                if (edge) {  // of a row, the columns first .. last are seen
+                    int first = -(1 << 30), last = 1 << 30;
+                    if constexpr (BY_KEYS) {
+                        if constexpr (RIGHT) first = own - high;
+                        if constexpr (LEFT) last = own - low;
+                        if (own >= length) last = -1;
+                    } else {
+                        if constexpr (LEFT) first = own + low;
+                        last = length - 1;
+                        if constexpr (RIGHT) last = min(last, own + high);
+                    }
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const int other = column + n * 8 + e;
+                            if (other > last || other < first) s[m][n][half * 2 + e] = NO_SCORE;
+                        }
+                }
+            }
+    }
+
+    // The random words of the four pairs of one [m][n], which begins at (row, column).
+    // Four keys of a query share a counter, and lanes share those keys: each draws for some of the
+    // others, and they swap the words that they do not need.
+    template <bool BY_KEYS>
+    __device__ __forceinline__ void draw(unsigned (&words)[4], int head, int row,
+                                         int column) const {
+        const int lane = threadIdx.x % 32;
+        row += lane / 4, column += lane % 4 * 2;
+        if constexpr (BY_KEYS) {  // four lanes hold four keys; of each pair one of them draws
+            const int mine = lane / 4 % 4;
+            const uint4 w = philox(batch, head, column + mine % 2, row / 4 + mine / 2 * 2,
+                                   seed_low, seed_high);
+            unsigned found[4];
+#pragma unroll
+            for (int away = 0; away < 4; away++) {
+                const int to = mine ^ away;
+                const unsigned word = to & 2 ? (to & 1 ? w.w : w.z) : (to & 1 ? w.y : w.x);
+                found[away] = __shfl_xor_sync(0xffffffffu, word, 4 * away);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int away = mine ^ i;
+                words[i] = away & 2 ? (away & 1 ? found[3] : found[2])
+                                    : (away & 1 ? found[1] : found[0]);
+            }
+        } else {  // two lanes hold four keys: one draws for the upper row, one for the lower
+            const int odd = lane % 2;
+            const uint4 w = philox(batch, head, row + odd * 8, column / 4, seed_low, seed_high);
+            const unsigned x = __shfl_xor_sync(0xffffffffu, odd ? w.x : w.z, 1);
+            const unsigned y = __shfl_xor_sync(0xffffffffu, odd ? w.y : w.w, 1);
+            words[0] = odd ? x : w.x, words[1] = odd ? y : w.y;
+            words[2] = odd ? w.z : x, words[3] = odd ? w.w : y;
+        }
+    }
+};

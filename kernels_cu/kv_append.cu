@@ -1,0 +1,68 @@
+// New keys and values into a cache, in place, both in one launch.
+//
+//   keys[b, slot(start + i)] = k[b, i]        values alike, start of each b its own
+//
+//   slot(p) = p                                         for p < sinks: these stay
+//             sinks + (p - sinks) % (slots - sinks)     of the others the last stay: a ring
+//   paged:    page_table[b, p / page] * page + p % page
+//
+//   traffic     4 * batch * tokens * ROW * sizeof(T)
+//   constants   T        dtype of keys and values
+//               P, G     dtypes of starts and of page_table
+//               ROW      values of a token: kv_heads * dim
+//               LANES    values of one access: 16 bytes, or what ROW and the addresses are
+//                        multiples of
+//               THREADS  of a block
+//
+//   The trick: where a row stands is read on the device, so a captured launch can be played again
+//   for every token.  Of tokens that would meet in one slot only the last is written; a token
+//   that has no slot is dropped.
+#include "common/vector.cuh"
+
+constexpr int VECTORS = ROW / LANES;  // of a token
+
+// One vector of a token, from its place among the new ones to its slot.
+__device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values, long long token,
+                                     long long slot, int column) {
+    const long long from = token * ROW + column, to = slot * ROW + column;
+    Vector<T, LANES> key, value;
+    fetch(key, k + from);
+    fetch(value, v + from);
+    put(keys + to, key);
+    put(values + to, value);
+}
+
+// count   tokens of all rows
+// start   position of the first new token, without starts
+KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
+                           T *__restrict__ values, const P *__restrict__ starts, long long start,
+                           long long count, long long tokens, long long slots, long long sinks) {
+    const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long token = vector / VECTORS, row = token / tokens, ring = slots - sinks;
+    if (token >= count) return;
+    const long long first = starts == nullptr ? start : (long long)starts[row];
+    const long long position = first + token % tokens;
+    long long slot = position;
+    if (position >= sinks) {
+        if (position < first + tokens - ring) return;  // a later token takes its slot
+        slot = sinks + (position - sinks) % ring;
+    }
+    if (slot < 0) return;
+    copy(k, v, keys, values, token, row * slots + slot, vector % VECTORS * LANES);
+}
+
+KERNEL(THREADS) kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v,
+                                 T *__restrict__ k_pages, T *__restrict__ v_pages,
+                                 const G *__restrict__ page_table, const P *__restrict__ starts,
+                                 long long count, long long tokens, long long pages, long long page,
+                                 long long row_pages) {
+    const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long token = vector / VECTORS, row = token / tokens;
+    if (token >= count) return;
+    const long long position = starts[row] + token % tokens, index = position / page;
+    if (position < 0 || index >= row_pages) return;
+    const long long number = page_table[row * row_pages + index];
+    if (number < 0 || number >= pages) return;
+    copy(k, v, k_pages, v_pages, token, number * page + position % page,
+         vector % VECTORS * LANES);
+}

@@ -1,0 +1,292 @@
+"""The kernels of attention_backward against its definition, which test_attention.py proves.
+
+A sample of the pairs of options, another every day; UNSLOTH_CUPY_ALL_VARIANTS=1 runs them all.
+"""
+
+import datetime
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import attention_backward, attention_forward
+from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy._jit import using
+from unsloth_cupy._op import OPS
+from unsloth_cupy.ops._attention_backward_launch import workspace
+from unsloth_cupy.ops._attention_backward_tiles import KEYS, PAIRS, QUERIES, resolve
+from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING
+
+from ..cuda_on_cpu.traffic import counted
+from ..parity import (
+    Case,
+    KernelAlone,
+    KernelParity,
+    _backward,
+    _compare_kernels,
+    _equal_bits,
+    _outputs,
+    _seeds,
+    emulator,
+)
+from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles
+
+SMALL = GROUPED | {"queries": 21, "keys": 45, "dim": 8, "value_dim": 16}
+ALONE = {"batch": 1, "heads": 1, "kv_heads": 1, "dim": 8, "value_dim": 8}
+
+
+def normal(*shape: int) -> Any:
+    return lambda rng: rng.standard_normal(shape)
+
+
+class TestAttentionBackward(KernelParity):
+    op = "attention_forward"
+    sides = ("backward",)
+    test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
+    test_rounds_once = test_any_strides = None
+    cases = (
+        Case(
+            "causal",
+            **GROUPED | {"queries": 37, "keys": 70, "dim": 40, "value_dim": 24},
+            causal=True,
+        ),
+        Case("several blocks", **ALONE | {"heads": 2}, queries=150, keys=140, causal=True),
+        Case("window", **ALONE, queries=150, keys=170, window=(20, 9)),
+        Case("left window", **SMALL, window=(9, None), scale=0.0, arrays={"query_start": 3}),
+        Case("rows of 16 chunks", **ALONE | {"dim": 128, "value_dim": 72}, queries=20, keys=40),
+        Case("rows of 32 chunks", **ALONE | {"dim": 72, "value_dim": 256}, queries=20, keys=20),
+        Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 40]}),
+        Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [20, -5]}),
+        Case("bias by key", **SMALL, arrays={"bias": hides(45), "mask": tiles(45)}),
+        Case("bias by query", **SMALL, arrays={"bias": normal(2, 1, 21, 1)}, window=(9, 9)),
+        Case("one bias", **SMALL, arrays={"bias": normal(1)}, softcap=3.0),
+        Case("bias of all batches", **SMALL, arrays={"bias": normal(4, 21, 45)}, causal=True),
+        Case("bias of all heads", **SMALL, arrays={"bias": normal(2, 1, 21, 45)}, window=(9, 2)),
+        Case(
+            "tiles",
+            **ALONE | {"heads": 4, "kv_heads": 2, "queries": 140, "keys": 300},
+            arrays={"block_mask": [[[[True, False, True], [False, True, False]]]]},
+            causal=True,
+        ),
+        *option_cases(SMALL),
+    )
+
+
+class TestOneStage(KernelParity):
+    """Where a block has 48 KB, a tile is loaded when the one before is done with."""
+
+    op, sides, machine = "attention_forward", ("backward",), {"shared_memory": 48 * KB}
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = test_any_strides = test_emulated_kernels_off_alignment = None
+    cases = (
+        Case("dim 128", **ALONE | {"dim": 128, "value_dim": 104}, queries=40, keys=45),
+        Case("dim 256", **ALONE | {"dim": 256, "value_dim": 200}, queries=20, keys=20, causal=True),
+    )
+
+
+class TestTilesAreLeftOut(KernelAlone):
+    """No block loads a tile that its window hides, and no warp of it reads one."""
+
+    op = "attention_forward"
+    cases = (Case("narrow window"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        tokens, reach = 256, 8
+        chosen = resolve(dtype.itemsize, 8, 8, ANY, 227 * KB)
+        assert chosen is not None
+        rng = np.random.default_rng(0)
+        q, k, dout = (rng.standard_normal((1, tokens, 1, 8)).astype(dtype) for _ in range(3))
+        bias = np.zeros((tokens, tokens), dtype)
+
+        def traffic(window: int, **options: Any) -> np.ndarray:
+            options |= {"window": (window, window), "query_start": 0, "softcap": 9.0}
+            made = attention_forward(q, k, k, **options)
+            with counted() as requests, emulator():
+                attention_backward(dout, q, k, k, *made, **options)
+            return np.array([requests.of("shared", write=w).bytes for w in (False, True)])
+
+        def near(rows: int, others: int) -> int:
+            return sum(
+                row - reach <= other + others - 1 and other <= row + rows - 1 + reach
+                for row in range(0, tokens, rows)
+                for other in range(0, tokens, others)
+            )
+
+        pair = 2 * 16 * dtype.itemsize  # bytes of a row of x and of y
+        by_key, by_query, by_pair = chosen
+        assert by_key.warp_tiles == by_query.warp_tiles  # their shares of the reads are alike
+        assert by_key.tile == by_query.tile
+        read, written = traffic(reach)
+        every, _ = traffic(tokens)
+        height, width = 16 * by_key.warp_tiles, by_key.tile
+        assert read * (tokens // height) * (tokens // width) == every * near(height, width)
+        assert written == pair * sum(
+            tokens + near(own.rows, own.tile) * own.tile for own in (by_key, by_query)
+        )
+        # what the kernel of pairs adds
+        found, all_pairs = traffic(reach, bias=bias), traffic(tokens, bias=bias)
+        visited, blocks = (
+            near(by_pair.rows, by_pair.tile),
+            (tokens // by_pair.rows) * (tokens // by_pair.tile),
+        )
+        assert (found[0] - read) * blocks == (all_pairs[0] - every) * visited
+        assert found[1] - written == visited * (by_pair.rows + by_pair.tile) * pair
+
+
+# One way to give each option of a call of SMALL.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (11, 5)},
+    "scale": {"scale": -0.6},
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout": 0.3, "seed": 5},
+    "mask": {"given": ["mask"]},
+    "bias": {"given": ["bias"]},
+    "alibi": {"given": ["alibi"]},
+    "sinks": {"given": ["sinks"]},
+    "key_lengths": {"arrays": {"key_lengths": [45, 30]}},
+    "query_start": {"arrays": {"query_start": [10, 24]}},
+    "block_mask": {"arrays": {"block_mask": [[[[True]]], [[[False]]]]}},
+}
+
+
+def together(*names: str, **sizes: int) -> Case:
+    """Return the case of some options together."""
+    merged: dict[str, Any] = {"given": [], "arrays": {}}
+    for name in names:
+        for key, value in OPTIONS[name].items():
+            both = {"given": list.__add__, "arrays": dict.__or__}.get(key)
+            merged[key] = both(merged[key], value) if both else value
+    return Case(" and ".join(names), **SMALL | sizes, **merged)
+
+
+ALL = bool(os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"))
+TODAY = datetime.date.today().toordinal()
+COUPLES = list(enumerate(itertools.combinations(OPTIONS, 2)))
+
+
+@pytest.mark.parametrize(
+    ("number", "names"), COUPLES if ALL else COUPLES[TODAY % 11 :: 11], ids=str
+)
+def test_two_options_together(number: int, names: tuple[str, str]) -> None:
+    _prove(together(*names), KERNEL_DTYPES[number % 3])
+
+
+@pytest.mark.parametrize("seed", range(40) if ALL else range(TODAY % 10 * 4, TODAY % 10 * 4 + 4))
+def test_some_options_together(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = [name for name in OPTIONS if rng.random() < 0.5]
+    kv_heads, group = (int(n) for n in rng.integers(1, 3, 2))
+    sizes = {"kv_heads": kv_heads, "heads": kv_heads * group, "queries": int(rng.integers(1, 80))}
+    if "key_lengths" not in names:
+        sizes["keys"] = int(rng.integers(1, 80))
+    sizes |= {name: 8 * int(rng.integers(1, 6)) for name in ("dim", "value_dim")}
+    case = together(*(name for name in names if name != "block_mask"), **sizes)
+    _prove(case, KERNEL_DTYPES[seed % 3])
+
+
+@pytest.mark.parametrize("number", [0, 1, -1])
+def test_equal_bits_on_random_schedules(number: int) -> None:
+    """Whatever order threads and blocks run in."""
+    case, op = TestAttentionBackward.cases[number], OPS["attention_forward"]
+    inputs, options = case.draw(op, KERNEL_DTYPES[number]), case.options(op)
+    made = _outputs(op, inputs, options)
+    seeds = _seeds(op, made, np.random.default_rng(1))
+    first, *others = (
+        _within(lambda: _backward(op, inputs | made | seeds, options), seed=seed)
+        for seed in range(4)
+    )
+    for other in others:
+        _equal_bits(first, other)
+
+
+def _prove(case: Case, dtype: Any, **how: Any) -> None:
+    run = lambda function: _within(function, **how)  # noqa: E731
+    op = OPS["attention_forward"]
+    _compare_kernels(op, case, dtype, run, np.asarray, TestAttentionBackward.sides)
+
+
+def _within(function: Any, **how: Any) -> Any:
+    with emulator():
+        from ..cuda_on_cpu import Emulator
+
+        with using(Emulator(**how)):
+            return function()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("itemsize", "width"), KEYS)
+def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
+    """Every head dim has tiles in every budget, and those match the tiles of block_mask."""
+    for dim, options in itertools.product(range(8, width + 1, 8), (CAUSAL, HIDING, ANY)):
+        chosen = resolve(itemsize, dim, width, options, budget)
+        assert chosen is not None
+        for table in chosen:
+            assert table.options >= options
+            assert table.blocks * table.bytes(itemsize, dim, width) <= budget
+            assert 128 % tiles.rows == 0  # one row of block_mask, or one column
+            assert 128 % tiles.tile == 0
+    assert KEYS.keys() == QUERIES.keys() == PAIRS.keys()
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
+    case = Case("", **ALONE | {"dim": 128, "value_dim": 96}, queries=40, keys=45, given=["bias"])
+    _prove(case, dtype, check=False, shared_memory=budget)
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+
+
+def gradients(dout: np.ndarray, *qkv: np.ndarray, **options: Any) -> Any:
+    def both() -> Any:
+        return attention_backward(dout, *qkv, *attention_forward(*qkv, **options), **options)
+
+    return _within(both)
+
+
+def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
+    """NaN beyond the lengths stays there; other future keys leave the bits of dq alone."""
+    dout, q, k, v = drawn((2, 90, 2, 64), (2, 90, 2, 64), (2, 90, 1, 64), (2, 90, 1, 64))
+    options: dict[str, Any] = {"key_lengths": np.array([90, 61]), "query_start": 0, "causal": True}
+    before = gradients(dout, q, k, v, **options)[:3]
+    k[1, 61:], v[1, 61:] = np.nan, np.inf
+    k[0, 40:], v[0, 40:] = 9 * k[0, 40:], -7
+    after = gradients(dout, q, k, v, **options)[:3]
+    for found, same in zip(after, before, strict=True):
+        assert found[1].tobytes() == same[1].tobytes()
+    assert after[0][0, :40].tobytes() == before[0][0, :40].tobytes()
+    assert (after[0][0, 40:] != before[0][0, 40:]).reshape(50, -1).any(axis=1).all()
+    assert not after[1][1, 61:].any()
+    assert not after[2][1, 61:].any()
+
+
+def test_workspace_is_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every array that the launch makes is a result or part of the workspace."""
+    from unsloth_cupy.ops import _attention_backward_launch as launch
+
+    made: list[np.ndarray] = []
+
+    def empty(*args: Any, **options: Any) -> Any:
+        made.append(allocate(*args, **options))
+        return made[-1]
+
+    allocate = launch.empty
+    monkeypatch.setattr(launch, "empty", empty)
+    dout, q, k, v = drawn((2, 7, 4, 8), (2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    for bias, alibi in (((4, 1, 9), None), ((7, 1), (2, 4))):
+        options = {
+            name: np.ones(shape, np.float32)
+            for name, shape in (("bias", bias), ("alibi", alibi))
+            if shape is not None
+        }
+        made.clear()
+        results = [a for a in gradients(dout, q, k, v, **options) if a is not None]
+        beside = [a for a in made if not any(a is result for result in results)]
+        planned = workspace(2, 4, 7, 9, bias=options.get("bias"), alibi=options.get("alibi"))
+        assert sum(a.nbytes for a in beside) == planned

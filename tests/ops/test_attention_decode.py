@@ -1,0 +1,240 @@
+"""The kernel of attention for few queries, over keys in order and in pages."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import attention_forward, attention_paged_forward
+from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy._jit import using
+from unsloth_cupy._op import OPS
+from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FEW, resolve
+
+from ..parity import Case, KernelParity, _compare_kernels, emulator
+from .test_attention_forward import BUDGETS, _within, hides, tiles
+
+GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
+SMALL = GROUPED | {"queries": 3, "keys": 300, "dim": 8, "value_dim": 16}
+PAGE = {"batch": 2, "heads": 6, "kv_heads": 2, "pages": 9}
+
+
+def hides_first(rng: np.random.Generator) -> np.ndarray:
+    return np.arange(300) > 270
+
+
+class TestAttentionDecode(KernelParity):
+    op = "attention_forward"
+    sides = ("forward",)  # test_attention_backward.py judges the other
+    test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
+    test_rounds_once = test_any_strides = None
+    cases = (
+        Case("one query", **GROUPED | {"queries": 1, "keys": 600, "dim": 40, "value_dim": 64}),
+        Case(
+            "two tiles of rows",
+            **GROUPED | {"heads": 8, "queries": 7, "keys": 131, "dim": 128, "value_dim": 96},
+            causal=True,
+        ),
+        Case(
+            "rows of 32 chunks",
+            **GROUPED | {"queries": 2, "keys": 41, "dim": 256, "value_dim": 200},
+            arrays={"key_lengths": [41, 20]},
+        ),
+        Case(
+            "a window that begins in the second chunk",
+            **SMALL | {"keys": 700},
+            window=(30, 9),
+            arrays={"query_start": np.array([400, 330], np.int32)},
+        ),
+        Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 270}),
+        Case(
+            "rows that see no key",
+            **SMALL,
+            causal=True,
+            arrays={"key_lengths": np.array([0, 2], np.int32)},
+        ),
+        Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 290]}),
+        Case("a chunk that sees no key", **SMALL, arrays={"mask": hides_first}),
+        Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),
+        Case("bias and alibi", **SMALL, given=["bias", "alibi"], causal=True),
+        Case("bias by key", **SMALL | {"keys": 90}, arrays={"bias": hides, "mask": tiles(90)}),
+        Case(
+            "all",
+            **SMALL,
+            given=["mask", "bias", "alibi", "sinks"],
+            arrays={"key_lengths": [300, 261], "query_start": [290, 250]},
+            causal=True,
+            window=(270, None),
+            scale=0.7,
+            softcap=3.0,
+        ),
+    )
+
+
+def pages(size: int, seed: int = 0) -> dict[str, Any]:
+    """Return a table of nine pages in random order: two rows of three, three rest unused."""
+    table = np.random.default_rng(seed).permutation(9)[:6].reshape(2, 3)
+    return {"page_table": table, "lengths": np.array([2 * size + 1, size], np.int32)}
+
+
+class TestAttentionPaged(KernelParity):
+    op = "attention_paged_forward"
+    test_gradient_matches_finite_differences = None  # it has none
+    test_rounds_once = None  # test_attention_paged.py
+    test_any_strides = None
+    cases = (
+        *(
+            Case(
+                f"pages of {page}",
+                **PAGE,
+                queries=queries,
+                page=page,
+                max_pages=3,
+                dim=dim,
+                value_dim=16,
+                arrays=pages(page),
+            )
+            for page, queries, dim in ((1, 1, 8), (3, 2, 24), (16, 19, 64), (130, 1, 8))
+        ),
+        Case(
+            "all",
+            **PAGE,
+            queries=2,
+            page=16,
+            max_pages=3,
+            dim=8,
+            value_dim=8,
+            given=["alibi", "sinks"],
+            arrays={k: np.asarray(v, np.int64) for k, v in pages(16).items()},
+            causal=False,
+            window=(20, 3),
+            softcap=2.0,
+            scale=0.3,
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_random_schedules(number: int, seed: int) -> None:
+    """Whatever order threads and blocks run in."""
+    run = lambda function: _within(function, seed=seed)  # noqa: E731
+    case = TestAttentionDecode.cases[number]
+    _compare_kernels(OPS["attention_forward"], case, KERNEL_DTYPES[seed % 3], run, np.asarray)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("itemsize", "width"), DECODE)
+def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
+    """Every head dim has tiles in every budget; they share out a chunk."""
+    for dim in range(8, width + 1, 8):
+        chosen = resolve(itemsize, dim, width, budget)
+        assert chosen is not None
+        assert chosen.bytes(itemsize, dim, width) <= budget
+        assert CHUNK % (chosen.warps * chosen.keys) == 0
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("budget", "dim"), [*itertools.product(BUDGETS[:3], (64, 128, 256))])
+def test_kernels_of_every_budget(budget: int, dim: int, dtype: Any) -> None:
+    case = Case("", **GROUPED, queries=2, keys=270, dim=dim, value_dim=dim, causal=True)
+    run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731
+    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray)
+
+
+def drawn(dtype: Any, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_a_sequence_gives_equal_bits_alone_and_in_any_batch(dtype: Any) -> None:
+    """The batch around it, the room behind its keys and pages change no bit."""
+    lengths = np.array([333, 5, 700, 0])
+    q, k, v = drawn(dtype, (4, 2, 6, 16), (4, 700, 2, 16), (4, 700, 2, 8))
+    fast = {"check": False}
+    both = _within(lambda: attention_forward(q, k, v, causal=True, key_lengths=lengths), **fast)
+    for row, length in enumerate(lengths[:3]):
+        one = slice(row, row + 1)
+        parts = q[one], k[one, :length], v[one, :length]
+        alone = _within(lambda parts=parts: attention_forward(*parts, causal=True), **fast)
+        assert alone[0].tobytes() == both[0][one].tobytes()
+        assert alone[1].tobytes() == both[1][one].tobytes()
+    for page in (1, 3, 16, 256):
+        most = -(-700 // page)
+        table = np.random.default_rng(page).permutation(4 * most).reshape(4, most)
+        stored = [np.full((4 * most, page, *a.shape[2:]), np.nan, a.dtype) for a in (k, v)]
+        for there, here in zip(stored, (k, v), strict=True):
+            for row, length in enumerate(lengths):
+                at = np.arange(length)
+                there[table[row, at // page], at % page] = here[row, :length]
+        paged = _within(
+            lambda t=table, s=stored: attention_paged_forward(q, *s, t, lengths), **fast
+        )
+        assert paged[0].tobytes() == both[0].tobytes()
+        assert paged[1].tobytes() == both[1].tobytes()
+
+
+def test_decode_equals_full_forward() -> None:
+    """Token by token, the last rows of the kernel for many queries: to 1e-5 in float32."""
+    q, k, v = drawn(np.float32, (1, 40, 4, 64), (1, 40, 2, 64), (1, 40, 2, 64))
+    whole = _within(lambda: attention_forward(q, k, v, causal=True), check=False)
+    for last in (0, 7, 39):
+        parts = q[:, last : last + 1], k[:, : last + 1], v[:, : last + 1]
+        found = _within(lambda parts=parts: attention_forward(*parts, causal=True), check=False)
+        np.testing.assert_allclose(found[0][:, 0], whole[0][:, last], atol=1e-5)
+        np.testing.assert_allclose(found[1][..., 0], whole[1][..., last], atol=1e-5)
+
+
+def test_few_queries_go_one_way_and_many_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    from unsloth_cupy.ops import _attention_decode, _attention_launch
+
+    for module in (_attention_decode, _attention_launch):
+        load = module.load
+        monkeypatch.setattr(
+            module, "load", lambda file, *rest, load=load: asked.append(file) or load(file, *rest)
+        )
+    k, v = drawn(np.float16, (1, 20, 1, 8), (1, 20, 1, 8))
+    with emulator():
+        for queries, options in ((FEW, {}), (FEW + 1, {}), (1, {"dropout": 0.1, "seed": 0})):
+            attention_forward(k[:, :1].repeat(queries, axis=1), k, v, **options)
+    assert asked == [f"attention_{name}.cu" for name in ("decode", "forward", "forward")]
+
+
+def test_pages_that_do_not_exist_are_not_read() -> None:
+    """A length beyond the pages, a page outside the cache: on a GPU nobody reads them first."""
+    q, k, v = drawn(np.float32, (2, 1, 2, 8), (4, 4, 1, 8), (4, 4, 1, 8))
+    table = np.array([[1, 9], [2, -7]])
+    run = OPS["attention_paged_forward"].launch
+    with emulator():
+        out, _ = run(q, k, v, table, np.array([8, 6]))
+        assert np.isfinite(out).all()
+        out, _ = run(q, k, v, table[:, :1], np.array([9, -1]))
+    assert np.isfinite(out).all()
+    assert not out[1].any()
+
+
+def test_replayed_counters() -> None:
+    """The last block to arrive leaves its counter at 0, as a captured launch needs."""
+    q, k = drawn(np.float16, (1, 1, 2, 8), (1, 700, 1, 8))
+    made = []
+    from unsloth_cupy.ops import _attention_decode
+
+    def keep(array: np.ndarray, number: float) -> np.ndarray:
+        made.append(np.full_like(array, number))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch, using(_emulator()):
+        patch.setattr(_attention_decode, "full_like", keep)
+        attention_forward(q, k, k)
+    assert made
+    assert not made[0].any()
+
+
+def _emulator() -> Any:
+    with emulator():
+        from ..cuda_on_cpu import Emulator
+
+        return Emulator()

@@ -1,0 +1,167 @@
+"""How attention of few queries is launched: keys shared out over blocks, in pages or in order.
+
+bytes = max(16 * row(dim) + warps * 2 * keys * (row(dim) + row(value_dim)), what its warps found)
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._arrays import empty, full_like, lanes
+from .._jit import load
+from .._source import Constants
+from .._typing import Array
+from ._attention_launch import launch_forward
+from ._attention_options import FARTHEST, LOG2E, near, row_bytes, strides
+from ._blocks import Window
+from ._device import shared_memory
+from ._scores import check_options
+
+FEW = 16  # queries up to which a call is bound by reading its keys
+ROWS = 16  # of a product: query heads of a group, times queries
+CHUNK = 256  # keys of a block: 16 blocks a head at 4096, an H200 full at 8 heads
+
+
+class Tiles(NamedTuple):
+    """What a block works on: warps, and keys that each of them works on at a time."""
+
+    warps: int
+    keys: int
+
+    def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
+        """Return the shared memory of a block: queries and rings, later what the warps found."""
+        row, value_row = (row_bytes(columns, itemsize) for columns in (dim, value_dim))
+        ring = ROWS * row + self.warps * 2 * self.keys * (row + value_row)
+        return max(ring, self.warps * ROWS * (value_dim + 2) * 4)
+
+
+# By size of a value and by the wider of dim and value_dim, the best first.  Reading bounds it:
+# 64 KB of rings a block keep 200 KB of an H200's SM on their way, and one block in 99 KB.
+DECODE = {
+    (2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB, 34 KB
+    (2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
+    (2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
+    (4, 64): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
+    (4, 128): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
+    (4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB, 48 KB
+}
+
+
+@cache
+def resolve(itemsize: int, dim: int, value_dim: int, shared: int) -> Tiles | None:
+    """Return the best tiles that fit into the shared memory of a block; None where none do."""
+    if dim % 8 or value_dim % 8:
+        return None
+    width = next((w for w in (64, 128, 256) if max(dim, value_dim) <= w), 0)
+    for tiles in DECODE.get((itemsize, width), ()):
+        if tiles.bytes(itemsize, dim, value_dim) <= shared:
+            return tiles
+    return None
+
+
+@cache
+def constants(tiles: Tiles, **named: Any) -> Constants:
+    """Return the constants of attention_decode.cu."""
+    kept = {"BLOCK_MASK": False, "DROPOUT": False, "FOLD": False}
+    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, **kept, **named)
+
+
+def launch_decode(
+    q: Array,
+    k: Array,
+    v: Array,
+    page_table: Array | None = None,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Any:
+    """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
+
+    With page_table, k and v are pages, and there are key_lengths.
+    """
+    batch, queries, heads, dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    pages, page = v.shape[:2]
+    keys = page if page_table is None else page_table.shape[1] * page
+    tiles = resolve(q.dtype.itemsize, dim, value_dim, shared_memory(q))
+    if tiles is None or max(queries * heads, keys) >= FARTHEST:
+        return NotImplemented
+    # rows are copied 16 bytes at a time
+    q, k, v = (a if lanes(8, a) * a.dtype.itemsize == 16 else a.copy() for a in (q, k, v))
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    int32 = np.dtype("int32")
+    named = constants(
+        tiles,
+        T=q.dtype,
+        B=q.dtype if bias is None else bias.dtype,
+        A=q.dtype if alibi is None else alibi.dtype,
+        S=q.dtype if sinks is None else sinks.dtype,
+        L=int32 if key_lengths is None else key_lengths.dtype,
+        P=getattr(query_start, "dtype", int32),
+        G=int32 if page_table is None else page_table.dtype,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        PAGED=page_table is not None,
+        LENGTHS=key_lengths is not None,
+        STARTS=type(query_start) is not int and query_start is not None,
+        LEFT=left is not None,
+        RIGHT=right is not None,
+        MASK=mask is not None,
+        BIAS=bias is not None,
+        ALIBI=alibi is not None,
+        SOFTCAP=softcap is not None,
+    )
+    span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
+    chunks = -(-span // CHUNK)  # a span may begin inside a chunk
+    sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
+    out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
+    lse = empty((batch, heads, queries), np.float32, like=q)
+    parts = arrived = None
+    if chunks > 1:
+        rows = min(ROWS, heads // kv_heads * queries)
+        parts = empty((sequences, chunks, rows, value_dim + 2), np.float32, like=q)
+        arrived = full_like(empty(sequences, np.dtype("uint32"), like=q), 0)
+    starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
+    kernel = load("attention_decode.cu", "attention_decode", q, named)
+    kernel[sequences * chunks, 32 * tiles.warps, tiles.bytes(q.dtype.itemsize, dim, value_dim)](
+        *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks),
+        *(keys // page, pages, page, heads, kv_heads, queries, keys),
+        scale * LOG2E if softcap is None else scale / softcap,
+        (softcap or 0) * LOG2E,
+        *(near(left), near(right), key_lengths),
+        *(starts, strides(starts, 1)[0], first is not None, near(first)),
+        *(mask, *strides(mask), bias, *strides(bias), alibi, strides(alibi, 2)[0]),
+    )
+    return out, lse
+
+
+def launch_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    block_mask: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> Any:
+    """Launch the kernel that fits: for few queries, or for many."""
+    check_options("attention", window, softcap, dropout, seed)
+    options |= {"window": window, "softcap": softcap}
+    if q.shape[1] <= FEW and block_mask is None and not dropout:
+        return launch_decode(q, k, v, **options)
+    return launch_forward(q, k, v, block_mask=block_mask, dropout=dropout, seed=seed, **options)

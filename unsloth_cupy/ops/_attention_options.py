@@ -1,0 +1,118 @@
+"""What the kernels of attention are told of the options of a call: common/attention.cuh."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._arrays import lanes
+from .._typing import Array
+from ._blocks import Window
+
+LOG2E = 1 / math.log(2)
+CAUSAL, HIDING, ANY = range(3)  # options of a call: causal; what hides scores; what changes them
+FARTHEST = 2**29  # positions are 32-bit integers in the kernels; sums of two of them fit
+
+
+class Told(NamedTuple):
+    """Constants, and arguments in the order of the kernels' parameters."""
+
+    constants: dict[str, Any]
+    arguments: tuple[Any, ...]
+    level: int  # CAUSAL, HIDING or ANY
+    scale: float
+
+
+def told(
+    q: Array,
+    v: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Told | None:
+    """Return what kernels are told; None where they cannot run these options."""
+    *_, queries, heads, dim = q.shape
+    keys, kv_heads, value_dim = v.shape[-3:]
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    # scores that are hidden stay -inf: the factor may not become 0, nor turn their sign
+    fold = softcap is None and bias is None and alibi is None and scale > 1e-30
+    hiding = left is not None or mask is not None or block_mask is not None or dropout > 0
+    dropped = round(dropout * 2**32)
+    if max(queries, keys) >= FARTHEST or dropped == 2**32 or dim % 8 or value_dim % 8:
+        return None
+    constants: dict[str, Any] = {
+        "T": q.dtype,
+        "B": q.dtype if bias is None else bias.dtype,
+        "A": q.dtype if alibi is None else alibi.dtype,
+        "L": np.dtype("int32") if key_lengths is None else key_lengths.dtype,
+        "P": getattr(query_start, "dtype", np.dtype("int32")),
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "LENGTHS": key_lengths is not None,
+        "STARTS": type(query_start) is not int and query_start is not None,
+        "LEFT": left is not None,
+        "RIGHT": right is not None,
+        "BLOCK_MASK": block_mask is not None,
+        "MASK": mask is not None,
+        "BIAS": bias is not None,
+        "ALIBI": alibi is not None,
+        "SOFTCAP": softcap is not None,
+        "DROPOUT": dropout > 0,
+        "FOLD": fold,
+    }
+    starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
+    arguments = (
+        *(heads, kv_heads, queries, keys),
+        *(scale * LOG2E if fold else scale / (softcap or 1), softcap or 0),
+        *(near(left), near(right), key_lengths),
+        *(starts, strides(starts, 1)[0], first is not None, near(first)),
+        *(mask, *strides(mask), bias, *strides(bias)),
+        *(alibi, strides(alibi, 2)[0], block_mask, *strides(block_mask)[:2]),
+        *((seed or 0) & 0xFFFFFFFF, (seed or 0) >> 32, dropped, 1 / (1 - dropout)),
+    )
+    return Told(constants, arguments, ANY if not fold else HIDING if hiding else CAUSAL, scale)
+
+
+def laid_out(
+    constants: dict[str, Any], offsets: tuple[Array, Array] | None
+) -> tuple[dict[str, Any], tuple[Any, Any, int]]:
+    """Return constants and last arguments that say whether sequences lie end to end."""
+    if offsets is None:
+        return constants | {"VARLEN": False}, (None, None, 0)
+    dtypes = {"P": offsets[0].dtype, "L": offsets[1].dtype}
+    return constants | {"VARLEN": True} | dtypes, (*offsets, len(offsets[0]) - 1)
+
+
+def in_chunks(*arrays: Array) -> tuple[Array, ...]:
+    """Return arrays that can be copied 16 bytes at a time, themselves where that is so."""
+    return tuple(a if lanes(8, a) * a.dtype.itemsize == 16 else a.copy() for a in arrays)
+
+
+def row_bytes(columns: int, itemsize: int) -> int:
+    """Return what a row takes in shared memory, as Tile of common/tile.cuh lays it out."""
+    chunks = -(-columns // 16) * itemsize
+    return 16 * (chunks if chunks % 8 == 0 else chunks | 1)
+
+
+def near(offset: Any) -> int:
+    """Return a number of positions, 0 for None; sums of three stay below 2**63."""
+    return max(-(2**61), min(2**61, int(offset or 0)))
+
+
+def strides(array: Any, axes: int = 4) -> tuple[int, ...]:
+    """Return the elements between neighbours on each of the last axes; 0 where it is broadcast."""
+    shape = () if array is None else array.shape
+    shape = (1,) * (axes - len(shape)) + shape
+    return tuple(0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape))

@@ -1,0 +1,264 @@
+"""A cache in pages: sequences of any length share one allocation, and a common beginning.
+
+    cache = PagedKVCache(layers, pages, page, kv_heads, dim, dtype="float32")
+    sequence = cache.allocate(tokens)
+    k_pages, v_pages = cache.append(layer, [sequence], k, v)
+    attention_paged(q, k_pages, v_pages, cache.page_table([sequence]), cache.lengths([sequence]))
+
+Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _arrays
+from ._dtypes import FLOATS
+from ._typing import Array
+from .errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
+from .ops.kv_append import kv_append_paged_
+
+
+class PagedKVCache:
+    """Keys and values of every layer, ``page`` tokens to a page; pages belong to sequences.
+
+    Parameters
+    ----------
+    layers, pages, page, kv_heads, dim : int
+        Sizes; any page size from 1.
+    dtype : dtype or its name
+        float16, bfloat16, float32 or float64.
+    like : array, optional
+        The cache lives where this array lives; NumPy where absent.
+
+    Attributes
+    ----------
+    keys, values : (layers, pages, page, kv_heads, dim) dtype
+        The storage; a sequence has the same pages in every layer.
+
+    Raises
+    ------
+    ConfigError
+        A size is negative, page is 0, or dtype is no float.
+
+    Notes
+    -----
+    Sequences that were forked share pages; the first that writes to a shared page gets a copy of
+    it.  Kwon and others, Efficient Memory Management for Large Language Model Serving with
+    PagedAttention, 2023.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        dtype: Any,
+        like: Array | None = None,
+    ) -> None:
+        shape = (layers, pages, page, kv_heads, dim)
+        if min(shape) < 0 or page == 0:
+            raise ConfigError(f"PagedKVCache{shape}: no size may be negative, nor page be 0")
+        if np.dtype(dtype) not in FLOATS:
+            names = ", ".join(known.name for known in FLOATS)
+            raise ConfigError(f"PagedKVCache(dtype={dtype!r}): choose from {names}")
+        place = np.empty(0) if like is None else like
+        self.keys = _arrays.empty(shape, np.dtype(dtype), place)
+        self.values = _arrays.empty(shape, np.dtype(dtype), place)
+        self.uses = [0] * pages  # sequences that have a page
+        self.free_pages = list(range(pages))[::-1]
+        self.tables: dict[int, list[int]] = {}  # pages of a sequence
+        self.filled: dict[int, list[int]] = {}  # tokens of a sequence, by layer
+        self.numbers = itertools.count()
+
+    def allocate(self, tokens: int) -> int:
+        """Return a new, empty sequence that has pages for so many tokens.
+
+        It may grow beyond them while there are free pages.
+
+        Raises
+        ------
+        DeviceMemoryError
+            There are too few free pages; nothing changes.
+        ConfigError
+            tokens is negative.
+        """
+        if tokens < 0:
+            raise ConfigError(f"PagedKVCache.allocate(tokens={tokens}): pass 0 or more")
+        wanted = -(-tokens // self.keys.shape[2])
+        self._check_free("allocate", wanted)
+        sequence = next(self.numbers)
+        self.tables[sequence] = [self._take() for _ in range(wanted)]
+        self.filled[sequence] = [0] * len(self.keys)
+        return sequence
+
+    def append(
+        self, layer: int, sequences: Sequence[int], k: Array, v: Array
+    ) -> tuple[Array, Array]:
+        """Store the keys and values of new tokens of some sequences, in place.
+
+        Parameters
+        ----------
+        layer : int
+            0 .. layers - 1.
+        sequences : sequence of int
+            As ``allocate`` and ``fork`` return them, each once.
+        k, v : (sequences, tokens, kv_heads, dim) dtype of the cache
+            Of the new tokens.
+
+        Returns
+        -------
+        k_pages, v_pages : (pages, page, kv_heads, dim)
+            The storage of this layer, for ``attention_paged``.
+
+        Raises
+        ------
+        DeviceMemoryError
+            There are too few free pages; nothing changes.
+        RangeError
+            There is no such layer or sequence, or a sequence stands twice.
+        ShapeError, DTypeError
+            k or v do not fit the sequences and the storage.
+        """
+        if not 0 <= layer < len(self.keys):
+            raise RangeError(
+                f"PagedKVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}"
+            )
+        self._check("append", sequences)
+        if len(set(sequences)) < len(sequences):
+            raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
+        for name, array in (("k", k), ("v", v)):
+            tokens = k.shape[1] if k.ndim > 1 else 0
+            if array.shape != (len(sequences), tokens, *self.keys.shape[3:]):
+                kv_heads, dim = self.keys.shape[3:]
+                wanted = f"(sequences={len(sequences)}, tokens, kv_heads={kv_heads}, dim={dim})"
+                raise ShapeError(
+                    f"PagedKVCache.append: {name} is {array.shape}; it must be {wanted}"
+                )
+            if array.dtype != self.keys.dtype:
+                raise DTypeError(
+                    f"PagedKVCache.append: {name} is {array.dtype}, not {self.keys.dtype};"
+                    f" make the cache with dtype={array.dtype.name!r}"
+                )
+        starts = [self.filled[sequence][layer] for sequence in sequences]
+        self._make_room(sequences, starts, k.shape[1])
+        table, first = self.page_table(sequences), self._placed(starts)
+        kv_append_paged_(k, v, self.keys[layer], self.values[layer], table, first)
+        for sequence in sequences:
+            self.filled[sequence][layer] += k.shape[1]
+        return self.keys[layer], self.values[layer]
+
+    def page_table(self, sequences: Sequence[int]) -> Array:
+        """Return the pages of each sequence, in order: (sequences, most pages) int32.
+
+        Short rows end in -1, which stands for no page.
+
+        Raises
+        ------
+        RangeError
+            There is no such sequence.
+        """
+        self._check("page_table", sequences)
+        rows = [self.tables[sequence] for sequence in sequences]
+        table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
+        for row, pages in zip(table, rows, strict=True):
+            row[: len(pages)] = pages
+        return self._placed(table)
+
+    def lengths(self, sequences: Sequence[int], layer: int = 0) -> Array:
+        """Return how many tokens of each sequence a layer holds: (sequences,) int32.
+
+        Raises
+        ------
+        RangeError
+            There is no such sequence.
+        """
+        self._check("lengths", sequences)
+        return self._placed([self.filled[sequence][layer] for sequence in sequences])
+
+    def fork(self, sequence: int) -> int:
+        """Return a new sequence that goes on from the same tokens; pages are shared, not copied.
+
+        Raises
+        ------
+        RangeError
+            There is no such sequence.
+        """
+        self._check("fork", [sequence])
+        new = next(self.numbers)
+        self.tables[new], self.filled[new] = [*self.tables[sequence]], [*self.filled[sequence]]
+        for page in self.tables[new]:
+            self.uses[page] += 1
+        return new
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; pages that no other has are free again.
+
+        Raises
+        ------
+        RangeError
+            There is no such sequence, or not any more.
+        """
+        self._check("free", [sequence])
+        del self.filled[sequence]
+        for page in reversed(self.tables.pop(sequence)):
+            self._leave(page)
+
+    def _make_room(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
+        """Give each sequence pages of its own for new tokens, or raise and change nothing."""
+        page = self.keys.shape[2]
+        shared, wanted = [], 0
+        leaving: dict[int, int] = {}
+        for sequence, start in zip(sequences, starts, strict=True):
+            table = self.tables[sequence]
+            wanted += max(0, -(-(start + new) // page) - len(table))
+            for index in range(start // page, min(-(-(start + new) // page), len(table))):
+                if self.uses[table[index]] - leaving.get(table[index], 0) > 1:
+                    shared.append((table, index))
+                    leaving[table[index]] = leaving.get(table[index], 0) + 1
+        self._check_free("append", wanted + len(shared))
+        for table, index in shared:
+            old, table[index] = table[index], self._take()
+            for storage in (self.keys, self.values):
+                storage[:, table[index]] = storage[:, old]
+            self._leave(old)
+        for sequence, start in zip(sequences, starts, strict=True):
+            while len(self.tables[sequence]) * page < start + new:
+                self.tables[sequence].append(self._take())
+
+    def _take(self) -> int:
+        page = self.free_pages.pop()
+        self.uses[page] = 1
+        return page
+
+    def _leave(self, page: int) -> None:
+        self.uses[page] -= 1
+        if not self.uses[page]:
+            self.free_pages.append(page)
+
+    def _check(self, call: str, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            if sequence not in self.tables:
+                cure = "pass what allocate or fork returned, before it is freed"
+                raise RangeError(f"PagedKVCache.{call}: there is no sequence {sequence!r}; {cure}")
+
+    def _check_free(self, call: str, wanted: int) -> None:
+        free = len(self.free_pages)
+        if wanted > free:
+            bytes_of_page = 2 * self.keys[:, :1].nbytes
+            raise DeviceMemoryError(
+                f"PagedKVCache.{call}: {wanted} pages are needed, {free} of {len(self.uses)} are"
+                " free; free a sequence, or make the cache with more pages",
+                wanted * bytes_of_page,
+                free * bytes_of_page,
+            )
+
+    def _placed(self, numbers: Any) -> Array:
+        """Return integers of the host where the cache lives."""
+        array: Array = _arrays.placed(np.asarray(numbers, np.int32), self.keys)
+        return array

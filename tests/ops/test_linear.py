@@ -1,3 +1,7 @@
+import importlib
+import tracemalloc
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -30,6 +34,53 @@ def test_equals_torch() -> None:
     found = uc.linear_backward(arrays[3], *arrays[:3])
     for mine, theirs in zip(found, grads, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_no_gradient_that_nobody_asks_for() -> None:
+    x, weight, bias, dy = (np.ones(shape) for shape in [(2, 5), (3, 5), (3,), (2, 3)])
+    everything = uc.linear_backward(dy, x, weight, bias)
+    for i, name in enumerate(("x", "weight", "bias")):
+        found = uc.linear_backward(dy, x, weight, bias, wanted={name})
+        assert [grad is None for grad in found] == [j != i for j in range(3)]
+        np.testing.assert_array_equal(found[i], everything[i])
+
+
+def test_a_frozen_weight_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, shapes = importlib.import_module("unsloth_cupy.ops.linear"), []
+    gemm = module.gemm
+
+    def counted(a: Any, b: Any, **options: Any) -> Any:
+        shapes.append((a.shape, b.shape))
+        return gemm(a, b, **options)
+
+    monkeypatch.setattr(module, "gemm", counted)
+    tape = uc.Tape()
+    x = tape.watch(np.ones((2, 5)))
+    y = uc.linear(x, np.ones((3, 5)))
+    tape.gradients(y, [x], y.value)
+    assert shapes == [((2, 5), (5, 3)), ((2, 3), (3, 5))]
+
+
+def test_a_float32_bias_of_narrow_rows_is_rounded_with_them() -> None:
+    x, weight = np.full((1, 1), 1, np.float16), np.full((1, 1), 2.0**-11, np.float16)
+    bias = np.full(1, 1 + 2.0**-12, np.float32)  # rounded before, it would be 1
+    assert uc.linear(x, weight, bias)[0, 0] == 1 + 2.0**-10
+    assert uc.linear_backward(x, x, weight, bias)[2].dtype == np.float32
+
+
+def test_a_float32_bias_of_float64_rows_takes_nothing_from_them() -> None:
+    x, weight = np.full((1, 1), 1 + 2.0**-40), np.ones((1, 1))
+    assert uc.linear(x, weight, np.zeros(1, np.float32))[0, 0] == 1 + 2.0**-40
+
+
+def test_16_bit_matrices_are_not_widened_whole() -> None:
+    x, weight = np.ones((8, 3000), np.float16), np.ones((3000, 3000), np.float16)
+    tracemalloc.start()
+    uc.linear(x, weight)
+    uc.linear_backward(x, x, weight, None, wanted={"x"})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * 2**20 < weight.size * 4
 
 
 def test_wrong_calls_show_the_call() -> None:

@@ -1,22 +1,27 @@
 import tracemalloc
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
+from unsloth_cupy.ops._head import chunk_rows, head_bytes
+from unsloth_cupy.ops._losses import CACHED
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
+from .test_cross_entropy import reported
 
 LABELS = np.array([[0, 12, -100], [5, -100, 5]])
 SIZES: dict[str, Any] = {"rows": [2, 3], "hidden": 5, "vocab": 13, "arrays": {"labels": LABELS}}
 EVERYTHING = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
 
 
-class TestLinearCrossEntropy(Parity):
+class TestLinearCrossEntropy(KernelParity):
     op = "linear_cross_entropy_forward"
     cases = (
         Case("one chunk", **SIZES),
@@ -26,6 +31,135 @@ class TestLinearCrossEntropy(Parity):
         Case("no rows", rows=[0], hidden=3, vocab=4, arrays={"labels": np.zeros(0, int)}),
         Case("no columns", rows=[2], hidden=0, vocab=4, arrays={"labels": [0, 1]}),
     )
+
+
+class TestLinearCrossEntropyGradients(KernelParity):
+    op = "linear_cross_entropy_gradients"
+    cases = (
+        Case("one chunk", **SIZES, given=["dloss"], scale=0.5),
+        Case("chunks of one row", **SIZES, max_bytes=1, scale=0.25),
+        Case("a short last chunk", **SIZES, max_bytes=4 * 13 * 8, given=["dloss"], **EVERYTHING),
+        Case("one row", rows=[], hidden=3, vocab=4, arrays={"labels": 3}),
+        Case("no rows", rows=[0], hidden=3, vocab=4, arrays={"labels": np.zeros(0, int)}),
+        Case("no columns", rows=[2], hidden=0, vocab=4, arrays={"labels": [0, 1]}),
+    )
+    test_gradient_matches_finite_differences = None  # it returns gradients: see the next test
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_gradients_are_those_of_the_tape(options: dict[str, Any], seeded: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, weight, labels = rng.standard_normal((9, 6)), rng.standard_normal((13, 6)), np.arange(9)
+    dloss, options = rng.standard_normal(9) if seeded else np.ones(9), options | {"max_bytes": 300}
+    tape = uc.Tape()
+    watched = tape.watch(x), tape.watch(weight)
+    loss = uc.linear_cross_entropy(*watched, labels, **options)
+    found = uc.linear_cross_entropy_gradients(
+        x, weight, labels, dloss if seeded else None, scale=0.5, **options
+    )
+    for mine, other in zip(
+        found, (loss.value, *tape.gradients(loss, watched, 0.5 * dloss)), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("wanted", [{"x"}, {"weight"}, set()])
+def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
+    x, weight, labels = np.ones((3, 2)), np.ones((4, 2)), np.array([0, 1, 3])
+    loss, lse = uc.linear_cross_entropy_forward(x, weight, labels)
+    everything = uc.linear_cross_entropy_backward(loss, None, x, weight, labels, lse)
+    for some in (
+        uc.linear_cross_entropy_backward(loss, None, x, weight, labels, lse, wanted=wanted),
+        uc.linear_cross_entropy_gradients(x, weight, labels, loss, wanted=wanted)[1:],
+    ):
+        for name, found, full in zip(("x", "weight"), some, everything, strict=False):
+            assert (found is None) == (name not in wanted)
+            if found is not None:
+                np.testing.assert_allclose(found, full, rtol=1e-14)
+
+
+def test_a_frozen_head_costs_no_sums() -> None:
+    """On a tape a head that is not watched has no gradient, nor memory for one."""
+    x, weight, labels = np.ones((4, 500)), np.ones((1000, 500)), np.zeros(4, int)
+    tape = uc.Tape()
+    watched = tape.watch(x)
+    loss = uc.linear_cross_entropy(watched, weight, labels)
+    tracemalloc.start()
+    tape.gradients(loss, [watched], loss.value)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000 < weight.nbytes
+
+
+class TestLabelsThatAHostDoesNotRead(KernelAlone):
+    """On a GPU a label outside the vocabulary gives NaN; check_errors tells which."""
+
+    op = "linear_cross_entropy_forward"
+    cases = (Case("the last row of three chunks"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        x, weight = np.ones((3, 2), dtype), np.ones((4, 2), dtype)
+        with emulator():
+            loss = uc.linear_cross_entropy(x, weight, np.array([0, -100, 4]), max_bytes=1)
+            assert "labels holds 4" in reported()
+            again, dx, dweight = uc.linear_cross_entropy_gradients(x, weight, np.array([0, 0, 4]))
+            assert "labels holds 4" in reported()
+        np.testing.assert_array_equal(np.isnan(loss), [False, False, True])
+        np.testing.assert_array_equal(np.isnan(again), [False, False, True])
+        assert np.isnan(dx.astype(np.float32)).any(axis=1).tolist() == [False, False, True]
+        assert np.isnan(dweight.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_memory_is_what_head_bytes_says(frozen: bool, dtype: Any) -> None:
+    """The arrays to the byte; beside them some rows that are computed at a time, or widened."""
+    rows, hidden, vocab, max_bytes = 600, 16, 5000, 2**22
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, hidden)).astype(dtype)
+    weight = rng.standard_normal((vocab, hidden)).astype(dtype)
+    labels, options = rng.integers(0, vocab, rows), {"max_bytes": max_bytes}
+    said = head_bytes(rows, hidden, vocab, dtype, **options, frozen=frozen, kernels=False)
+    narrow, step = dtype != np.float32, chunk_rows(rows, vocab, dtype, max_bytes)
+    assert step == max_bytes // (vocab * (6 if narrow else 4))
+    assert said == step * vocab * 4 + (vocab * hidden * 4 if narrow and not frozen else 0)
+    wanted = {"x"} if frozen else None
+    uc.linear_cross_entropy_gradients(x, weight, labels, **options, wanted=wanted)
+    tracemalloc.start()
+    _, dx, dweight = uc.linear_cross_entropy_gradients(x, weight, labels, **options, wanted=wanted)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # 16-bit results of the weight appear when the chunk has gone
+    results = dx.nbytes + (0 if frozen or narrow else dweight.nbytes)
+    beside = 3 * CACHED * 4 + weight.size * 4 * (1 + narrow)
+    assert 0 <= peak - results - said <= beside + 50_000
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_gpu_holds_what_head_bytes_says(frozen: bool, dtype: Any) -> None:
+    """To the byte, for a stand-in that counts; every size is a multiple of what pools round to."""
+    rows, hidden, vocab, options = 512, 64, 4096, {"max_bytes": 2**22}
+    said = head_bytes(rows, hidden, vocab, dtype, **options, frozen=frozen)
+    with gpu() as machine:
+        x, weight = machine.array((rows, hidden), dtype), machine.array((vocab, hidden), dtype)
+        labels = machine.array(rows, np.int64)
+        given = options | {"wanted": {"x"} if frozen else None}
+        loss, lse = uc.linear_cross_entropy_forward(x, weight, labels, **options)
+        before = machine.peak = machine.held
+        dx, dweight, _ = uc.linear_cross_entropy_backward(
+            loss, None, x, weight, labels, lse, **given
+        )
+        # a 16-bit gradient of the weight is made when the chunk has gone
+        results = dx.nbytes + (dweight.nbytes if dtype == np.float32 and not frozen else 0)
+        assert machine.peak - before == said + results
+        chunks = -(-rows // chunk_rows(rows, vocab, dtype, **options))
+        assert len(machine.products) == chunks * (3 if frozen else 4), "one of them forward"
+        del dx, dweight
+        before = machine.peak = machine.held
+        found = uc.linear_cross_entropy_gradients(x, weight, labels, **given)
+        assert machine.peak - before == said + results + found[0].nbytes
 
 
 @both_dtypes

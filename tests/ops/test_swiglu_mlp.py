@@ -2,6 +2,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -9,13 +10,14 @@ import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
 from ..golden.golden import OpCase
-from ..parity import Case, Parity
+from ..parity import Case, KernelParity
+from ..stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
 SIZES: dict[str, Any] = {"rows": [2, 3], "hidden": 5, "inner": 7, "outputs": 5}
 
 
-class TestSwigluMlp(Parity):
+class TestSwigluMlp(KernelParity):
     op = "swiglu_mlp"
     cases = (
         Case("one chunk", **SIZES),
@@ -61,6 +63,36 @@ def test_peak_is_forty_percent_below_the_unfused(rows: int) -> None:
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     fused, unfused = (_peak(function, arrays) for function in (uc.swiglu_mlp, _unfused))
     assert fused <= 0.6 * unfused, f"{fused} of {unfused} bytes"
+
+
+@pytest.mark.parametrize("wanted", [{"x"}, {"gate_weight"}, {"up_weight", "down_weight"}])
+def test_no_gradient_that_nobody_asks_for(wanted: set[str]) -> None:
+    shapes = [(5, 4), (7, 4), (7, 4), (3, 7), (5, 3)]
+    *arrays, dy = (np.random.default_rng(0).standard_normal(shape) for shape in shapes)
+    some = uc.swiglu_mlp_backward(dy, *arrays, chunk=2, wanted=wanted)
+    everything = uc.swiglu_mlp_backward(dy, *arrays, chunk=2)
+    names = ("x", "gate_weight", "up_weight", "down_weight")
+    for name, found, full in zip(names, some, everything, strict=True):
+        assert (found is None) == (name not in wanted)
+        if found is not None:
+            np.testing.assert_array_equal(found, full)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_gpu_holds_three_inner_activations_of_a_chunk(dtype: Any) -> None:
+    """And dx of the chunk, and the sums of the gradients, in float32: a stand-in counts."""
+    rows, hidden, inner, chunk = 512, 64, 256, 128
+    shapes = [(rows, hidden), (inner, hidden), (inner, hidden), (hidden, inner), (rows, hidden)]
+    with gpu() as machine:
+        *arrays, dy = (machine.array(shape, dtype) for shape in shapes)
+        before = machine.peak = machine.held
+        y = uc.swiglu_mlp(*arrays, chunk=chunk)
+        activation = chunk * inner * np.dtype(dtype).itemsize
+        assert machine.peak - before == y.nbytes + 3 * activation
+        before = machine.peak = machine.held
+        dx = uc.swiglu_mlp_backward(dy, *arrays, chunk=chunk)[0]
+        sums = 3 * inner * hidden * 4
+        assert machine.peak - before <= dx.nbytes + sums + 3 * activation + chunk * hidden * 6
 
 
 def test_wrong_calls() -> None:

@@ -4,14 +4,21 @@ y = x weight^T + bias
 """
 
 import math
+from collections.abc import Set
 
+import numpy as np
+
+from .._arrays import empty
+from .._dtypes import FLOAT32
+from .._gemm import gemm
 from .._op import op
 from .._typing import Array
 
-BLOCK_BYTES = 8 * 2**20  # of a product on its way into a sum
 
-
-@op("x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)")
+@op(
+    "x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)",
+    widen=False,  # products take 16-bit operands as they are
+)
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiply each row by a weight: ``y = x @ weight.T + bias``.
 
@@ -34,33 +41,34 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    y = flat(x) @ weight.T
+    shape = math.prod(x.shape[:-1]), len(weight)
+    y = empty(shape, x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype), like=x)
     if bias is not None:
-        y += bias
-    return y.reshape(*x.shape[:-1], len(weight))
+        y[...] = bias  # what the product is added to, in float32
+    gemm(flat(x), weight.T, out=y, add=bias is not None)
+    return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], len(weight))
 
 
 @linear.gradient(
     "dy(*rows, outputs), x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param"
-    " -> dx(*rows, inputs), dweight(outputs, inputs), dbias(outputs)"
+    " -> dx(*rows, inputs), dweight(outputs, inputs), dbias(outputs)",
+    widen=False,
 )
 def linear_backward(
-    dy: Array, x: Array, weight: Array, bias: Array | None
-) -> tuple[Array, Array, Array | None]:
-    """Return the gradients of x, weight and bias."""
-    rows = flat(dy)
-    dx = (rows @ weight).reshape(x.shape)
-    return dx, rows.T @ flat(x), None if bias is None else rows.sum(axis=0)
+    dy: Array, x: Array, weight: Array, bias: Array | None, *, wanted: Set[str] | None = None
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
+    rows, dx, dweight, dbias = flat(dy), None, None, None
+    if wanted is None or "x" in wanted:
+        dx = gemm(rows, weight).reshape(x.shape)
+    if wanted is None or "weight" in wanted:
+        dweight = gemm(rows.T, flat(x))
+    if bias is not None and (wanted is None or "bias" in wanted):
+        dbias = rows.sum(axis=0, dtype=np.promote_types(dy.dtype, FLOAT32))
+        dbias = dbias.astype(bias.dtype, copy=False)
+    return dx, dweight, dbias
 
 
 def flat(x: Array) -> Array:
-    """Return x as a matrix of its rows: one BLAS call then serves all leading axes."""
+    """Return x as a matrix of its rows: one product then serves all leading axes."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def accumulate(total: Array, left: Array, right: Array) -> None:
-    """Add ``left.T @ right`` to total, block by block: no second array of the size of total."""
-    step = max(1, BLOCK_BYTES // max(1, total[:1].nbytes))
-    for start in range(0, len(total), step):
-        block = slice(start, start + step)
-        total[block] += left[:, block].T @ right

@@ -5,17 +5,17 @@ loss = cross_entropy(x weight^T, labels), chunk by chunk of rows; backward makes
 Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
 """
 
-from collections.abc import Iterator
+from collections.abc import Set
 
 import numpy as np
 
+from .._arrays import empty, packed
+from .._dtypes import FLOAT32
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError
-from .cross_entropy import capped, check_labels, check_options, losses, slopes
-from .linear import accumulate, flat
-
-CHUNK_BYTES = 64 * 2**20  # of logits: enough rows for the matrix product to run at full speed
+from ._cross_entropy_launch import launch_losses, launch_slopes
+from ._head import chunks, gradients
+from ._losses import check_labels, checked, losses, slopes
 
 
 def linear_cross_entropy(
@@ -42,8 +42,9 @@ def linear_cross_entropy(
     ignore, smoothing, z_loss, softcap
         As in ``cross_entropy``.
     max_bytes : int, optional
-        Most bytes of logits, and of their like, at a time, though never less than one row;
-        64 MiB where absent.
+        Most bytes of logits, and of their gradient, at a time, though never less than one row;
+        512 MiB where absent.  Logits are float32, and their gradient lies over them, or beside
+        them in 16 bits where x has as many.
 
     Returns
     -------
@@ -53,7 +54,8 @@ def linear_cross_entropy(
     Raises
     ------
     RangeError
-        A label is neither in the vocabulary nor equal to ignore.
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU, whose labels nobody
+        reads, its loss is NaN, and the next ``check_errors()`` raises.
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
@@ -73,7 +75,8 @@ def linear_cross_entropy(
 
 @op(
     "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int"
-    " -> loss(*rows): stat, lse(*rows): stat"
+    " -> loss(*rows): stat, lse(*rows): stat",
+    widen=False,  # products take 16-bit operands as they are
 )
 def linear_cross_entropy_forward(
     x: Array,
@@ -87,19 +90,40 @@ def linear_cross_entropy_forward(
     max_bytes: int | None = None,
 ) -> tuple[Array, Array]:
     """Return loss as linear_cross_entropy does, and lse, for the backward op."""
-    check_options("linear_cross_entropy", smoothing, z_loss, softcap)
+    options = checked("linear_cross_entropy", ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy", labels, ignore, len(weight))
-    loss, lse = (np.empty_like(x, shape=(labels.size,)) for _ in range(2))
-    for part, logits in _chunks(flat(x), weight, max_bytes):
-        z = logits if softcap is None else capped(logits, softcap, logits)
-        loss[part], lse[part] = losses(z, labels.ravel()[part], ignore, smoothing, z_loss, z)
+    target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
+    loss, lse = (np.empty_like(x, wide, shape=target.shape) for _ in range(2))
+    for part, logits in chunks(x, weight, max_bytes):
+        loss[part], lse[part] = losses(logits, target[part], options)
     return loss.reshape(labels.shape), lse.reshape(labels.shape)
+
+
+@linear_cross_entropy_forward.kernel
+def _launch(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> tuple[Array, Array]:
+    options = checked("linear_cross_entropy", ignore, smoothing, z_loss, softcap)
+    loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
+    target, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
+    for part, logits in chunks(x, weight, max_bytes):
+        launch_losses(logits, target[part], options, loss_rows[part], lse_rows[part])
+    return loss, lse
 
 
 @linear_cross_entropy_forward.gradient(
     "dloss(*rows): stat, dlse?(*rows): stat, x(*rows, hidden), weight(vocab, hidden),"
     " labels(*rows): int, lse(*rows): stat"
-    " -> dx(*rows, hidden), dweight(vocab, hidden), dlabels: none"
+    " -> dx(*rows, hidden), dweight(vocab, hidden), dlabels: none",
+    widen=False,
 )
 def linear_cross_entropy_backward(
     dloss: Array,
@@ -114,42 +138,44 @@ def linear_cross_entropy_backward(
     z_loss: float = 0.0,
     softcap: float | None = None,
     max_bytes: int | None = None,
-) -> tuple[Array, Array, None]:
-    """Return the gradients of x and weight."""
-    check_options("linear_cross_entropy_backward", smoothing, z_loss, softcap)
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, None]:
+    """Return the gradients of x and weight; None for one that is not ``wanted``."""
+    options = checked("linear_cross_entropy_backward", ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy_backward", labels, ignore, len(weight))
-    rows, target, size, seed = flat(x), labels.ravel(), lse.ravel(), dloss.ravel()
-    lse_seed = None if dlse is None else dlse.ravel()
-    dx, dweight = np.empty_like(rows), np.zeros_like(weight)
-    arrays = 1 if softcap is None else 2  # slopes keeps the derivative of the cap beside them
-    for part, logits in _chunks(rows, weight, max_bytes, arrays):
-        dlogits = slopes(
-            logits,
-            target[part],
-            size[part],
-            seed[part],
-            None if lse_seed is None else lse_seed[part],
-            ignore,
-            smoothing,
-            z_loss,
-            softcap,
-            out=logits,
-        )
-        np.matmul(dlogits, weight, out=dx[part])
-        accumulate(dweight, dlogits, rows[part])
-    return dx.reshape(x.shape), dweight, None
+    target, size, seed = (a.reshape(-1) for a in (labels, lse, dloss))
+    lse_seed = None if dlse is None else dlse.reshape(-1)
+
+    def write(part: slice, logits: Array, out: Array) -> None:
+        also = None if lse_seed is None else lse_seed[part]
+        slopes(logits, target[part], size[part], seed[part], also, options, out)
+
+    return *gradients(x, weight, max_bytes, write, beside=False, wanted=wanted), None
 
 
-def _chunks(
-    rows: Array, weight: Array, max_bytes: int | None, arrays: int = 1
-) -> Iterator[tuple[slice, Array]]:
-    """Yield slices of rows and their logits, all in one buffer, so small that arrays of it fit."""
-    most = CHUNK_BYTES if max_bytes is None else max_bytes
-    if most <= 0:
-        raise ConfigError(f"linear_cross_entropy(max_bytes={max_bytes}): it must be positive")
-    step = max(1, min(len(rows), most // max(1, arrays * len(weight) * rows.itemsize)))
-    buffer = np.empty_like(rows, shape=(step, len(weight)), order="C")
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        logits = buffer[: len(rows[part])]
-        yield part, np.matmul(rows[part], weight.T, out=logits)
+@linear_cross_entropy_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    dlse: Array | None,
+    x: Array,
+    weight: Array,
+    labels: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, None]:
+    options = checked("linear_cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    target, size, seed = (packed(a).reshape(-1) for a in (labels, lse, dloss))
+    lse_seed = None if dlse is None else packed(dlse).reshape(-1)
+
+    def write(part: slice, logits: Array, out: Array) -> None:
+        also = None if lse_seed is None else lse_seed[part]
+        launch_slopes(logits, target[part], size[part], seed[part], also, options, out)
+
+    beside = x.dtype != FLOAT32
+    return *gradients(x, weight, max_bytes, write, beside=beside, wanted=wanted), None

@@ -1,0 +1,152 @@
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ConfigError, ShapeError
+
+from ..parity import Case, Parity
+from .golden_cases import agree, both_dtypes, cast, golden
+
+GIVEN = {"bias": ["bias"], "DoRA": ["bias", "factor"], "plain": []}
+
+
+class TestLoraLinear(Parity):
+    op = "lora_linear_forward"
+    cases = (
+        Case("plain", rows=[2, 3], inputs=13, outputs=7, rank=3, scale=2.0),
+        Case("bias", rows=[5], inputs=4, outputs=3, rank=1, scale=0.3, given=["bias"]),
+        Case("DoRA", rows=[4], inputs=6, outputs=5, rank=2, given=["bias", "factor"]),
+        Case("dropout", rows=[4], inputs=9, outputs=5, rank=2, dropout=0.4, seed=3),
+        Case(
+            "DoRA, dropout",
+            rows=[2, 2],
+            inputs=9,
+            outputs=5,
+            rank=2,
+            scale=1.5,
+            dropout=0.4,
+            seed=3,
+            given=["factor"],
+        ),
+        Case("one row", rows=[], inputs=5, outputs=2, rank=2),
+        Case("no rows", rows=[0], inputs=5, outputs=2, rank=2, given=["bias", "factor"]),
+        Case("no rank", rows=[3], inputs=5, outputs=2, rank=0, given=["bias"]),
+        Case("no outputs", rows=[3], inputs=5, outputs=0, rank=2),
+    )
+
+
+class TestDoraFactor(Parity):
+    op = "dora_factor"
+    cases = (Case("odd", outputs=7), Case("none", outputs=0))
+
+
+@both_dtypes
+@golden("lora", "lora", "rslora", "dora", without=("llama",))
+def test_equals_peft(golden, dtype) -> None:
+    arrays = cast(golden, dtype)
+    given = [arrays[name] for name in ("x", "weight", "A", "B", "bias")]
+    scale, magnitude = golden.params["scaling"], arrays.get("magnitude")
+    tape = uc.Tape()
+    x, a, b, *rest = (
+        tape.watch(array) for array in (given[0], *given[2:4], magnitude) if array is not None
+    )
+    y = uc.lora_linear(
+        x, given[1], a, b, scale=scale, bias=given[4], magnitude=rest[0] if rest else None
+    )
+    agree(y.value, golden.outputs["y"])
+    found = tape.gradients(y, [x, a, b, *rest], arrays["cotangent"])
+    for grad, name in zip(found, ("x", "A", "B", "magnitude"), strict=False):
+        agree(grad, golden.grads[name])
+    merged = uc.lora_merge(given[1], *given[2:4], scale=scale, magnitude=magnitude)
+    agree(merged, golden.outputs["merged_weight"])
+    agree(uc.linear(given[0], merged, given[4]), golden.outputs["y"])
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
+def test_dropout_equals_peft(dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mask that is drawn here put in the place of torch's own."""
+    torch = pytest.importorskip("torch", reason="peft is made of it")
+    peft = pytest.importorskip("peft", reason="the peer of lora_linear")
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(12, 10).double())
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, use_dora=dora, lora_dropout=0.5, target_modules=["0"]
+    )
+    model = peft.get_peft_model(base, config)
+    layer = model.base_model.model[0]
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    layer.double()
+    given = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+    rank = np.eye(12)
+    seen = uc.lora_linear_forward(
+        np.ones((6, 12)), np.zeros((1, 12)), rank, np.zeros((1, 12)), dropout=0.5, seed=9
+    )[1]
+    monkeypatch.setattr(
+        layer.lora_dropout["default"], "forward", lambda x: x * torch.from_numpy(seen)
+    )
+    y = layer.train()(given)
+    parts = {name.split(".")[0]: p.detach().numpy() for name, p in layer.named_parameters()}
+    weight = layer.base_layer.weight.detach().numpy()
+    arrays = weight, parts["lora_A"], parts["lora_B"]
+    tape = uc.Tape()
+    x, a, b = (tape.watch(array) for array in (given.detach().numpy(), *arrays[1:]))
+    options = {"scale": 2.0, "bias": layer.base_layer.bias.detach().numpy(), "dropout": 0.5}
+    magnitude = parts.get("lora_magnitude_vector")
+    mine = uc.lora_linear(x, weight, a, b, magnitude=magnitude, seed=9, **options)
+    np.testing.assert_allclose(mine.value, y.detach().numpy(), rtol=1e-10, atol=1e-12)
+    cotangent = torch.randn_like(y)
+    wanted = torch.autograd.grad(
+        y, [given, layer.lora_A["default"].weight, layer.lora_B["default"].weight], cotangent
+    )
+    found = tape.gradients(mine, [x, a, b], cotangent.numpy())
+    for grad, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(grad, theirs.numpy(), rtol=1e-10, atol=1e-11)
+
+
+def test_a_frozen_base_costs_no_gradient() -> None:
+    x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
+    tape = uc.Tape()
+    watched = [tape.watch(array) for array in (a, b)]
+    y = uc.lora_linear(x, weight, *watched)
+    entry = tape.entries[-1]
+    low, dy = entry.values["low"], np.ones((2, 3))
+    found = uc.lora_linear_backward(
+        dy, None, x, weight, a, b, None, None, low, wanted=frozenset({"a", "b"})
+    )
+    assert [grad is None for grad in found] == [True, True, False, False, True, True]
+    for mine, taped in zip(found[2:4], tape.gradients(y, watched, dy), strict=True):
+        np.testing.assert_array_equal(mine, taped)
+
+
+def test_float32_adapters_of_narrow_rows() -> None:
+    rng = np.random.default_rng(0)
+    shapes = (6, 8), (5, 8), (2, 8), (5, 2)
+    x, weight, a, b = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    narrow = [array.astype(np.float16) for array in (x, weight)]
+    tape = uc.Tape()
+    watched = [tape.watch(array) for array in (a, b)]
+    y = uc.lora_linear(*narrow, *watched)
+    assert y.value.dtype == np.float16
+    assert {g.dtype.name for g in tape.gradients(y, watched, y.value)} == {"float32"}
+    exact = uc.lora_linear(*(array.astype(np.float64) for array in (*narrow, a, b)))
+    assert np.abs(y.value - exact).max() < 2**-9 * np.abs(exact).max()
+
+
+def test_a_row_of_zeros_has_no_direction() -> None:
+    """The norm of a row of zeros is 0: DoRA leaves it 0, and makes no NaN."""
+    x, weight, a, b = np.ones((2, 4)), np.zeros((3, 4)), np.zeros((1, 4)), np.zeros((3, 1))
+    tape = uc.Tape()
+    magnitude = tape.watch(np.ones(3))
+    y = uc.lora_linear(x, weight, a, b, magnitude=magnitude)
+    assert not y.value.any()
+    assert not tape.gradients(y, [magnitude], np.ones((2, 3)))[0].any()
+
+
+def test_wrong_calls() -> None:
+    x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
+    with pytest.raises(ShapeError, match=r"b has rank=1; it must be 2"):
+        uc.lora_linear(x, weight, np.ones((2, 5)), b)
+    with pytest.raises(ConfigError, match=r"lora_linear: dropout=1.5 must be"):
+        uc.lora_linear(x, weight, a, b, dropout=1.5, seed=0)
+    with pytest.raises(ConfigError, match=r"pass seed=0"):
+        uc.lora_linear(x, weight, a, b, dropout=0.5)

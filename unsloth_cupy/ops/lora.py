@@ -1,0 +1,245 @@
+"""A linear layer with a low-rank adapter.
+
+y = factor * (x weight^T + scale * low b^T) + bias        low = dropout(x) a^T
+factor = magnitude / norm of each row of (weight + scale * b a)        DoRA; 1 without magnitude
+
+Hu et al., LoRA, 2021; Kalajdzievski, rsLoRA, 2023 (a choice of scale); Liu et al., DoRA, 2024,
+whose section 4.3 takes the norm for a constant in the backward pass, as is done here.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+
+from .. import _philox
+from .._arrays import empty
+from .._dtypes import FLOAT32
+from .._gemm import gemm, steps
+from .._op import op
+from .._typing import Array
+from ..tape import Var
+from .linear import flat
+
+
+def lora_linear(
+    x: Array,
+    weight: Array,
+    a: Array,
+    b: Array,
+    *,
+    scale: float = 1.0,
+    bias: Array | None = None,
+    magnitude: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Array:
+    """Multiply rows by a weight and by a low-rank addition to it, which is never formed.
+
+    ``y = x @ weight.T + scale * (dropout(x) @ a.T) @ b.T + bias``.  With a magnitude (DoRA) the
+    rows of ``weight + scale * b @ a`` have that norm:
+    ``y = magnitude / norm * (x @ weight.T + scale * (x @ a.T) @ b.T) + bias``.
+
+    Parameters
+    ----------
+    x : (*rows, inputs) float
+        Rows; any number of leading axes.
+    weight : (outputs, inputs) float
+        The base, as checkpoints store it; off a tape it is frozen, and costs no gradient.
+    a : (rank, inputs) dtype of x or float32
+        Into the low rank.
+    b : (outputs, rank) dtype of x or float32
+        Out of it.
+    scale : float
+        ``alpha / rank``, or ``alpha / sqrt(rank)`` for rsLoRA.
+    bias : (outputs,) dtype of x or float32, optional
+        Added to each row.
+    magnitude : (outputs,) dtype of x or float32, optional
+        DoRA's norm of each row.  With dropout, the weight meets x whole once, and the share that
+        the magnitude adds to it meets the x that was dropped, as in peft.
+    dropout : float
+        Share of the elements of x that the adapter does not see; the others grow by
+        ``1 / (1 - dropout)``.
+    seed : int
+        Of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+
+    Raises
+    ------
+    ConfigError
+        dropout is no share, or comes without a seed.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    factor = None
+    if magnitude is not None:
+        norms = row_norms(*map(_plain, (weight, a, b)), scale=scale)
+        factor = dora_factor(magnitude, norms.astype(_wide(magnitude), copy=False))
+    return lora_linear_forward(
+        x, weight, a, b, bias, factor, scale=scale, dropout=dropout, seed=seed
+    )[0]
+
+
+@op(
+    "x(*rows, inputs), weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param,"
+    " bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs), low(*rows, rank)",
+    widen=False,  # products take 16-bit operands as they are
+)
+def lora_linear_forward(
+    x: Array,
+    weight: Array,
+    a: Array,
+    b: Array,
+    bias: Array | None = None,
+    factor: Array | None = None,
+    *,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array]:
+    """Return y as lora_linear does, given DoRA's factor; and ``low``, for the backward op."""
+    _philox.check("lora_linear", dropout, seed)
+    rows = flat(x)
+    seen = _dropped(rows, dropout, seed)
+    low = gemm(seen, a.astype(x.dtype, copy=False).T)
+    y = gemm(rows if factor is None else seen, weight.T)
+    gemm(low, _times(b, scale, x.dtype).T, out=y, add=True)
+    if factor is not None:
+        y = _times(y, factor)
+        if seen is not rows:
+            gemm(rows - seen, weight.T, out=y, add=True)
+    if bias is not None:
+        y = (y + bias.astype(_wide(y))).astype(y.dtype, copy=False)
+    return y.reshape(*x.shape[:-1], len(weight)), low.reshape(*x.shape[:-1], len(a))
+
+
+@lora_linear_forward.gradient(
+    "dy(*rows, outputs), dlow?(*rows, rank), x(*rows, inputs), weight(outputs, inputs),"
+    " a(rank, inputs): param, b(outputs, rank): param, bias?(outputs): param,"
+    " factor?(outputs): param, low(*rows, rank) -> dx(*rows, inputs), dweight(outputs, inputs),"
+    " da(rank, inputs), db(outputs, rank), dbias(outputs), dfactor(outputs)",
+    widen=False,
+)
+def lora_linear_backward(
+    dy: Array,
+    dlow: Array | None,
+    x: Array,
+    weight: Array,
+    a: Array,
+    b: Array,
+    bias: Array | None,
+    factor: Array | None,
+    low: Array,
+    *,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, ...]:
+    """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
+    rows, down, flat_low = flat(x), flat(dy), flat(low)
+    seen = _dropped(rows, dropout, seed)
+    made = down if factor is None else _times(down, factor)  # gradient of what factor scales
+    up = gemm(made, _times(b, scale, x.dtype))
+    if dlow is not None:
+        up += flat(dlow)
+    asked = {"x", "weight", "a", "b", "bias", "factor"} if wanted is None else wanted
+    whole = factor is None or seen is rows  # all of weight meets rows as they are
+    dx = dweight = da = db = dbias = dfactor = None
+    if "x" in asked:
+        dx = gemm(up, a.astype(x.dtype, copy=False))
+        if not whole:
+            gemm(made - down, weight, out=dx, add=True)
+        dx = _dropped(dx, dropout, seed)
+        gemm(made if whole else down, weight, out=dx, add=True)
+        dx = dx.reshape(x.shape)
+    if "weight" in asked:
+        dweight = gemm(made.T, rows if whole else seen)
+        if not whole:
+            gemm(down.T, rows - seen, out=dweight, add=True)
+    if "a" in asked:
+        da = gemm(up.T, seen, dtype=a.dtype)
+    if "b" in asked:
+        db = _times(gemm(made.T, flat_low, dtype=b.dtype), scale)
+    if bias is not None and "bias" in asked:
+        dbias = down.sum(axis=0, dtype=_wide(down)).astype(bias.dtype, copy=False)
+    if factor is not None and "factor" in asked:
+        y = gemm(seen, weight.T, dtype=_wide(x))
+        gemm(flat_low, _times(b, scale, x.dtype).T, out=y, add=True)
+        y *= down
+        dfactor = y.sum(axis=0).astype(factor.dtype, copy=False)
+    return dx, dweight, da, db, dbias, dfactor
+
+
+@op("magnitude(outputs), norm(outputs): table -> factor(outputs)")
+def dora_factor(magnitude: Array, norm: Array) -> Array:
+    """Return ``magnitude / norm``: what DoRA scales each column of y by; 0 for a row of zeros."""
+    return magnitude * _inverse(norm)
+
+
+@dora_factor.gradient(
+    "dfactor(outputs), norm(outputs): table -> dmagnitude(outputs), dnorm(outputs): none"
+)
+def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
+    """Return the gradient of the magnitude; the norm is a constant."""
+    return dfactor * _inverse(norm), None
+
+
+def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
+    """Return the norm of each row of ``weight + scale * b @ a``: (outputs,) float32."""
+    wide, (outputs, inputs) = _wide(weight), weight.shape
+    norms = empty((outputs,), wide, like=weight)
+    step = steps(outputs, inputs, inputs)[0]
+    for top in range(0, outputs, step):
+        part = slice(top, top + step)
+        rows = gemm(_times(b[part], scale, a.dtype), a, dtype=wide)
+        rows += weight[part]
+        norms[part] = np.sqrt(np.square(rows, out=rows).sum(axis=1))
+    return norms
+
+
+def lora_merge(
+    weight: Array, a: Array, b: Array, *, scale: float = 1.0, magnitude: Array | None = None
+) -> Array:
+    """Return ``weight + scale * b @ a``, its rows scaled to magnitude's norms where given.
+
+    A new array in the dtype of weight, rounded once: a linear layer with it gives what
+    ``lora_linear`` gives with the parts.
+    """
+    wide = _wide(weight)
+    merged = weight.astype(wide)
+    gemm(_times(b, scale, wide), a.astype(wide, copy=False), out=merged, add=True)
+    if magnitude is not None:
+        norms = row_norms(weight, a, b, scale=scale)
+        merged *= dora_factor(magnitude, norms.astype(_wide(magnitude), copy=False))[:, None]
+    return merged.astype(weight.dtype, copy=False)
+
+
+def _plain(array: Any) -> Any:
+    return array.value if type(array) is Var else array
+
+
+def _wide(array: Any) -> Any:
+    return np.promote_types(array.dtype, FLOAT32)
+
+
+def _times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
+    """Return the product, computed in float32 and rounded once."""
+    made = array.astype(_wide(array), copy=False) * factor
+    return made.astype(array.dtype if dtype is None else dtype, copy=False)
+
+
+def _inverse(norm: Array) -> Array:
+    return np.where(norm > 0, 1, 0) / np.where(norm > 0, norm, 1)
+
+
+def _dropped(rows: Array, dropout: float, seed: int | None) -> Array:
+    """Return rows without the elements that dropout takes; rows themselves where it takes none."""
+    if not dropout:
+        return rows
+    number = np.arange(len(rows), like=rows)
+    kept = _philox.kept(int(seed or 0), dropout, (0 * number, 0 * number, number), 0, rows.shape[1])
+    return _times(rows * kept, 1 / (1 - dropout))

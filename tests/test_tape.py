@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from unsloth_cupy import Tape, Var, add, columns, multiply, reshape, rms_norm, scale
 from unsloth_cupy._op import op
 from unsloth_cupy.errors import DTypeError, FrameworkError, GradientError, ShapeError
+from unsloth_cupy.tape import Entry
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -39,6 +41,34 @@ def split(x):
 @split.gradient("dlow(n), dhigh(n) -> dx(n)")
 def split_backward(dlow, dhigh):
     return dlow + 10 * dhigh
+
+
+@op("x(*axes), w(*axes) -> y(*axes)")
+def weighed(x, w):
+    return x * w
+
+
+@weighed.gradient("dy(*axes), x(*axes), w(*axes) -> dx(*axes), dw(*axes)")
+def weighed_backward(dy, x, w, *, wanted=None):
+    asked.append(wanted)
+    return dy * w if "x" in wanted else None, dy * x if "w" in wanted else None
+
+
+asked: list[frozenset[str]] = []
+
+
+def test_only_what_leads_to_the_asked_gradients_is_computed() -> None:
+    tape = Tape()
+    x, w, frozen = tape.watch(draw(3)), tape.watch(draw(3)), draw(3)
+    before = weighed(x, frozen)  # no gradient: x is watched, and nobody asks for its own
+    y = weighed(weighed(before, w), frozen)
+    asked.clear()
+    (dw,) = tape.gradients(y, [w], np.ones(3))
+    assert asked == [{"x"}, {"w"}]
+    np.testing.assert_allclose(dw, frozen * before.value)
+    asked.clear()
+    tape.gradients(y, [x, w], np.ones(3))
+    assert asked == [{"x"}, {"x", "w"}, {"x"}]
 
 
 def test_a_value_used_twice_adds_up() -> None:
@@ -295,3 +325,27 @@ def test_wrt_is_any_run_of_variables() -> None:
     for wrt in (named["a"], None):
         with pytest.raises(GradientError, match="pass a list of Vars"):
             tape.gradients(of, wrt, seed)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_released_calls_are_gone_while_gradients_grow(
+    release: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape = Tape()
+    x = tape.watch(draw(3, 4))
+    y = multiply(x, x)
+    for _ in range(5):
+        y = multiply(y, y)
+    kept = [weakref.ref(entry.values["c"]) for entry in tape.entries]
+    alive: list[int] = []
+    walk = Entry.add_back
+
+    def counted(entry: Entry, *rest: Any) -> None:
+        walk(entry, *rest)
+        alive.append(sum(array() is not None for array in kept))
+
+    monkeypatch.setattr(Entry, "add_back", counted)
+    (found,) = tape.gradients(y, [x], np.ones((3, 4)), release=release)
+    np.testing.assert_allclose(found, 64 * x.value**63, rtol=1e-12)
+    assert alive == ([6, 6, 5, 4, 3, 2] if release else [6] * 6)  # y.value is held here
+    assert bool(tape.entries) != release

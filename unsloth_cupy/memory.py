@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._arrays import Planned
-from ._signature import FLOAT32, FLOATS
+from ._dtypes import FLOAT32, FLOATS
+from ._planned import Planned
 from .errors import ConfigError
-from .ops.linear_cross_entropy import CHUNK_BYTES
+from .ops._head import head_bytes
 from .tape import Tape
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def plan_memory(
     Returns
     -------
     estimate : MemoryEstimate
-        In bytes; ``logits`` is the part of them that the loss holds at a time.
+        In bytes; ``logits`` is what the loss holds at a time: a chunk of them and, for 16-bit
+        weights, the float32 sums of the head's gradient.
 
     Raises
     ------
@@ -102,7 +103,7 @@ def plan_memory(
         optimizer=weights * OPTIMIZERS[optimizer] * FLOAT32.itemsize,
         master=weights * FLOAT32.itemsize if narrow and OPTIMIZERS[optimizer] else 0,
         activations=kept_bytes(tape, parameters) * batch,
-        logits=_logit_bytes(batch * tokens, parsed.vocab),
+        logits=head_bytes(batch * tokens, parsed.hidden, parsed.vocab, kind),
     )
 
 
@@ -120,12 +121,6 @@ def kept_bytes(tape: Tape, parameters: Mapping[str, Any]) -> int:
             if owner not in same:
                 kept[owner] = max(kept.get(owner, 0), value.nbytes)
     return sum(kept.values())
-
-
-def _logit_bytes(rows: int, vocab: int) -> int:
-    """Return the bytes of a chunk of logits: linear_cross_entropy computes them in float32."""
-    row = vocab * FLOAT32.itemsize
-    return max(1, min(rows, CHUNK_BYTES // row)) * row
 
 
 def _is_argument(entry: Any, output: str) -> bool:

@@ -9,14 +9,14 @@ The wiring is by name: a backward op asks for inputs, outputs and d + output of 
 and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _arrays
-from ._signature import DIFFERENTIABLE
+from ._dtypes import DIFFERENTIABLE
 from .errors import DTypeError, GradientError, ShapeError
 
 
@@ -76,6 +76,10 @@ class Var:
         return f"Var({self.shape}, {self.dtype})"
 
 
+Gradients = dict[int, Any]  # by the index of a Var
+watch_memory: Callable[[str], None] | None = None  # told of every op when it has returned
+
+
 class Entry(NamedTuple):
     """One call: the op, its values by name, and the indices of those that are Vars."""
 
@@ -85,12 +89,40 @@ class Entry(NamedTuple):
     outputs: dict[str, int]
     options: dict[str, Any]
 
+    def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
+        """Call the backward op on gradients of the outputs; add those of these inputs to grads."""
+        op, backward = self.op, self.op.backward
+        if backward is None:
+            raise GradientError(f"{op.__name__} has no gradient; keep it off the way to the loss")
+        wired = self.values | {"d" + name: grad for name, grad in take.items()}
+        for operand in backward.contract.inputs:
+            if wired.get(operand.name) is None and not operand.optional:
+                wired[operand.name] = _arrays.full_like(self.values[operand.name[1:]], 0)
+        options = {name: self.options[name] for name in backward.options & self.options.keys()}
+        if "wanted" in backward.options:
+            options["wanted"] = frozenset(inputs)
+        result = backward.call([wired.get(name) for name in backward.names], options)
+        if watch_memory is not None:
+            watch_memory(backward.__name__)
+        result = result if type(result) is tuple else (result,)
+        found = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
+        for operand in op.contract.inputs:
+            if operand.name not in self.inputs or operand.kind in ("int", "bool", "byte", "code"):
+                continue
+            index, grad = inputs.get(operand.name), found.get(operand.name)
+            constant = operand.kind not in DIFFERENTIABLE
+            if constant or (grad is None and index is not None):
+                why = "is a constant" if constant else "has no gradient"
+                raise GradientError(f"{op.__name__}: {operand.name} {why}; do not watch it")
+            if index is not None:
+                grads[index] = add_up(grads.get(index), grad)
+
 
 class Tape:
     """The ops of one forward pass, in order."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[Any] = []  # of Entry, or of what has its add_back
         self.issued = 0
 
     def watch(self, array: Any) -> Var:
@@ -98,7 +130,9 @@ class Tape:
         _arrays.framework_of(array, "Tape.watch: what is watched")
         return Var(array, self)
 
-    def gradients(self, of: Var, wrt: Sequence[Var], seed: Any = None) -> list[Any]:
+    def gradients(
+        self, of: Var, wrt: Sequence[Var], seed: Any = None, *, release: bool = False
+    ) -> list[Any]:
         """Return the gradient of ``sum(seed * of)`` with respect to each of wrt.
 
         Parameters
@@ -109,6 +143,9 @@ class Tape:
             Vars of this tape; one that ``of`` does not depend on gets zeros.
         seed : array, optional
             Weights of the elements of ``of``, in its shape; 1 where ``of`` is a scalar.
+        release : bool
+            Forget each call once its gradient is known: what the tape keeps shrinks as gradients
+            grow, and the tape is empty afterwards.
 
         Raises
         ------
@@ -134,27 +171,71 @@ class Tape:
             )
         if seed.dtype != of.dtype:
             raise DTypeError(f"Tape.gradients: seed is {seed.dtype}; it must be {of.dtype}")
-        kept = {var.index for var in wrt}
-        grads: dict[int, Any] = {of.index: seed}
-        for entry in reversed(self.entries):
-            take = {
-                name: grads.get(i) if i in kept else grads.pop(i, None)
-                for name, i in entry.outputs.items()
-            }
-            if any(grad is not None for grad in take.values()):
-                _add_back(entry, take, grads)
-        found = []
-        values = (value for entry in self.entries for value in entry.values.values())
+        values = [value for entry in self.entries for value in entry.values.values()]
+        if release:  # what ops made is gone then: only what others hold may be shared
+            values = [var.value for var in wrt]
         shared = {_owner(a) for a in (seed, *values) if hasattr(a, "__dlpack__")}
+        del values
+        grads: Gradients = {of.index: seed}
+        self.walk_back(grads, {var.index for var in wrt}, release)
+        found = []
         for var in wrt:
             grad = grads.get(var.index)
             if grad is None:
                 grad = _arrays.full_like(var.value, 0)
             elif _owner(grad) in shared:  # a caller may scale gradients in place
-                grad = _sum(grad, _arrays.full_like(grad, 0))
+                grad = add_up(grad, _arrays.full_like(grad, 0))
             shared.add(_owner(grad))
             found.append(grad)
         return found
+
+    def walk_back(self, grads: Gradients, kept: Collection[int], release: bool = True) -> None:
+        """Take gradients of results back to the Vars that are kept, and only to those."""
+        wanted = set(kept)  # and what lies on the way there: no other gradient is computed
+        for entry in self.entries:
+            if not wanted.isdisjoint(entry.inputs.values()):
+                wanted.update(entry.outputs.values())
+        entries = self.entries if release else self.entries.copy()
+        while entries:
+            entry = entries.pop()
+            take = {
+                name: grads.get(i) if i in kept else grads.pop(i, None)
+                for name, i in entry.outputs.items()
+            }
+            inputs = {name: i for name, i in entry.inputs.items() if i in wanted}
+            if inputs and any(grad is not None for grad in take.values()):
+                entry.add_back(take, inputs, grads)
+
+    def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
+        """Call an op that is to be recorded."""
+        result = op.call(values, options)
+        if watch_memory is not None:
+            watch_memory(op.__name__)
+        return result
+
+    def note(self, entry: Any) -> None:
+        """Record a call that was made."""
+        self.entries.append(entry)
+
+
+def wired(op: Any, backward: Any) -> Any:
+    """Return a backward op whose names fit its forward op; raise TypeError for a misspelt one.
+
+    Its inputs are d<output>, inputs and outputs; its outputs are d<input>: one for every
+    positional input, of kind none for integers and tables, and one for every differentiable
+    keyword input.  Its options are among the forward's; or ``wanted``, the names of the inputs
+    whose gradients are asked for, None for all: it may return None for the others.
+    """
+    inputs, outputs = op.contract.inputs, op.contract.outputs
+    known = {o.name for o in inputs + outputs} | {"d" + o.name for o in outputs}
+    if strange := set(backward.names) - known | backward.options - op.options - {"wanted"}:
+        raise TypeError(f"{backward.__name__}: {op.__name__} has no {strange}")
+    must = [o for i, o in enumerate(inputs) if i < op.positional or o.kind in DIFFERENTIABLE]
+    wanted = ["d" + o.name for o in must]
+    found = [o.name for o in backward.contract.outputs]
+    if found != wanted:
+        raise TypeError(f"{backward.__name__} must return {wanted}, not {found}")
+    return backward
 
 
 def record(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -163,7 +244,7 @@ def record(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     if any(array.tape is not tape for array in arrays if type(array) is Var):
         raise GradientError(f"{op.__name__}: arguments are on two tapes; watch them on one")
     values = [array.value if type(array) is Var else array for array in arrays]
-    result = op.call(list(values), options)
+    result = tape.run(op, list(values), options)
     results = result if type(result) is tuple else (result,)
     outputs = [None if value is None else Var(value, tape) for value in results]
     names = [operand.name for operand in op.contract.outputs]
@@ -174,34 +255,14 @@ def record(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
         {n: v.index for n, v in zip(names, outputs, strict=True) if v is not None},
         dict(options),
     )
-    tape.entries.append(entry)
+    tape.note(entry)
     return tuple(outputs) if type(result) is tuple else outputs[0]
 
 
-def _add_back(entry: Entry, take: dict[str, Any], grads: dict[int, Any]) -> None:
-    """Call the backward op of one entry and add what it returns to grads."""
-    op, backward = entry.op, entry.op.backward
-    if backward is None:
-        raise GradientError(f"{op.__name__} has no gradient; keep it off the way to the loss")
-    wired = entry.values | {"d" + name: grad for name, grad in take.items()}
-    for operand in backward.contract.inputs:
-        if wired.get(operand.name) is None and not operand.optional:
-            wired[operand.name] = _arrays.full_like(entry.values[operand.name[1:]], 0)
-    options = {name: entry.options[name] for name in backward.options & entry.options.keys()}
-    result = backward.call([wired.get(name) for name in backward.names], options)
-    result = result if type(result) is tuple else (result,)
-    found = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
-    for operand in op.contract.inputs:
-        index, grad = entry.inputs.get(operand.name), found.get(operand.name)
-        if index is None or operand.kind in ("int", "bool", "byte", "code"):
-            continue
-        if grad is None:
-            reason = "is a constant" if operand.kind not in DIFFERENTIABLE else "has no gradient"
-            raise GradientError(f"{op.__name__}: {operand.name} {reason}; do not watch it")
-        grads[index] = _sum(grads[index], grad) if index in grads else grad
-
-
-def _sum(a: Any, b: Any) -> Any:
+def add_up(a: Any, b: Any) -> Any:
+    """Return the sum of two gradients; the first may be None."""
+    if a is None:
+        return b
     total = a + b
     return np.asarray(total) if isinstance(total, np.generic) else total
 

@@ -1,0 +1,210 @@
+"""The bytes of arrays while they are held, on the host and on GPUs that are played."""
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import DeviceMemoryError, MemoryPool, Tape, add, checkpoint, memory_pool, multiply
+from unsloth_cupy.errors import ConfigError
+
+MIB = 2**20
+
+
+def mebibyte(value: float = 1.0) -> np.ndarray:
+    return np.full(MIB // 8, value)
+
+
+class TestHost:
+    def test_counts_arrays(self) -> None:
+        before = mebibyte()
+        with memory_pool() as pool:
+            kept = mebibyte()
+            assert pool.allocated == pytest.approx(MIB, abs=20_000)  # Python's own objects
+            del kept
+            passing = mebibyte(), mebibyte()
+            del passing
+            assert pool.allocated < 20_000
+            assert pool.peak == pytest.approx(2 * MIB, abs=20_000)  # Python's own objects
+            pool.reset_peak()
+            assert pool.peak < 20_000
+            kept = mebibyte()
+            del before
+        assert pool.allocated == pytest.approx(MIB, abs=20_000)  # Python's own objects
+        assert pool.peak == pytest.approx(MIB, abs=20_000)  # Python's own objects
+        assert pool.by_device.keys() == {"cpu"}
+        assert pool.efficiency == 1
+        assert pool.transferred == {"to_host": 0, "to_device": 0}
+        assert len(kept)
+
+    def test_an_op_beyond_the_limit_raises(self) -> None:
+        x = mebibyte()
+
+        def step() -> None:
+            y = Tape().watch(x)
+            with memory_pool(limit=5 * MIB // 2):
+                for _ in range(4):
+                    y = add(y, y)
+
+        with pytest.raises(DeviceMemoryError, match=r"after add arrays hold 3\.0\d MiB") as error:
+            step()
+        assert error.value.available == 5 * MIB // 2
+        assert error.value.required > error.value.available
+
+    def test_the_way_back_is_watched_too(self) -> None:
+        def step() -> None:
+            tape = Tape()
+            with memory_pool(limit=5 * MIB // 2):
+                x = tape.watch(mebibyte())
+                y = multiply(x, x)
+                tape.gradients(y, [x], y.value)
+
+        with pytest.raises(DeviceMemoryError, match="after multiply_backward arrays hold"):
+            step()
+
+    def test_a_checkpoint_fits_where_a_tape_does_not(self) -> None:
+        def part(x: Any) -> Any:
+            for _ in range(6):
+                x = add(x, x)
+            return x
+
+        for through, fits in ((part, False), (lambda x: checkpoint(part, x), True)):
+            x = Tape().watch(mebibyte())
+            try:
+                with memory_pool(limit=7 * MIB // 2):
+                    through(x)
+            except DeviceMemoryError:
+                assert not fits
+            else:
+                assert fits
+
+    def test_pools_inside_each_other(self) -> None:
+        tape = Tape()
+        x = tape.watch(mebibyte())
+        with memory_pool() as outer:
+            with memory_pool(limit=64 * MIB) as inner:
+                y = add(x, x)
+            assert inner.peak <= outer.peak
+        with pytest.raises(DeviceMemoryError), memory_pool(limit=MIB // 2), memory_pool():
+            add(y, y)
+
+
+class Pool:
+    """CuPy's memory pool, of two devices."""
+
+    def __init__(self, here: list[int]) -> None:
+        self.here, self.limits, self.used = here, [0, 0], [1000, 0]
+
+    def get_limit(self) -> int:
+        return self.limits[self.here[-1]]
+
+    def set_limit(self, size: int) -> None:
+        self.limits[self.here[-1]] = size
+
+    def used_bytes(self) -> int:
+        return self.used[self.here[-1]]
+
+    def total_bytes(self) -> int:
+        return 4096
+
+
+class OutOfMemoryError(MemoryError):
+    """As CuPy's."""
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    here, hooks = [0], []
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __enter__(self) -> None:
+            here.append(self.number)
+
+        def __exit__(self, *_: object) -> None:
+            here.pop()
+
+    class MemoryHook:
+        def __enter__(self) -> None:
+            hooks.append(self)
+
+        def __exit__(self, *_: object) -> None:
+            hooks.remove(self)
+
+    runtime = types.SimpleNamespace(getDeviceCount=lambda: 2)
+    cuda = types.SimpleNamespace(
+        Device=Device, MemoryHook=MemoryHook, runtime=runtime, is_available=lambda: True
+    )
+    pool = Pool(here)
+
+    def allocate(device: int, size: int) -> None:
+        for hook in hooks:
+            way = hook.malloc_postprocess if size > 0 else hook.free_postprocess
+            way(device_id=device, size=abs(size) - 1, mem_size=abs(size), mem_ptr=0, pmem_id=0)
+
+    made = types.SimpleNamespace(
+        cuda=cuda, get_default_memory_pool=lambda: pool, allocate=allocate, pool=pool
+    )
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    return made
+
+
+class TestDevices:
+    def test_counts_what_the_pool_hands_out(self, cupy: Any) -> None:
+        with memory_pool() as pool:
+            cupy.allocate(0, 512)
+            cupy.allocate(1, 1024)
+            cupy.allocate(0, -512)
+            assert pool.allocated == 2024
+            assert pool.peak == 2536
+            assert pool.by_device == {"cuda:0": (1000, 1512, 4096), "cuda:1": (1024, 1024, 4096)}
+            pool.reset_peak()
+            assert pool.peak == 2024
+        cupy.allocate(0, 512)
+        assert pool.allocated == 2024
+        assert pool.efficiency == 2024 / 8192
+
+    def test_the_limit_holds_inside_alone(self, cupy: Any) -> None:
+        cupy.pool.limits = [7, 8]
+        with memory_pool(limit=1 << 30, device=1):
+            assert cupy.pool.limits == [7, 1 << 30]
+        assert cupy.pool.limits == [7, 8]
+
+    def test_what_does_not_fit(self, cupy: Any) -> None:
+        said = "Out of memory allocating 4,096 bytes (allocated so far: 1,512 bytes)."
+
+        def step() -> None:
+            with memory_pool(limit=2000):
+                cupy.allocate(0, 512)
+                raise OutOfMemoryError(said)
+
+        with pytest.raises(DeviceMemoryError, match=r"4\.00 KiB more do not fit") as error:
+            step()
+        assert (error.value.required, error.value.available) == (4096, 488)
+        assert cupy.pool.limits == [0, 0]
+
+    def test_no_such_device(self, cupy: Any) -> None:
+        with pytest.raises(ConfigError, match=r"device=2\): CuPy sees 2 GPUs"):
+            memory_pool(device=2).__enter__()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "1"])
+def test_wrong_limits(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="pass bytes, as in limit=8 << 30"):
+        memory_pool(limit=bad)
+
+
+@pytest.mark.parametrize("bad", [-1, "cuda", True])
+def test_wrong_devices(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="the number of a GPU"):
+        memory_pool(device=bad)
+
+
+def test_one_block_at_a_time() -> None:
+    pool: MemoryPool = memory_pool()
+    with pool, pytest.raises(ConfigError, match="in use; make another"):
+        pool.__enter__()

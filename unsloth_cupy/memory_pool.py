@@ -1,0 +1,255 @@
+"""Memory while it is spent: what arrays hold, the most they held, and a limit.
+
+    with memory_pool(limit=8 << 30) as pool:
+        train()
+    print(format_bytes(pool.peak), pool.efficiency)
+
+Where there is a GPU this looks at CuPy's pool; else at what NumPy allocates, through tracemalloc,
+which makes small ops up to twice as slow.
+"""
+
+import re
+import sys
+import tracemalloc
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from . import _cupy, tape
+from .errors import ConfigError, DeviceMemoryError
+from .memory import format_bytes
+
+
+class Usage(NamedTuple):
+    """Bytes on one device: held by arrays now, held at most, and reserved by the pool now."""
+
+    allocated: int
+    peak: int
+    reserved: int
+
+
+class MemoryPool:
+    """What arrays hold inside a ``with`` block; see ``memory_pool``."""
+
+    def __init__(self, limit: int | None, device: int | None) -> None:
+        self.limit, self.device = limit, device
+        self._source: Any = None
+
+    def __enter__(self) -> "MemoryPool":
+        """Begin to count."""
+        if self._source is not None:
+            raise ConfigError("memory_pool: this one is in use; make another")
+        count = _cupy.device_count()
+        if self.device is not None and self.device >= count:
+            known = f"CuPy sees {count} GPUs; leave device out"
+            raise ConfigError(f"memory_pool(device={self.device}): {known}")
+        devices = range(count) if self.device is None else [self.device]
+        self._source = OnDevices(devices, self.limit) if count else OnHost(self.limit)
+        self._source.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop; what CuPy could not allocate becomes a DeviceMemoryError."""
+        self._source.stop()
+        if kind is not None and kind.__name__ == "OutOfMemoryError":
+            asked = re.search(r"allocating ([\d,]+)", str(error))
+            required = int(asked[1].replace(",", "")) if asked else 0
+            free = max(0, (self.limit or 0) - self.allocated)
+            raise DeviceMemoryError(
+                f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit beside"
+                f" {format_bytes(self.allocated)}; raise the limit, or compute in smaller batches",
+                required,
+                free,
+            ) from error
+
+    @property
+    def by_device(self) -> dict[str, Usage]:
+        """What each device holds: "cuda:0" and so on, or "cpu" where NumPy computes."""
+        return dict(self._source.usage())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that arrays hold now, on all devices."""
+        return sum(usage.allocated for usage in self.by_device.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that arrays held at a time since the block or ``reset_peak`` began."""
+        return int(self._source.peak())
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the reserved bytes that arrays use: 1 where nothing is reserved beyond them."""
+        reserved = sum(usage.reserved for usage in self.by_device.values())
+        return self.allocated / reserved if reserved else 1.0
+
+    @property
+    def transferred(self) -> dict[str, int]:
+        """Bytes that checkpoints moved since the block began, by way: to_host and to_device."""
+        return {way: _cupy.moved[way] - before for way, before in self._source.moved.items()}
+
+    def reset_peak(self) -> None:
+        """Let ``peak`` begin with what is held now."""
+        self._source.reset_peak()
+
+
+def memory_pool(limit: int | None = None, device: int | None = None) -> MemoryPool:
+    """Return a context manager that counts the bytes of arrays, and keeps them below a limit.
+
+    Parameters
+    ----------
+    limit : int, optional
+        Bytes that arrays may hold on a device.  CuPy's pool refuses to allocate beyond it.  Where
+        NumPy computes, every op on a tape is looked at when it returns.
+    device : int, optional
+        The GPU to look at; None: all of them.
+
+    Returns
+    -------
+    pool : MemoryPool
+        ``allocated``, ``peak`` and ``efficiency`` in all, ``by_device``, ``transferred``,
+        ``reset_peak()``.
+
+    Raises
+    ------
+    ConfigError
+        The limit is not positive, or there is no such device.
+    DeviceMemoryError
+        From inside the block: arrays do not fit; ``required`` and ``available`` are bytes.
+    """
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ConfigError(f"memory_pool(limit={limit!r}): pass bytes, as in limit=8 << 30")
+    if device is not None and (type(device) is not int or device < 0):
+        raise ConfigError(f"memory_pool(device={device!r}): pass the number of a GPU, as device=0")
+    return MemoryPool(limit, device)
+
+
+class OnHost:
+    """Counts what Python and NumPy allocate, beyond what they held at the start."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit, self.moved = limit, dict(_cupy.moved)
+        self.last: tuple[int, int] | None = None
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.mine = not tracemalloc.is_tracing()
+        if self.mine:
+            tracemalloc.start()
+        self.before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        self.others, tape.watch_memory = tape.watch_memory, self.check
+
+    def stop(self) -> None:
+        """Keep the last numbers."""
+        self.last = self._now()
+        tape.watch_memory = self.others
+        if self.mine:
+            tracemalloc.stop()
+
+    def _now(self) -> tuple[int, int]:
+        now, peak = tracemalloc.get_traced_memory()
+        return max(0, now - self.before), max(0, peak - self.before)
+
+    def usage(self) -> dict[str, Usage]:
+        """Return the bytes of the host."""
+        now, peak = self.last or self._now()
+        return {"cpu": Usage(now, peak, now)}
+
+    def peak(self) -> int:
+        """Return the most bytes."""
+        return (self.last or self._now())[1]
+
+    def reset_peak(self) -> None:
+        """Begin with what is held now."""
+        tracemalloc.reset_peak()
+
+    def check(self, op: str) -> None:
+        """Raise if the limit is passed after an op."""
+        if self.others is not None:
+            self.others(op)
+        held = self._now()[0]
+        if self.limit is not None and held > self.limit:
+            raise DeviceMemoryError(
+                f"memory_pool(limit={self.limit}): after {op} arrays hold {format_bytes(held)};"
+                " raise the limit, or compute in smaller batches",
+                held,
+                self.limit,
+            )
+
+
+class OnDevices:
+    """Counts what CuPy's pool hands out, by a hook, for the thread that entered the block."""
+
+    def __init__(self, devices: Any, limit: int | None) -> None:
+        self.cupy = sys.modules["cupy"]
+        self.devices, self.limit, self.moved = [*devices], limit, dict(_cupy.moved)
+        self.pool = self.cupy.get_default_memory_pool()
+        self.last: dict[str, Usage] | None = None
+
+    def start(self) -> None:
+        """Set the limit, and hook into the pool."""
+        self.limits, self.held, self.most = {}, {}, {}
+        for device in self.devices:
+            with self.cupy.cuda.Device(device):
+                self.limits[device] = self.pool.get_limit()
+                if self.limit is not None:
+                    self.pool.set_limit(size=self.limit)
+                self.held[device] = self.most[device] = self.pool.used_bytes()
+        self.top = sum(self.held.values())
+        self.hook = _hook(self)
+        self.hook.__enter__()
+
+    def note(self, device: int, size: int) -> None:
+        """Add bytes that were allocated, or take those that were freed."""
+        if device in self.held:
+            self.held[device] += size
+            self.most[device] = max(self.most[device], self.held[device])
+            self.top = max(self.top, sum(self.held.values()))
+
+    def stop(self) -> None:
+        """Keep the last numbers, and take the limit back."""
+        self.last = self.usage()
+        self.hook.__exit__(None, None, None)
+        for device, limit in self.limits.items():
+            with self.cupy.cuda.Device(device):
+                self.pool.set_limit(size=limit)
+
+    def usage(self) -> dict[str, Usage]:
+        """Return the bytes of each device."""
+        if self.last is not None:
+            return self.last
+        found = {}
+        for device in self.devices:
+            with self.cupy.cuda.Device(device):
+                reserved = self.pool.total_bytes()
+            found[f"cuda:{device}"] = Usage(self.held[device], self.most[device], reserved)
+        return found
+
+    def peak(self) -> int:
+        """Return the most bytes at a time."""
+        return self.top
+
+    def reset_peak(self) -> None:
+        """Begin with what is held now."""
+        self.most = dict(self.held)
+        self.top = sum(self.held.values())
+
+
+def _hook(count: OnDevices) -> Any:
+    """Return a hook of CuPy's memory that tells of every block that is handed out or comes back."""
+
+    class Hook(count.cupy.cuda.MemoryHook):  # type: ignore[misc,name-defined]
+        name = "unsloth_cupy"
+
+        def malloc_postprocess(self, **about: Any) -> None:
+            count.note(about["device_id"], about["mem_size"])
+
+        def free_postprocess(self, **about: Any) -> None:
+            count.note(about["device_id"], -about["mem_size"])
+
+    return Hook()

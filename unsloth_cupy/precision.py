@@ -1,0 +1,217 @@
+"""Mixed precision: matrices and activations in 16 bits, master weights and statistics in 32.
+
+    masters = model.parameters                            float32
+    optimizer, scaler = AdamW(masters), config.scaler()
+    copies = compute_copies(masters, config.compute_dtype)
+    optimizer.keep_copies(copies)                         written anew by every step
+    model.parameters = masters | copies
+    loss, gradients = model.loss_and_gradients(tokens, labels, scaler=scaler)
+    norm, finite, factor = measure_gradients(gradients, max_norm, scaler=scaler)
+    optimizer.step(gradients, finite=finite, factor=factor)
+    scaler.update(finite)
+
+Every op computes in float32 and rounds once, whatever it is given; ``POLICY`` says what it should
+be given.  (Micikevicius and others, Mixed Precision Training, 2018.)
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ._call import is_number
+from ._dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES
+from ._op import OPS
+from ._typing import Array
+from .checkpoint import CheckpointConfig
+from .errors import ConfigError, DTypeError
+from .gradients import check_floats
+from .loss_scaler import LossScaler
+from .ops.cast import cast
+from .tape import Var
+
+# What the float operands of an op are held in.  Weights of norms, biases, tables and statistics
+# (kinds param, table and stat of a signature) stay float32 beside either; ops that change their
+# arguments, whose names end in _, take them as they are.
+COMPUTE = "the compute dtype"
+WIDE = "float32"
+POLICY: Mapping[str, str] = dict.fromkeys(
+    (
+        # products: tensor cores multiply 16 bits, and add in float32
+        *("linear", "linear_cross_entropy", "lora_linear", "swiglu_mlp", "embedding"),
+        *("attention", "attention_varlen", "attention_paged", "merge_attention"),
+        # bound by memory: half the bytes, arithmetic and statistics in float32
+        *("rms_norm", "layer_norm", "qk_norm_rope", "apply_rotary_embedding"),
+        *("rope", "rope_qk", "swiglu", "geglu", "relu2"),
+        *("add", "multiply", "scale", "reshape", "columns"),
+    ),
+    COMPUTE,
+) | dict.fromkeys(
+    (
+        # what is read as a number: probabilities, losses, a factor by column
+        *("softmax", "cross_entropy", "scale_by", "dora_factor"),
+    ),
+    WIDE,
+)
+DTYPES = {dtype.name: dtype for dtype in KERNEL_DTYPES}
+
+
+@dataclass(frozen=True)
+class MixedPrecisionConfig:
+    """What is computed in which dtype.
+
+    Parameters
+    ----------
+    compute_dtype : str or dtype
+        Of matrices and activations: float16, bfloat16 or float32.
+    master_dtype : str or dtype
+        Of the weights that the optimizer changes: float32.
+    loss_scale : float
+        The first scale of the loss where compute_dtype is float16.  bfloat16 and float32 hold
+        gradients of any size and need none.
+    dynamic_scaling : bool
+        Whether the scale grows and shrinks as ``LossScaler`` says.
+
+    Raises
+    ------
+    ConfigError
+        A dtype is none of these, or the scale is out of the range of LossScaler.
+    """
+
+    compute_dtype: Any = "float16"
+    master_dtype: Any = "float32"
+    loss_scale: float = 65536.0
+    dynamic_scaling: bool = True
+
+    def __post_init__(self) -> None:
+        """Check what was given; dtypes become their names."""
+        for name, known in (("compute_dtype", [*DTYPES]), ("master_dtype", ["float32"])):
+            given = getattr(self, name)
+            try:
+                dtype = BFLOAT16 if given == "bfloat16" else np.dtype(given)
+            except TypeError:
+                dtype = np.dtype(object)
+            if dtype.name not in known:
+                call = f"MixedPrecisionConfig({name}={given!r})"
+                raise ConfigError(f"{call}: choose from {', '.join(known)}")
+            object.__setattr__(self, name, dtype.name)
+        dynamic: Any = self.dynamic_scaling
+        if not isinstance(dynamic, bool):
+            raise ConfigError(f"MixedPrecisionConfig(dynamic_scaling={dynamic!r}): pass a bool")
+        LossScaler(self.loss_scale)
+
+    def scaler(self) -> LossScaler:
+        """Return a new scaler: of the loss for float16, else one that leaves it as it is."""
+        if self.compute_dtype == "float16":
+            return LossScaler(self.loss_scale, dynamic=self.dynamic_scaling)
+        return LossScaler(1.0, dynamic=False)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How much a step of training takes in, and what it computes with.
+
+    Parameters
+    ----------
+    batch_size : int
+        Rows of a forward pass.
+    max_seq_len : int
+        Tokens of a row, at most.
+    gradient_accumulation_steps : int
+        Forward passes whose gradients are added up for a step of the optimizer.
+    mixed_precision : MixedPrecisionConfig
+        Dtypes and the scale of the loss.
+    checkpoint : CheckpointConfig
+        Which layers are computed again on the way back.
+
+    Raises
+    ------
+    ConfigError
+        A number is below 1.
+    """
+
+    batch_size: int = 4
+    max_seq_len: int = 2048
+    gradient_accumulation_steps: int = 4
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("batch_size", "max_seq_len", "gradient_accumulation_steps"):
+            number = getattr(self, name)
+            if not is_number(number) or number != int(number) or number < 1:
+                raise ConfigError(f"TrainingConfig({name}={number!r}): pass an integer, 1 or more")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step of the optimizer learns from, at most."""
+        return self.batch_size * self.max_seq_len * self.gradient_accumulation_steps
+
+
+class Autocast:
+    """Calls ops with their operands in the dtypes of ``POLICY``: ``y = cast(linear, x, weight)``.
+
+    Parameters
+    ----------
+    dtype : str or dtype
+        The compute dtype.
+
+    Raises
+    ------
+    ConfigError
+        The dtype is none of float16, bfloat16 and float32.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call an op, or a public function named as one, on arrays or on a tape.
+
+        Raises
+        ------
+        ConfigError
+            ``POLICY`` has no such op.
+        """
+        name = getattr(function, "__name__", repr(function)).removesuffix("_forward")
+        if name not in POLICY:
+            raise ConfigError(f"Autocast: {name} is no op; choose from {', '.join(POLICY)}")
+        op = OPS[name] if name in OPS else OPS[f"{name}_forward"]
+        kinds = {operand.name: operand.kind for operand in op.contract.inputs}
+        dtype = self.dtype if POLICY[name] == COMPUTE else FLOATS[2]
+        given = inspect.signature(function).bind(*args, **options)
+        for key, value in given.arguments.items():
+            given.arguments[key] = _fit(value, kinds.get(key), dtype)
+        return function(*given.args, **given.kwargs)
+
+
+def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
+    held = getattr(value.value if isinstance(value, Var) else value, "dtype", None)
+    return cast(value, dtype) if kind == "float" and held in KERNEL_DTYPES else value
+
+
+def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+    """Return what a model computes with in place of its float32 parameters, by name.
+
+    Matrices, which have two axes or more, are rounded to a 16-bit dtype; the weights of norms and
+    biases stay as they are, and are not among the copies.
+
+    Raises
+    ------
+    ConfigError
+        The dtype is none of float16, bfloat16 and float32 (of which there are no copies).
+    DTypeError, FrameworkError
+        A parameter is no float32 array of NumPy or CuPy.
+    """
+    wanted = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+    check_floats("compute_copies", parameters)
+    for name, array in parameters.items():
+        if array.dtype != FLOATS[2]:
+            raise DTypeError(f"compute_copies: {name} is {array.dtype}; masters must be float32")
+    if wanted == FLOATS[2]:
+        return {}
+    with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+        return {n: array.astype(wanted) for n, array in parameters.items() if array.ndim > 1}

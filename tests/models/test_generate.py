@@ -1,5 +1,7 @@
 """Generation: what must hold whatever the model says."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -135,6 +137,51 @@ def test_a_users_cache_goes_on_where_it_stopped(model):
         with pytest.raises(RangeError, match="capacity=8"):
             model.logits(PROMPT[:, :1], cache=cache)
         assert cache.length == 7
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+def test_a_cache_with_sinks_streams(kind, padded):
+    """A token sees the sinks and its last six, in whatever chunks the tokens come."""
+    model = create(SIZES | {"model_type": kind, "sliding_window": 8}, seed=0)
+    tokens = np.random.default_rng(1).integers(3, 97, (2, 17))
+    shown = np.ones((2, 17), np.int8)
+    shown[1, :3] = not padded
+    found = []
+    for cuts in ((0, 4, 5, 14, 16, 17), range(18)):
+        cache = KVCache(3, 2, 8, 2, 8, dtype="float32", window=6, sinks=2)
+        parts = []
+        for start, stop in itertools.pairwise(cuts):
+            mask = shown[:, start:stop] if padded else None
+            parts.append(model.logits(tokens[:, start:stop], mask=mask, cache=cache))
+        found.append(np.concatenate(parts, axis=1)[shown == 1])
+        assert cache.length == 17
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
+def test_a_cache_with_a_window_is_a_model_with_one(model):
+    """The same weights: sliding windows of the config, or of the cache."""
+    full = create(CONFIG | {"sliding_window": None}, seed=0)
+    cache = KVCache(3, 2, 64, 2, 8, dtype="float32", window=6)
+    parts = [full.logits(PROMPT[:, i : i + 1], cache=cache) for i in range(7)]
+    whole = full.logits(PROMPT[:, ::-1], cache=cache)
+    expected = model.logits(np.concatenate([PROMPT, PROMPT[:, ::-1]], axis=1))
+    np.testing.assert_allclose(np.concatenate([*parts, whole], axis=1), expected, atol=1e-5)
+
+
+def test_sliding_layers_take_bounded_memory(model, monkeypatch):
+    """A window of six keeps six keys, however long the text."""
+    made = []
+
+    class Watched(KVCache):
+        def __init__(self, *sizes, **options):
+            super().__init__(*sizes, **options)
+            made.append(self)
+
+    monkeypatch.setattr("unsloth_cupy.models.generate.KVCache", Watched)
+    model.generate(PROMPT, max_new_tokens=40, stop=())
+    assert {keys.shape[1] for keys in made[0].keys} == {6}
+    assert made[0].length == 7 + 40 - 1
 
 
 @pytest.mark.parametrize(

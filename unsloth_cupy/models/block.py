@@ -7,23 +7,37 @@ Sums and the norms that follow them are one op, so blocks hand on (branch, strea
 sum.  A parameter is looked up by its Hugging Face name, a bias only where there is one.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from .. import (
     add,
     attention,
+    checkpoint,
+    embedding,
     geglu,
     linear,
     multiply,
+    qk_norm_rope,
     relu2,
     rms_norm,
     rms_norm_forward,
     rope_qk,
+    rope_tables,
+    scale,
     swiglu,
 )
+from .._typing import Array
+from ..checkpoint import CheckpointConfig
 from ..kv_cache import KVCache
-from .config import Config
+from .adapter import PREFIX, Adapter
+from .config import Config, Rope
+
+if TYPE_CHECKING:
+    from .step import Step
 
 
 class Call(NamedTuple):
@@ -35,6 +49,54 @@ class Call(NamedTuple):
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
     mask: Any = None  # (batch, 1, 1, keys)
     cache: KVCache | None = None
+    adapter: Adapter | None = None  # its parameters are among the others
+    seed: int | None = None  # of its dropout; None: there is none
+    step: "Step | None" = None  # of generation, in place of the cache
+
+
+def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
+    """Return a function from a length to cos and sin of at least as many positions."""
+
+    @lru_cache(maxsize=8)
+    def build(size: int) -> tuple[Array, Array]:
+        return rope_tables(size, rope.dim, base=rope.base, scaling=rope.scaling, like=like)
+
+    def tables(length: int) -> tuple[Array, Array]:
+        size = max(256, 1 << (length - 1).bit_length())  # so that decoding meets few sizes
+        if rope.original is not None:
+            size = min(size, rope.original) if length <= rope.original else length
+        return build(size)
+
+    return tables
+
+
+def embedded(config: Config, parameters: Mapping[str, Any], tokens: Array) -> Any:
+    """Return the embeddings of tokens, as the first block takes them."""
+    x = embedding(tokens, parameters["model.embed_tokens.weight"])
+    if config.embedding_scale != 1:  # rounded as the embedding is
+        x = scale(x, factor=float(np.asarray(config.embedding_scale, x.dtype)))
+    return x
+
+
+def blocks(call: Call, branch: Any, checkpoints: CheckpointConfig | None) -> tuple[Any, Any]:
+    """Return the output of all blocks as (branch, stream), in parts that are checkpointed."""
+    every, stream = call.config.layers, None
+    through: Callable[..., tuple[Any, Any]] = _part
+    if checkpoints is not None and checkpoints.enabled:
+        every, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
+        through = partial(checkpoint, _part, keep=keep, offload=offload)
+    for first in range(0, call.config.layers, every):
+        part = range(first, min(first + every, call.config.layers))
+        prefixes = tuple(f"{a}model.layers.{n}." for n in part for a in ("", PREFIX))
+        mine = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
+        branch, stream = through(call._replace(parameters=mine), part, branch, stream)
+    return branch, stream
+
+
+def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any]:
+    for layer in layers:
+        branch, stream = block(call, layer, branch, stream)
+    return branch, stream
 
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
@@ -66,8 +128,10 @@ def _norm(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
 
 
 def _project(call: Call, name: str, x: Any) -> Any:
-    parameters = call.parameters
-    return linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+    parameters, bias = call.parameters, call.parameters.get(f"{name}.bias")
+    if call.adapter is not None and name in call.adapter.scales:
+        return call.adapter.linear(parameters, name, x, bias, call.seed)
+    return linear(x, parameters[f"{name}.weight"], bias)
 
 
 def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
@@ -90,13 +154,28 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     q = q.reshape(batch, tokens, config.heads, config.dim)
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
-    if config.query_key_norm and not whole:
-        q, k = _norm(call, here, "q_norm", q), _norm(call, here, "k_norm", k)
     cos, sin = call.tables[config.layer_types[layer]]
-    q, k = rope_qk(q, k, cos, sin, call.positions)
-    if call.cache is not None:
+    if config.query_key_norm and not whole:
+        q, k = qk_norm_rope(
+            q,
+            k,
+            call.parameters[here + "q_norm.weight"],
+            call.parameters[here + "k_norm.weight"],
+            cos,
+            sin,
+            call.positions,
+            eps=config.eps,
+            offset=config.norm_offset,
+        )
+    else:
+        q, k = rope_qk(q, k, cos, sin, call.positions)
+    window, mask, lengths = config.window_of(layer), call.mask, None
+    if call.step is not None:  # its slots hold what one query sees, in any order
+        k, v, mask, lengths = call.step.append(layer, k, v)
+        window = None
+    elif call.cache is not None:
         k, v = call.cache.append(layer, k, v)
-    window = config.window_of(layer)
+        window, mask = _remembered(call.cache, layer, tokens, window, mask)
     out = attention(
         q,
         k,
@@ -105,12 +184,23 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         window=None if window is None else (window - 1, 0),  # a window counts the query itself
         scale=config.scale,
         softcap=config.softcap,
-        mask=call.mask,
+        mask=mask,
+        key_lengths=lengths,
     )
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
         out = _norm(call, here, "attn_sub_norm", out)
     return _project(call, here + "o_proj", out)
+
+
+def _remembered(cache: KVCache, layer: int, new: int, window: int | None, mask: Any) -> Any:
+    """Return window and mask over the keys that a cache gave for new tokens."""
+    mask = None if mask is None else cache.held(layer, new, mask)
+    kept = cache.windows[layer]
+    if kept is None or not cache.sinks:
+        return min((n for n in (window, kept) if n is not None), default=None), mask
+    own = cache.mask(layer, new)  # sinks are seen beyond any window
+    return None, own if mask is None else mask if own is None else mask & own
 
 
 def _mlp(call: Call, prefix: str, x: Any) -> Any:

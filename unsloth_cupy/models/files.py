@@ -19,7 +19,7 @@ import safetensors
 import safetensors.numpy
 
 from .. import _arrays
-from .._signature import BFLOAT16, FLOATS
+from .._dtypes import BFLOAT16, FLOATS
 from .._typing import Array
 from ..errors import ConfigError
 from .config import Config
@@ -91,7 +91,7 @@ def read_tensors(
     parameters: dict[str, Array] = {}
     layout: Layout = {file: [name for name in shapes if homes[name].file == file] for file in files}
     for file, names in layout.items():
-        with _opened(folder / file) as tensors:
+        with opened(folder / file) as tensors:
             for name in names:
                 home = homes[name]
                 array = tensors.get_tensor(home.stored).astype(dtype or home.dtype, copy=False)
@@ -102,7 +102,7 @@ def read_tensors(
 def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:
     """Enter every tensor of a file into homes, or raise at the first that does not belong."""
     shapes = config.shapes()
-    with _opened(path) as tensors:
+    with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is no dict
             name = _renamed(stored)
             if LEFT_OUT.match(stored) or (config.tied and name == "lm_head.weight"):
@@ -199,7 +199,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file, or say which one is missing or broken."""
     try:
         stream = safetensors.safe_open(path, framework="np")

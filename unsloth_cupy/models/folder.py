@@ -10,16 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from .._signature import FLOAT32, FLOATS
+from .._dtypes import FLOAT32, FLOATS
 from .._typing import Array
 from ..errors import ConfigError
+from .adapter import read_adapter
 from .files import read_json, read_tensors
 from .parse import parse, text_config, token_ids
 from .transformer import Transformer
 
 
 def load(
-    folder: str | PathLike[str], *, dtype: Any = None, device: str | None = None
+    folder: str | PathLike[str],
+    *,
+    dtype: Any = None,
+    device: str | None = None,
+    lora: str | PathLike[str] | None = None,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -36,6 +41,8 @@ def load(
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None: NumPy.
+    lora : path, optional
+        A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
 
     Returns
     -------
@@ -66,7 +73,10 @@ def load(
     with _device("load", device) as place:
         parameters, layout = read_tensors(path, config, wanted)
         parameters = {name: place(array) for name, array in parameters.items()}
-        return Transformer(config, parameters, texts, layout)
+        model = Transformer(config, parameters, texts, layout)
+        if lora is not None:
+            model.adapter = read_adapter(lora, config, place)
+        return model
 
 
 def create(

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..kv_cache import KVCache
 from .config import Config
 from .inputs import check
+from .step import Step
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -106,7 +107,9 @@ def _steps(
         config.dim,
         dtype=model.table.dtype,
         like=model.table,
+        window=[config.window_of(layer) for layer in range(config.layers)],
     )
+    decode: Step | None = None
     finished = np.zeros(batch, bool)
     past, seen = prompt, real
     switch = _switch(config)
@@ -114,13 +117,19 @@ def _steps(
         if finished.all():
             return
         new = past if step == 0 else past[:, -1:]
+        if step == 1 and _steps_on_device(model, length + most):
+            decode = Step(model, cache, seen[:, :-1], length + most)
         longest = int(seen.sum(axis=1).max(initial=0))
         if longest == switch and step:  # every angle changes: the cache is worth nothing now
             cache.reset()
             new = past
-        shown = _like(seen, like) if new is past and not seen.all() else None
-        x = model.hidden(model.parameters, _like(new, like), shown, cache)
-        logits = _arrays.on_host(model.head(x[:, -1:]))[:, 0].astype(np.float64)
+        if decode is not None:
+            found = decode(new)
+        else:
+            shown = _like(seen, like) if new is past and not seen.all() else None
+            x = model.hidden(model.parameters, _like(new, like), shown, cache)
+            found = model.head(x[:, -1:])[:, 0]
+        logits = _arrays.on_host(found).astype(np.float64)
         if step < options.min_new_tokens:
             logits[:, ends] = -np.inf
         chosen = _choose(logits, options, draws)
@@ -158,6 +167,13 @@ def _switch(config: Config) -> int | None:
     ropes = (rope for rope in config.ropes.values() if rope.original is not None)
     found = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
     return next((original + 1 for original in found if original is not None), None)
+
+
+def _steps_on_device(model: "Transformer", most: int) -> bool:
+    """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay."""
+    ropes = model.config.ropes.values()
+    stay = all(rope.original is None or most <= rope.original for rope in ropes)
+    return stay and not isinstance(model.table, np.ndarray)
 
 
 def _like(array: Array, like: Any) -> Any:

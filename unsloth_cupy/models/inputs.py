@@ -5,8 +5,11 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from ..errors import DTypeError, RangeError, ShapeError
+from .._typing import Array
+from ..errors import DTypeError, ShapeError
 from ..kv_cache import KVCache
+
+IGNORE = -100  # the label of a token that does not count
 
 
 def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
@@ -17,12 +20,11 @@ def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
         raise ShapeError(f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}")
     batch, new = tokens.shape
     held = cache.length if cache is not None else 0
-    if cache is not None and cache.real.shape[0] != batch:
-        rows = cache.real.shape[0]
+    if cache is not None and cache.shape[0] != batch:
+        rows = cache.shape[0]
         raise ShapeError(f"Transformer: tokens are {tokens.shape}, the cache has batch={rows}")
-    if cache is not None and held + new > cache.capacity:
-        problem = f"{new} tokens do not fit beside {held} of capacity={cache.capacity}"
-        raise RangeError(f"Transformer: {problem}; make the cache with capacity={held + new}")
+    if cache is not None:
+        cache.check_room(new)
     if mask is None:
         return
     if mask.shape not in ((batch, new), (batch, held + new)):
@@ -31,16 +33,15 @@ def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
         raise DTypeError(f"Transformer: mask is {mask.dtype}; it must be bool or an integer")
 
 
-def real_keys(mask: Any, cache: KVCache | None, start: int, new: int) -> Any:
+def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
     """Return which keys are no padding, (batch, keys), or None where all are known to be real."""
     padded = cache is not None and cache.padded
     real = None if mask is None else mask != 0
     if isinstance(real, np.ndarray) and real.all() and not padded:  # a GPU is not asked: it waits
         real = None
-    if cache is None:
-        return real
-    stop = start + new
-    if real is not None:
-        cache.real[:, stop - real.shape[1] : stop] = real
-        cache.padded = True
-    return cache.real[:, :stop] if cache.padded else None
+    return real if cache is None else cache.note(real, new)
+
+
+def count_labels(labels: Array) -> Any:
+    """Return how many labels count, at least 1, without asking a GPU."""
+    return (labels[:, 1:] != IGNORE).sum().clip(1)

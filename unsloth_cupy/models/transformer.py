@@ -5,27 +5,27 @@ logits = model.logits(tokens)
 loss, gradients = model.loss_and_gradients(tokens, labels)
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import _arrays, embedding, linear, linear_cross_entropy, rope_tables, scale
-from .._signature import FLOAT32
+from .. import _arrays, linear, linear_cross_entropy
+from .._dtypes import FLOAT32
 from .._typing import Array
-from ..errors import DTypeError, ShapeError
+from ..checkpoint import CheckpointConfig
+from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
+from ..loss_scaler import LossScaler
 from ..tape import Tape
 from . import generate as generation
-from .block import Call, block, join
-from .config import Config, Rope
+from .adapter import Adapter, create_adapter
+from .block import Call, blocks, embedded, join, rope_rows
+from .config import Config
 from .files import SINGLE, Layout, write_folder
-from .inputs import check, real_keys
-
-IGNORE = -100
+from .inputs import IGNORE, check, count_labels, real_keys
 
 
 class Transformer:
@@ -37,6 +37,8 @@ class Transformer:
         The block, as facts.
     parameters : dict of str to array
         Replace or change them in place: every call reads them anew.
+    adapter : Adapter or None
+        What is added to linear layers; the parameters are then frozen.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class Transformer:
         layout: Layout | None = None,
     ) -> None:
         self.config, self.parameters, self.texts = config, parameters, texts
+        self.adapter: Adapter | None = None
         self.layout = layout or {SINGLE: list(parameters)}
         self.tables = {
-            kind: _tables(rope, self.table) for kind, rope in sorted(config.ropes.items())
+            kind: rope_rows(rope, self.table) for kind, rope in sorted(config.ropes.items())
         }
         for tables in self.tables.values():
             tables(1)  # a broken rope_scaling shows now, not in the first call
@@ -58,6 +61,20 @@ class Transformer:
     def table(self) -> Array:
         """The embedding of every token: (vocab, hidden)."""
         return self.parameters["model.embed_tokens.weight"]
+
+    @property
+    def trainable(self) -> dict[str, Array]:
+        """The parameters that have gradients: the adapter's where there is one, else all."""
+        return self.parameters if self.adapter is None else self.adapter.parameters
+
+    def add_adapter(self, rank: int, **options: Any) -> None:
+        """Freeze the parameters and add a new adapter: see ``models.create_adapter``."""
+        self.adapter = create_adapter(self.config, self.parameters, rank=rank, **options)
+
+    def merge_adapter(self) -> None:
+        """Make the adapter part of the weights, which are new arrays, and let it go."""
+        if self.adapter is not None:
+            self.parameters, self.adapter = self.adapter.merged(self.parameters), None
 
     def logits(
         self, tokens: Array, *, mask: Array | None = None, cache: KVCache | None = None
@@ -109,19 +126,34 @@ class Transformer:
         """
         x = self.hidden(self.parameters, tokens, mask)
         losses = self.losses(self.parameters, x, tokens, labels)
-        return losses.sum(dtype=np.float64) / _count(labels)
+        return losses.sum(dtype=np.float64) / count_labels(labels)
 
     def loss_and_gradients(
-        self, tokens: Array, labels: Array, *, mask: Array | None = None
+        self,
+        tokens: Array,
+        labels: Array,
+        *,
+        mask: Array | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        scaler: LossScaler | None = None,
+        seed: int | None = None,
     ) -> tuple[Any, dict[str, Array]]:
-        """Return ``loss`` and its gradient with respect to every parameter, by name."""
+        """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
+
+        With a seed, the adapter's dropout is on; each step should have its own.  Where
+        ``checkpoint`` is given and enabled, the tape keeps the input of every so many blocks and
+        the way back computes them again: less memory, more time, the same bits.  Where ``scaler``
+        is given, its scale is in the gradients, not in the loss.
+        """
         tape = Tape()
-        watched = {name: tape.watch(array) for name, array in self.parameters.items()}
-        x = self.hidden(watched, tokens, mask)
-        losses = self.losses(watched, x, tokens, labels)
-        count = _count(labels)
-        seed = _arrays.full_like(losses.value, 1) / count
-        gradients = tape.gradients(losses, list(watched.values()), seed.astype(losses.dtype))
+        watched = {name: tape.watch(array) for name, array in self.trainable.items()}
+        parameters = {**self.parameters, **watched}
+        x = self.hidden(parameters, tokens, mask, checkpoints=checkpoint, seed=seed)
+        losses = self.losses(parameters, x, tokens, labels)
+        count = count_labels(labels)
+        share = (_arrays.full_like(losses.value, 1) / count).astype(losses.dtype)
+        share = share if scaler is None else scaler.scale(share)
+        gradients = tape.gradients(losses, [*watched.values()], share, release=True)
         loss = losses.value.sum(dtype=np.float64) / count
         return loss, dict(zip(watched, gradients, strict=True))
 
@@ -198,22 +230,28 @@ class Transformer:
         texts = {**self.texts, "config.json": config}
         write_folder(Path(folder), texts, self.parameters, self.layout)
 
+    def save_adapter(self, folder: str | PathLike[str]) -> None:
+        """Write the adapter alone, as peft does; ``load(base, lora=folder)`` reads it."""
+        if self.adapter is None:
+            raise ConfigError("save_adapter: there is none; call add_adapter(rank) first")
+        self.adapter.save(folder)
+
     def hidden(
         self,
         parameters: Mapping[str, Any],
         tokens: Array,
         mask: Array | None = None,
         cache: KVCache | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        seed: int | None = None,
     ) -> Any:
         """Return the normed output of the last block; parameters are arrays, or Vars of a tape."""
         check(tokens, mask, cache)
         config = self.config
         new = tokens.shape[1]
-        branch = embedding(tokens, parameters["model.embed_tokens.weight"])
-        if config.embedding_scale != 1:  # rounded as the embedding is
-            branch = scale(branch, factor=float(np.asarray(config.embedding_scale, branch.dtype)))
+        branch = embedded(config, parameters, tokens)
         start = cache.length if cache is not None else 0
-        real = real_keys(mask, cache, start, new)
+        real = real_keys(mask, cache, new)
         length, positions = start + new, None
         if real is not None:
             counted = real.cumsum(axis=1)[:, start:] - 1
@@ -226,10 +264,11 @@ class Transformer:
             for kind, tables in self.tables.items()
         }
         keys = None if real is None else real[:, None, None, :]
-        call = Call(config, parameters, tables, positions, keys, cache)  # type: ignore[arg-type]
-        stream = None
-        for layer in range(config.layers):
-            branch, stream = block(call, layer, branch, stream)
+        if self.adapter is not None:
+            parameters = {**self.adapter.parameters, **parameters}
+        shared: Any = (tables, positions, keys, cache, self.adapter, seed)
+        call = Call(config, parameters, *shared)
+        branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
 
     def head(self, x: Array) -> Array:
@@ -255,24 +294,3 @@ class Transformer:
         shifted[:, :-1] = labels[:, 1:]
         cap = self.config.logit_softcap
         return linear_cross_entropy(x, self._head(parameters), shifted, ignore=IGNORE, softcap=cap)
-
-
-def _tables(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
-    """Return a function from a length to cos and sin of at least as many positions."""
-
-    @functools.lru_cache(maxsize=8)
-    def build(size: int) -> tuple[Array, Array]:
-        return rope_tables(size, rope.dim, base=rope.base, scaling=rope.scaling, like=like)
-
-    def tables(length: int) -> tuple[Array, Array]:
-        size = max(256, 1 << (length - 1).bit_length())  # so that decoding meets few sizes
-        if rope.original is not None:
-            size = min(size, rope.original) if length <= rope.original else length
-        return build(size)
-
-    return tables
-
-
-def _count(labels: Array) -> Any:
-    """Return how many labels count, at least 1, without asking a GPU."""
-    return (labels[:, 1:] != IGNORE).sum().clip(1)

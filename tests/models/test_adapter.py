@@ -1,0 +1,215 @@
+"""Adapters of peft: read, computed, trained, merged, written; and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from unsloth_cupy import AdamW, CheckpointConfig
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models import Transformer, create, load
+
+from ..golden.golden import op_cases
+
+ROOT = Path(__file__).parent.parent / "golden"
+LLAMA, FOLDER = ROOT / "models" / "llama", ROOT / "ops" / "llama_adapter"
+CASE = next(case for case in op_cases(ROOT / "ops", "lora") if case.name == "llama_adapter")
+TOKENS, LABELS = CASE.inputs["input_ids"], CASE.inputs["labels"]
+quiet = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # in peft
+CHECKPOINTS = [None, CheckpointConfig(), CheckpointConfig(checkpoint_every=2)]
+
+
+@pytest.fixture
+def model() -> Transformer:
+    return load(LLAMA, dtype="float32", lora=FOLDER)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=["plain", "every block", "every two"])
+def test_logits_loss_and_gradients_equal_pefts(model: Transformer, checkpoint: Any) -> None:
+    assert np.abs(model.logits(TOKENS) - CASE.outputs["logits"]).max() < 1e-4
+    loss, gradients = model.loss_and_gradients(TOKENS, LABELS, checkpoint=checkpoint)
+    assert abs(loss - CASE.outputs["loss"]) < 1e-5
+    assert gradients.keys() == CASE.grads.keys() == model.trainable.keys()
+    for name, wanted in CASE.grads.items():
+        error = np.linalg.norm(gradients[name] - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-4, name
+
+
+def test_merged_it_is_a_model_like_any_other(model: Transformer) -> None:
+    before = {name: array.copy() for name, array in model.parameters.items()}
+    parameters = model.parameters
+    model.merge_adapter()
+    assert model.adapter is None
+    assert np.abs(model.logits(TOKENS) - CASE.outputs["logits"]).max() < 1e-4
+    assert model.loss_and_gradients(TOKENS, LABELS)[1].keys() == before.keys()
+    assert all((parameters[name] == array).all() for name, array in before.items())
+
+
+def test_generation_hears_the_adapter(model: Transformer) -> None:
+    prompt = TOKENS[:, :4]
+    made = model.generate(prompt, max_new_tokens=6, stop=())
+    assert (
+        made.tolist()
+        != load(LLAMA, dtype="float32").generate(prompt, max_new_tokens=6, stop=()).tolist()
+    )
+    model.merge_adapter()
+    assert model.generate(prompt, max_new_tokens=6, stop=()).tolist() == made.tolist()
+
+
+def test_written_as_it_was_read(model: Transformer, tmp_path: Path) -> None:
+    model.save_adapter(tmp_path / "adapter")
+    wanted = load_file(FOLDER / "adapter_model.safetensors")
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all((found[name] == array).all() for name, array in wanted.items())
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings == json.loads((FOLDER / "adapter_config.json").read_text())
+
+
+def small(model_type: str = "llama") -> Transformer:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return create({"model_type": model_type, **sizes, **heads}, seed=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True, "alpha": 3}], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_a_new_adapter_changes_nothing_until_it_learns(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = small(model_type)
+    tokens = np.arange(24).reshape(2, 12)
+    plain, frozen = model.logits(tokens), {n: a.copy() for n, a in model.parameters.items()}
+    model.add_adapter(4, dropout=0.1, **options)
+    np.testing.assert_allclose(model.logits(tokens), plain, rtol=1e-4, atol=1e-5)
+    optimizer, losses = AdamW(model.trainable, lr=0.01), []
+    for step in range(12):
+        loss, gradients = model.loss_and_gradients(tokens, tokens, seed=step)
+        losses.append(loss)
+        optimizer.step(gradients)
+    assert losses[-1] < losses[0] - 0.3
+    assert all((model.parameters[name] == array).all() for name, array in frozen.items())
+    wanted = model.logits(tokens)
+    model.save(tmp_path / "base")
+    model.save_adapter(tmp_path / "adapter")
+    again = load(tmp_path / "base", lora=tmp_path / "adapter")
+    np.testing.assert_array_equal(again.logits(tokens), wanted)
+
+
+@quiet
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_peft_reads_what_is_written(dora: bool, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="peft is made of it")
+    peft = pytest.importorskip("peft", reason="whose files these are")
+    transformers = pytest.importorskip("transformers", reason="whose models peft adapts")
+    model = load(LLAMA, dtype="float32")
+    model.add_adapter(3, targets=["q_proj", "down_proj"], dora=dora, rslora=True)
+    rng = np.random.default_rng(0)
+    for name, array in model.trainable.items():
+        if not name.endswith("vector"):
+            array[...] = rng.standard_normal(array.shape) / 4
+    model.save_adapter(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    assert np.abs(model.logits(TOKENS) - logits).max() < 1e-4
+
+
+@quiet
+def test_patterns_of_rank_and_alpha(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="peft is made of it")
+    peft = pytest.importorskip("peft", reason="whose patterns these are")
+    transformers = pytest.importorskip("transformers", reason="whose models peft adapts")
+    base = transformers.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"layers.1.mlp.down_proj": 32},
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(base, config)
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    assert np.abs(load(LLAMA, dtype="float32", lora=tmp_path).logits(TOKENS) - logits).max() < 1e-4
+
+
+def test_dropout_is_drawn_by_seed(model: Transformer) -> None:
+    assert model.adapter is not None
+    model.adapter.dropout = 0.5
+    plain, one, same, two = (
+        model.loss_and_gradients(TOKENS, LABELS, seed=seed)[0] for seed in (None, 1, 1, 2)
+    )
+    assert one == same
+    assert len({plain, one, two}) == 3
+    again = model.loss_and_gradients(TOKENS, LABELS, seed=1, checkpoint=CheckpointConfig())[0]
+    assert again == one
+
+
+def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
+    def make(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        if drop or rename:
+            name = next(name for name in tensors if (drop or "q_proj") in name)
+            array = tensors.pop(name)
+            if rename:
+                tensors[rename] = array
+            save_file(tensors, folder / "adapter_model.safetensors")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (broken({"peft_type": "IA3"}), "peft_type is 'IA3'; it must be LORA"),
+        (broken({"bias": "all"}), "bias is 'all', which is not supported"),
+        (broken({"modules_to_save": ["lm_head"]}), "modules_to_save is"),
+        (broken({"lora_alpha": -1}), "lora_alpha is -1; it must be positive"),
+        (broken({"lora_dropout": 2}), "lora_dropout is 2"),
+        (broken({"r": 5}), r"lora_A.weight is \(4, .*; it must be \(5, "),
+        (broken({"use_dora": True}), "lora_magnitude_vector missing"),
+        (broken({}, drop="lora_B"), "lora_B.weight missing"),
+        (broken({}, rename="base_model.model.lm_head.lora_A.weight"), "no linear layer"),
+        (broken({}, rename="q_proj.lora_A.weight"), "no linear layer"),
+        (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
+        (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "safetensors is missing"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"1"), "truncated or broken"),
+        (shutil.rmtree, "is no folder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_broken_folders(make: Any, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(FOLDER, folder)
+    make(folder)
+    with pytest.raises(ConfigError, match=message):
+        load(LLAMA, lora=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 2.0}, "rank=2.0"),
+        ({"rank": 2, "targets": ["query"]}, "no 'query'; choose down_proj, gate_proj"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small().add_adapter(**options)
+
+
+def test_no_adapter_to_save(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is none"):
+        small().save_adapter(tmp_path)

@@ -1,0 +1,121 @@
+"""The step of generation that a GPU captures, where there is none and where there is one."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import KVCache
+from unsloth_cupy.models import create
+from unsloth_cupy.models import generate as generation
+from unsloth_cupy.models.step import Step
+
+from ..stand_in import HostReadError, gpu
+from .peers import CONFIGS, SIZES
+
+PROMPT = np.random.default_rng(0).integers(3, 97, (2, 7))
+KINDS = ["llama", "mistral", "gemma2", "qwen3", "phi3", "olmo2"]
+
+
+def config(kind):
+    named = {name: value for name, value in CONFIGS.items() if value["model_type"] == kind}
+    return SIZES | {"sliding_window": 6} | next(iter(named.values()))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_generates_what_the_cache_generates(kind, padded, monkeypatch):
+    """Windows wrap around, rows are padded: the same tokens."""
+    model = create(config(kind), seed=0)
+    mask = np.ones((2, 7), bool)
+    mask[1, 4:] = not padded
+    options = {"mask": mask, "max_new_tokens": 12, "stop": ()}
+    expected = model.generate(PROMPT, **options)
+    monkeypatch.setattr(generation, "_steps_on_device", lambda *_: True)
+    np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
+
+
+def test_an_adapter_takes_part(monkeypatch):
+    model = create(config("llama"), seed=0)
+    model.add_adapter(2)
+    for name, array in model.adapter.parameters.items():
+        array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
+    expected = model.generate(PROMPT, max_new_tokens=8, stop=())
+    monkeypatch.setattr(generation, "_steps_on_device", lambda *_: True)
+    np.testing.assert_array_equal(model.generate(PROMPT, max_new_tokens=8, stop=()), expected)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_logits_are_those_of_the_cache(sinks):
+    model = create(SIZES | {"model_type": "llama"}, seed=0)
+    caches = [
+        KVCache(3, 2, 64, 2, 8, dtype="float32", window=[5, None, 3], sinks=sinks) for _ in range(2)
+    ]
+    mask = np.ones((2, 7), np.int8)
+    mask[0, :3] = 0
+    for cache in caches:
+        model.logits(PROMPT, mask=mask, cache=cache)
+    step = Step(model, caches[1], mask == 1, 20)
+    for token in range(3, 12):
+        new = np.full((2, 1), token)
+        expected = model.logits(new, cache=caches[0])[:, 0]
+        np.testing.assert_allclose(step(new), expected, atol=1e-5)
+    assert caches[1].length == caches[0].length
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "phi3"])  # packs slices
+def test_no_value_is_read_and_none_is_sent(kind, padded):
+    """What lies between two tokens could be captured: it is launches alone."""
+    with gpu() as machine:
+        machine.strict = False
+        model = create(config(kind), seed=0)
+        model.parameters = {name: machine.place(a) for name, a in model.parameters.items()}
+        sizes = model.config
+        windows = [sizes.window_of(layer) for layer in range(sizes.layers)]
+        cache = KVCache(
+            *(sizes.layers, 2, 16, sizes.kv_heads, sizes.dim),
+            dtype="float32",
+            like=model.table,
+            window=windows,
+        )
+        real = np.ones((2, 7), bool)
+        real[1, :3] = not padded
+        model.tables = {
+            kind: lambda length: tuple(machine.array((16, sizes.dim // 2), "float32") for _ in "cs")
+            for kind in model.tables
+        }
+        cache.filled = [7] * sizes.layers
+        step = Step(model, cache, real, 16)
+        machine.strict = True
+        step.run()
+        machine.launches.clear()
+        step.run()
+        kernels = [launch.kernel for launch in machine.launches]
+        assert kernels.count("kv_append_") == kernels.count("attention_decode") == sizes.layers
+        with pytest.raises(HostReadError):
+            step.starts.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True])
+def test_is_one_graph(padded):
+    """From the third step on a launch of the graph; the tokens are those of the CPU."""
+    import cupy
+
+    model = create(config("mistral") | {"head_dim": 8}, seed=0)
+    mask = np.ones((2, 7), bool)
+    mask[1, 4:] = not padded
+    options = {"max_new_tokens": 12, "stop": ()}
+    expected = model.generate(PROMPT, mask=mask, **options)
+    there = create(config("mistral") | {"head_dim": 8}, seed=0, device=0)
+    made = []
+
+    class Watched(Step):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "Step", Watched)
+        found = there.generate(cupy.asarray(PROMPT), mask=cupy.asarray(mask), **options)
+    np.testing.assert_array_equal(found.get(), expected)
+    assert made[0].graph is not None

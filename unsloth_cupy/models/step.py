@@ -1,0 +1,126 @@
+"""One token for every row, with all that changes from token to token on the device.
+
+A GPU runs the first step, captures the second into a CUDA graph and plays that again for every
+token that follows: one launch, however many kernels a step has.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _arrays
+from .._typing import Array
+from ..kv_cache import KVCache
+from ..ops.kv_append import kv_append_
+from .block import Call, blocks, embedded, join
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+
+class Step:
+    """The next step of a model behind its cache, of rows that end in a real token.
+
+    Attributes
+    ----------
+    graph : cupy.cuda.Graph or None
+        What is played again, from the third step on; None where nothing was captured.
+    """
+
+    def __init__(self, model: "Transformer", cache: KVCache, real: Array, most: int) -> None:
+        """Begin where the cache stands; real is (batch, tokens), of up to ``most`` tokens."""
+        self.model, self.cache = model, cache
+        start, sinks = real.shape[1], cache.sinks
+        self.tokens = self._placed(np.zeros((len(real), 1)))
+        self.positions = self._placed(real.sum(axis=1, keepdims=True))
+        self.starts = self._placed(np.full(len(real), start))
+        self.tables = {kind: tables(most) for kind, tables in model.tables.items()}
+        self.slots = {keys.shape[1]: self._placed(np.arange(keys.shape[1])) for keys in cache.keys}
+        self.seen: dict[int, Array] = {}  # which slots hold no padding, by their number
+        for slots in self.slots if not real.all() else ():
+            slot = np.arange(slots)
+            last = start - 1 - (start - 1 - slot) % max(1, slots - sinks)
+            token = np.where(slot < min(sinks, slots), slot, last)
+            held = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
+            self.seen[slots] = _arrays.placed(np.ascontiguousarray(held), model.table)
+        self.lengths: dict[int, Array] = {}
+        self.graph: Any = None
+        self.logits: Any = None
+        self.side: Any = None  # the stream that is captured, with a pool of memory of its own
+        self.pool: Any = None
+        self.captures = True
+
+    def _placed(self, numbers: Any) -> Array:
+        made: Array = _arrays.placed(np.asarray(numbers, np.int64), self.model.table)
+        return made
+
+    def __call__(self, tokens: Array) -> Array:
+        """Return the logits behind tokens, (batch, 1) on the host: (batch, vocab)."""
+        self.cache.check_room(1)
+        self.tokens[...] = self._placed(tokens)
+        on_host = type(self.tokens) is np.ndarray
+        logits = self.run() if on_host else self._played()
+        self.cache.filled = [filled + 1 for filled in self.cache.filled]
+        return logits
+
+    def run(self) -> Array:
+        """Do the step and move on by one token: nothing is read by the host, nor sent by it."""
+        model = self.model
+        branch = embedded(model.config, model.parameters, self.tokens)
+        for slots, numbers in self.slots.items():
+            self.lengths[slots] = np.minimum(self.starts + 1, slots)
+            if slots in self.seen:
+                ring = max(1, slots - self.cache.sinks)
+                wrapped = (self.starts - self.cache.sinks) % ring + self.cache.sinks
+                slot = np.where(self.starts < slots, self.starts, wrapped)
+                self.seen[slots] |= numbers == slot[:, None]
+        parameters = model.parameters
+        if model.adapter is not None:
+            parameters = {**model.adapter.parameters, **parameters}
+        shared: Any = (self.tables, self.positions, None, None, model.adapter, None, self)
+        call = Call(model.config, parameters, *shared)
+        branch, stream = blocks(call, branch, None)
+        x = join(call, "model.", "norm", branch, stream)[0]
+        logits: Array = model.head(x)[:, 0]
+        self.positions += 1
+        self.starts += 1
+        return logits
+
+    def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array, Any, Any]:
+        """Store k and v; return the storage, which slots are seen, and how many there are."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        slots = keys.shape[1]
+        kv_append_(k, v, keys, values, self.starts, sinks=min(self.cache.sinks, slots))
+        seen = self.seen.get(slots)
+        return keys, values, None if seen is None else seen[:, None, None], self.lengths[slots]
+
+    def _played(self) -> Array:
+        """Run the step on a GPU: as it is, then into a graph, then by the graph."""
+        import cupy
+
+        if self.graph is not None:
+            self.graph.launch()
+            return self.logits
+        if not self.captures:
+            return self.run()
+        cuda = cupy.cuda
+        here, first = cuda.get_current_stream(), self.side is None
+        if first:
+            self.side, self.pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
+        # the graph keeps its addresses, so nothing else may be given the memory of its arrays
+        with self.side, cuda.using_allocator(self.pool.malloc):
+            self.side.wait_event(here.record())
+            if first:  # what is compiled, and what is allocated once, is no part of a graph
+                logits = self.run()
+                here.wait_event(self.side.record())
+                return logits
+            try:
+                self.side.begin_capture()
+                self.logits = self.run()
+                self.graph = self.side.end_capture()
+            except (RuntimeError, NotImplementedError):  # some library does not let itself
+                with contextlib.suppress(RuntimeError):
+                    self.side.end_capture()
+                self.captures = False
+        return self._played()

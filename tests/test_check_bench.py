@@ -1,6 +1,7 @@
 """``check`` and ``bench``: on the CPU, and on a made-up GPU whose kernels are Python functions."""
 
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit
+from unsloth_cupy import _jit, attention
 from unsloth_cupy._cases import Call, Scale, draw, forward_ops
 from unsloth_cupy._op import OPS
-from unsloth_cupy.cli import bench, check, machine, report, stopwatch
+from unsloth_cupy.cli import attention_shapes, bench, check, machine, report, stopwatch
 from unsloth_cupy.cli.commands import group
 
 SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
@@ -35,6 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopwatch, "HOST_SECONDS", 0.0)
     monkeypatch.setattr(stopwatch, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(stopwatch, "FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(stopwatch, "PRODUCT_ROWS", 16)
 
 
 @pytest.fixture
@@ -150,10 +152,14 @@ def not_a_number(x: Any, *, factor: float) -> Any:
 
 @pytest.mark.parametrize("broken", [inaccurate, not_a_number])
 def test_check_fails_at_a_broken_definition(
-    broken: Callable[..., Any], no_gpu: None, monkeypatch: pytest.MonkeyPatch
+    broken: Callable[..., Any],
+    no_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr(OPS["scale"], "definition", broken)
-    monkeypatch.setattr(OPS["scale"], "plans", {})
+    OPS["scale"].plans.clear()
+    request.addfinalizer(OPS["scale"].plans.clear)
     result = run("check", "scale")
     assert result.exit_code == 1
     assert "scale in float32, NumPy definition: error" in result.output
@@ -218,7 +224,7 @@ def test_unknown_op_names_the_close_ones(command: str) -> None:
     result = run(command, "rms_nrm")
     assert result.exit_code == 1
     assert "there is no op 'rms_nrm'; did you mean rms_norm" in result.output
-    assert "choose from adamw_, add, " in run(command, "zzz").output
+    assert "choose from accumulate_over_, adamw_, add, " in run(command, "zzz").output
 
 
 @pytest.mark.parametrize("name", ["softmax", "add"])
@@ -277,7 +283,22 @@ def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
         assert row["microseconds"] == pytest.approx(1000)
         assert row["runs"] >= 20
         assert row["of_copy"] == pytest.approx(row["bytes"] / 1e-3 / 1e9 / copy)
+        assert row["of_roofline"] == row["of_copy"], "it makes no products"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_products_may_bound_an_op(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = draw(OPS["attention_forward"], SMALL)
+    products = 4 * 4 * 32 * 32 * 8  # operations, heads, queries, keys, columns
+    assert bench.OPERATIONS["attention_forward"](call.arrays) == products
+    clock, timed = stopwatch.DeviceClock(), {"dtype": "bfloat16", "microseconds": 2000.0}
+    report: dict[str, Any] = {"copy_gb_per_s": 4.0, "product_tflop_per_s": {}}
+    row = {**timed, "bytes": 4_000_000, "gb_per_s": 2.0, "operations": 16**3}
+    assert bench._shares(row, report, clock) == {"of_copy": 0.5, "of_roofline": 0.5}
+    rate = 2 * 16**3 / 1e-3
+    assert report["product_tflop_per_s"] == {"bfloat16": pytest.approx(rate / 1e12)}
+    row["operations"] = 3 * 16**3
+    assert bench._shares(row, report, clock)["of_roofline"] == pytest.approx(0.75)
 
 
 def test_write_renews_the_block_between_the_markers(
@@ -285,16 +306,23 @@ def test_write_renews_the_block_between_the_markers(
 ) -> None:
     page = tmp_path / "performance.md"
     page.write_text(f"# Before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    monkeypatch.setattr(bench, "chosen", lambda name: [OPS["scale"]])
-    assert run("bench", "--write", page).exit_code == 0
+    monkeypatch.setattr(bench, "commit", lambda: "abc123")
+    assert run("bench", "scale", "--write", page).exit_code == 0
     text = page.read_text()
-    assert text.startswith(f"# Before\n{report.BEGIN}\nMeasured on one Fake 9 on 2")
+    assert text.startswith(f"# Before\n{report.BEGIN}\n| kernel |")
     assert text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text
-    assert "| `scale` | float32 | 32 x 24 | 1.00 ms |" in text
-    result = run("bench", "scale", "--write", page)
-    assert result.exit_code == 1
-    assert "leave out scale" in result.output
+    assert re.search(
+        r"\| `scale` \| Fake 9, 2\S+, commit abc123 \| float32 \| 32 x 24 \| 1.00 ms", text
+    )
+    assert "| `swiglu` | not yet confirmed on a GPU |" in text
+    assert text.count("a copy moves") == 1
+    other = json.loads(page.with_suffix(".json").read_text())
+    other["swiglu"] = {**other["scale"], "facts": {**other["scale"]["facts"], "commit": "def456"}}
+    page.with_suffix(".json").write_text(json.dumps(other))
+    assert run("bench", "scale", "--write", page).exit_code == 0, "other ops keep their rows"
+    assert "| `swiglu` | Fake 9, 2" in page.read_text()
+    assert "commit def456: a copy moves" in page.read_text()
     page.write_text("no markers")
     result = run("bench", "--write", page)
     assert result.exit_code == 1
@@ -308,6 +336,7 @@ def test_nothing_is_written_without_a_gpu(no_gpu: None, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "no GPU was found" in result.output
     assert page.read_text() == f"{report.BEGIN}\nold\n{report.END}\n"
+    assert not page.with_suffix(".json").exists()
 
 
 def test_the_page_has_the_markers() -> None:
@@ -360,3 +389,38 @@ def test_a_peer_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, notes = peers.contestants(draw(OPS["add"], SMALL), None, gpu=False)
     assert calls == {}
     assert notes[0].startswith("torch fails at add in float32: ")
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_attention_at_known_shapes(
+    peers: bool, no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if peers:
+        pytest.importorskip("torch", reason="torch is the peer")
+    grid = tuple(attention_shapes.Shape(f"{t}", 1, 2, t, 8) for t in (16, 24))
+    monkeypatch.setattr(attention_shapes, "HOST_GRID", grid)
+    monkeypatch.setattr(attention_shapes, "SHAPES", attention_shapes.SHAPES[:2])
+    numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
+    more = ["--peers"] if peers else []
+    result = run("bench", "attention", "--json", numbers, "--plot", picture, *more)
+    assert result.exit_code == 0, result.output
+    for told in ("tiny 2 x 4 x 8 x 64", "small 2 x 4 x 64 x 64", "a GPU goes on to 32k"):
+        assert told in result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(numbers.read_text())["attention"]
+    assert len(rows) == 4 * 2 * 2
+    for row in rows:
+        backward = row["direction"] == "backward"
+        peer = (["torch"] if peers else []) + ([] if backward else ["unfused"])
+        assert sorted(row["microseconds"]) == sorted([*peer, "unsloth_cupy"])
+        work = 4 * row["batch"] * row["heads"] * row["tokens"] ** 2 * row["dim"]
+        work *= (2.5 if backward else 1) * (0.5 if row["causal"] else 1)
+        per_second = work / row["microseconds"]["unsloth_cupy"] / 1e6
+        assert row["tflop_per_s"] == pytest.approx(per_second)
+
+
+def test_the_unfused_chain_is_attention() -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4))
+    for causal in (False, True):
+        found = attention_shapes.unfused(q, k, v, causal)
+        np.testing.assert_allclose(found, attention(q, k, v, causal=causal), rtol=1e-12)

@@ -14,11 +14,13 @@ from pathlib import Path
 import click.testing
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.run_folder import RunFolder
 from unsloth_cupy.cli.text import Batches, held_out_rows, split, unigram_baseline
 from unsloth_cupy.cli.tokenizer import TextStream, encode, train_tokenizer
+from unsloth_cupy.cli.trainer import Trainer
 from unsloth_cupy.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -244,6 +246,102 @@ class TestFinetune:
         assert result.exit_code == 0, result.output
         first, last = (numbers(folder) for folder in (tmp_path / "more", finished[0]))
         assert first[0]["held_out_loss"] == pytest.approx(last[-1]["held_out_loss"], abs=1e-5)
+
+    def test_adapters_of_a_model_folder(
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        options = ("--text", text, "--lora", 4, "--steps", 4, "--batch", 2, "--tokens", 8)
+        done = run("finetune", finished[0], *options, "--out", out, "--save-every", 2)
+        assert done.exit_code == 0, done.output
+        assert "adapters of" in done.output
+        made = {path.name for path in (out / "model").iterdir()}
+        assert made == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+        said = run("generate", out, "the", "--max-new-tokens", 3)
+        assert said.exit_code == 0, said.output
+        settings = out / "model" / "adapter_config.json"
+        settings.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
+        assert_one_clear_error(run("generate", out, "the"), "base_model_name_or_path is")
+
+    def test_adapters_go_on_with_equal_bits(
+        self,
+        finished: tuple[Path, str],
+        text: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        options = ("--text", text, "--lora", 2, "--batch", 2, "--tokens", 8, "--steps", 6)
+        command = ("finetune", finished[0], *options, "--save-every", 2, "--out")
+        assert run(*command, tmp_path / "whole").exit_code == 0
+        step = Trainer._one_step
+
+        def stumbling(self: Trainer, progress: object) -> None:
+            if self.step == 5:
+                raise ConfigError("stumbled")
+            step(self, progress)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_one_step", stumbling)
+            assert_one_clear_error(run(*command, tmp_path / "half"), "stumbled")
+        again = run(*command, tmp_path / "half")
+        assert "going on from" in again.output
+        found = [
+            (tmp_path / name / "model" / "adapter_model.safetensors").read_bytes()
+            for name in ("whole", "half")
+        ]
+        assert found[0] == found[1]
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_sixteen_bits_learn_what_thirty_two_do(
+        self, dtype: str, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        """The same held-out loss within 1 %; a run that goes on has equal bits, and its scale."""
+        options = ("finetune", "--text", text, *SMALL, "--dtype", dtype, "--out")
+        result = run(*options, tmp_path / "whole")
+        assert result.exit_code == 0, result.output
+        log, wide = numbers(tmp_path / "whole"), numbers(finished[0])
+        for mine, theirs in zip(log, wide, strict=True):
+            if "held_out_loss" in mine:
+                wanted = theirs["held_out_loss"]
+                assert mine["held_out_loss"] == pytest.approx(wanted, rel=1e-2)  # 16 bits
+        steps = [line for line in log if "loss" in line]
+        if dtype == "float16":
+            assert (steps[-1]["loss_scale"], steps[-1]["skipped_steps"]) == (65536, 0)
+        assert {
+            array.dtype for array in load_file(tmp_path / "whole/model/model.safetensors").values()
+        } == {np.dtype(np.float32)}
+        process = start(*options, tmp_path / "stopped")
+        wait_for_lines(tmp_path / "stopped" / "log.jsonl", 11, process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert run(*options, tmp_path / "stopped").exit_code == 0
+        assert numbers(tmp_path / "stopped") == log
+        assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+    def test_adapters_need_a_model(self, tmp_path: Path) -> None:
+        done = run("finetune", "--lora", 4, "--out", tmp_path / "out")
+        assert_one_clear_error(done, "--lora adapts a model that exists")
+
+    def test_accumulated_batches_and_checkpoints_learn_the_same(
+        self, text: Path, tmp_path: Path
+    ) -> None:
+        """Two batches of 2 are one of 4; blocks computed twice are blocks computed once."""
+        small = ("--tokens", "16", "--layers", "2", "--hidden", "32", "--vocabulary", "300")
+        options = ("--text", text, *small, "--steps", "5", "--lr", "0.01")
+        losses = []
+        for number, more in enumerate(
+            (("--batch", "4"), ("--batch", "4", "--checkpoint-every", "1"))
+        ):
+            out = tmp_path / str(number)
+            assert run("finetune", *options, *more, "--out", out).exit_code == 0
+            losses.append(numbers(out))
+        assert losses[0] == losses[1]
+        out = tmp_path / "parts"
+        more = ("--batch", "2", "--accumulate", "2")
+        assert run("finetune", *options, *more, "--out", out).exit_code == 0
+        lines = [line for line in numbers(out) if "loss" in line]
+        assert len(lines) == 5
+        assert lines[-1]["loss"] < lines[0]["loss"]
 
     def test_a_loss_that_explodes_stops_the_run(self, text: Path, tmp_path: Path) -> None:
         with np.errstate(all="ignore"):

@@ -12,11 +12,12 @@ import click
 import numpy as np
 
 from .._cases import Call, Scale, chosen, draw
-from .._jit import KERNEL_DTYPES
+from .._dtypes import KERNEL_DTYPES
 from .._op import Op
 from .._version import __version__
 from ..errors import ConfigError
 from . import machine
+from .attention_shapes import draw_shapes, shape_rows, shape_table
 from .options import FILE
 from .report import check_markers, draw_times, table, write_block
 from .run_folder import written_beside
@@ -39,11 +40,29 @@ LIBRARIES = {
 TRAFFIC: dict[str, Callable[[dict[str, Any]], int]] = {
     "embedding": lambda a: a["tokens"].nbytes + 2 * a["x"].nbytes,  # only the rows it takes
     "embedding_backward": lambda a: a["tokens"].nbytes + a["dx"].nbytes + a["dweight"].nbytes,
+    "kv_append_": lambda a: 4 * a["k"].nbytes,  # where tokens come from and where they go
+    "kv_append_paged_": lambda a: 4 * a["k"].nbytes,
     "columns_backward": lambda a: a["dy"].nbytes + a["dx"].nbytes,
     "adamw_": lambda a: a["gradient"].nbytes + 2 * sum(
         a[name].nbytes for name in ("parameter", "mean", "square")
     ),
 }  # fmt: skip
+
+
+def _attention(a: dict[str, Any]) -> int:
+    """Return the operations of q @ k.T and p @ v, where every query sees every key."""
+    columns = a["q"].shape[3] + a["v"].shape[3]
+    return int(2 * a["q"].size // a["q"].shape[3] * a["k"].shape[1] * columns)
+
+
+# Operations of products, where they and not memory may bound an op: two of a multiplication and
+# an addition.  Backward takes five products at the least, for forward's two.
+OPERATIONS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "attention_forward": _attention,
+    "attention_backward": lambda a: _attention(a) * 5 // 2,
+    "linear": lambda a: 2 * a["x"].size * a["weight"].shape[0],
+    "linear_backward": lambda a: 4 * a["x"].size * a["weight"].shape[0],
+}
 
 
 @click.command()
@@ -57,8 +76,9 @@ def bench(
 ) -> None:
     """Time ops on this machine, forward and backward, in every dtype.
 
-    OP is one op; without it, all are timed: on a GPU those that have a kernel, by device events;
-    without a GPU the NumPy definitions, by wall time on the CPU.
+    OP is one op; attention is timed at known shapes and at a grid of lengths too.  Without OP all
+    are timed: on a GPU those that have a kernel, by device events; without a GPU the NumPy
+    definitions, by wall time on the CPU.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -68,7 +88,7 @@ def bench(
     gpus, reason = machine.gpus()
     gpu = gpus[0].name if gpus else None
     if write is not None:
-        _may_write(write, op, gpu, reason)
+        _may_write(write, gpu, reason)
     if peers:
         _need_torch(gpu is not None)
     console = Console(highlight=False)
@@ -91,33 +111,48 @@ def bench(
         | {name: machine.version(*names) for name, names in LIBRARIES.items()},
         "method": clock.method,
         "copy_gb_per_s": clock.copy_rate() / 1e9 if isinstance(clock, DeviceClock) else None,
+        "product_tflop_per_s": {},
         "rows": [],
         "notes": [],
     }
     for each in track(ops, "timing", console=Console(stderr=True), transient=True):
         rows = []
         for row, notes in timed(each, clock, gpu, peers):
-            row["of_copy"] = None
-            if report["copy_gb_per_s"] and row["gb_per_s"]:
-                row["of_copy"] = row["gb_per_s"] / report["copy_gb_per_s"]
-            rows.append(row)
+            rows.append(row | _shares(row, report, clock))
             report["notes"] += [note for note in notes if note not in report["notes"]]
         report["rows"] += sorted(rows, key=lambda row: row["op"] != each.__name__)
     console.print(table(report))
+    if op is not None and ops == chosen("attention"):
+        report["attention"] = [*shape_rows(clock, gpu is not None, peers)]
+        console.print(shape_table(report["attention"], gpu is not None))
     for text in (*report["notes"], f"Method: {report['method']}."):
         console.print(escape(text))
     if numbers is not None:
         with written_beside(numbers) as partial:
             partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        draw_times(plot, report)
+        (draw_shapes if "attention" in report else draw_times)(plot, report)
     if write is not None:
         write_block(write, report)
 
 
-def _may_write(page: Path, op: str | None, gpu: str | None, reason: str) -> None:
-    if op is not None:
-        raise ConfigError(f"--write takes the times of every op: leave out {op}")
+def _shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str, float | None]:
+    """Return how near a row comes to a copy of its bytes, and to its roofline.
+
+    That is the longer of two times: of such a copy, and of a matrix product of as many operations.
+    """
+    if not (report["copy_gb_per_s"] and row["bytes"]):
+        return {"of_copy": None, "of_roofline": None}
+    of_copy = row["gb_per_s"] / report["copy_gb_per_s"]
+    of_product, products = 0.0, report["product_tflop_per_s"]
+    if row["operations"]:
+        if row["dtype"] not in products:
+            products[row["dtype"]] = clock.product_rate(row["dtype"]) / 1e12
+        of_product = row["operations"] / row["microseconds"] / 1e6 / products[row["dtype"]]
+    return {"of_copy": of_copy, "of_roofline": max(of_copy, of_product)}
+
+
+def _may_write(page: Path, gpu: str | None, reason: str) -> None:
     if gpu is None:
         raise ConfigError(f"no GPU was found ({reason}): nothing is written to {page}")
     check_markers(page)
@@ -189,6 +224,7 @@ def _row(
         "microseconds": seconds[0] * 1e6,
         "runs": runs,
         "bytes": moved,
+        "operations": count(call.arrays) if (count := OPERATIONS.get(call.op.__name__)) else 0,
         "gb_per_s": moved / seconds[0] / 1e9 if moved else None,
         "peers": {name: s * 1e6 for name, s in zip(others, seconds[1:], strict=True)},
     }, notes

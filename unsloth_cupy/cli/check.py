@@ -8,9 +8,8 @@ import numpy as np
 
 from .._arrays import on_host
 from .._cases import Call, Scale, chosen, draw
-from .._jit import KERNEL_DTYPES
+from .._dtypes import FLOATS, KERNEL_DTYPES
 from .._op import Op
-from .._signature import FLOATS
 from . import machine
 
 SCALE = Scale(tokens=256, hidden=512, inner=768, vocab=2048)

@@ -15,7 +15,7 @@ from .curve import draw_curve
 from .generate import stream_text
 from .machine import blas_threads
 from .options import FILE, Number, option
-from .run_folder import RunFolder, model_folder, written_beside
+from .run_folder import RunFolder, load_model, model_folder, written_beside
 from .text import Batches, Text, held_out_rows, read_text, unigram_baseline
 from .tokenizer import END, encode, load_tokenizer, train_tokenizer
 from .trainer import Interrupted, Plan, Trainer
@@ -47,6 +47,15 @@ class Request(NamedTuple):
 @option("--tokens", click.IntRange(2), "Tokens in a row.", 128)
 @option("--weight-decay", Number(0), "Share of the weights lost per step and rate.", 0.1)
 @option("--max-norm", Number(0, min_open=True), "Norm to clip gradients to.", 1.0)
+@option(
+    "--dtype",
+    click.Choice(["float32", "bfloat16", "float16"]),
+    "To compute in; the weights that are learned stay float32.",
+    "float32",
+)
+@option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
+@option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
+@option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
 @option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
 @option(
     "--evaluate-every",
@@ -69,6 +78,10 @@ def finetune(
     tokens: int,
     weight_decay: float,
     max_norm: float,
+    dtype: str,
+    lora: int | None,
+    accumulate: int,
+    checkpoint_every: int | None,
     seed: int,
     evaluate_every: int | None,
     save_every: int,
@@ -87,9 +100,14 @@ def finetune(
             "--layers, --hidden and --vocabulary describe a new model; leave them out or leave"
             " MODEL_FOLDER out"
         )
-    rate = lr or (4e-3 if source is None else 1e-4)
+    if lora is not None and source is None:
+        raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
+    rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
     often = evaluate_every or math.ceil(steps / 10)
-    plan = Plan(steps, rate, weight_decay, max_norm, seed, often, save_every)
+    plan = Plan(
+        steps, rate, weight_decay, max_norm, seed, often, save_every, dtype, lora, accumulate,
+        checkpoint_every,
+    )  # fmt: skip
     words = read_text(text)
     name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
     run = RunFolder(out or Path("runs") / name)
@@ -154,7 +172,9 @@ def prepare(
         model = models.create(config, seed=plan.seed, dtype="float32", device=None)
     else:
         tokenizer = load_tokenizer(folder)
-        model = models.load(folder, dtype="float32")
+        model = load_model(folder, dtype="float32")
+        if plan.lora is not None and model.adapter is None:
+            model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     vocabulary, positions = model.config.vocab, model.config.positions
     if tokenizer.get_vocab_size() > vocabulary:
         raise ConfigError(
@@ -173,9 +193,11 @@ def prepare(
         trainer.resume(checkpoint)
         click.echo(f"going on from {checkpoint}", err=True)
     count = sum(array.size for array in model.parameters.values())
+    learned = sum(array.size for array in model.trainable.values())
+    adapted = f", adapters of {learned:,}" if plan.lora else ""
     click.echo(
-        f"{model.config.model_type} of {count:,} parameters; {len(train):,} tokens to learn,"
-        f" {len(held_out):,} held out; {run.folder}",
+        f"{model.config.model_type} of {count:,} parameters{adapted}; {len(train):,} tokens to"
+        f" learn, {len(held_out):,} held out; {run.folder}",
         err=True,
     )
     return trainer, unigram_baseline(train, held_out, vocabulary)

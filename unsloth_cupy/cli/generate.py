@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError
 from .machine import blas_threads
 from .options import FILE, Number, option
-from .run_folder import model_folder
+from .run_folder import load_model, model_folder
 from .tokenizer import TextStream, load_tokenizer
 
 if TYPE_CHECKING:
@@ -43,11 +43,9 @@ def generate(
     of a finetune run. The text goes to standard output as it is written, the speed to standard
     error.
     """
-    from .. import models
-
     source = model_folder(folder)
     tokenizer = load_tokenizer(source)
-    model = models.load(source)
+    model = load_model(source)
     started = time.perf_counter()
     with blas_threads(model.config.hidden):
         count = stream_text(

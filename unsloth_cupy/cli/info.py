@@ -4,7 +4,7 @@ import platform
 
 import click
 
-from .. import _jit
+from .. import _source
 from .._op import OPS
 from .._version import __version__
 from ..memory import format_bytes
@@ -65,5 +65,5 @@ def info() -> None:
         table.add_row(
             "CuPy arrays", "need a GPU and pip install 'unsloth_cupy[cuda12]' or [cuda13]"
         )
-    table.add_row("kernel sources", str(_jit.source_root()))
+    table.add_row("kernel sources", str(_source.source_root()))
     Console(highlight=False, markup=False).print(table)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 -- as torch's own pages call it
 
 from .._cases import Call
-from .._signature import DIFFERENTIABLE
+from .._dtypes import DIFFERENTIABLE
 from ..interop.exchange import FRAMEWORKS
 
 Tensors = Mapping[str, Any]
@@ -34,6 +34,10 @@ TORCH: dict[str, Callable[[Tensors, Options], Any]] = {
     "attention_forward": _attention,
     "rope": lambda t, o: _turn(t["x"], t),
     "rope_qk": lambda t, o: (_turn(t["q"], t), _turn(t["k"], t)),
+    "qk_norm_rope_forward": lambda t, o: tuple(
+        _turn(F.rms_norm(t[name], t[weight].shape, t[weight], o["eps"]), t)
+        for name, weight in (("q", "q_weight"), ("k", "k_weight"))
+    ),
     "rms_norm_forward": lambda t, o: F.rms_norm(
         t["x"], t["weight"].shape, t["weight"], o["eps"]
     ),

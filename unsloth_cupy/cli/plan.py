@@ -19,7 +19,7 @@ HOLDS = {
     "optimizer": "two float32 averages for each weight",
     "master": "float32 copies of 16-bit weights",
     "activations": "what the forward pass keeps for the backward pass",
-    "logits": "the part of them that the loss holds at a time",
+    "logits": "what the loss holds of them at a time, and the sums of its head's gradient",
 }
 
 

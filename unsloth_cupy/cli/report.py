@@ -1,8 +1,10 @@
 """What ``bench`` found: as a table, as a picture, as the table of docs/performance.md."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+from .._op import OPS
 from ..errors import ConfigError
 from .curve import INK, SOFT
 from .run_folder import written_beside
@@ -23,7 +25,7 @@ def table(report: Report) -> Any:
     made = Table(title_justify="left")
     for title in ("op", "dtype", "size", *(["ran as"] if on_gpu else [])):
         made.add_column(title, no_wrap=True)
-    for title in ("time", "GB/s", *(["of copy"] if on_gpu else []), *peers):
+    for title in ("time", "GB/s", *(["of copy", "of roofline"] if on_gpu else []), *peers):
         made.add_column(title, justify="right")
     before = None
     for row in report["rows"]:
@@ -32,16 +34,25 @@ def table(report: Report) -> Any:
         cells = [row["op"] if before != row["op"] else "", row["dtype"], _size(row)]
         cells += [row["ran_as"].partition(" ")[0]] if on_gpu else []
         cells += [_time(row["microseconds"]), _number(row["gb_per_s"])]
-        cells += [_share(row["of_copy"])] if on_gpu else []
+        cells += [_share(row["of_copy"]), _share(row["of_roofline"])] if on_gpu else []
         for peer in peers:
             time = row["peers"].get(peer)
             cells.append(f"{_time(time)} {time / row['microseconds']:.2f}x" if time else "-")
         made.add_row(*cells)
         before = row["op"]
     if on_gpu:
-        made.caption = f"copy on this GPU, in this run: {report['copy_gb_per_s']:.0f} GB/s"
+        made.caption = f"on this GPU, in this run: {_ceilings(report)}"
         made.caption_justify = "left"
     return made
+
+
+def _ceilings(report: Report) -> str:
+    """Return what rooflines are made of."""
+    products = [
+        f"products of {dtype} {rate:.0f} TFLOP/s"
+        for dtype, rate in report["product_tflop_per_s"].items()
+    ]
+    return ", ".join([f"a copy moves {report['copy_gb_per_s']:.0f} GB/s", *products])
 
 
 def _peers(report: Report) -> list[str]:
@@ -139,34 +150,74 @@ def check_markers(page: Path) -> None:
 
 
 def write_block(page: Path, report: Report) -> None:
-    """Write the rows of kernels between the two markers of a page; leave the rest as it is."""
+    """Keep what kernels showed in the JSON file beside a page, and renew the page's table."""
     check_markers(page)
+    facts = {name: value for name, value in report.items() if name != "rows"}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["ran_as"].startswith("kernel"):
+            found.setdefault(row["op"], []).append(row)
+    kept = _confirmed(page) | {op: {"facts": facts, "rows": rows} for op, rows in found.items()}
+    with written_beside(page.with_suffix(".json")) as partial:
+        partial.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    renew(page)
+
+
+def renew(page: Path) -> None:
+    """Write the table of a page from the JSON file beside it; leave the rest as it is."""
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     with written_beside(page) as partial:
-        partial.write_text(f"{head}{BEGIN}\n{_block(report)}\n{tail}", encoding="utf-8")
+        table = _block(_confirmed(page))
+        partial.write_text(f"{head}{BEGIN}\n{table}\n{tail}", encoding="utf-8")
 
 
-def _block(report: Report) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items() if v)
+def _confirmed(page: Path) -> dict[str, Any]:
+    results = page.with_suffix(".json")
+    return json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+
+
+def _block(confirmed: dict[str, Any]) -> str:
+    """Return the table: what was measured last of every op that has a kernel."""
     lines = [
-        f"Measured on one {report['machine']['gpu']} on {report['date'][:10]}, commit"
-        f" {report['commit'] or 'unknown'}, with {versions}. A copy on the device moved"
-        f" {report['copy_gb_per_s']:.0f} GB/s in the same run. Times are {report['method']}.",
-        "",
-        "| kernel | dtype | size | time | GB/s | fraction of the copy | ratio to the best peer |",
-        "|---|---|---|---|---|---|---|",
+        "| kernel | last confirmed | dtype | size | time | GB/s | fraction of the roofline |"
+        " ratio to the best peer |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in report["rows"]:
-        if not row["ran_as"].startswith("kernel"):
+    runs: dict[str, None] = {}
+    for op in sorted(name for name, op in OPS.items() if op.launch is not None):
+        if op not in confirmed:
+            lines.append(f"| `{op}` | not yet confirmed on a GPU | - | - | - | - | - | - |")
             continue
-        ratio = "-"
-        if row["peers"]:
-            best = min(row["peers"], key=row["peers"].get)
-            ratio = f"{row['peers'][best] / row['microseconds']:.2f} ({best})"
-        lines.append(
-            f"| `{row['op']}` | {row['dtype']} | {_size(row)} | {_time(row['microseconds'])} |"
-            f" {_number(row['gb_per_s'])} | {_share(row['of_copy'])} | {ratio} |"
+        facts = confirmed[op]["facts"]
+        where = _where(facts)
+        runs[f"{where}: {_about(facts)}"] = None
+        for row in confirmed[op]["rows"]:
+            ratio = "-"
+            if row["peers"]:
+                best = min(row["peers"], key=row["peers"].get)
+                ratio = f"{row['peers'][best] / row['microseconds']:.2f} ({best})"
+            lines.append(
+                f"| `{op}` | {where} | {row['dtype']} | {_size(row)} |"
+                f" {_time(row['microseconds'])} | {_number(row['gb_per_s'])} |"
+                f" {_share(row['of_roofline'])} | {ratio} |"
+            )
+    if not confirmed:
+        return "\n".join(
+            [*lines, "", "No kernel has run on a GPU yet: nothing is claimed about speed."]
         )
-    lines += ["", "A ratio above 1: the peer takes longer.", *report["notes"]]
-    return "\n".join(lines)
+    lines += ["", "The roofline is the longer of two times: that of a copy of as many bytes, and"]
+    lines += ["that of a matrix product of as many operations, both on the device in the same"]
+    lines += ["run. A ratio above 1: the peer takes longer."]
+    return "\n".join([*lines, *(line for about in runs for line in ("", about))])
+
+
+def _where(facts: dict[str, Any]) -> str:
+    commit = facts["commit"] or "unknown"
+    return f"{facts['machine']['gpu']}, {facts['date'][:10]}, commit {commit}"
+
+
+def _about(facts: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if v)
+    told = f"{_ceilings(facts)}; {versions}. Times are {facts['method']}."
+    return " ".join([told, *facts["notes"]])

@@ -15,11 +15,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..models.files import read_json
+
+if TYPE_CHECKING:
+    from ..models import Transformer
 
 PARTIAL = ".partial"
+ADAPTER = "adapter_config.json"
 
 
 @contextmanager
@@ -153,13 +158,28 @@ class RunFolder:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
+def load_model(folder: Path, dtype: str | None = None) -> "Transformer":
+    """Return the model of a folder; that of an adapter names the folder of its base."""
+    from .. import models
+
+    if not (folder / ADAPTER).is_file():
+        return models.load(folder, dtype=dtype)
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise ConfigError(
+            f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is no folder here;"
+            " write the folder of the adapter's base model there"
+        )
+    return models.load(base, dtype=dtype, lora=folder)
+
+
 def model_folder(path: Path) -> Path:
     """Return the folder of a model's files: the path, or the result of the run in it."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; name a folder with config.json in it")
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return path
     run = RunFolder(path)
     inside = run.model if run.finished else run.newest_checkpoint()

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .._dtypes import KERNEL_DTYPES
+
 Calls = Sequence[Callable[[], Any]]
 
 RUNS = 25
@@ -17,6 +19,7 @@ HOST_SECONDS = 0.2  # for one contestant; slow calls run less often, at least HO
 HOST_RUNS = 3
 FLUSH_BYTES = 512 << 20  # 0.1 ms or more: the host queues the next call meanwhile
 COPY_BYTES = 1 << 30
+PRODUCT_ROWS = 8192  # 1.1 TFLOP: long enough to reach the clock that long products run at
 
 
 class HostClock:
@@ -84,3 +87,12 @@ class DeviceClock:
         target = self.cupy.empty_like(source)
         seconds = self([lambda: self.cupy.copyto(target, source)])[0][0]
         return 2 * source.nbytes / seconds
+
+    def product_rate(self, dtype: str) -> float:
+        """Return the operations a second of a large product of random square matrices."""
+        rng = np.random.default_rng(0)
+        kind = next(kind for kind in KERNEL_DTYPES if kind.name == dtype)
+        numbers = rng.standard_normal((2, PRODUCT_ROWS, PRODUCT_ROWS), np.float32).astype(kind)
+        a, b = (self.cupy.asarray(each) for each in numbers)
+        seconds = self([lambda: a @ b])[0][0]
+        return 2 * PRODUCT_ROWS**3 / seconds

@@ -1,0 +1,210 @@
+"""``bench attention``: known shapes and a grid of lengths, beside torch and the unfused chain."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import attention_backward, attention_forward, memory_pool
+from .._dtypes import BFLOAT16, FLOAT32
+from ..memory import format_bytes
+from .curve import INK, SOFT
+from .run_folder import written_beside
+
+Row = dict[str, Any]
+Calls = dict[str, Callable[[], Any]]
+OURS, UNFUSED = "unsloth_cupy", "unfused"
+
+
+class Shape(NamedTuple):
+    """Queries, keys and values of one call: as many heads of each."""
+
+    name: str
+    batch: int
+    heads: int
+    tokens: int
+    dim: int
+
+    def operations(self, causal: bool, backward: bool) -> float:
+        """Return the operations of the products: two forward, five backward; half where causal."""
+        pairs = self.batch * self.heads * self.tokens**2 / (1 + causal)
+        return (10 if backward else 4) * pairs * self.dim
+
+
+SHAPES = (
+    Shape("tiny", 2, 4, 8, 64),
+    Shape("small", 2, 4, 64, 64),
+    Shape("medium", 2, 8, 128, 64),
+    Shape("llama_small", 1, 12, 256, 64),
+    Shape("llama_med", 1, 32, 512, 128),
+)
+HOST_GRID = tuple(Shape(f"{tokens}", 1, 8, tokens, 64) for tokens in (512, 1024, 2048))
+DEVICE_GRID = tuple(
+    Shape(f"{tokens >> 10}k" if tokens >= 1024 else f"{tokens}", max(1, 16384 // tokens), *rest)
+    for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    for rest in ((16, tokens, 128),)
+)
+GRID_LINE = "grid: 512 to 2048 tokens, as these are NumPy definitions; a GPU goes on to 32k"
+
+
+def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
+    """Time every shape, causal and full, forward and backward."""
+    dtype = BFLOAT16 if on_gpu else FLOAT32
+    for shape in (*SHAPES, *(DEVICE_GRID if on_gpu else HOST_GRID)):
+        rng = np.random.default_rng(0)
+        size = (shape.batch, shape.tokens, shape.heads, shape.dim)
+        q, k, v, dout = rng.standard_normal((4, *size), np.float32).astype(dtype)
+        if on_gpu:
+            import cupy
+
+            q, k, v, dout = map(cupy.asarray, (q, k, v, dout))
+        for causal in (True, False):
+            out, lse = attention_forward(q, k, v, causal=causal)
+            ours = (
+                partial(attention_forward, q, k, v, causal=causal),
+                partial(attention_backward, dout, q, k, v, out, lse, causal=causal),
+            )
+            for backward, call in enumerate(ours):
+                calls: Calls = {OURS: call}
+                if not (on_gpu or backward):
+                    calls[UNFUSED] = partial(unfused, q, k, v, causal)
+                if peers:
+                    calls |= torch_calls((q, k, v), dout, causal, bool(backward), on_gpu)
+                seconds, runs = clock([*calls.values()])
+                operations = shape.operations(causal, bool(backward))
+                yield shape._asdict() | {
+                    "dtype": dtype.name,
+                    "causal": causal,
+                    "direction": "backward" if backward else "forward",
+                    "runs": runs,
+                    "microseconds": dict(zip(calls, (s * 1e6 for s in seconds), strict=True)),
+                    "tflop_per_s": operations / seconds[0] / 1e12,
+                    "bytes": {name: held(calls[name]) for name in (OURS, UNFUSED) if name in calls},
+                }
+
+
+def unfused(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Return attention by whole matrices of scores, as three calls of NumPy would."""
+    scores = q.transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1) / math.sqrt(q.shape[3])
+    if causal:
+        scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return (weights @ v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+
+def torch_calls(
+    arrays: tuple[Any, ...], dout: Any, causal: bool, backward: bool, on_gpu: bool
+) -> Calls:
+    """Return torch's ways of the same computation by name: those that run here."""
+    import torch
+    from torch.nn import attention as torch_attention
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from .peers import tensor
+
+    q, k, v = leaves = [tensor(a).transpose(1, 2).requires_grad_(backward) for a in arrays]
+    seed = tensor(dout).transpose(1, 2)
+    hidden = torch.ones(len(seed[0, 0]), len(seed[0, 0]), dtype=torch.bool).triu(1)
+    hidden = hidden.to(seed.device)
+
+    def fused(backend: Any) -> Any:
+        with nullcontext() if backend is None else torch_attention.sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def chain() -> Any:
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(hidden, -math.inf) if causal else scores
+        return scores.softmax(-1) @ v
+
+    ways: Calls = {"torch": lambda: fused(None)}
+    if on_gpu:
+        backends = torch_attention.SDPBackend
+        flash, cudnn = backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION
+        ways = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
+        ways[UNFUSED] = chain
+    calls: Calls = {}
+    for name, way in ways.items():
+        try:
+            made = way()
+        except (RuntimeError, torch.OutOfMemoryError):  # this backend, or this much, is not here
+            continue
+        gradient = partial(torch.autograd.grad, made, leaves, seed, retain_graph=True)
+        calls[name] = gradient if backward else way
+    return calls
+
+
+def held(call: Callable[[], Any]) -> int:
+    """Return the bytes that a call holds at most, its results included."""
+    with memory_pool() as pool:
+        before = pool.allocated
+        pool.reset_peak()
+        kept = call()
+        del kept
+        return pool.peak - before
+
+
+def shape_table(rows: list[Row], on_gpu: bool) -> Any:
+    """Return the rows for a terminal; a peer's ratio above 1 says that it takes longer."""
+    from rich.table import Table
+
+    peers = [n for n in dict.fromkeys(n for row in rows for n in row["microseconds"]) if n != OURS]
+    made = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
+    for title in ("shape", "", "", "time", "TFLOP/s", "memory", *peers):
+        made.add_column(title, justify="left" if title in ("shape", "") else "right", no_wrap=True)
+    before = None
+    for row in rows:
+        sizes = " x ".join(str(row[name]) for name in ("batch", "heads", "tokens", "dim"))
+        times = row["microseconds"]
+        memory = format_bytes(row["bytes"][OURS])
+        if UNFUSED in row["bytes"] and row["bytes"][UNFUSED]:
+            memory += f" ({row['bytes'][OURS] / row['bytes'][UNFUSED]:.0%} of unfused)"
+        ratios = [f"{times[p] / times[OURS]:.2f}x" if p in times else "-" for p in peers]
+        made.add_row(
+            f"{row['name']} {sizes}" if row["name"] != before else "",
+            "causal" if row["causal"] else "full",
+            row["direction"],
+            f"{times[OURS] / 1e3:.3f} ms",
+            f"{row['tflop_per_s']:.3g}",
+            memory,
+            *ratios,
+        )
+        before = row["name"]
+    made.caption = None if on_gpu else GRID_LINE
+    made.caption_justify = "left"
+    return made
+
+
+def draw_shapes(path: Path, report: dict[str, Any]) -> None:
+    """Draw TFLOP/s over tokens, a panel for each of forward and backward, causal and full."""
+    from matplotlib.figure import Figure
+
+    names = {shape.name for shape in SHAPES}
+    grid = [row for row in report["attention"] if row["name"] not in names]
+    figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
+    kinds = [(d, c) for d in ("forward", "backward") for c in (True, False)]
+    for axes, (direction, causal) in zip(figure.subplots(2, 2).flat, kinds, strict=True):
+        found = [r for r in grid if (r["direction"], r["causal"]) == (direction, causal)]
+        for name in dict.fromkeys(name for row in found for name in row["microseconds"]):
+            points = [
+                (r["tokens"], r["tflop_per_s"] * r["microseconds"][OURS] / r["microseconds"][name])
+                for r in found
+                if name in r["microseconds"]
+            ]
+            width = 2.2 if name == OURS else 1.2
+            axes.plot(*zip(*points, strict=True), "o-", label=name, markersize=4, linewidth=width)
+        title = f"{direction}, {'causal' if causal else 'full'}"
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens", color=INK)
+        axes.set_ylabel("TFLOP/s", color=INK)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=SOFT, alpha=0.25, linewidth=0.7)
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    with written_beside(path) as partial:
+        figure.savefig(partial, format="png")

@@ -1,10 +1,12 @@
-"""What a checked call costs beyond its definition, once a call of its form has been seen."""
+"""What a call costs beside its arithmetic, once a call of its form has been seen."""
 
 import timeit
 
 import numpy as np
 
 from unsloth_cupy import add, rms_norm_forward
+from unsloth_cupy._cases import Scale, draw
+from unsloth_cupy.cli import machine
 
 CALLS, ROUNDS = 200, 100
 
@@ -36,3 +38,40 @@ class CheckedCall:
         rounds = [(checked.timeit(CALLS), bare.timeit(CALLS)) for _ in range(ROUNDS)]
         least, least_bare = (min(column) for column in zip(*rounds, strict=True))
         return (least - least_bare) / CALLS * 1e6
+
+
+class LaunchCost:
+    """What the host spends on a small ``rms_norm`` on a GPU: check, allocation, launch."""
+
+    unit, version = "us", "1"
+    params = ("unsloth_cupy", "torch", "Liger")
+    param_names = ("library",)
+
+    def setup(self, library: str) -> None:
+        """Compile; the rows are so few that the host is what takes long."""
+        gpus, reason = machine.gpus()
+        if not gpus:
+            raise NotImplementedError(f"needs a GPU: {reason}")
+        import cupy
+
+        self.wait = cupy.cuda.Device().synchronize
+        call = draw(rms_norm_forward, Scale(tokens=4, hidden=256)).cast(np.float16)
+        call = call.mapped(cupy.asarray)
+        self.call = lambda: rms_norm_forward(*call.arrays.values())
+        if library != "unsloth_cupy":
+            from unsloth_cupy.cli.peers import contestants
+
+            peers, notes = contestants(call, None, True)
+            if library not in peers:
+                raise NotImplementedError(" ".join(notes) or f"{library} is not installed")
+            self.call = peers[library]
+        self.call()
+        self.wait()
+
+    def track_microseconds(self, library: str) -> float:
+        """Return the least time of a call among rounds, while the GPU follows behind."""
+        timer, rounds = timeit.Timer(self.call), []
+        for _ in range(ROUNDS):
+            rounds.append(timer.timeit(CALLS) / CALLS * 1e6)
+            self.wait()
+        return min(rounds)

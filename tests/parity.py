@@ -12,6 +12,8 @@ adds: kernels, forward and backward, on the CPU and on a GPU, agree with the def
 where exact is the definition in float64 and plain the definition in the dtype of the case.
 """
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,9 +22,10 @@ import numpy as np
 import pytest
 
 import unsloth_cupy  # noqa: F401  every op registers itself
-from unsloth_cupy._jit import KERNEL_DTYPES, using
+from unsloth_cupy._dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES
+from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS, Op
-from unsloth_cupy._signature import BFLOAT16, DIFFERENTIABLE, Operand
+from unsloth_cupy._signature import Operand
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 Arrays = dict[str, np.ndarray | None]
@@ -32,7 +35,8 @@ class Case:
     """One call: sizes of axes, optional operands that are given, arrays drawn by hand, options.
 
     ``arrays`` maps an operand to an array or to ``lambda rng: array``.  Options and sizes are
-    told apart by the op's signature.
+    told apart by the op's signature.  ``gaps``: float arrays of several axes, and gradients, are
+    slices of wider ones.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class Case:
         *,
         given: Sequence[str] = (),
         arrays: dict[str, Any] | None = None,
+        gaps: bool = False,
         **sizes_and_options: Any,
     ) -> None:
-        self.label, self.given, self.arrays = label, given, arrays or {}
+        self.label, self.given, self.arrays, self.gaps = label, given, arrays or {}, gaps
         self.both = sizes_and_options
 
     def options(self, op: Op) -> dict[str, Any]:
@@ -63,6 +68,7 @@ class Case:
                 array = self._random(operand, rng)
             if array.dtype.kind == "f":
                 array = array.astype(np.float16).astype(_dtype(operand, dtype))
+                array = _between_gaps(array) if self.gaps else array
             array.flags.writeable = False
             drawn[operand.name] = array
         return drawn
@@ -91,7 +97,8 @@ class Parity:
         assert op.backward is not None, f"{self.op} has no gradient: set `differentiable = False`"
         inputs, options = case.draw(op, np.float64), case.options(op)
         rng = np.random.default_rng(1)
-        seeds = _seeds(op, _outputs(op, inputs, options), rng)
+        made = _outputs(op, inputs, options)
+        seeds = _seeds(op, made, rng)
 
         def loss(moved: Arrays) -> float:
             outputs = _outputs(op, moved, options)
@@ -100,7 +107,7 @@ class Parity:
                 for name, seed in seeds.items()  # the lse of a row without keys stays -inf
             )
 
-        gradients = _backward(op, inputs, options, seeds)
+        gradients = _backward(op, inputs | made | seeds, options)
         for operand in op.contract.inputs:
             value = inputs[operand.name]
             if value is None or operand.kind not in DIFFERENTIABLE:
@@ -141,26 +148,38 @@ class Parity:
                 assert _error(found, expected[name].astype(np.float64)) <= scale, name
 
 
-def emulator() -> AbstractContextManager[None]:
+def emulator(**machine: Any) -> AbstractContextManager[None]:
     """Return a ``with`` block whose ops run their kernels on the CPU; skip where it cannot be."""
     from .cuda_on_cpu import Emulator, missing
 
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    return using(Emulator())
+    return using(Emulator(**machine))
 
 
 class KernelParity(Parity):
-    """A Parity whose op, and whose backward op, have kernels."""
+    """A Parity whose op, and whose backward op, have kernels.
+
+    ``sides`` are those it judges; ``machine`` changes the emulated one: ``{"clusters": False}`` is
+    that before sm_90.
+    """
+
+    sides: Sequence[str] = ("forward", "backward")
+    machine: dict[str, Any] = {}  # noqa: RUF012
 
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
         """The kernels, run on the CPU, agree with the definition; two runs give equal bits."""
-        _compare_kernels(OPS[self.op], case, dtype, _emulated, np.asarray)
+        _compare_kernels(OPS[self.op], case, dtype, self._emulated, np.asarray, self.sides)
 
     def test_emulated_kernels_off_alignment(self) -> None:
         """Arrays that start one element after a multiple of 16 bytes: the first case, once."""
-        _compare_kernels(OPS[self.op], self.cases[0], KERNEL_DTYPES[0], _emulated, _shifted)
+        op, case, dtype = OPS[self.op], self.cases[0], KERNEL_DTYPES[0]
+        _compare_kernels(op, case, dtype, self._emulated, _shifted, self.sides)
+
+    def _emulated(self, function: Callable[[], Arrays]) -> Arrays:
+        with emulator(**self.machine):
+            return function()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -168,7 +187,8 @@ class KernelParity(Parity):
         """The same on a GPU."""
         import cupy
 
-        _compare_kernels(OPS[self.op], case, dtype, lambda function: function(), cupy.asarray)
+        run = lambda function: function()  # noqa: E731
+        _compare_kernels(OPS[self.op], case, dtype, run, cupy.asarray, self.sides)
 
 
 class KernelAlone(KernelParity):
@@ -197,29 +217,29 @@ def _compare_kernels(
     dtype: Any,
     run: Callable[[Callable[[], Arrays]], Arrays],
     place: Callable[[np.ndarray], Any],
+    sides: Sequence[str] = KernelParity.sides,
 ) -> None:
     inputs, options = case.draw(op, dtype), case.options(op)
     wide = _cast(op, inputs, np.float64)
     exact, plain = _outputs(op, wide, options), _outputs(op, inputs, options)
     there = {name: None if a is None else place(a) for name, a in inputs.items()}
-    _within_rule(plain, exact, run(lambda: _outputs(op, there, options)), dtype)
-    _equal_bits(*(run(lambda: _outputs(op, there, options)) for _ in range(2)))
-    if op.backward is None or op.backward.launch is None:
+    if "forward" in sides:
+        first, second = (run(lambda: _outputs(op, there, options)) for _ in range(2))
+        _within_rule(plain, exact, first, dtype)
+        _equal_bits(first, second)
+    if "backward" not in sides or op.backward is None or op.backward.launch is None:
         return
     seeds = _seeds(op, plain, np.random.default_rng(1))
     wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
-    seeds_there = {name: place(seed) for name, seed in seeds.items()}
+    seeds_there = {name: _between_gaps(a) if case.gaps else a for name, a in seeds.items()}
+    wired = there | {name: place(array) for name, array in (plain | seeds_there).items()}
     exact, plain = (
-        _backward(op, wide, options, wide_seeds),
-        _backward(op, inputs, options, seeds),
+        _backward(op, wide | exact | wide_seeds, options),
+        _backward(op, inputs | plain | seeds, options),
     )
-    _within_rule(plain, exact, run(lambda: _backward(op, there, options, seeds_there)), dtype)
-    _equal_bits(*(run(lambda: _backward(op, there, options, seeds_there)) for _ in range(2)))
-
-
-def _emulated(function: Callable[[], Arrays]) -> Arrays:
-    with emulator():
-        return function()
+    first, second = (run(lambda: _backward(op, wired, options)) for _ in range(2))
+    _within_rule(plain, exact, first, dtype)
+    _equal_bits(first, second)
 
 
 def _within_rule(plain: Arrays, exact: Arrays, kernel: Arrays, dtype: Any) -> None:
@@ -248,9 +268,9 @@ def _outputs(op: Op, inputs: Arrays, options: dict[str, Any]) -> Arrays:
     return {name: array for name, array in outputs.items() if array is not None}
 
 
-def _backward(op: Op, inputs: Arrays, options: dict[str, Any], seeds: Arrays) -> Arrays:
+def _backward(op: Op, wired: Arrays, options: dict[str, Any]) -> Arrays:
+    """Return the gradients, from inputs and outputs of a call and gradients of its outputs."""
     backward = op.backward
-    wired = inputs | _outputs(op, inputs, options) | seeds
     kept = {name: value for name, value in options.items() if name in backward.options}
     return _outputs(backward, {name: wired.get(name) for name in backward.names}, kept)
 
@@ -289,6 +309,64 @@ def _shifted(array: np.ndarray) -> np.ndarray:
     room = np.empty(array.size + 1, array.dtype)
     room[1:] = array.ravel()
     return room[1:].reshape(array.shape)
+
+
+def sparse(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return zeros whose pages cost nothing until they are written: of terabytes, if need be."""
+    dtype = np.dtype(dtype)
+    size, no_reserve = math.prod(shape) * dtype.itemsize, 0x4000
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except OSError as error:
+        pytest.skip(f"this machine maps no {size >> 30} GiB: {error}")
+    return np.ndarray(shape, dtype, memory)
+
+
+def compare_far(name: str, row: int, blocks: int = 8, **sizes_and_options: Any) -> None:
+    """Run the last blocks of a kernel over more than 2^31 elements; judge its last three rows.
+
+    The op's leading axis is so long that its rows of ``row`` elements fill such an array.
+    """
+    op, last, dtype = OPS[name], 3, np.dtype("float16")
+    rows = 2**31 // row + last
+    case = Case("far", **{"rows": [last], "axes": [last, row], "batch": last}, **sizes_and_options)
+    inputs, options = case.draw(op, dtype), case.options(op)
+
+    def leads(operand: Operand) -> bool:
+        return bool(operand.axes) and operand.axes[0] in ("*rows", "*axes", "batch")
+
+    far = dict(inputs)
+    for operand in op.contract.inputs:
+        few = inputs[operand.name]
+        if few is not None and leads(operand):
+            array = far[operand.name] = sparse((rows, *few.shape[1:]), few.dtype)
+            array[-last:] = few
+            array.flags.writeable = False
+    with emulator(last=blocks):
+        found = _outputs(op, far, options)
+    ends = {
+        o.name: found[o.name][-last:] for o in op.contract.outputs if o.name in found and leads(o)
+    }
+    assert any(
+        array.size > 2**31 for array in (*far.values(), *found.values()) if array is not None
+    )
+    _within_rule(
+        _outputs(op, inputs, options),
+        _outputs(op, _cast(op, inputs, np.float64), options),
+        ends,
+        dtype,
+    )
+
+
+def _between_gaps(array: np.ndarray) -> np.ndarray:
+    """Return the same numbers in an array whose last two axes are slices of longer ones."""
+    if array.ndim < 2:
+        return array
+    longer = [n + 8 if axis >= array.ndim - 2 else n for axis, n in enumerate(array.shape)]
+    room = np.full(longer, np.nan, array.dtype)
+    view = room[tuple(slice(n) for n in array.shape)]
+    view[...] = array
+    return view
 
 
 def _reversed(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,225 @@
+"""What kernels may take of an SM: ``kernel_budget.toml``, reviewed when it changes.
+
+    python -m tests.budget --write [KERNEL ...]      renews it, all or the lines of some kernels
+
+and the table of docs/performance.md, which has a row for every op with a kernel.
+
+A line says what a variant takes, by architectures: registers of a thread, bytes of static and of
+dynamic shared memory, and the share of an SM's threads that can be resident, in percent.
+"""
+
+import hashlib
+import io
+import json
+import re
+import sys
+import threading
+import tomllib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from unsloth_cupy._source import source_root
+from unsloth_cupy.cli import report
+
+from .cuda_on_cpu.build import cache_folder
+from .stand_in import LIMITS, Launch
+from .variants import ARCHITECTURES, Variant, constants, variants
+
+FILE = Path(__file__).with_name("kernel_budget.toml")
+PAGE = Path(__file__).parent.parent / "docs/performance.md"
+HEAD = """\
+# What every variant of a kernel takes: registers of a thread, bytes of static and of dynamic shared
+# memory, occupancy in percent.  Written by python -m tests.budget --write; the reasons by hand.
+"""
+REPORT = tuple(f"--ptxas-options={o}" for o in ("-v", "-warn-spills", "-warn-lmem-usage"))
+SILENCE = re.compile(  # what ptxas says where all is well
+    r"(ptxas info +: (\d+ bytes gmem|Compiling entry function|Function properties for|"
+    r"Used \d+ registers|Compile time =|Overriding maximum register limit)|"
+    r"ptxas +\. +\d+ bytes stack frame)"
+)
+Lines = dict[str, dict[str, dict[str, list[int]]]]  # kernel, label, architecture: numbers
+
+
+class Resources(NamedTuple):
+    """What ptxas says of a kernel: bytes but for registers, and lines that are no routine."""
+
+    registers: int
+    shared: int
+    local: int
+    spilled: int
+    complaints: tuple[str, ...]
+
+
+def missing() -> str | None:
+    """Return why nothing can be compiled here, or None."""
+    try:
+        compiler_version()
+    except (ImportError, RuntimeError) as error:
+        return f"needs cupy-cuda12x and nvidia-cuda-nvrtc-cu12: {error}"
+    return None
+
+
+def cubin(source: str, options: tuple[str, ...], arch: str) -> tuple[bytes, str]:
+    """Compile as cupy.RawModule does on a device of this architecture; return ptxas's log too."""
+    from cupy._core.core import assemble_cupy_compiler_options
+    from cupy.cuda import compiler
+
+    given = assemble_cupy_compiler_options((*options, *REPORT))
+    log = io.StringIO()
+    made, _ = compiler.compile_using_nvrtc(
+        source, (*given, "-ftz=true"), arch, "unit.cu", log_stream=log
+    )
+    return made, log.getvalue()
+
+
+def without_a_device() -> Any:
+    """Return a patch: CuPy asks its device which -arch to append, and whether for a cubin."""
+    answer = lambda arch: (f"-arch=sm_{arch}", "cubin")  # noqa: E731
+    return mock.patch("cupy.cuda.compiler._get_arch_for_options_for_nvrtc", answer)
+
+
+def compiler_version() -> str:
+    """Return the version of NVRTC."""
+    import cupy
+
+    return "{}.{}".format(*cupy.cuda.nvrtc.getVersion())
+
+
+def read_log(log: str) -> dict[str, Resources]:
+    """Return the resources of every kernel that ptxas speaks of."""
+    pattern = (
+        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
+        r" (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
+    )
+    found = re.findall(pattern, log, re.S)
+    lines = [line for line in log.replace("\0", "").splitlines() if line.strip()]
+    lines = [line for line in lines if not SILENCE.match(line)]
+    table = {}
+    for name, stack, stores, loads, registers, rest in found:
+        shared = re.search(r"(\d+) bytes smem", rest)
+        others = [f"'{other[0]}'" for other in found if other[0] != name]
+        table[name] = Resources(
+            int(registers),
+            int(shared[1]) if shared else 0,
+            int(stack),
+            int(stores) + int(loads),
+            tuple(line for line in lines if not any(other in line for other in others)),
+        )
+    return table
+
+
+def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
+    """Return the sources that a text includes, and those that they include."""
+    for name in re.findall(r'^#include "([^"]+)"', text, re.M):
+        if name not in seen:
+            seen[name] = (source_root() / name).read_text()
+            _closure(seen[name], seen)
+    return seen
+
+
+_memo: dict[str, dict[str, Resources]] = {}
+_locks: dict[str, threading.Lock] = {}
+
+
+def resources(launch: Launch, arch: str) -> Resources:
+    """Return what the kernel of a launch takes; kept by what its source includes."""
+    unit = re.sub(r"^// kernels_cu \w+\n", "", launch.source)  # the digest of all sources
+    told = [compiler_version(), arch, REPORT, unit, sorted(_closure(unit, {}).items())]
+    told.append([option for option in launch.options if not option.startswith("-I")])
+    key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    with _locks.setdefault(key, threading.Lock()):  # one unit may hold several kernels
+        if key not in _memo:
+            log = cache_folder() / f"ptxas-{key}.txt"
+            if not log.exists():
+                partial = log.with_suffix(f".{threading.get_ident()}")
+                partial.write_text(cubin(launch.source, launch.options, arch)[1])
+                partial.replace(log)
+            _memo[key] = read_log(log.read_text())
+    return _memo[key][launch.kernel]
+
+
+def occupancy(arch: str, registers: int, shared: int, threads: int) -> int:
+    """Return the share of an SM's threads that can be resident, in percent, rounded down."""
+    most, blocks, per_sm, *_ = LIMITS[arch]
+    warps = -(-threads // 32)
+    by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // warps  # 256 at a time
+    by_shared = per_sm // (-(-(shared + 1024) // 128) * 128)  # 1 KiB of a block is the system's
+    resident = min(blocks, most // 32 // warps, by_registers, by_shared)
+    return 100 * resident * warps * 32 // most
+
+
+def kept(variant: Variant) -> bool:
+    """Say whether the file has a line for a variant: float16 takes what bfloat16 takes."""
+    return constants(variant.launch.source).get("T") != "__half"
+
+
+def numbers(variant: Variant) -> list[int]:
+    """Return what the file keeps of a variant."""
+    used, launch = resources(variant.launch, variant.arch), variant.launch
+    share = occupancy(variant.arch, used.registers, used.shared + launch.shared, launch.threads)
+    return [used.registers, used.shared, launch.shared, share]
+
+
+def read() -> tuple[dict[str, Any], Lines]:
+    """Return the head of the file, and its numbers by kernel, variant and architecture."""
+    head = {"pending": [], "spills": {}, **tomllib.loads(FILE.read_text())}
+    lines = {
+        kernel: {
+            label: {arch: found for archs, found in by.items() for arch in archs.split()}
+            for label, by in table.items()
+        }
+        for kernel, table in head.pop("kernels").items()
+    }
+    return head, lines
+
+
+def _order(line: tuple[str, Any]) -> list[Any]:
+    """Return what sorts lines by their words, and numbers in them by size."""
+    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", line[0])]
+
+
+def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
+    yield HEAD + f'compiler = "{head["compiler"]}"'
+    if head["pending"]:  # of which it has no lines yet
+        yield f"pending = {json.dumps(sorted(head['pending']))}"
+    yield "\n[reasons]  # why no more than half of an SM's threads are resident"
+    yield from (f"{kernel} = {json.dumps(why)}" for kernel, why in sorted(head["reasons"].items()))
+    yield "\n[spills]  # bytes that a thread of some variant may spill, and why; others spill none"
+    yield from (f"{kernel} = {json.dumps(most)}" for kernel, most in sorted(head["spills"].items()))
+    for kernel in sorted(lines):
+        yield f"\n[kernels.{kernel}]"
+        for label, by in sorted(lines[kernel].items(), key=_order):
+            groups: dict[tuple[int, ...], list[str]] = {}
+            for arch in sorted(by, key=int):
+                groups.setdefault(tuple(by[arch]), []).append(arch)
+            cells = (f'"{" ".join(archs)}" = {list(found)}' for found, archs in groups.items())
+            yield f'"{label}" = {{ {", ".join(cells)} }}'
+
+
+def write(kernels: Iterable[str] = ()) -> None:
+    """Renew the lines of these kernels, or all."""
+    head, lines = read() if FILE.exists() else ({"pending": [], "reasons": {}, "spills": {}}, {})
+    asked = [v for arch in ARCHITECTURES for v in variants(arch) if kept(v)]
+    known = {v.kernel for v in asked}
+    if strange := set(kernels) - known:
+        sys.exit(f"there is no kernel {strange}; choose from {sorted(known)}")
+    chosen = set(kernels) or known
+    lines = {kernel: table for kernel, table in lines.items() if kernel in known - chosen}
+    head["compiler"] = compiler_version()
+    head["pending"] = [kernel for kernel in head["pending"] if kernel not in chosen]
+    with without_a_device(), ThreadPoolExecutor(4) as pool:
+        wanted = [v for v in asked if v.kernel in chosen]
+        for variant, found in zip(wanted, pool.map(numbers, wanted), strict=True):
+            by = lines.setdefault(variant.kernel, {}).setdefault(variant.label, {})
+            by[variant.arch] = found
+    FILE.write_text("\n".join(_text(head, lines)) + "\n")
+    report.renew(PAGE)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["--write"]:
+        sys.exit(__doc__)
+    write(sys.argv[2:])

@@ -1,0 +1,337 @@
+"""CuPy without a GPU: arrays that nobody may read, launches that are written down and not run.
+
+    with gpu("90") as machine:
+        rms_norm(machine.array((4, 4096), "bfloat16"), machine.array((4096,), "bfloat16"))
+    machine.launches[0].source                   what cupy.RawModule got
+
+The library's own launch code runs, from ``import cupy`` on.  A value that it reads on the host
+raises ``HostReadError``, as that would stall a GPU; an array that it sends there raises
+``HostWriteError``, as a graph would send it again and again; both would end the capture of a graph.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from unsloth_cupy import _gemm, faults
+from unsloth_cupy._dtypes import BFLOAT16
+
+# Of an SM: threads, blocks, bytes of shared memory; all have 65,536 registers.  Then the bytes of
+# shared memory of a block, and the SMs of the largest GPU.
+LIMITS = {
+    "80": (2048, 32, 164 << 10, 163 << 10, 108),
+    "86": (1536, 16, 100 << 10, 99 << 10, 84),
+    "89": (1536, 24, 100 << 10, 99 << 10, 128),
+    "90": (2048, 32, 228 << 10, 227 << 10, 132),
+    "100": (2048, 32, 228 << 10, 227 << 10, 148),
+    "120": (1536, 24, 100 << 10, 99 << 10, 170),
+}
+GRAIN = 512  # bytes: CuPy's pool rounds up to them
+WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}  # sizes are values
+METHODS = {
+    *("astype", "copy", "fill", "max", "mean", "min", "ravel", "reshape", "sum", "swapaxes"),
+    "transpose",
+}
+
+
+class HostReadError(AssertionError):
+    """The host asked for a value, and would wait for the GPU."""
+
+
+class HostWriteError(AssertionError):
+    """The host sent values, which capture into a graph does not allow."""
+
+
+class Launch(NamedTuple):
+    """One kernel and how it is launched."""
+
+    kernel: str
+    source: str
+    options: tuple[str, ...]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int  # bytes, dynamic
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return int(np.prod(self.block))
+
+
+class Machine:
+    """A GPU that notes what it is asked to do."""
+
+    def __init__(self, capability: str) -> None:
+        self.capability = capability
+        self.device = types.SimpleNamespace(id=int(capability), compute_capability=capability)
+        self.launches: list[Launch] = []
+        self.functions: list[str] = []  # of CuPy, for what the launches do not compute themselves
+        self.products: list[str] = []  # that cuBLAS is asked for
+        self.held = self.peak = 0
+        self.strict = True  # False: values may be read and sent, as before a capture
+
+    def array(self, shape: Any, dtype: Any, shift: int = 0) -> "Array":
+        """Return a new array of zeros, which starts so many elements after an aligned address."""
+        dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
+        room = np.zeros(shift + int(np.prod(shape, dtype=np.int64)), dtype)
+        return Array(room[shift:].reshape(shape), Memory(self, shape, dtype))
+
+    def place(self, values: Any) -> "Array":
+        """Return a copy of NumPy's values on this machine."""
+        made = self.array(values.shape, values.dtype)
+        made.values[...] = values
+        return made
+
+
+class Memory:
+    """What one array, and its views, hold of a machine."""
+
+    def __init__(self, machine: Machine, shape: Any, dtype: Any) -> None:
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.machine, self.size = machine, -(-size // GRAIN) * GRAIN
+        machine.held += self.size
+        machine.peak = max(machine.peak, machine.held)
+
+    def __del__(self) -> None:
+        self.machine.held -= self.size
+
+
+def _waits(*_: Any, **__: Any) -> NoReturn:
+    raise HostReadError("the host waits for the device")
+
+
+def _reads(name: str) -> Callable[..., Any]:
+    """Return the method of an array that reads it on the host."""
+
+    def read(array: "Array", *args: Any, **more: Any) -> Any:
+        if array.memory.machine.strict:
+            raise HostReadError(f"{name} of {array!r}: a value is read on the host")
+        return getattr(array.values, name)(*args, **more)
+
+    return read
+
+
+class Array(np.lib.mixins.NDArrayOperatorsMixin):
+    """What stands for an array of CuPy; its values are its own affair."""
+
+    __array__, __bool__, __complex__ = map(_reads, ("__array__", "__bool__", "__complex__"))
+    __float__, __index__, __int__ = map(_reads, ("__float__", "__index__", "__int__"))
+    __contains__, __iter__, __str__ = map(_reads, ("__contains__", "__iter__", "__str__"))
+    get, item, tobytes, tolist = map(_reads, ("copy", "item", "tobytes", "tolist"))
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, values: np.ndarray, memory: Memory) -> None:
+        self.values, self.memory = values, memory
+
+    def __repr__(self) -> str:
+        return f"<{self.values.dtype} {self.values.shape}>"
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "size", "ndim", "nbytes", "itemsize", "strides", "flags"):
+            return getattr(self.values, name)
+        if name in METHODS:
+            return lambda *args, **more: self._own(getattr(self.values, name), args, more)
+        raise AttributeError(name)
+
+    @property
+    def T(self) -> "Array":  # noqa: N802 -- NumPy's name
+        return self._wrapped(self.values.T)
+
+    @property
+    def device(self) -> Any:
+        return self.memory.machine.device
+
+    @property
+    def data(self) -> Any:
+        base = self.values  # what CuPy allocates starts at a multiple of 512 bytes
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        first = self.values.ctypes.data
+        return types.SimpleNamespace(ptr=first // 16 * 16 + (first - base.ctypes.data) % 16)
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(p, Array) and p.dtype == np.bool_ for p in parts):
+            raise HostReadError("a mask selects, and the size of what it selects is a value")
+        return self._wrapped(self.values[self._inside(index)], "getitem")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.values[self._inside(index)] = self._inside(value)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
+        return self._own(getattr(ufunc, method), inputs, more)
+
+    def __array_function__(self, function: Any, _: Any, args: Any, more: Any) -> Any:
+        if function.__name__ in WAITS:
+            raise HostReadError(f"np.{function.__name__} gives as many values as it finds")
+        return self._own(function, args, more)
+
+    def _own(self, function: Callable[..., Any], args: Any, more: dict[str, Any]) -> Any:
+        """Compute with the values, as CuPy does with its own functions."""
+        with np.errstate(all="ignore"):
+            made = function(*self._inside(args), **self._inside(more))
+        for old in (*args, *more.get("out", ())):
+            if isinstance(old, Array) and made is old.values:
+                return old  # changed in place, or nothing to change
+        return self._wrapped(made, function.__name__)
+
+    def _inside(self, given: Any) -> Any:
+        if isinstance(given, Array):
+            return given.values
+        if isinstance(given, np.ndarray) and given.ndim and self.memory.machine.strict:
+            raise HostWriteError(f"{given.dtype} {given.shape} of the host")
+        if isinstance(given, list | tuple):
+            return type(given)(map(self._inside, given))
+        if isinstance(given, dict):
+            return {name: self._inside(value) for name, value in given.items()}
+        return given
+
+    def _wrapped(self, made: Any, by: str = "") -> Any:
+        if isinstance(made, list | tuple):
+            return type(made)(self._wrapped(each, by) for each in made)
+        if not isinstance(made, np.ndarray | np.generic):
+            return made
+        made = np.asarray(made)
+        if np.may_share_memory(made, self.values):
+            return Array(made, self.memory)
+        self.memory.machine.functions.append(by)
+        return Array(made, Memory(self.memory.machine, made.shape, made.dtype))
+
+
+Array.__module__ = "cupy"
+
+
+class Function:
+    """A kernel of a module: a launch is a note."""
+
+    max_dynamic_shared_size_bytes = 48 << 10
+
+    def __init__(self, name: str, source: str, options: tuple[str, ...]) -> None:
+        self.about = name, source, options
+
+    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
+        if shared_mem > self.max_dynamic_shared_size_bytes:
+            raise AssertionError(f"{self.about[0]}: {shared_mem} bytes of shared memory")
+        if any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
+            raise HostWriteError(f"{self.about[0]}: an array of the host is an argument")
+        made = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
+        sys.modules["cupy"].machine.launches.append(made)
+
+
+def _modules(machine: Machine) -> dict[str, types.ModuleType]:
+    """Return CuPy, as far as the library asks for it."""
+
+    class RawModule:
+        def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
+            self.code, self.options = code, options
+
+        def get_function(self, name: str) -> Function:
+            return Function(name, self.code, self.options)
+
+    class Device:
+        id = machine.device.id
+        compute_capability = machine.capability
+
+        def __init__(self, number: int | None = None) -> None:
+            pass
+
+        def __enter__(self) -> "Device":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        synchronize = _waits
+
+    class CompileException(Exception):  # noqa: N818 -- CuPy's name
+        pass
+
+    *_, per_sm, shared, processors = LIMITS[machine.capability]
+    major, minor = divmod(int(machine.capability), 10)
+    attributes = {
+        "ComputeCapabilityMajor": major,
+        "ComputeCapabilityMinor": minor,
+        "MaxSharedMemoryPerBlockOptin": shared,
+        "MaxSharedMemoryPerMultiprocessor": per_sm,
+        "MultiProcessorCount": processors,
+    }
+    runtime = {f"cudaDevAttr{name}": name for name in attributes} | {
+        "deviceGetAttribute": lambda name, device: attributes[name],
+        "getDeviceCount": lambda: 1,
+        "getDevice": lambda: machine.device.id,
+    }
+    empty = lambda shape, dtype=float: machine.array(shape, dtype)  # noqa: E731
+    like = lambda array, dtype=None: machine.array(array.shape, dtype or array.dtype)  # noqa: E731
+    faces = {
+        "cupy": {
+            "machine": machine,
+            "ndarray": Array,
+            "RawModule": RawModule,
+            **dict.fromkeys(("empty", "zeros"), empty),
+            **dict.fromkeys(("empty_like", "zeros_like"), like),
+            "asnumpy": _waits,
+        },
+        "cupy.cuda": {
+            "Device": Device,
+            "is_available": lambda: True,
+            "get_current_stream": lambda: types.SimpleNamespace(ptr=0),
+        },
+        "cupy.cuda.device": {"get_cublas_handle": lambda: 0},
+        "cupy.cuda.runtime": runtime,
+        "cupy.cuda.compiler": {"CompileException": CompileException},
+    }
+    made = {name: types.ModuleType(name) for name in faces}
+    for name, face in faces.items():
+        vars(made[name]).update(face)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, made[name])
+    return made
+
+
+class Cublas:
+    """A product is a note."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def noted(*_: Any) -> int:
+            if "Gemm" in name:
+                self.machine.products.append(name)
+            return 0
+
+        return noted
+
+
+@contextmanager
+def gpu(capability: str = "90") -> Iterator[Machine]:
+    """Put a machine in the place of CuPy inside a ``with`` block.
+
+    Its number is its compute capability, so that what is kept by device keeps capabilities apart
+    from each other and from real GPUs.
+    """
+    machine = Machine(capability)
+    made = _modules(machine)
+    before = {name: sys.modules.get(name) for name in made}
+    sys.modules.update(made)
+    found, _gemm.cublas = _gemm.cublas, lambda: Cublas(machine)
+    records = dict(faults._records)
+    try:
+        yield machine
+    finally:
+        _gemm.cublas = found
+        faults._records.clear()  # of devices that are gone
+        faults._records.update(records)
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module

@@ -1,0 +1,268 @@
+"""What a launch asks of the host: nothing that would stall a GPU or end the capture of a graph.
+
+Without a GPU ``stand_in`` tells.  With one, every op is captured into a CUDA graph and replayed
+on other data, and takes the memory that the stand-in foretold.
+"""
+
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import (
+    AdamW,
+    LossScaler,
+    clip_gradients,
+    linear,
+    measure_gradients,
+    rms_norm,
+    softmax,
+    swiglu,
+)
+from unsloth_cupy._cases import Call, Scale, draw, forward_ops
+from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy._op import OPS, op
+
+from .stand_in import GRAIN, HostReadError, HostWriteError, gpu
+
+SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
+LAUNCHED = [
+    name
+    for forward in forward_ops()
+    for each in (OPS[forward], OPS[forward].backward)
+    if each is not None and each.launch is not None
+    for name in [each.__name__]
+]
+OWNERS = {op.backward.__name__: op for op in OPS.values() if op.backward is not None}
+
+
+def call_of(name: str, place: Callable[[Any], Any], dtype: Any, optional: bool = False) -> Call:
+    """Return a call of an op, forward or backward, with its arrays placed."""
+    owner = OWNERS.get(name, OPS[name])
+    forward = draw(owner, SMALL, optional=optional).cast(dtype)
+    if owner is OPS[name]:
+        return forward.mapped(place)
+    outputs = forward.mapped(np.copy).run()
+    return forward.backward(outputs, forward.seeds(outputs, every=optional)).mapped(place)
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["plain", "with options"])
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_no_value_is_read_and_none_is_sent(name: str, optional: bool) -> None:
+    with gpu() as machine:
+        for dtype in KERNEL_DTYPES:
+            call = call_of(name, machine.place, dtype, optional)
+            call()
+            assert machine.launches, "its definition ran"
+            machine.launches.clear()
+
+
+def test_a_training_step_stays_on_the_device() -> None:
+    """From the second on: the first sends the tables of its tensors."""
+    with gpu() as machine:
+        made = {name: machine.array((n, 8), "float16") for name, n in (("a", 4), ("b", 3))}
+        gradients = {name: machine.array(a.shape, "float16") for name, a in made.items()}
+        machine.strict = False
+        scaler, optimizer = LossScaler(), AdamW(made)
+        for strict in (False, True, True):
+            machine.strict = strict
+            machine.launches.clear()
+            measured = measure_gradients(gradients, 1.0, scaler=scaler)
+            optimizer.step(gradients, finite=measured.finite, factor=measured.factor)
+            scaler.update(measured.finite)
+            clip_gradients(gradients, 1.0)
+            assert len(machine.launches) >= 3
+
+
+def test_strided_arrays_are_packed_where_they_live() -> None:
+    with gpu() as machine:
+        wide = machine.array((3, 4, 128), "bfloat16")
+        for x in (wide[..., :64], wide[:, ::2], wide.transpose(1, 0, 2)):
+            softmax(x)
+            swiglu(x, x)
+            linear(x, machine.array((5, x.shape[-1]), "bfloat16"))
+        assert len(machine.launches) == 6
+
+
+def reads_a_value(x: Any) -> Any:
+    return x * 2 if float(x.max()) > 1 else x
+
+
+def asks_a_question(x: Any) -> Any:
+    return x if x.sum() else x * 2
+
+
+def counts_on_the_host(x: Any) -> Any:
+    return np.zeros(int(np.argmax(x)))
+
+
+def selects_by_value(x: Any) -> Any:
+    return x[x > 0].sum()
+
+
+def takes_distinct_values(x: Any) -> Any:
+    return np.unique(x)
+
+
+def becomes_numpy(x: Any) -> Any:
+    return np.asarray(x)
+
+
+def fetches(x: Any) -> Any:
+    return x.get()
+
+
+def formats(x: Any) -> Any:
+    return f"{x}"
+
+
+def loops(x: Any) -> Any:
+    return [row * 2 for row in x]
+
+
+def sends_a_table(x: Any) -> Any:
+    return x * np.ones(4, np.float32)
+
+
+def sends_an_array(x: Any) -> Any:
+    return np.asarray(np.ones(4), like=x)
+
+
+def computes_where_it_lives(x: Any) -> Any:
+    rows = np.argsort(x[:, 0], kind="stable")
+    y = np.empty_like(x)
+    np.multiply(x[rows], 2.0, out=y)
+    y[1:] += np.where(y > 1, y, np.zeros((), y.dtype, like=y)).astype(y.dtype)[1:]
+    return y.reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (reads_a_value, HostReadError),
+        (asks_a_question, HostReadError),
+        (counts_on_the_host, HostReadError),
+        (selects_by_value, HostReadError),
+        (takes_distinct_values, HostReadError),
+        (becomes_numpy, HostReadError),
+        (fetches, HostReadError),
+        (formats, HostReadError),
+        (loops, HostReadError),
+        (sends_a_table, HostWriteError),
+        (sends_an_array, HostWriteError),
+        (computes_where_it_lives, None),
+    ],
+)
+def test_the_stand_in_notices(body: Any, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is what makes the test above one that can fail."""
+    monkeypatch.setattr("unsloth_cupy._op.OPS", {})
+
+    @op("x(rows, four) -> y(*any)")
+    def made(x: Any) -> Any:
+        return x
+
+    made.kernel(body)
+    with gpu() as machine:
+        x = machine.array((3, 4), "float32")
+        if error is None:
+            assert made(x).shape == (12,)
+        else:
+            with pytest.raises(error):
+                made(x)
+
+
+def test_memory_is_counted_until_it_is_let_go() -> None:
+    with gpu() as machine:
+        x = machine.array((3, 100), "float32")
+        half = x[:, :50]
+        del x
+        assert machine.held == 1536, "1200 bytes in whole grains, which a view keeps"
+        y = half + half
+        assert machine.held == 1536 + 1024
+        del half, y
+        assert (machine.held, machine.peak) == (0, 1536 + 1024)
+
+
+# ---- with a GPU -------------------------------------------------------------------------------
+def redrawn(call: Call) -> Call:
+    """Return the call with other values: its rows the other way round."""
+    return call.mapped(lambda a: a[::-1].copy() if a.ndim > 1 else a.copy())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_replayed_graphs_give_the_bits_of_a_plain_call(name: str, dtype: Any) -> None:
+    import cupy
+
+    first = call_of(name, cupy.asarray, dtype)
+    second = redrawn(first)
+    third = second.mapped(lambda a: a.copy())  # the plain call's, which ops in place change
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        first.mapped(lambda a: a.copy())()  # compiles, and fills the stream's pool
+        stream.begin_capture()
+        kept = first()
+        graph = stream.end_capture()
+        for given, other in zip(first.arrays.values(), second.arrays.values(), strict=True):
+            if given is not None:
+                given[...] = other
+        graph.launch()
+    stream.synchronize()
+    plain = third()
+    kept, plain = ((found if isinstance(found, tuple) else (found,)) for found in (kept, plain))
+    changed = zip(first.arrays.values(), third.arrays.values(), strict=True)
+    for replayed, called in [*zip(kept, plain, strict=True), *changed]:
+        if called is not None:
+            assert replayed.get().tobytes() == called.get().tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_peak_memory_is_what_the_stand_in_says(name: str) -> None:
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    dtype = KERNEL_DTYPES[0]
+    with gpu(capability if capability in ("80", "86", "89", "90", "100", "120") else "90") as there:
+        call = call_of(name, there.place, dtype)
+        call()  # what is allocated once for a device, as below
+        before = there.peak = there.held
+        call()
+        foretold = there.peak - before
+        if there.functions:
+            pytest.skip(f"{name} calls CuPy's {set(there.functions)}, which take room of their own")
+
+    class Counter(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "Counter"
+        held = peak = 0
+
+        def malloc_postprocess(self, **told: Any) -> None:
+            self.held += told["mem_size"]
+            self.peak = max(self.peak, self.held)
+
+        def free_postprocess(self, **told: Any) -> None:
+            self.held -= told["mem_size"]
+
+    call = call_of(name, cupy.asarray, dtype)
+    call.mapped(lambda a: a.copy())()
+    with Counter() as counter:
+        call()
+    assert counter.peak == foretold
+    assert counter.peak % GRAIN == 0
+
+
+@pytest.mark.gpu
+def test_a_small_call_takes_the_host_8_microseconds_at_most() -> None:
+    import cupy
+
+    x, weight = cupy.ones((4, 256), np.float16), cupy.ones(256, np.float16)
+    rms_norm(x, weight)
+    rounds = []
+    for _ in range(50):
+        cupy.cuda.Device().synchronize()
+        rounds.append(timeit.timeit(lambda: rms_norm(x, weight), number=200) / 200 * 1e6)
+    assert min(rounds) <= 8

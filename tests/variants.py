@@ -1,0 +1,263 @@
+"""Every variant of a kernel that the library asks for: calls of all ops, launched on a stand-in.
+
+A variant is what ``cupy.RawModule`` is given and how its kernel is launched.  Calls cover every row
+of the launch tables, every option, each optional array alone and all together, every dtype, and
+arrays off alignment; those that ask for one and the same variant count once.
+"""
+
+import datetime
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
+from unsloth_cupy._cases import Call, Scale, forward_ops, sizes
+from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES, allowed
+from unsloth_cupy._op import OPS, Op
+from unsloth_cupy._planned import shape_of
+from unsloth_cupy._signature import Operand
+from unsloth_cupy._source import source_root
+
+from .stand_in import LIMITS, Launch, Machine, gpu
+
+ALL = bool(os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"))  # or a sample, another every day
+TODAY = datetime.datetime.now(datetime.UTC).toordinal()
+ARCHITECTURES = tuple(LIMITS)
+SCALE = Scale(tokens=256, hidden=256, inner=512, vocab=512, heads=32, kv_heads=8, dim=128)
+
+# Rows: one of every line of the launch tables, with and without a remainder, and odd ones, of
+# which no two values can be accessed at once.
+ROWS = (7, 128, 4104, 16384, 131072, 131073)
+VOCABULARIES = (7, 32000, 50257, 262144)
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
+VECTORS = ({"axes": (4, 4096)}, {"axes": (4, 4096), "shift": 1})  # 16 bytes, or one value
+
+
+def _heads(heads: int, kv_heads: int, dim: int, half: int) -> dict[str, Any]:
+    return {"heads": heads, "kv_heads": kv_heads, "dim": dim, "half": half}
+
+
+ROPE = (_heads(32, 8, 128, 64), _heads(32, 8, 96, 24), _heads(3, 1, 7, 3))
+SIZES: dict[str, tuple[dict[str, Any], ...]] = {
+    **dict.fromkeys(("rms_norm_forward", "layer_norm_forward"), tuple({"hidden": n} for n in ROWS)),
+    "softmax": tuple({"columns": n} for n in ROWS),
+    **dict.fromkeys(
+        ("cross_entropy_forward", "cross_entropy_over_"),
+        tuple({"vocab": n} for n in VOCABULARIES),
+    ),
+    "qk_norm_rope_forward": tuple(_heads(32, 8, dim, dim // 2) for dim in (64, 128, 256)),
+    "rope": ROPE[1:2],
+    "rope_qk": ROPE[::2],
+    "rope_qk_over_": ROPE[:1],
+    "apply_rotary_embedding_forward": ROPE[:1],
+    "linear_cross_entropy_forward": ({"hidden": 8}, {"hidden": 8, "vocab": 50257}),
+    "swiglu_mlp": ({"hidden": 64, "inner": 256},),
+    "embedding": ({"hidden": 4096, "rows": (128,)}, {"hidden": 7, "rows": (128,)}),
+    "attention_forward": tuple(
+        {"queries": queries, "dim": dim, "value_dim": value}
+        for dim, value in HEADS
+        for queries in (256, 1)
+    ),
+}
+
+LEFT = {"window": (128, None)}
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "geglu": ({"approximate": False}, {"approximate": True}),
+    **dict.fromkeys(
+        ("rope", "rope_qk", "rope_qk_over_", "qk_norm_rope_forward"),
+        ({"interleaved": False}, {"interleaved": True}),
+    ),
+    **dict.fromkeys(
+        ("cross_entropy_forward", "cross_entropy_over_"),
+        ({}, {"softcap": 30.0}, {"smoothing": 0.1}),
+    ),
+    "attention_forward": (
+        {},
+        {"causal": True},
+        LEFT,
+        {"softcap": 50.0},
+        {"dropout": 0.1, "seed": 1},
+    ),
+}
+
+
+class Asked(NamedTuple):
+    """A form of a call: sizes of axes, arrays that are given, dtypes, options."""
+
+    sizes: dict[str, Any]
+    given: tuple[str, ...]
+    dtype: np.dtype[Any]
+    wide: bool  # what may be float32 beside 16-bit arrays is; indices are int32
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Return what tells this form from others."""
+        words = [self.dtype.name, *(f"{n}={_short(v)}" for n, v in self.sizes.items())]
+        words += [*(f"{n}={_short(v)}" for n, v in self.options.items()), *self.given]
+        return " ".join([*words, *["wide"] * self.wide])
+
+
+class Variant(NamedTuple):
+    """A kernel as one call, on one architecture, asks for it."""
+
+    kernel: str
+    label: str
+    arch: str
+    launch: Launch
+
+    def __str__(self) -> str:
+        """Return a name for reports."""
+        return f"sm_{self.arch} {self.kernel} {self.label}"
+
+
+def _short(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def forms(op: Op[..., Any]) -> Iterator[Asked]:
+    """Return the forms in which calls of a forward op are made."""
+    name = op.__name__
+    axes = {axis for operand in op.contract.inputs for axis in operand.axes}
+    flat = VECTORS if axes == {"*axes"} else ({},)
+    optional = [operand.name for operand in op.contract.inputs if operand.optional]
+    several = SIZES.get(name, flat)
+    choices = OPTIONS.get(name, ({},))
+    every = {key: value for options in choices for key, value in options.items()}
+    middle = several[len(several) // 2]
+    for dtype in KERNEL_DTYPES:
+        # float16 takes the space of bfloat16 and the same tables: one size shows its arithmetic
+        for size in several if dtype.name != "float16" else (middle,):
+            yield Asked(size, (), dtype, False, choices[0])
+            yield Asked(size, (*optional,), dtype, True, every)
+    at = len(several) // 2
+    for size in several[at : at + (2 if "queries" in middle else 1)]:  # of few, and of many
+        for options in choices[1:]:
+            yield Asked(size, (), BFLOAT16, False, options)
+        for given in [(), (*optional,), *((each,) for each in optional)]:
+            yield Asked(size, given, BFLOAT16, not given, choices[0])
+
+
+def call(op: Op[..., Any], form: Asked, machine: Machine) -> Call:
+    """Return a call of this form whose arrays hold zeros."""
+    known = {**sizes(SCALE), "tokens": 4, "rows": (4,), **form.sizes}
+    shift = form.sizes.get("shift", 0)
+
+    def made(operand: Operand) -> Any:
+        if operand.optional and operand.name not in form.given:
+            return None
+        choices = allowed(operand.kind, form.dtype)
+        if operand.kind == "int":
+            choices = choices[::-1]  # int64 is the plain one
+        dtype = choices[-1] if form.wide else choices[0]
+        return machine.array(shape_of(operand, known) or (), dtype, shift)
+
+    arrays = {operand.name: made(operand) for operand in op.contract.inputs}
+    options = {name: known[name] for name in op.options & known.keys()}
+    return Call(op, arrays, options | form.options)
+
+
+def turned(forward: Call, found: dict[str, Any], machine: Machine, form: Asked) -> Call:
+    """Return the call of the backward op; outputs that may have no gradient have one if wide."""
+    op: Any = forward.op.backward
+    shift = form.sizes.get("shift", 0)
+    seeds = {
+        f"d{name}": machine.array(array.shape, array.dtype, shift)
+        for name, array in found.items()
+        if any(o.name == f"d{name}" and (form.wide or not o.optional) for o in op.contract.inputs)
+    }
+    return forward.backward(found, seeds)
+
+
+def training_step(machine: Machine, dtype: Any, gradient: Any, bits: int, copies: bool) -> None:
+    """Make a step that the device alone decides on; no op, as it takes all tensors together."""
+    master = np.dtype("float32") if copies else dtype
+    shapes = {"even": (8192,), "odd": (4100,)}
+    made = AdamW({n: machine.array(s, master) for n, s in shapes.items()}, state_bits=bits)
+    if copies:
+        made.keep_copies({n: machine.array(s, dtype) for n, s in shapes.items()})
+    gradients = {n: machine.array(s, gradient) for n, s in shapes.items()}
+    scaler = LossScaler()
+    scaler.unscale(gradients)
+    clip_gradients(gradients, 1.0)
+    measured = measure_gradients(gradients, 1.0, scaler=scaler)
+    made.step(gradients, finite=measured.finite, factor=measured.factor)
+    scaler.update(measured.finite)
+
+
+def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
+    """Return what launches kernels and is no op: its name, a form, and what does it."""
+    for dtype in KERNEL_DTYPES:
+        narrow = dtype.itemsize == 2
+        forms = [
+            (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]
+        ]
+        for gradient, bits, copies in [*forms, *[(np.dtype("float32"), 32, False)] * narrow]:
+            words = f"{dtype} gradient {gradient} {bits} bits{' copies' * copies}"
+            yield (
+                "AdamW.step",
+                words,
+                functools.partial(
+                    training_step, dtype=dtype, gradient=gradient, bits=bits, copies=copies
+                ),
+            )
+
+
+def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
+    """Return what calls of every form launch, with the name of what was called and the form."""
+    for name in forward_ops():
+        op = OPS[name]
+        backward = op.backward if op.backward and op.backward.launch else None
+        for form in forms(op) if op.launch or backward else ():
+            with gpu(arch) as machine:
+                forward = call(op, form, machine)
+                outputs = forward.run()
+                yield from ((launch, name, str(form)) for launch in machine.launches)
+                machine.launches.clear()
+                if backward:
+                    turned(forward, outputs, machine, form).launches()  # not the definition
+                    by = backward.__name__
+                    yield from ((launch, by, str(form)) for launch in machine.launches)
+    for name, words, program in programs():
+        with gpu(arch) as machine:
+            machine.strict = False
+            program(machine)
+            yield from ((launch, name, words) for launch in machine.launches)
+
+
+@functools.cache
+def variants(arch: str) -> tuple[Variant, ...]:
+    """Return the variants that an architecture is asked for, each once, in a fixed order."""
+    found: dict[Any, Variant] = {}
+    labels: set[tuple[str, str]] = set()
+    for launch, by, form in launches(arch):
+        key = launch.kernel, launch.source, launch.threads, launch.shared
+        if key in found:
+            continue
+        label = form if by == launch.kernel else f"{by} {form}"
+        while (launch.kernel, label) in labels:  # a call asks for several parts of a kernel
+            label += " again"
+        labels.add((launch.kernel, label))
+        found[key] = Variant(launch.kernel, label, arch, launch)
+    return tuple(found.values())
+
+
+@functools.cache
+def of_kernel(kernel: str, arch: str) -> tuple[Variant, ...]:
+    """Return the variants of one kernel."""
+    return tuple(variant for variant in variants(arch) if variant.kernel == kernel)
+
+
+def declared() -> list[str]:
+    """Return the kernels of ``kernels_cu``."""
+    sources = [path.read_text() for path in sorted(source_root().glob("*.cu"))]
+    return re.findall(r"^(?:CLUSTER_)?KERNEL\([^)]*\)\s*(\w+)\(", "".join(sources), re.M)
+
+
+def constants(source: str) -> dict[str, str]:
+    """Return the constants of a translation unit."""
+    values = re.findall(r"^constexpr \w+ (\w+) = (\w+);$", source, re.M)
+    return dict(values + re.findall(r"^using (\w+) = (.+);$", source, re.M))

@@ -1,19 +1,22 @@
-"""Write the API pages: one per group of ``unsloth_cupy/__init__.py``, in its order.
+"""Write the pages of the API, one per group of ``unsloth_cupy/__init__.py``, and of the kernels.
 
 An op's page shows the signature string that checks its calls, so a new op documents itself.
 """
 
 import importlib
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
 
 import unsloth_cupy
-from tests.hardware.fixtures import table
-from unsloth_cupy._jit import source_root
+from tests import budget
+from tests.hardware import fixtures
+from tests.variants import ARCHITECTURES
 from unsloth_cupy._op import OPS, Op
+from unsloth_cupy._source import source_root
 
 # Modules whose names are not repeated in the package itself.
 MODULES = {"unsloth_cupy.models": "Models", "unsloth_cupy.errors": "Errors"}
@@ -46,33 +49,76 @@ def page(title: str, module: str, names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def kernels() -> str:
-    """Return the page of the kernels: the comment that opens each file."""
-    lines = [
-        "# Kernels",
-        "",
-        "Collected from the files of `kernels_cu/`: maths, traffic, constants.",
-    ]
+def kernel_pages() -> dict[str, str]:
+    """Return a page for every file of ``kernels_cu``, one of instructions, and their index.
+
+    A page is the comment that opens the file and, from ``tests/kernel_budget.toml``, what every
+    variant takes.
+    """
+    _, lines = budget.read()
+    pages, summary = {}, []
     for path in sorted(source_root().glob("*.cu")):
-        header = re.match(r"(?://.*\n)+", path.read_text())
+        source = path.read_text()
+        header = re.match(r"(?://.*\n)+", source)
         text = re.sub(r"^// ?", "", header[0], flags=re.M) if header else ""
-        lines += ["", f"## {path.name}", "", "```text", text.rstrip(), "```"]
-    lines += [
-        "",
-        "## Instructions",
-        "",
-        "Each instruction that kernels may use is tested alone, on the CPU, against arithmetic.",
-        "`python -m tests.hardware` asks a GPU for the same bits and keeps the date.",
-        "",
-        table(),
-    ]
-    return "\n".join(lines)
+        page = [f"# {path.stem}", "", "```text", text.rstrip(), "```"]
+        for kernel in re.findall(r"^(?:CLUSTER_)?KERNEL\([^)]*\)\s*(\w+)\(", source, re.M):
+            table = lines.get(kernel, {})
+            summary.append(
+                f"| [{kernel}]({path.stem}.md#{kernel}) | {' | '.join(_ranges(table))} |"
+            )
+            page += ["", f"({kernel})=", f"## {kernel}", "", _head("variant")]
+            for label, by in table.items():
+                cells = (_cell(by.get(arch)) for arch in ARCHITECTURES)
+                page.append(f"| {label} | {' | '.join(cells)} |")
+        pages[path.stem] = "\n".join([*page, ""])
+    pages["instructions"] = f"{INSTRUCTIONS}\n{fixtures.table()}\n"
+    tree = ["```{toctree}", ":hidden:", "", *pages, "```", ""]
+    pages["index"] = "\n".join([KERNELS, _head("kernel"), *summary, "", *tree])
+    return pages
+
+
+KERNELS = """\
+# Kernels
+
+Collected from the files of `kernels_cu/`: maths, traffic, constants; and from what NVRTC says of
+every variant that the library asks for, which the tests hold it to. Cells give registers of a
+thread, bytes of static and dynamic shared memory, and the share of an SM's threads that can be
+resident at once. What a GPU confirmed of their speed stands under
+[performance](../performance.md); of the instructions that they use, under
+[instructions](instructions.md).
+"""
+INSTRUCTIONS = """\
+# Instructions
+
+Each instruction that kernels may use is tested alone, on the CPU, against arithmetic.
+`python -m tests.hardware` asks a GPU for the same bits and keeps the date.
+"""
+
+
+def _head(first: str) -> str:
+    named = [first, *(f"sm_{arch}" for arch in ARCHITECTURES)]
+    return f"| {' | '.join(named)} |\n|{'---|' * len(named)}"
+
+
+def _cell(numbers: list[int] | None) -> str:
+    if numbers is None:
+        return "-"
+    registers, static, dynamic, percent = numbers
+    return f"{registers}, {static} + {dynamic}, {percent} %"
+
+
+def _ranges(table: Mapping[str, Mapping[str, list[int]]]) -> Iterator[str]:
+    """Yield for each architecture from what to what the numbers of a kernel's variants go."""
+    for arch in ARCHITECTURES:
+        found = [by[arch] for by in table.values() if arch in by]
+        sides = [(min(column), max(column)) for column in zip(*found, strict=True)]
+        words = [f"{low} - {high}" if low < high else f"{low}" for low, high in sides]
+        yield "{}, {} + {}, {} %".format(*words) if words else "-"
 
 
 def write_pages(app: Sphinx) -> None:
-    """Write api/*.md and the index that lists them."""
-    folder = Path(app.srcdir) / "api"
-    folder.mkdir(exist_ok=True)
+    """Write api/*.md and kernels/*.md, each with the index that lists them."""
     pages = {title: page(title, "unsloth_cupy", names) for title, names in groups().items()}
     for module, title in MODULES.items():
         space = vars(importlib.import_module(module))
@@ -83,17 +129,23 @@ def write_pages(app: Sphinx) -> None:
             and value.__module__.startswith(module)
         ]
         pages[title] = page(title, module, own)
-    pages["Kernels"] = kernels()
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
     index += ["", "```{toctree}", "", *files.values(), "```", ""]
-    texts = {f"{files[title]}.md": text for title, text in pages.items()}
-    for name, text in {**texts, "index.md": "\n".join(index)}.items():
-        path = folder / name
+    texts = {files[title]: text for title, text in pages.items()}
+    _write(Path(app.srcdir) / "api", texts | {"index": "\n".join(index)})
+    _write(Path(app.srcdir) / "kernels", kernel_pages())
+
+
+def _write(folder: Path, pages: dict[str, str]) -> None:
+    """Make a folder hold these pages and no other."""
+    folder.mkdir(exist_ok=True)
+    for name, text in pages.items():
+        path = folder / f"{name}.md"
         if not path.exists() or path.read_text() != text:  # unchanged pages are not rebuilt
             path.write_text(text)
     for path in folder.glob("*.md"):
-        if path.name not in {*texts, "index.md"}:
+        if path.stem not in pages:
             path.unlink()
 
 

@@ -1,0 +1,71 @@
+"""What a step of training holds at most: all kept, blocks computed twice, logits by chunks."""
+
+import numpy as np
+
+from unsloth_cupy import (
+    CheckpointConfig,
+    Tape,
+    cross_entropy,
+    format_bytes,
+    linear,
+    linear_cross_entropy,
+    memory_pool,
+    models,
+)
+
+config = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+}
+model = models.create(config, seed=0)
+rng = np.random.default_rng(0)
+tokens = rng.integers(0, 64, (4, 64))
+
+
+def step(every):
+    """Return the loss and the gradients of a step, and the most bytes that it held."""
+    parts = None if every is None else CheckpointConfig(checkpoint_every=every)
+    with memory_pool() as pool:
+        loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=parts)
+    return loss, gradients, pool.peak
+
+
+model.loss(tokens, tokens)  # what is made once, such as rotary tables, is made now
+plain_loss, plain, plain_peak = step(None)
+print(f"8 blocks, all kept          {format_bytes(plain_peak)}")
+for every in (1, 2, 4):
+    loss, gradients, peak = step(every)
+    print(f"8 blocks, input of every {every}  {format_bytes(peak)}")
+    assert peak < plain_peak
+    assert loss == plain_loss
+    assert all((gradients[name] == plain[name]).all() for name in plain), "the same bits"
+
+x, head = rng.standard_normal((256, 32), np.float32), rng.standard_normal((4096, 32), np.float32)
+labels = rng.integers(0, 4096, 256)
+
+
+def head_step(losses_of):
+    """Return the gradient of the mean loss with respect to x, and the most bytes held."""
+    with memory_pool() as pool:
+        tape = Tape()
+        watched, weight = tape.watch(x), tape.watch(head)
+        losses = losses_of(watched, weight)
+        dx, _ = tape.gradients(losses, [watched, weight], np.full(256, 1 / 256, np.float32))
+    return dx, pool.peak
+
+
+whole, whole_peak = head_step(lambda x, weight: cross_entropy(linear(x, weight), labels))
+chunked, chunked_peak = head_step(
+    lambda x, weight: linear_cross_entropy(x, weight, labels, max_bytes=1 << 19)
+)
+np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-7)
+print(f"4096 logits of 256 rows     {format_bytes(whole_peak)}")
+print(f"by chunks of half a MiB     {format_bytes(chunked_peak)}")
+assert chunked_peak < whole_peak

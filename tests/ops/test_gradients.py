@@ -196,6 +196,6 @@ def test_a_step_is_a_few_launches_and_no_word_from_the_host(
             *("measure", "adamw_step", "loss_scaler"),
             *("measure", "rescale", "measure"),
         ]
-        assert len(sent) <= before + 2  # divided gradients may be new arrays: their table, two parts
+        assert len(sent) <= before + 2  # the table of new arrays, in two parts
         with pytest.raises(stand_in.HostReadError):
             scaler.value  # noqa: B018 -- what its docstring says

@@ -1,5 +1,6 @@
 """Work shared among the threads of a host: NumPy lets go of the interpreter while it computes."""
 
+import contextvars
 import functools
 import os
 from collections import deque
@@ -43,7 +44,10 @@ def each(work: Callable[[T], None], items: Iterable[T]) -> None:
                 return
             work(item)
 
-    helpers = [_pool().submit(drain) for _ in range(min(count(), len(queue)) - 1)]
+    helpers = [  # with np.errstate, and whatever else is set for this thread
+        _pool().submit(contextvars.copy_context().run, drain)
+        for _ in range(min(count(), len(queue)) - 1)
+    ]
     try:
         drain()
     finally:

@@ -16,6 +16,7 @@ import numpy as np
 from .. import (
     add,
     attention,
+    attention_varlen,
     checkpoint,
     embedding,
     geglu,
@@ -48,6 +49,7 @@ class Call(NamedTuple):
     tables: Mapping[str, tuple[Any, Any]]
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
     mask: Any = None  # (batch, 1, 1, keys)
+    offsets: Any = None  # (texts + 1,) of texts that lie end to end, in a batch of one
     cache: KVCache | None = None
     adapter: Adapter | None = None  # its parameters are among the others
     seed: int | None = None  # of its dropout; None: there is none
@@ -176,17 +178,13 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     elif call.cache is not None:
         k, v = call.cache.append(layer, k, v)
         window, mask = _remembered(call.cache, layer, tokens, window, mask)
-    out = attention(
-        q,
-        k,
-        v,
-        causal=True,
-        window=None if window is None else (window - 1, 0),  # a window counts the query itself
-        scale=config.scale,
-        softcap=config.softcap,
-        mask=mask,
-        key_lengths=lengths,
-    )
+    options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
+    options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
+    if call.offsets is not None:
+        q, k, v = (each.reshape(batch * tokens, *each.shape[2:]) for each in (q, k, v))
+        out = attention_varlen(q, k, v, call.offsets, call.offsets, **options)
+    else:
+        out = attention(q, k, v, mask=mask, key_lengths=lengths, **options)
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
         out = _norm(call, here, "attn_sub_norm", out)

@@ -1,20 +1,31 @@
-"""Tokens and masks, checked before anything is computed."""
+"""Tokens, masks and packed texts, checked before anything is computed, and where tokens stand."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import _arrays
-from .._typing import Array
-from ..errors import DTypeError, ShapeError
+from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
+from ..ops._sequences import check_offsets
 
-IGNORE = -100  # the label of a token that does not count
+if TYPE_CHECKING:
+    from .transformer import Transformer
 
 
-def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
-    """Raise unless tokens and mask are arrays that fit each other and the cache."""
-    _arrays.common("Transformer", ("tokens", "mask"), (tokens, mask))
+class Places(NamedTuple):
+    """Where the tokens of a call stand, as all its blocks take it."""
+
+    tables: Mapping[str, tuple[Any, Any]]  # cos and sin, by layer type
+    positions: Any  # (batch, tokens); None: the rows of the tables, in order
+    mask: Any  # (batch, 1, 1, keys) which keys are no padding; None: all
+    offsets: Any = None  # (texts + 1,) where texts start that share a row
+
+
+def check(tokens: Any, mask: Any = None, cache: KVCache | None = None, offsets: Any = None) -> None:
+    """Raise unless tokens, mask and offsets are arrays that fit each other and the cache."""
+    _arrays.common("Transformer", ("tokens", "mask", "offsets"), (tokens, mask, offsets))
     if tokens.ndim != 2:
         cure = "pass tokens[None]" if tokens.ndim == 1 else "pass (batch, tokens)"
         raise ShapeError(f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}")
@@ -25,12 +36,28 @@ def check(tokens: Any, mask: Any = None, cache: KVCache | None = None) -> None:
         raise ShapeError(f"Transformer: tokens are {tokens.shape}, the cache has batch={rows}")
     if cache is not None:
         cache.check_room(new)
+    if offsets is not None:
+        _check_offsets(tokens, offsets, mask, cache)
     if mask is None:
         return
     if mask.shape not in ((batch, new), (batch, held + new)):
         raise ShapeError(f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make equal")
     if mask.dtype.kind not in "biu":
         raise DTypeError(f"Transformer: mask is {mask.dtype}; it must be bool or an integer")
+
+
+def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: KVCache | None) -> None:
+    if mask is not None or cache is not None:
+        other = "mask" if mask is not None else "cache"
+        raise ConfigError(
+            f"Transformer: offsets lay texts end to end, without padding; leave {other} out"
+        )
+    if offsets.ndim != 1 or not len(offsets):
+        raise ShapeError(f"Transformer: offsets are {offsets.shape}; they must be (texts + 1,)")
+    if offsets.dtype.kind not in "iu":
+        raise DTypeError(f"Transformer: offsets are {offsets.dtype}; they must be integers")
+    if isinstance(offsets, np.ndarray):  # a GPU is not asked: it waits
+        check_offsets("Transformer", "offsets", offsets, tokens.size)
 
 
 def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
@@ -42,6 +69,47 @@ def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
     return real if cache is None else cache.note(real, new)
 
 
-def count_labels(labels: Array) -> Any:
-    """Return how many labels count, at least 1, without asking a GPU."""
-    return (labels[:, 1:] != IGNORE).sum().clip(1)
+def places(
+    model: "Transformer", tokens: Any, mask: Any, cache: KVCache | None, offsets: Any
+) -> Places:
+    """Return where tokens stand: behind those of the cache, between padding, or in their texts."""
+    if offsets is not None:
+        return _packed(model, tokens.size, offsets)
+    start, new = cache.length if cache is not None else 0, tokens.shape[1]
+    real = real_keys(mask, cache, new)
+    length, positions = start + new, None
+    if real is not None:
+        counted = real.cumsum(axis=1)[:, start:] - 1
+        positions = counted * (counted > 0)
+        if _by_length(model):
+            length = int(positions.max(initial=0)) + 1
+    rows = slice(None) if real is not None else slice(start, start + new)
+    found = {
+        kind: tuple(table[rows] for table in tables(max(length, 1)))
+        for kind, tables in model.tables.items()
+    }
+    return Places(found, positions, None if real is None else real[:, None, None, :])
+
+
+def _packed(model: "Transformer", total: int, offsets: Any) -> Places:
+    """Return the places of texts that lie end to end: each begins at position 0."""
+    if _by_length(model):  # each text has angles of its own: a row of the tables for each token
+        lengths = [n for n in np.diff(_arrays.on_host(offsets)).tolist() if n]
+        found: dict[str, Any] = {}
+        for kind, tables in model.tables.items():
+            texts = [[table[:n] for table in tables(n)] for n in lengths]
+            found[kind] = tuple(np.concatenate(parts) for parts in zip(*texts, strict=True))
+        return Places(found if lengths else _tables(model, 1), None, None, offsets)
+    every = np.arange(total, like=offsets)
+    positions = every - offsets[np.searchsorted(offsets[1:], every, side="right")]
+    longest = int(np.diff(offsets).max(initial=1)) if isinstance(offsets, np.ndarray) else total
+    return Places(_tables(model, longest), positions[None], None, offsets)
+
+
+def _tables(model: "Transformer", length: int) -> dict[str, tuple[Any, Any]]:
+    return {kind: tables(max(length, 1)) for kind, tables in model.tables.items()}
+
+
+def _by_length(model: "Transformer") -> bool:
+    """Say whether angles depend on how long a text is."""
+    return any(rope.original is not None for rope in model.config.ropes.values())

@@ -78,8 +78,14 @@ class Step:
         parameters = model.parameters
         if model.adapter is not None:
             parameters = {**model.adapter.parameters, **parameters}
-        shared: Any = (self.tables, self.positions, None, None, model.adapter, None, self)
-        call = Call(model.config, parameters, *shared)
+        call = Call(
+            model.config,
+            parameters,
+            self.tables,
+            self.positions,
+            adapter=model.adapter,
+            step=self,
+        )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]
         logits: Array = model.head(x)[:, 0]

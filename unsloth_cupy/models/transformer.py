@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays, linear, linear_cross_entropy
-from .._dtypes import FLOAT32
+from .. import linear_cross_entropy
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
-from ..errors import ConfigError, DTypeError, ShapeError
+from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..loss_scaler import LossScaler
 from ..tape import Tape
@@ -25,7 +24,8 @@ from .adapter import Adapter, create_adapter
 from .block import Call, blocks, embedded, join, rope_rows
 from .config import Config
 from .files import SINGLE, Layout, write_folder
-from .inputs import IGNORE, check, count_labels, real_keys
+from .inputs import check, places
+from .loss import IGNORE, count_labels, head_weight, logits_of, loss_on_tape, next_labels
 
 
 class Transformer:
@@ -77,7 +77,12 @@ class Transformer:
             self.parameters, self.adapter = self.adapter.merged(self.parameters), None
 
     def logits(
-        self, tokens: Array, *, mask: Array | None = None, cache: KVCache | None = None
+        self,
+        tokens: Array,
+        *,
+        mask: Array | None = None,
+        cache: KVCache | None = None,
+        offsets: Array | None = None,
     ) -> Array:
         """Return the score of every next token, at every position.
 
@@ -91,6 +96,9 @@ class Transformer:
         cache : KVCache, optional
             Continue after the tokens that it holds, and add these to it; mask may then also
             cover all tokens, (batch, held + tokens).
+        offsets : (texts + 1,) int, optional
+            Several texts that share rows: where each one starts among all tokens, row after row,
+            and the number of tokens last.  Each begins at position 0, and none sees another.
 
         Returns
         -------
@@ -99,13 +107,24 @@ class Transformer:
         Raises
         ------
         RangeError
-            A token is outside the vocabulary, or the cache is full.
+            A token is outside the vocabulary, the cache is full, or offsets do not rise from 0 to
+            the number of tokens.
         ShapeError, DTypeError
-            tokens or mask are no such arrays.
+            tokens, mask or offsets are no such arrays.
+        ConfigError
+            There are offsets and a mask, or a cache.
         """
-        return self.head(self.hidden(self.parameters, tokens, mask, cache))
+        x = self.hidden(self.parameters, tokens, mask, cache, offsets=offsets)
+        return self.head(x).reshape(*tokens.shape, -1)
 
-    def loss(self, tokens: Array, labels: Array, *, mask: Array | None = None) -> Any:
+    def loss(
+        self,
+        tokens: Array,
+        labels: Array,
+        *,
+        mask: Array | None = None,
+        offsets: Array | None = None,
+    ) -> Any:
         """Return the mean negative log probability of the labels, in nats.
 
         The shift by one token happens here: position t predicts ``labels[:, t + 1]``.
@@ -118,15 +137,17 @@ class Transformer:
             Usually the tokens themselves; -100 where a token does not count.
         mask : (batch, tokens) bool or int, optional
             As in ``logits``; padding counts unless its label is -100.
+        offsets : (texts + 1,) int, optional
+            As in ``logits``; no text predicts the first token of the next one.
 
         Returns
         -------
         loss : float64 scalar
             0 where no label counts.
         """
-        x = self.hidden(self.parameters, tokens, mask)
-        losses = self.losses(self.parameters, x, tokens, labels)
-        return losses.sum(dtype=np.float64) / count_labels(labels)
+        x = self.hidden(self.parameters, tokens, mask, offsets=offsets)
+        losses = self.losses(self.parameters, x, tokens, labels, offsets)
+        return losses.sum(dtype=np.float64) / count_labels(next_labels(tokens, labels, offsets))
 
     def loss_and_gradients(
         self,
@@ -134,27 +155,31 @@ class Transformer:
         labels: Array,
         *,
         mask: Array | None = None,
+        offsets: Array | None = None,
         checkpoint: CheckpointConfig | None = None,
         scaler: LossScaler | None = None,
         seed: int | None = None,
+        count: int | None = None,
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
         With a seed, the adapter's dropout is on; each step should have its own.  Where
         ``checkpoint`` is given and enabled, the tape keeps the input of every so many blocks and
         the way back computes them again: less memory, more time, the same bits.  Where ``scaler``
-        is given, its scale is in the gradients, not in the loss.
+        is given, its scale is in the gradients, not in the loss, and what overflows is silently
+        infinite.  ``count`` is what sums are divided by: the labels of a whole batch where this is
+        a part of it, so that parts only need to be added; None: the labels that count here.
         """
+        quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
         tape = Tape()
         watched = {name: tape.watch(array) for name, array in self.trainable.items()}
         parameters = {**self.parameters, **watched}
-        x = self.hidden(parameters, tokens, mask, checkpoints=checkpoint, seed=seed)
-        losses = self.losses(parameters, x, tokens, labels)
-        count = count_labels(labels)
-        share = (_arrays.full_like(losses.value, 1) / count).astype(losses.dtype)
-        share = share if scaler is None else scaler.scale(share)
-        gradients = tape.gradients(losses, [*watched.values()], share, release=True)
-        loss = losses.value.sum(dtype=np.float64) / count
+        with np.errstate(**quiet):
+            x = self.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets)
+            shifted = next_labels(tokens, labels, offsets)
+            by = count_labels(shifted) if count is None else count
+            of, loss = loss_on_tape(self.config, parameters, x, shifted, by, scaler)
+            gradients = tape.gradients(of, [*watched.values()], release=True)
         return loss, dict(zip(watched, gradients, strict=True))
 
     def generate(
@@ -244,53 +269,30 @@ class Transformer:
         cache: KVCache | None = None,
         checkpoints: CheckpointConfig | None = None,
         seed: int | None = None,
+        offsets: Array | None = None,
     ) -> Any:
-        """Return the normed output of the last block; parameters are arrays, or Vars of a tape."""
-        check(tokens, mask, cache)
-        config = self.config
-        new = tokens.shape[1]
-        branch = embedded(config, parameters, tokens)
-        start = cache.length if cache is not None else 0
-        real = real_keys(mask, cache, new)
-        length, positions = start + new, None
-        if real is not None:
-            counted = real.cumsum(axis=1)[:, start:] - 1
-            positions = counted * (counted > 0)
-            if any(rope.original is not None for rope in config.ropes.values()):
-                length = int(positions.max(initial=0)) + 1
-        rows = slice(None) if real is not None else slice(start, start + new)
-        tables = {
-            kind: tuple(table[rows] for table in tables(max(length, 1)))
-            for kind, tables in self.tables.items()
-        }
-        keys = None if real is None else real[:, None, None, :]
+        """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
+
+        Texts that lie end to end are one row of it: (1, tokens, hidden).
+        """
+        check(tokens, mask, cache, offsets)
+        here = places(self, tokens, mask, cache, offsets)
+        tokens = tokens if offsets is None else tokens.reshape(1, -1)
+        branch = embedded(self.config, parameters, tokens)
         if self.adapter is not None:
             parameters = {**self.adapter.parameters, **parameters}
-        shared: Any = (tables, positions, keys, cache, self.adapter, seed)
-        call = Call(config, parameters, *shared)
+        call = Call(self.config, parameters, *here, cache, self.adapter, seed)
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
 
     def head(self, x: Array) -> Array:
         """Return the logits of normed hidden states."""
-        logits = linear(x, self._head(self.parameters))
-        cap = self.config.logit_softcap
-        if cap is None:
-            return logits
-        wide = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
-        return (np.tanh(wide / cap) * cap).astype(logits.dtype, copy=False)
+        return logits_of(self.config, self.parameters, x)
 
-    def _head(self, parameters: Mapping[str, Any]) -> Any:
-        return parameters["model.embed_tokens.weight" if self.config.tied else "lm_head.weight"]
-
-    def losses(self, parameters: Mapping[str, Any], x: Any, tokens: Array, labels: Array) -> Any:
+    def losses(
+        self, parameters: Any, x: Any, tokens: Array, labels: Array, offsets: Any = None
+    ) -> Any:
         """Return the loss of every position: (batch, tokens) float32."""
-        _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
-        if labels.shape != tokens.shape:
-            raise ShapeError(f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal")
-        if labels.dtype.kind != "i":
-            raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
-        shifted = _arrays.full_like(labels, IGNORE)
-        shifted[:, :-1] = labels[:, 1:]
-        cap = self.config.logit_softcap
-        return linear_cross_entropy(x, self._head(parameters), shifted, ignore=IGNORE, softcap=cap)
+        shifted, cap = next_labels(tokens, labels, offsets), self.config.logit_softcap
+        head = head_weight(self.config, parameters)
+        return linear_cross_entropy(x, head, shifted, ignore=IGNORE, softcap=cap)

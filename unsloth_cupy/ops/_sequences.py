@@ -63,20 +63,26 @@ def sides_of(
             Padded(k_offsets, max_keys, k.shape[0]),
         )
         return
-    _check("q_offsets", q_offsets, q.shape[0], "max_queries", max_queries)
-    _check("k_offsets", k_offsets, k.shape[0], "max_keys", max_keys)
+    for name, offsets, tokens, longest_name, longest in (
+        ("q_offsets", q_offsets, q.shape[0], "max_queries", max_queries),
+        ("k_offsets", k_offsets, k.shape[0], "max_keys", max_keys),
+    ):
+        check_offsets("attention_varlen", name, offsets, tokens)
+        most = int(np.diff(offsets).max(initial=0))
+        if longest is not None and most > longest:
+            problem = f"{name} has a sequence of {most} tokens"
+            raise RangeError(
+                f"attention_varlen: {problem}; {longest_name}={longest} must be as many"
+            )
     rows, keys = (itertools.pairwise(offsets.tolist()) for offsets in (q_offsets, k_offsets))
     for row, key in zip(rows, keys, strict=True):
         yield Sequence(*row), Sequence(*key)
 
 
-def _check(name: str, offsets: Array, tokens: int, longest_name: str, longest: int | None) -> None:
-    """Raise unless offsets rise from 0 to tokens, in steps of at most longest."""
-    steps = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] != tokens or (steps < 0).any():
+def check_offsets(call: str, name: str, offsets: Array, tokens: int) -> None:
+    """Raise unless offsets, which the host may read, rise from 0 to the number of tokens."""
+    falls = (np.diff(offsets) < 0).any()
+    if offsets[0] != 0 or offsets[-1] != tokens or falls:
         found = f"{name} goes from {offsets[0]} to {offsets[-1]}"
-        found += ", and falls in between" if (steps < 0).any() else ""
-        raise RangeError(f"attention_varlen: {found}; it must rise from 0 to {tokens}, the tokens")
-    if longest is not None and steps.size and steps.max() > longest:
-        problem = f"{name} has a sequence of {steps.max()} tokens"
-        raise RangeError(f"attention_varlen: {problem}; {longest_name}={longest} must be as many")
+        found += ", and falls in between" if falls else ""
+        raise RangeError(f"{call}: {found}; it must rise from 0 to {tokens}, the tokens")

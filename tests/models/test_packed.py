@@ -1,0 +1,176 @@
+"""Texts that share rows: the numbers of each one alone, and none sees another."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import CheckpointConfig, LossScaler
+from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+from unsloth_cupy.models import Transformer, create
+
+from .peers import CONFIGS, SIZES
+
+LENGTHS = [5, 1, 11, 7]  # one goes on in the second row; one has nothing to predict
+OFFSETS = np.cumsum([0, *LENGTHS])
+TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
+LABELS = np.where(np.arange(24) % 5 == 3, -100, TOKENS.ravel()).reshape(2, 12)
+
+
+def model_of(label: str, dtype: str, rank: int | None) -> Transformer:
+    model = create(SIZES | CONFIGS[label], seed=0, dtype=dtype)
+    if rank is not None:
+        model.add_adapter(rank, dora=True)
+        draw = np.random.default_rng(1)
+        for name, array in model.trainable.items():
+            if "magnitude" not in name:
+                array[...] += draw.standard_normal(array.shape) / 8
+    return model
+
+
+def widened(model: Transformer) -> Transformer:
+    """Make a model compute in float64, with equal weights."""
+    model.parameters = {n: array.astype(float) for n, array in model.parameters.items()}
+    if model.adapter is not None:
+        adapter = model.adapter
+        adapter.parameters = {n: array.astype(float) for n, array in adapter.parameters.items()}
+    return model
+
+
+def texts(array: np.ndarray) -> list[np.ndarray]:
+    return [part[None] for part in np.split(array.ravel(), OFFSETS[1:-1])]
+
+
+def one_by_one(model: Transformer) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the mean over all labels of all texts, and its gradients."""
+    count, loss, total = 0, 0.0, {}
+    for tokens, labels in zip(texts(TOKENS), texts(LABELS), strict=True):
+        asked = int((labels[:, 1:] != -100).sum())
+        one, gradients = model.loss_and_gradients(tokens, labels)
+        count, loss = count + asked, loss + float(one) * asked
+        for name, gradient in gradients.items():
+            total[name] = total.get(name, 0) + gradient.astype(np.float64) * asked
+    return loss / count, {name: gradient / count for name, gradient in total.items()}
+
+
+def largest_error(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+    """Return the Frobenius norm of all errors, relative to that of all gradients."""
+    assert found.keys() == wanted.keys()
+    off = sum(np.square(found[n].astype(np.float64) - wanted[n]).sum() for n in wanted)
+    return float(np.sqrt(off / sum(np.square(gradient).sum() for gradient in wanted.values())))
+
+
+@pytest.mark.parametrize("rank", [None, 3], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("label", CONFIGS)
+def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: int | None) -> None:
+    """Exactly but for the order of sums: float32 is off by no more than the texts alone are."""
+    model = model_of(label, "float32", rank)
+    loss, alone = one_by_one(model)
+    wide = widened(model_of(label, "float32", rank))
+    exact_loss, exact = one_by_one(wide)
+    found_loss, found = wide.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
+    assert float(found_loss) == pytest.approx(exact_loss, rel=1e-12)
+    assert largest_error(found, exact) < 1e-12
+    assert float(model.loss(TOKENS, LABELS, offsets=OFFSETS)) == pytest.approx(loss, rel=1e-6)
+    allowed = 2 * largest_error(alone, exact) + 4 * np.finfo(np.float32).eps
+    first, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
+    assert float(first) == pytest.approx(loss, rel=1e-6)
+    assert largest_error(gradients, exact) <= allowed
+    for config in (CheckpointConfig(), CheckpointConfig(checkpoint_every=2)):
+        again = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS, checkpoint=config)
+        assert again[0] == first
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(again[1][name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize("label", CONFIGS)
+def test_no_text_sees_another(label: str) -> None:
+    """Logits of the others keep every bit; those of each text are what it has alone."""
+    model = model_of(label, "float32", None)
+    wide = widened(model_of(label, "float32", None))
+    found = texts_of(wide.logits(TOKENS, offsets=OFFSETS))
+    for logits, tokens in zip(found, texts(TOKENS), strict=True):
+        np.testing.assert_allclose(logits, wide.logits(tokens)[0], rtol=1e-11, atol=1e-11)
+    before = texts_of(model.logits(TOKENS, offsets=OFFSETS))
+    for number, tokens in enumerate(texts(TOKENS)):
+        changed = TOKENS.copy()
+        changed.reshape(-1)[OFFSETS[number] : OFFSETS[number + 1]] = 96 - tokens[0]
+        after = texts_of(model.logits(changed, offsets=OFFSETS))
+        for other in range(len(LENGTHS)):
+            same = (after[other] == before[other]).all()
+            assert same == (other != number)
+
+
+def texts_of(logits: np.ndarray) -> list[np.ndarray]:
+    assert logits.shape == (*TOKENS.shape, 97)
+    return np.split(logits.reshape(-1, 97), OFFSETS[1:-1])
+
+
+def test_labels_of_a_next_text_are_not_asked_for() -> None:
+    model = model_of("llama", "float32", None)
+    loss, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
+    other = LABELS.copy()
+    other.reshape(-1)[OFFSETS[:-1]] = 50  # the first token of each text: nothing comes before it
+    again = model.loss_and_gradients(TOKENS, other, offsets=OFFSETS)
+    assert again[0] == loss
+    assert all((again[1][name] == gradient).all() for name, gradient in gradients.items())
+
+
+def test_a_part_of_a_batch_is_divided_by_the_labels_of_all() -> None:
+    model = model_of("llama", "float64", None)
+    labels = np.where(np.arange(12) < 7, -100, TOKENS)
+    labels[1, 3:] = -100
+    count = int((labels[:, 1:] != -100).sum())
+    loss, gradients = model.loss_and_gradients(TOKENS, labels)
+    parts = [
+        model.loss_and_gradients(TOKENS[[row]], labels[[row]], count=count) for row in range(2)
+    ]
+    assert sum(float(part[0]) for part in parts) == pytest.approx(float(loss), rel=1e-12)
+    sums = {name: parts[0][1][name] + parts[1][1][name] for name in gradients}
+    assert largest_error(sums, gradients) < 1e-12
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["rows", "packed"])
+def test_an_overflow_of_scaled_gradients_is_silent(offsets: Any) -> None:
+    """The scaler deals with it; without one, float32 says what happens as before."""
+    model = model_of("llama", "float16", None)
+    _, gradients = model.loss_and_gradients(
+        TOKENS, LABELS, offsets=offsets, scaler=LossScaler(2.0**30)
+    )
+    assert not all(np.isfinite(gradient).all() for gradient in gradients.values())
+    model = model_of("llama", "float32", None)
+    model.parameters["model.norm.weight"] *= np.float32(3e38)
+    with pytest.raises(RuntimeWarning):
+        model.loss_and_gradients(TOKENS, LABELS, offsets=offsets)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "options", "error", "message"),
+    [
+        ([0, 5, 24], {"mask": np.ones((2, 12), int)}, ConfigError, "leave mask out"),
+        ([[0, 24]], {}, ShapeError, r"\(texts \+ 1,\)"),
+        ([], {}, ShapeError, r"\(texts \+ 1,\)"),
+        ([0.0, 24.0], {}, DTypeError, "must be integers"),
+        ([0, 5, 23], {}, RangeError, "rise from 0 to 24"),
+        ([1, 5, 24], {}, RangeError, "rise from 0 to 24"),
+        ([0, 9, 5, 24], {}, RangeError, "falls in between"),
+    ],
+)
+def test_wrong_offsets(offsets: Any, options: Any, error: Any, message: str) -> None:
+    model = model_of("llama", "float32", None)
+    dtype = float if 24.0 in offsets and isinstance(offsets[0], float) else int
+    with pytest.raises(error, match=message):
+        model.loss(TOKENS, LABELS, offsets=np.array(offsets, dtype), **options)
+
+
+@pytest.mark.parametrize("lengths", [[24], [0, 10, 0, 14, 0], [24, 0]])
+def test_empty_texts_change_nothing(lengths: list[int]) -> None:
+    model = model_of("llama dynamic", "float64", None)
+    offsets, parts = np.cumsum([0, *lengths]), [n for n in lengths if n]
+    whole = model.loss(TOKENS, LABELS, offsets=np.cumsum([0, *parts]))
+    assert model.loss(TOKENS, LABELS, offsets=offsets) == whole
+    if len(parts) == 1:
+        assert whole == pytest.approx(
+            float(model.loss(TOKENS.reshape(1, -1), LABELS.reshape(1, -1)))
+        )

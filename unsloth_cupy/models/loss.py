@@ -1,0 +1,93 @@
+"""The loss of the next token: labels moved by one, the mean, and its gradient on a tape."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _arrays, linear, linear_cross_entropy_gradients
+from .._dtypes import FLOAT32
+from .._typing import Array
+from ..errors import DTypeError, ShapeError
+from ..loss_scaler import LossScaler
+from ..tape import Gradients, Var, add_up
+from .config import Config
+
+IGNORE = -100  # the label of a token that does not count
+
+
+def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
+    """Return what each token is to predict: the label after it, or IGNORE at its text's end."""
+    _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
+    if labels.shape != tokens.shape:
+        raise ShapeError(f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal")
+    if labels.dtype.kind != "i":
+        raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
+    if offsets is not None:  # rows go on in each other, texts do not
+        labels = labels.reshape(1, -1)
+    shifted: Array = _arrays.full_like(labels, IGNORE)
+    shifted[:, :-1] = labels[:, 1:]
+    if offsets is not None:
+        shifted[0, offsets[1:] - 1] = IGNORE
+    return shifted
+
+
+def count_labels(shifted: Array) -> Any:
+    """Return how many labels count, at least 1, without asking a GPU."""
+    return (shifted != IGNORE).sum().clip(1)
+
+
+class Found(NamedTuple):
+    """A loss on a tape whose gradients were found with it: logits are made once, not twice."""
+
+    values: dict[str, Any]
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    found: dict[str, Any]  # gradients of the inputs, for a gradient of 1 of the loss
+
+    def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
+        """Add what was found to the gradients of these inputs."""
+        for name, index in inputs.items():
+            grads[index] = add_up(grads.get(index), self.found[name])
+
+
+def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
+    """Return the weight of the output head, which some models share with the embedding."""
+    return parameters["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
+
+
+def logits_of(config: Config, parameters: Mapping[str, Any], x: Array) -> Array:
+    """Return the logits of normed hidden states."""
+    logits, cap = linear(x, head_weight(config, parameters)), config.logit_softcap
+    if cap is None:
+        return logits
+    wide = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
+    return (np.tanh(wide / cap) * cap).astype(logits.dtype, copy=False)
+
+
+def loss_on_tape(
+    config: Config,
+    parameters: Mapping[str, Any],
+    x: Var,
+    shifted: Array,
+    count: Any,
+    scaler: LossScaler | None,
+) -> tuple[Var, Any]:
+    """Return (Var to differentiate, loss): the sum over labels by count, scaled in the Var.
+
+    The gradient of a mean is known before the losses are, which is what saves a product.
+    """
+    tape, head = x.tape, head_weight(config, parameters)
+    values = {"x": x.value, "weight": getattr(head, "value", head)}
+    wide = np.promote_types(x.dtype, FLOAT32)
+    share = (np.ones_like(x.value, wide, shape=shifted.shape) / count).astype(wide)
+    share = share if scaler is None else scaler.scale(share)
+    inputs = {name: var.index for name, var in (("x", x), ("weight", head)) if type(var) is Var}
+    losses, dx, dweight = tape.run(
+        linear_cross_entropy_gradients,
+        [*values.values(), shifted, share],
+        {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
+    )
+    of = Var(np.zeros_like(losses, shape=()), tape)  # its place on the tape matters, not its number
+    tape.note(Found(values, inputs, {"loss": of.index}, {"x": dx, "weight": dweight}))
+    return of, losses.sum(dtype=np.float64) / count

@@ -254,10 +254,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         pass
 
     *_, per_sm, shared, processors = LIMITS[machine.capability]
-    major, minor = divmod(int(machine.capability), 10)
     attributes = {
-        "ComputeCapabilityMajor": major,
-        "ComputeCapabilityMinor": minor,
         "MaxSharedMemoryPerBlockOptin": shared,
         "MaxSharedMemoryPerMultiprocessor": per_sm,
         "MultiProcessorCount": processors,

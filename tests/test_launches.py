@@ -4,6 +4,8 @@ Without a GPU ``stand_in`` tells.  With one, every op is captured into a CUDA gr
 on other data, and takes the memory that the stand-in foretold.
 """
 
+import functools
+import sys
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,7 @@ from unsloth_cupy._cases import Call, Scale, draw, forward_ops
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._op import OPS, op
 
-from .stand_in import GRAIN, HostReadError, HostWriteError, gpu
+from .stand_in import GRAIN, METHODS, Function, HostReadError, HostWriteError, gpu
 
 SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
 LAUNCHED = [
@@ -171,6 +173,22 @@ def test_the_stand_in_notices(body: Any, error: Any, monkeypatch: pytest.MonkeyP
         else:
             with pytest.raises(error):
                 made(x)
+
+
+def test_cupy_has_every_name_that_the_stand_in_has() -> None:
+    """What CuPy lacks would pass here and fail on a GPU."""
+    cupy = pytest.importorskip("cupy", reason="it is what the stand-in stands for")
+    with gpu() as machine:
+        names = "cupy", *(f"cupy.cuda{more}" for more in ("", ".device", ".runtime", ".compiler"))
+        faces = {name: {*vars(sys.modules[name])} - {"machine"} for name in names}
+        array = machine.array((2, 3), "float32")
+        attributes = {*dir(array), *METHODS, "shape", "dtype", "size", "strides", "flags"}
+    for name, face in faces.items():
+        there = functools.reduce(getattr, name.split(".")[1:], cupy)
+        assert {key for key in face if not key.startswith("__")} <= {*dir(there)}, name
+    ours = {key for key in attributes if not key.startswith("_")} - {"values", "memory"}
+    assert ours <= {*dir(cupy.ndarray)}
+    assert "max_dynamic_shared_size_bytes" in vars(Function).keys() & {*dir(cupy.RawKernel)}
 
 
 def test_memory_is_counted_until_it_is_let_go() -> None:

@@ -31,4 +31,4 @@ def clusters(like: Any) -> bool:
     """Say whether blocks can form clusters where ``like`` lives: from sm_90 on."""
     if isinstance(like, np.ndarray):
         return bool(cast(Any, target_of(like)).clusters)
-    return _attribute("ComputeCapabilityMajor", like.device.id) >= 9
+    return int(like.device.compute_capability) >= 90

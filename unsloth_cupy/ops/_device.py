@@ -15,6 +15,13 @@ def _attribute(name: str, device: int) -> int:
     return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
 
 
+@functools.cache
+def _capability(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
+
+
 def processors(like: Any) -> int:
     """Return how many multiprocessors run kernels where ``like`` lives: 1 on the host."""
     return 1 if isinstance(like, np.ndarray) else _attribute("MultiProcessorCount", like.device.id)
@@ -31,4 +38,4 @@ def clusters(like: Any) -> bool:
     """Say whether blocks can form clusters where ``like`` lives: from sm_90 on."""
     if isinstance(like, np.ndarray):
         return bool(cast(Any, target_of(like)).clusters)
-    return int(like.device.compute_capability) >= 90
+    return _capability(like.device.id) >= 90

@@ -109,6 +109,8 @@ from .gradients import measure_gradients as measure_gradients
 from .loss_scaler import LossScaler as LossScaler
 from .checkpoint import CheckpointConfig as CheckpointConfig
 from .checkpoint import checkpoint as checkpoint
+from .find_nan import NonFiniteError as NonFiniteError
+from .find_nan import find_nan as find_nan
 from .optimizer import AdamW as AdamW
 from .precision import Autocast as Autocast
 from .precision import MixedPrecisionConfig as MixedPrecisionConfig

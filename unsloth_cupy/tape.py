@@ -78,6 +78,7 @@ class Var:
 
 Gradients = dict[int, Any]  # by the index of a Var
 watch_memory: Callable[[str], None] | None = None  # told of every op when it has returned
+watch_results: Callable[[Any, Sequence[Any], Any], None] | None = None  # of op, values, result
 
 
 class Entry(NamedTuple):
@@ -101,9 +102,7 @@ class Entry(NamedTuple):
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
-        result = backward.call([wired.get(name) for name in backward.names], options)
-        if watch_memory is not None:
-            watch_memory(backward.__name__)
+        result = called(backward, [wired.get(name) for name in backward.names], options)
         result = result if type(result) is tuple else (result,)
         found = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
         for operand in op.contract.inputs:
@@ -208,14 +207,21 @@ class Tape:
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
         """Call an op that is to be recorded."""
-        result = op.call(values, options)
-        if watch_memory is not None:
-            watch_memory(op.__name__)
-        return result
+        return called(op, values, options)
 
     def note(self, entry: Any) -> None:
         """Record a call that was made."""
         self.entries.append(entry)
+
+
+def called(op: Any, values: list[Any], options: dict[str, Any]) -> Any:
+    """Call an op and tell those who watch."""
+    result = op.call(values, options)
+    if watch_memory is not None:
+        watch_memory(op.__name__)
+    if watch_results is not None:
+        watch_results(op, values, result)
+    return result
 
 
 def wired(op: Any, backward: Any) -> Any:

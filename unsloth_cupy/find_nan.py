@@ -1,0 +1,118 @@
+"""Finding the op that gives the first value that is no finite number.
+
+with find_nan(model.parameters):
+    loss, gradients = model.loss_and_gradients(tokens, labels)      raises NonFiniteError
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from . import tape
+from ._dtypes import FLOAT32, FLOATS
+from ._typing import Array
+from .errors import UnslothCupyError
+
+
+class NonFiniteError(UnslothCupyError, FloatingPointError):
+    """An op gave a NaN or an infinity.
+
+    Attributes
+    ----------
+    op, result : str
+        The op, and which of its results it is.
+    parameter : str or None
+        The parameter that was used last: it says in which layer this is.
+    """
+
+    def __init__(self, message: str, op: str, result: str, parameter: str | None) -> None:
+        super().__init__(message)
+        self.op, self.result, self.parameter = op, result, parameter
+
+
+@contextmanager
+def find_nan(
+    parameters: Mapping[str, Array] | None = None, *, gradients: bool = True
+) -> Iterator[None]:
+    """Look at every result of ops on a tape, forward and backward, inside a ``with`` block.
+
+    Parameters
+    ----------
+    parameters : {name: array}, optional
+        Of a model: they name the layer, and a weight that was no finite number before.
+    gradients : bool
+        False: look at the way forward alone, as where a ``LossScaler`` deals with gradients that
+        overflow.
+
+    Raises
+    ------
+    NonFiniteError
+        Inside the block, by the call whose op gave the first NaN or infinity.
+
+    Notes
+    -----
+    An ``lse`` of -inf is the sum over no key at all, and fine.  Each result is read once more,
+    and on a GPU the host waits for each; ops on no tape are not looked at.
+    """
+    names = {id(array): name for name, array in (parameters or {}).items()}
+    others: Any = tape.watch_results
+    last: str | None = None
+
+    def look(op: Any, values: Sequence[Any], result: Any) -> None:
+        nonlocal last
+        if others is not None:
+            others(op, values, result)
+        last = next((names[id(array)] for array in values if id(array) in names), last)
+        slopes = {"d" + name for name in op.names}  # as of an op that finds both at once
+        back = op.__name__.endswith("_backward")
+        results = result if type(result) is tuple else (result,)
+        for operand, array in zip(op.contract.outputs, results, strict=True):
+            gradient = back or operand.name in slopes
+            if array is not None and (gradients or not gradient) and not fine(operand.name, array):
+                raise _error(op, operand.name, array, values, last, names)
+
+    tape.watch_results = look
+    try:
+        yield
+    finally:
+        tape.watch_results = others
+
+
+def fine(name: str, array: Any) -> bool:
+    """Say whether an array holds finite numbers alone; an lse may be -inf."""
+    if array.dtype not in FLOATS:
+        return True
+    wide = array if array.dtype.itemsize > 2 else array.astype(FLOAT32)
+    return bool((wide < np.inf).all() if name == "lse" else np.isfinite(wide).all())
+
+
+def _error(
+    op: Any,
+    name: str,
+    array: Any,
+    values: Sequence[Any],
+    parameter: str | None,
+    names: Mapping[int, str],
+) -> NonFiniteError:
+    """Say what an op gave, where, and whether it was given such already."""
+    place = f" at {parameter}" if parameter else ""
+    given = [
+        f"{argument} ({names[id(value)]})" if id(value) in names else argument
+        for argument, value in zip(op.names, values, strict=True)
+        if hasattr(value, "dtype") and not fine(argument, value)
+    ]
+    before = f"not finite before: {', '.join(given)}" if given else "all its arguments are finite"
+    found = f"{op.__name__}{place} gave the first value that is not finite"
+    message = f"{found}: {name} {tuple(array.shape)} {array.dtype} holds {_count(array)}; {before}"
+    return NonFiniteError(message, op.__name__, name, parameter)
+
+
+def _count(array: Any) -> str:
+    """Return how many values are not finite, and where the first one is."""
+    wide = array.astype(FLOAT32) if array.dtype.itemsize < FLOAT32.itemsize else array
+    bad = ~np.isfinite(wide)
+    first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
+    nans = int(np.isnan(wide).sum())
+    return f"{nans} NaN and {int(bad.sum()) - nans} infinities of {bad.size}, the first at {first}"

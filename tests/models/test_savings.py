@@ -1,0 +1,132 @@
+"""What saves memory costs no quality: a fine-tune with each saving, and one without.
+
+UNSLOTH_CUPY_FULL_RUNS=1 takes all 1200 steps that ``finetune`` makes unless it is told otherwise
+(minutes a run); else there are few, of short rows.  ``-s`` shows the losses.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+from unsloth_cupy import AdamW, Tape, cross_entropy, linear, swiglu_mlp
+from unsloth_cupy.cli import finetune, trainer
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.cli.text import held_out_rows
+from unsloth_cupy.models import block, loss
+
+FULL = bool(os.environ.get("UNSLOTH_CUPY_FULL_RUNS"))
+BATCH, TOKENS, STEPS = (4, 128, 1200) if FULL else (2, 64, 30)
+EVALUATED = 10**9 if FULL else 16  # rows of the held-out text, at most
+PROMISE = 1e-2  # the share of the held-out loss by which, as the guide says, no saving moves it
+
+used: list[str] = []  # what stands in for a saving, or for its absence, when it was called
+
+
+class WholeLogits:
+    """In the place of linear_cross_entropy_gradients: all logits at once, their gradient beside."""
+
+    __name__ = "whole_logits"
+
+    @staticmethod
+    def call(arrays: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+        used.append("whole logits")
+        *given, labels, share = arrays
+        tape = Tape()
+        watched = [tape.watch(array) for array in given]
+        how = {name: options[name] for name in ("ignore", "softcap")}
+        losses = cross_entropy(linear(*watched), labels, **how)
+        return losses.value, *tape.gradients(losses, watched, share)
+
+
+def chunked_mlp(call: block.Call, prefix: str, x: Any) -> Any:
+    used.append("swiglu_mlp")
+    names = (f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return swiglu_mlp(x, *(call.parameters[name] for name in names), chunk=BATCH * TOKENS // 8)
+
+
+def eight_bit_adamw(*args: Any, **options: Any) -> AdamW:
+    used.append("8 bits")
+    return AdamW(*args, **options, state_bits=8)
+
+
+def some_rows(tokens: Any, *, batch: int, length: int) -> Any:
+    return held_out_rows(tokens, batch=batch, length=length)[: EVALUATED // batch]
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def whole_logits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loss, "linear_cross_entropy_gradients", WholeLogits)
+
+
+def in_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(block, "_mlp", chunked_mlp)
+
+
+def eight_bits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(trainer, "AdamW", eight_bit_adamw)
+
+
+def both(patch: pytest.MonkeyPatch) -> None:
+    in_chunks(patch)
+    eight_bits(patch)
+
+
+HALVES = ("--batch", str(BATCH // 2), "--accumulate", "2")
+SAVINGS: dict[str, tuple[Patch | None, tuple[str, ...]]] = {
+    "logits whole": (whole_logits, ()),  # the saving is on in all others
+    "checkpoints": (None, ("--checkpoint-every", "1")),
+    "checkpoints of 2 blocks": (None, ("--checkpoint-every", "2")),
+    "swiglu_mlp": (in_chunks, ()),
+    "bfloat16": (None, ("--dtype", "bfloat16")),
+    "float16": (None, ("--dtype", "float16")),
+    "8-bit states": (eight_bits, ()),
+    "accumulated halves": (None, HALVES),
+    "all": (both, ("--checkpoint-every", "1", "--dtype", "bfloat16", *HALVES)),
+}
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(finetune, "sample", lambda *_: None)
+    patch.setattr(finetune, "held_out_rows", some_rows)
+
+
+def held_out_loss(folder: Path, *more: str) -> float:
+    """Train the default model; return its loss on the text it has not seen."""
+    plain = ("--steps", STEPS, "--batch", BATCH, "--tokens", TOKENS, "--evaluate-every", STEPS)
+    arguments = ["finetune", "--out", folder, *plain, *more]
+    done = click.testing.CliRunner().invoke(group, [str(a) for a in arguments])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    found = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    assert found[-1] < found[0] - 0.5, "it learned"
+    return float(found[-1])
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss of a run in float32 with everything kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        return held_out_loss(tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.mark.parametrize("saving", SAVINGS)
+def test_a_saving_moves_no_held_out_loss(
+    saving: str, wanted: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch, options = SAVINGS[saving]
+    shorten(monkeypatch)
+    used.clear()
+    if patch is not None:
+        patch(monkeypatch)
+    found = held_out_loss(tmp_path / "run", *options)
+    assert bool(used) == (patch is not None)
+    print(f"\n{saving}: {found:.4f}, without {wanted:.4f}: {found / wanted - 1:+.3%}")
+    assert abs(found - wanted) <= PROMISE * wanted

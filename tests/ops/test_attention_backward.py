@@ -226,8 +226,8 @@ def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
         for table in chosen:
             assert table.options >= options
             assert table.blocks * table.bytes(itemsize, dim, width) <= budget
-            assert 128 % tiles.rows == 0  # one row of block_mask, or one column
-            assert 128 % tiles.tile == 0
+            assert 128 % table.rows == 0  # one row of block_mask, or one column
+            assert 128 % table.tile == 0
     assert KEYS.keys() == QUERIES.keys() == PAIRS.keys()
 
 

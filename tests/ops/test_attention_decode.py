@@ -6,16 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import attention_forward, attention_paged_forward
+from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
 from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FEW, resolve
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
-from .test_attention_forward import BUDGETS, _within, hides, tiles
+from ..stand_in import gpu
+from .attention_cases import BUDGETS, GROUPED, hides, tiles
+from .test_attention_forward import _within
 
-GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
 SMALL = GROUPED | {"queries": 3, "keys": 300, "dim": 8, "value_dim": 16}
 PAGE = {"batch": 2, "heads": 6, "kv_heads": 2, "pages": 9}
 
@@ -58,7 +59,7 @@ class TestAttentionDecode(KernelParity):
         Case("a chunk that sees no key", **SMALL, arrays={"mask": hides_first}),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),
         Case("bias and alibi", **SMALL, given=["bias", "alibi"], causal=True),
-        Case("bias by key", **SMALL | {"keys": 90}, arrays={"bias": hides, "mask": tiles(90)}),
+        Case("bias by key", **SMALL | {"keys": 90}, arrays={"bias": hides(90), "mask": tiles(90)}),
         Case(
             "all",
             **SMALL,
@@ -238,3 +239,41 @@ def _emulator() -> Any:
         from ..cuda_on_cpu import Emulator
 
         return Emulator()
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+def test_a_cache_is_read_where_it_lies(queries: int) -> None:
+    """Keys are the first tokens of each row of the storage: no call packs them."""
+    with gpu() as machine:
+        cache = KVCache(1, 3, 4096, 2, 64, dtype="float16", like=machine.array((1,), "float16"))
+        new = machine.array((3, queries, 2, 64), "float16")
+        q = machine.array((3, queries, 4, 64), "float16")
+        cache.append(0, *[machine.array((3, 1000, 2, 64), "float16")] * 2)
+        k, v = cache.append(0, new, new)
+        held, machine.peak = machine.held, machine.held
+        attention_forward(q, k, v, causal=True)
+        assert machine.peak - held < k.nbytes / 2
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [3, 20])
+def test_parts_of_longer_arrays_give_equal_bits(queries: int, dtype: Any) -> None:
+    """The first tokens of a cache, later ones, those of two caches, and what must be copied."""
+    q, long, other = drawn(dtype, (2, queries, 4, 16), (2, 60, 2, 16), (2, 70, 2, 16))
+    wide, odd = drawn(dtype, (2, 60, 2, 24), (2 * 60 * 2 * 16 + 1,))
+    parts = [
+        (long[:, :40], long[:, :40]),
+        (long[:, 9:49], long[:, :40]),
+        (long[:, :40], other[:, :40]),
+        (long[:, :40], long[:, :40].copy()),
+        (wide[:, :40, :, :16], wide[:, :40, :, 8:]),
+        (long[:, :40], long[::-1, :40]),
+        (odd[1:].reshape(2, 60, 2, 16)[:, :40], long[:, :40]),
+        (long[:1, :40].repeat(2, axis=0), np.broadcast_to(long[:1, :40], (2, 40, 2, 16))),
+    ]
+    for k, v in parts:
+        with emulator():
+            there = attention_forward(q, k, v, causal=True)
+            packed = attention_forward(q, k.copy(), v.copy(), causal=True)
+        for found, same in zip(there, packed, strict=True):
+            assert found.tobytes() == same.tobytes()

@@ -73,6 +73,8 @@ from .ops.lora import lora_linear as lora_linear
 from .ops.lora import lora_linear_backward as lora_linear_backward
 from .ops.lora import lora_linear_forward as lora_linear_forward
 from .ops.lora import lora_merge as lora_merge
+from .ops.lora_shared import LoraLayer as LoraLayer
+from .ops.lora_shared import lora_linears as lora_linears
 
 # Loss
 from .ops.cross_entropy import cross_entropy as cross_entropy

@@ -40,7 +40,8 @@ WIDE = "float32"
 POLICY: Mapping[str, str] = dict.fromkeys(
     (
         # products: tensor cores multiply 16 bits, and add in float32
-        *("linear", "linear_cross_entropy", "lora_linear", "swiglu_mlp", "embedding"),
+        *("linear", "linear_cross_entropy", "swiglu_mlp", "embedding"),
+        *("lora_linear", "lora_down", "lora_up"),
         *("attention", "attention_varlen", "attention_paged", "merge_attention"),
         # bound by memory: half the bytes, arithmetic and statistics in float32
         *("rms_norm", "layer_norm", "qk_norm_rope", "apply_rotary_embedding"),

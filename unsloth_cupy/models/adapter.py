@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import lora_linear, lora_merge
+from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
 from .._dtypes import FLOAT32, FLOATS
 from .._typing import Array
 from ..errors import ConfigError
@@ -65,23 +65,43 @@ class Adapter:
         alpha = _by_pattern(patterns, module, self.settings.get("lora_alpha", 8))
         return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
-    def linear(
-        self, parameters: Mapping[str, Any], module: str, x: Any, bias: Any, seed: int | None
-    ) -> Any:
-        """Return a linear layer of x with its adapter; parameters hold both, by their names."""
-        prefix, dropout = f"{PREFIX}{module}.", 0.0
-        if seed is not None and self.dropout:
-            dropout, seed = self.dropout, _seed(seed, module)
-        return lora_linear(
-            x,
+    def linears(
+        self, parameters: Mapping[str, Any], modules: Sequence[str], x: Any, seed: int | None
+    ) -> list[Any]:
+        """Return linear layers of x with what adapters they have; parameters hold both, by name.
+
+        Without dropout the adapters read x together.
+        """
+        dropout = self.dropout if seed is not None else 0.0
+        mine = {name: self._layer(parameters, name) for name in modules if name in self.scales}
+        if len(mine) > 1 and not dropout:
+            made = dict(zip(mine, lora_linears(x, [*mine.values()]), strict=True))
+        else:
+            made = {
+                name: lora_linear(
+                    x,
+                    **layer._asdict(),
+                    dropout=dropout,
+                    seed=_seed(seed, name) if dropout and seed is not None else None,
+                )
+                for name, layer in mine.items()
+            }
+        return [
+            made[name]
+            if name in made
+            else linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+            for name in modules
+        ]
+
+    def _layer(self, parameters: Mapping[str, Any], module: str) -> LoraLayer:
+        prefix = f"{PREFIX}{module}."
+        return LoraLayer(
             parameters[f"{module}.weight"],
             parameters[prefix + DOWN],
             parameters[prefix + UP],
-            scale=self.scales[module],
-            bias=bias,
-            magnitude=parameters.get(prefix + MAGNITUDE),
-            dropout=dropout,
-            seed=seed if dropout else None,
+            self.scales[module],
+            parameters.get(f"{module}.bias"),
+            parameters.get(prefix + MAGNITUDE),
         )
 
     def merged(self, parameters: Mapping[str, Array]) -> dict[str, Array]:

@@ -129,11 +129,12 @@ def _norm(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
     return rms_norm(x, weight, eps=call.config.eps, offset=call.config.norm_offset)
 
 
-def _project(call: Call, name: str, x: Any) -> Any:
-    parameters, bias = call.parameters, call.parameters.get(f"{name}.bias")
-    if call.adapter is not None and name in call.adapter.scales:
-        return call.adapter.linear(parameters, name, x, bias, call.seed)
-    return linear(x, parameters[f"{name}.weight"], bias)
+def _project(call: Call, x: Any, *names: str) -> list[Any]:
+    """Return the linear layers of these names, all of x."""
+    parameters = call.parameters
+    if call.adapter is not None:
+        return call.adapter.linears(parameters, names, x, call.seed)
+    return [linear(x, parameters[f"{n}.weight"], parameters.get(f"{n}.bias")) for n in names]
 
 
 def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
@@ -142,14 +143,14 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
     if config.fused:
-        both = _project(call, here + "qkv_proj", x)
+        (both,) = _project(call, x, here + "qkv_proj")
         q, k, v = (
             both[..., :queries],
             both[..., queries : queries + keys],
             both[..., queries + keys :],
         )
     else:
-        q, k, v = (_project(call, f"{here}{name}_proj", x) for name in "qkv")
+        q, k, v = _project(call, x, *(f"{here}{name}_proj" for name in "qkv"))
     whole = config.query_key_norm == "projection"
     if whole:
         q, k = _norm(call, here, "q_norm", q), _norm(call, here, "k_norm", k)
@@ -188,7 +189,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
         out = _norm(call, here, "attn_sub_norm", out)
-    return _project(call, here + "o_proj", out)
+    return _project(call, out, here + "o_proj")[0]
 
 
 def _remembered(cache: KVCache, layer: int, new: int, window: int | None, mask: Any) -> Any:
@@ -205,10 +206,10 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
     """Return the gated MLP branch of normed x."""
     config, here = call.config, prefix + "mlp."
     if config.fused:
-        both = _project(call, here + "gate_up_proj", x)
+        (both,) = _project(call, x, here + "gate_up_proj")
         gate, up = both[..., : config.inner], both[..., config.inner :]
     else:
-        gate, up = _project(call, here + "gate_proj", x), _project(call, here + "up_proj", x)
+        gate, up = _project(call, x, here + "gate_proj", here + "up_proj")
     match config.activation:
         case "silu":
             y = swiglu(gate, up)
@@ -218,4 +219,4 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
             y = geglu(gate, up, approximate=name == "gelu_tanh")
     if config.sub_norms:
         y = _norm(call, here, "ffn_sub_norm", y)
-    return _project(call, here + "down_proj", y)
+    return _project(call, y, here + "down_proj")[0]

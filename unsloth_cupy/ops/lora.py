@@ -74,10 +74,7 @@ def lora_linear(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    factor = None
-    if magnitude is not None:
-        norms = row_norms(*map(_plain, (weight, a, b)), scale=scale)
-        factor = dora_factor(magnitude, norms.astype(_wide(magnitude), copy=False))
+    factor = factor_of(weight, a, b, scale, magnitude)
     return lora_linear_forward(
         x, weight, a, b, bias, factor, scale=scale, dropout=dropout, seed=seed
     )[0]
@@ -105,14 +102,7 @@ def lora_linear_forward(
     rows = flat(x)
     seen = _dropped(rows, dropout, seed)
     low = gemm(seen, a.astype(x.dtype, copy=False).T)
-    y = gemm(rows if factor is None else seen, weight.T)
-    gemm(low, _times(b, scale, x.dtype).T, out=y, add=True)
-    if factor is not None:
-        y = _times(y, factor)
-        if seen is not rows:
-            gemm(rows - seen, weight.T, out=y, add=True)
-    if bias is not None:
-        y = (y + bias.astype(_wide(y))).astype(y.dtype, copy=False)
+    y = raised(rows, seen, weight, low, b, bias, factor, scale)
     return y.reshape(*x.shape[:-1], len(weight)), low.reshape(*x.shape[:-1], len(a))
 
 
@@ -140,15 +130,16 @@ def lora_linear_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
-    rows, down, flat_low = flat(x), flat(dy), flat(low)
+    rows, down = flat(x), flat(dy)
     seen = _dropped(rows, dropout, seed)
-    made = down if factor is None else _times(down, factor)  # gradient of what factor scales
-    up = gemm(made, _times(b, scale, x.dtype))
+    asked = {"x", "weight", "a", "b", "bias", "factor"} if wanted is None else wanted
+    made, up, db, dbias, dfactor = raised_gradients(
+        down, seen, weight, flat(low), b, bias, factor, scale, asked
+    )
     if dlow is not None:
         up += flat(dlow)
-    asked = {"x", "weight", "a", "b", "bias", "factor"} if wanted is None else wanted
     whole = factor is None or seen is rows  # all of weight meets rows as they are
-    dx = dweight = da = db = dbias = dfactor = None
+    dx = dweight = da = None
     if "x" in asked:
         dx = gemm(up, a.astype(x.dtype, copy=False))
         if not whole:
@@ -162,16 +153,63 @@ def lora_linear_backward(
             gemm(down.T, rows - seen, out=dweight, add=True)
     if "a" in asked:
         da = gemm(up.T, seen, dtype=a.dtype)
+    return dx, dweight, da, db, dbias, dfactor
+
+
+def raised(
+    rows: Array,
+    seen: Array,
+    weight: Array,
+    low: Array,
+    b: Array,
+    bias: Array | None,
+    factor: Array | None,
+    scale: float,
+) -> Array:
+    """Return y of rows, of which the adapter saw ``seen`` and made ``low``."""
+    y = gemm(rows if factor is None else seen, weight.T)
+    gemm(low, _times(b, scale, rows.dtype).T, out=y, add=True)
+    if factor is not None:
+        y = _times(y, factor)
+        if seen is not rows:
+            gemm(rows - seen, weight.T, out=y, add=True)
+    if bias is not None:
+        y = (y + bias.astype(wide_of(y))).astype(y.dtype, copy=False)
+    return y
+
+
+def raised_gradients(
+    down: Array,
+    seen: Array,
+    weight: Array,
+    low: Array,
+    b: Array,
+    bias: Array | None,
+    factor: Array | None,
+    scale: float,
+    asked: Set[str],
+) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
+    """Return gradients, from that of y: of what factor scales, low, b, bias and factor."""
+    made = down if factor is None else _times(down, factor)
+    up, db, dbias, dfactor = gemm(made, _times(b, scale, seen.dtype)), None, None, None
     if "b" in asked:
-        db = _times(gemm(made.T, flat_low, dtype=b.dtype), scale)
+        db = _times(gemm(made.T, low, dtype=b.dtype), scale)
     if bias is not None and "bias" in asked:
-        dbias = down.sum(axis=0, dtype=_wide(down)).astype(bias.dtype, copy=False)
+        dbias = down.sum(axis=0, dtype=wide_of(down)).astype(bias.dtype, copy=False)
     if factor is not None and "factor" in asked:
-        y = gemm(seen, weight.T, dtype=_wide(x))
-        gemm(flat_low, _times(b, scale, x.dtype).T, out=y, add=True)
+        y = gemm(seen, weight.T, dtype=wide_of(seen))
+        gemm(low, _times(b, scale, seen.dtype).T, out=y, add=True)
         y *= down
         dfactor = y.sum(axis=0).astype(factor.dtype, copy=False)
-    return dx, dweight, da, db, dbias, dfactor
+    return made, up, db, dbias, dfactor
+
+
+def factor_of(weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
+    """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
+    if magnitude is None:
+        return None
+    norms = row_norms(*map(_plain, (weight, a, b)), scale=scale)
+    return dora_factor(magnitude, norms.astype(wide_of(magnitude), copy=False))
 
 
 @op("magnitude(outputs), norm(outputs): table -> factor(outputs)")
@@ -190,7 +228,7 @@ def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
 
 def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
     """Return the norm of each row of ``weight + scale * b @ a``: (outputs,) float32."""
-    wide, (outputs, inputs) = _wide(weight), weight.shape
+    wide, (outputs, inputs) = wide_of(weight), weight.shape
     norms = empty((outputs,), wide, like=weight)
     step = steps(outputs, inputs, inputs)[0]
     for top in range(0, outputs, step):
@@ -209,12 +247,12 @@ def lora_merge(
     A new array in the dtype of weight, rounded once: a linear layer with it gives what
     ``lora_linear`` gives with the parts.
     """
-    wide = _wide(weight)
+    wide = wide_of(weight)
     merged = weight.astype(wide)
     gemm(_times(b, scale, wide), a.astype(wide, copy=False), out=merged, add=True)
     if magnitude is not None:
         norms = row_norms(weight, a, b, scale=scale)
-        merged *= dora_factor(magnitude, norms.astype(_wide(magnitude), copy=False))[:, None]
+        merged *= dora_factor(magnitude, norms.astype(wide_of(magnitude), copy=False))[:, None]
     return merged.astype(weight.dtype, copy=False)
 
 
@@ -222,13 +260,14 @@ def _plain(array: Any) -> Any:
     return array.value if type(array) is Var else array
 
 
-def _wide(array: Any) -> Any:
+def wide_of(array: Any) -> Any:
+    """Return the dtype that sums of an array have."""
     return np.promote_types(array.dtype, FLOAT32)
 
 
 def _times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
     """Return the product, computed in float32 and rounded once."""
-    made = array.astype(_wide(array), copy=False) * factor
+    made = array.astype(wide_of(array), copy=False) * factor
     return made.astype(array.dtype if dtype is None else dtype, copy=False)
 
 

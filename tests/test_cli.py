@@ -108,19 +108,21 @@ class TestText:
         tokens = np.arange(1000)
         first, second = (Batches(tokens, batch=4, length=10, seed=7) for _ in range(2))
         second.at(200)
-        np.testing.assert_array_equal(first.at(50), second.at(50))
+        np.testing.assert_array_equal(first.at(50).tokens, second.at(50).tokens)
         other = Batches(tokens, batch=4, length=10, seed=8)
-        assert (first.at(50) != other.at(50)).any()
+        assert (first.at(50).tokens != other.at(50).tokens).any()
 
     def test_an_epoch_takes_every_window_once(self) -> None:
         batches = Batches(np.arange(1000), batch=1, length=10, seed=0)
-        starts = sorted(batches.at(step)[0, 0] for step in range(batches.windows))
+        starts = sorted(batches.at(step).tokens[0, 0] for step in range(batches.windows))
         assert np.diff(starts).tolist() == [10] * (batches.windows - 1)
 
     def test_held_out_rows_ask_for_every_token_but_the_first_once(self) -> None:
         tokens = np.arange(100, 195)
         asked: list[int] = []
-        for rows, labels in held_out_rows(tokens, batch=3, length=8):
+        for rows, labels, offsets, count, _ in held_out_rows(tokens, batch=3, length=8):
+            assert offsets is None
+            assert count == (labels[:, 1:] != -100).sum()
             assert rows.shape == labels.shape == (3, 8)
             asked += labels[:, 1:][labels[:, 1:] != -100].tolist()
             counted = labels != -100
@@ -129,7 +131,7 @@ class TestText:
 
     def test_the_baseline_is_the_entropy_of_what_was_seen(self) -> None:
         train = np.array([0] * 7 + [1] * 1)  # with one added: 8 and 2 of 10
-        assert unigram_baseline(train, np.array([0, 0, 1]), 2) == pytest.approx(
+        assert unigram_baseline(train, np.array([0, 1]), 2) == pytest.approx(
             -(np.log(0.8) + np.log(0.2)) / 2
         )
 
@@ -497,6 +499,25 @@ def test_wrong_input_is_one_clear_error(
     monkeypatch.chdir(wrong)
     assert_one_clear_error(run(*arguments.split()), said)
     assert not list(wrong.glob("run/checkpoint-*"))
+
+
+@pytest.mark.parametrize("command", ["finetune --out run", "generate full hello"])
+def test_a_device_that_is_not_there_is_named_with_its_cure(
+    wrong: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    shutil.copytree(LLAMA, wrong / "full", dirs_exist_ok=True)
+    shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", wrong / "full")
+    monkeypatch.chdir(wrong)
+    assert_one_clear_error(run(*command.split(), "--device", "gpu"), "choose cpu, cuda or cuda:1")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        said = "needs CuPy: pip install 'unsloth-cupy[cuda12]' or leave device out"
+        assert_one_clear_error(run(*command.split(), "--device", "cuda"), said)
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    monkeypatch.setattr(cupy.cuda, "is_available", lambda: False)
+    result = run(*command.split(), "--device", "cuda:1")
+    assert_one_clear_error(result, "device='cuda:1', but CuPy sees 0 GPUs; leave it out")
+    assert not (wrong / "run").exists()
 
 
 def test_a_missing_extra_is_named_with_its_cure(tmp_path: Path) -> None:

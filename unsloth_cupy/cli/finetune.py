@@ -1,6 +1,5 @@
 """``unsloth-cupy finetune``: a model learns a text."""
 
-import hashlib
 import math
 import shlex
 import sys
@@ -11,18 +10,21 @@ import click
 
 from ..errors import ConfigError
 from ..memory import format_bytes
+from .chat import CHATML_TOKENS, Chat
 from .curve import draw_curve
 from .generate import stream_text
+from .interrupt import Interrupted
+from .lessons import Shape, of_records, of_text
 from .machine import blas_threads
-from .options import FILE, Number, option
+from .new_model import SIZES, small_llama
+from .options import FILE, Device, Number, option
+from .records import SUFFIX, Records, read_records
 from .run_folder import RunFolder, load_model, model_folder, written_beside
-from .text import Batches, Text, held_out_rows, read_text, unigram_baseline
-from .tokenizer import END, encode, load_tokenizer, train_tokenizer
-from .trainer import Interrupted, Plan, Trainer
+from .text import Text, read_text
+from .tokenizer import load_tokenizer, train_tokenizer
+from .trainer import Plan, Trainer
 
 SAMPLE_TOKENS = 120
-PROMPT_TOKENS = 12
-NEW_MODEL = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 
 
 class Request(NamedTuple):
@@ -35,11 +37,15 @@ class Request(NamedTuple):
     layers: int | None
     hidden: int | None
     vocabulary: int | None
+    pack: bool | None
+    find_nan: bool
+    device: str | None
 
 
 @click.command()
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
-@option("--text", FILE, "UTF-8 file to learn.  [default: Python's docs]")
+@option("--text", FILE, "UTF-8 file to learn; .jsonl: in lines.  [default: Python's docs]")
+@click.option("--pack/--no-pack", default=None, help="Lines share rows.  [default: --pack]")
 @option("--out", FILE, "Folder of the run.  [default: runs/MODEL-TEXT]")
 @option("--steps", click.IntRange(1), "Updates of the weights.", 1200)
 @option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
@@ -63,14 +69,15 @@ class Request(NamedTuple):
     "Steps between held-out losses.  [default: a tenth of all]",
 )
 @option("--save-every", click.IntRange(1), "Steps between checkpoints.", 100)
-@option("--layers", click.IntRange(1), f"Of a new model.  [default: {NEW_MODEL['layers']}]")
-@option("--hidden", click.IntRange(1), f"Of a new model.  [default: {NEW_MODEL['hidden']}]")
-@option(
-    "--vocabulary", click.IntRange(1), f"Of a new tokenizer.  [default: {NEW_MODEL['vocabulary']}]"
-)
+@option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
+@option("--layers", click.IntRange(1), f"Of a new model.  [default: {SIZES['layers']}]")
+@option("--hidden", click.IntRange(1), f"Of a new model.  [default: {SIZES['hidden']}]")
+@option("--vocabulary", click.IntRange(1), f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]")
 def finetune(
     model: Path | None,
     text: Path | None,
+    pack: bool | None,
     out: Path | None,
     steps: int,
     lr: float | None,
@@ -85,15 +92,27 @@ def finetune(
     seed: int,
     evaluate_every: int | None,
     save_every: int,
+    device: str | None,
+    find_nan: bool,
     layers: int | None,
     hidden: int | None,
     vocabulary: int | None,
 ) -> None:
     """Teach a text to the model in MODEL_FOLDER, or to a new small Llama.
 
-    The run is kept in the folder --out: the same command goes on with a run that was stopped.
+    A .jsonl file holds a text, an instruction or a chat in each line; what is asked there is not
+    learned. The run is kept in the folder --out: the same command goes on with a run that was
+    stopped.
     """
-    request = Request(model, text, batch, tokens, layers, hidden, vocabulary)
+    by_lines = text is not None and text.suffix == SUFFIX
+    if pack is not None and not by_lines:
+        raise ConfigError(f"--pack and --no-pack are for the lines of a {SUFFIX} file; leave them")
+    pack = by_lines and pack is not False
+    from ..models.folder import on_device
+
+    request = Request(
+        model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device
+    )
     source = None if model is None else model_folder(model)
     if source is not None and (layers or hidden or vocabulary):
         raise ConfigError(
@@ -108,26 +127,26 @@ def finetune(
         steps, rate, weight_decay, max_norm, seed, often, save_every, dtype, lora, accumulate,
         checkpoint_every,
     )  # fmt: skip
-    words = read_text(text)
+    words = read_records(text) if text is not None and by_lines else read_text(text)
     name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
     run = RunFolder(out or Path("runs") / name)
-    with run.claimed(settings(request, plan, words, source)):
+    with on_device("finetune", device), run.claimed(settings(request, plan, words, source)):
         if run.finished:
             click.echo(f"{run.folder} is finished; train anew in another folder with --out\n")
             report(run)
             return
-        trainer, baseline = prepare(run, request, plan, words, source)
+        trainer = prepare(run, request, plan, words, source)
         with blas_threads(trainer.model.config.hidden):
-            learn(trainer, baseline, name)
+            learn(trainer, name)
             report(run)
-            sample(trainer, words, seed)
+            sample(trainer, seed)
 
 
-def learn(trainer: Trainer, baseline: float, name: str) -> None:
+def learn(trainer: Trainer, name: str) -> None:
     """Train to the end, or until Ctrl-C; draw the curve; keep the model."""
     run, stopped = trainer.run, False
     try:
-        trainer.train(baseline)
+        trainer.train()
     except Interrupted:
         stopped = True
     draw_curve(run.curve, run.lines(), name)
@@ -144,35 +163,39 @@ def learn(trainer: Trainer, baseline: float, name: str) -> None:
     run.drop_checkpoints()
 
 
-def settings(request: Request, plan: Plan, text: Text, source: Path | None) -> dict[str, Any]:
+def settings(
+    request: Request, plan: Plan, text: Text | Records, source: Path | None
+) -> dict[str, Any]:
     """Return what makes the run this run and no other."""
     return {
         "model": None if source is None else str(source.resolve()),
         "text": text.name,
-        "text_sha256": hashlib.sha256((text.train + text.held_out).encode()).hexdigest(),
+        "text_sha256": text.digest,
         **plan._asdict(),
         "batch": request.batch,
         "tokens": request.tokens,
-        **({} if source else {k: getattr(request, k) or NEW_MODEL[k] for k in NEW_MODEL}),
+        **({"pack": request.pack} if isinstance(text, Records) else {}),
+        **({} if source else {k: getattr(request, k) or SIZES[k] for k in SIZES}),
     }
 
 
 def prepare(
-    run: RunFolder, request: Request, plan: Plan, text: Text, source: Path | None
-) -> tuple[Trainer, float]:
+    run: RunFolder, request: Request, plan: Plan, text: Text | Records, source: Path | None
+) -> Trainer:
     """Load or create model and tokenizer, at the newest checkpoint if there is one."""
     from .. import models
 
     checkpoint = run.newest_checkpoint()
-    folder = checkpoint or source
+    folder, chat = checkpoint or source, Chat(checkpoint or source)
+    chatty = isinstance(text, Records) and text.chats
     if folder is None:
-        size = {key: getattr(request, key) or NEW_MODEL[key] for key in NEW_MODEL}
-        tokenizer = train_tokenizer(text.train, size["vocabulary"])
+        size = {key: getattr(request, key) or SIZES[key] for key in SIZES}
+        tokenizer = train_tokenizer(text.words, size["vocabulary"], CHATML_TOKENS if chatty else ())
         config = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
-        model = models.create(config, seed=plan.seed, dtype="float32", device=None)
+        model = models.create(config, seed=plan.seed, dtype="float32", device=request.device)
     else:
         tokenizer = load_tokenizer(folder)
-        model = load_model(folder, dtype="float32")
+        model = load_model(folder, dtype="float32", device=request.device)
         if plan.lora is not None and model.adapter is None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     vocabulary, positions = model.config.vocab, model.config.positions
@@ -185,51 +208,37 @@ def prepare(
         raise ConfigError(
             f"--tokens {request.tokens} is more than the {positions} positions of the model"
         )
-    train, held_out = encode(tokenizer, text.train), encode(tokenizer, text.held_out)
-    batches = Batches(train, batch=request.batch, length=request.tokens, seed=plan.seed)
-    rows = held_out_rows(held_out, batch=request.batch, length=request.tokens)
-    trainer = Trainer(run, model, tokenizer, batches, rows, plan)
+    pad = model.config.pad_token
+    shape = Shape(
+        request.batch, request.tokens, bool(request.pack),
+        pad if pad is not None and pad < vocabulary else 0,
+    )  # fmt: skip
+    if isinstance(text, Records):
+        lessons = of_records(text, tokenizer, model.config, shape, plan.seed, chat)
+    else:
+        lessons = of_text(text, tokenizer, model.config, shape, plan.seed)
+    files = chat.keep() if chatty else chat.files
+    trainer = Trainer(run, model, tokenizer, lessons, plan, files, find_nan=request.find_nan)
     if checkpoint is not None:
         trainer.resume(checkpoint)
         click.echo(f"going on from {checkpoint}", err=True)
+    announce(trainer)
+    return trainer
+
+
+def announce(trainer: Trainer) -> None:
+    """Say what learns what."""
+    model, lessons = trainer.model, trainer.lessons
     count = sum(array.size for array in model.parameters.values())
     learned = sum(array.size for array in model.trainable.values())
-    adapted = f", adapters of {learned:,}" if plan.lora else ""
+    adapted = f", adapters of {learned:,}" if trainer.plan.lora else ""
+    if lessons.told:
+        click.echo(lessons.told, err=True)
     click.echo(
-        f"{model.config.model_type} of {count:,} parameters{adapted}; {len(train):,} tokens to"
-        f" learn, {len(held_out):,} held out; {run.folder}",
+        f"{model.config.model_type} of {count:,} parameters{adapted}; {lessons.learned:,} tokens to"
+        f" learn, {lessons.asked:,} held out; {trainer.run.folder}",
         err=True,
     )
-    return trainer, unigram_baseline(train, held_out, vocabulary)
-
-
-def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
-    """Return the config.json of a new model; heads are of 32 or, if that does not divide, all."""
-    if hidden % 2:
-        raise ConfigError(f"--hidden {hidden} is odd; rotary positions turn pairs: make it even")
-    head = 32 if hidden % 32 == 0 else hidden
-    end = tokenizer.token_to_id(END)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 8 // 3 // 8 * 8 or 8,  # as many weights as 2 x 4 hidden
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // head,
-        "num_key_value_heads": hidden // head,
-        "head_dim": head,
-        "hidden_act": "silu",
-        "max_position_embeddings": max(2048, tokens),
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "initializer_range": hidden**-0.5,  # a product keeps the size of its rows
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": end,
-        "torch_dtype": "float32",
-    }
 
 
 def report(run: RunFolder) -> None:
@@ -257,12 +266,11 @@ def report(run: RunFolder) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-def sample(trainer: Trainer, text: Text, seed: int) -> None:
-    """Print how the model continues the first words of the held-out text."""
-    start = encode(trainer.tokenizer, text.held_out)[:PROMPT_TOKENS]
-    prompt = trainer.tokenizer.decode(start.tolist())
+def sample(trainer: Trainer, seed: int) -> None:
+    """Print how the model goes on from the beginning of what was held out."""
+    tokens = trainer.lessons.prompt
     click.echo("\nsampled text:\n")
     stream_text(
-        trainer.model, trainer.tokenizer, prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0.8,
-        top_p=0.95, seed=seed,
+        trainer.model, trainer.tokenizer, trainer.tokenizer.decode(tokens), tokens,
+        max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=seed,
     )  # fmt: skip

@@ -2,15 +2,17 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
+from .. import _arrays
 from ..errors import ConfigError
 from .machine import blas_threads
-from .options import FILE, Number, option
+from .options import FILE, Device, Number, option
 from .run_folder import load_model, model_folder
 from .tokenizer import TextStream, load_tokenizer
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens with this share."
 )
 @option("--seed", click.IntRange(0), "Of the choices.", 0)
+@option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 def generate(
     folder: Path,
     prompt: str,
@@ -36,6 +39,7 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    device: str | None,
 ) -> None:
     """Continue PROMPT with the model in MODEL_FOLDER.
 
@@ -43,22 +47,34 @@ def generate(
     of a finetune run. The text goes to standard output as it is written, the speed to standard
     error.
     """
+    from ..models.folder import on_device
+
     source = model_folder(folder)
     tokenizer = load_tokenizer(source)
-    model = load_model(source)
-    started = time.perf_counter()
-    with blas_threads(model.config.hidden):
-        count = stream_text(
-            model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature,
-            top_k=top_k, top_p=top_p, seed=seed,
-        )  # fmt: skip
-    seconds = time.perf_counter() - started
+    with on_device("generate", device):
+        model = load_model(source, device=device)
+        started = time.perf_counter()
+        with blas_threads(model.config.hidden):
+            count = stream_text(
+                model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature,
+                top_k=top_k, top_p=top_p, seed=seed,
+            )  # fmt: skip
+        seconds = time.perf_counter() - started
     click.echo(f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", err=True)
 
 
-def stream_text(model: "Transformer", tokenizer: Any, prompt: str, **options: Any) -> int:
-    """Write prompt and continuation to standard output; return the number of new tokens."""
-    tokens = tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
+def stream_text(
+    model: "Transformer",
+    tokenizer: Any,
+    prompt: str,
+    tokens: Sequence[int] = (),
+    **options: Any,
+) -> int:
+    """Write prompt and continuation to standard output; return the number of new tokens.
+
+    ``tokens`` are those of the prompt where they are known, as behind a chat's special tokens.
+    """
+    tokens = list(tokens) or tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
     if not tokens:
         raise ConfigError("the tokenizer knows no token to start from; give a PROMPT")
     if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
@@ -66,7 +82,7 @@ def stream_text(model: "Transformer", tokenizer: Any, prompt: str, **options: An
     stream = TextStream(tokenizer, tokens)
     click.echo(prompt, nl=False)
     count = 0
-    for token in model.stream(np.array([tokens]), **options):
+    for token in model.stream(_arrays.placed(np.array([tokens]), model.table), **options):
         click.echo(stream.push(int(token[0])), nl=False)
         count += 1
     click.echo(stream.flush())

@@ -1,6 +1,7 @@
 """Options of the commands: a name, a kind, one line of help."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,19 @@ class Number(click.FloatRange):
         return number
 
 
-METAVARS: dict[type, str] = {click.IntRange: "N", Number: "X", click.Path: "PATH"}
+class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
+    """Where arrays live: None for cpu, else a GPU by the name that ``models.load`` knows."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return None or the name, or fail with what it must be."""
+        if value != "cpu" and not re.fullmatch(r"cuda(:\d+)?", value):
+            self.fail(f"{value!r} is none; choose cpu, cuda or cuda:1.", param, ctx)
+        return None if value == "cpu" else value
+
+
+METAVARS: dict[type, str] = {click.IntRange: "N", Number: "X", click.Path: "PATH", Device: "NAME"}
 
 
 def option(name: str, kind: Any, text: str, default: Any = None) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
     settings.json        what the run was asked to do; a second run must ask for the same
     log.jsonl            one line per step, one per evaluation
-    checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json
+    checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json;
+                         the one before it stays until a step from the newest has gone well
     model/               the result; its presence says that the run is finished
     curve.png
 
@@ -128,10 +129,14 @@ class RunFolder:
         """Whether the run came to its end."""
         return self.model.is_dir()
 
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints, by their steps."""
+        found = self.folder.glob("checkpoint-*")
+        return sorted(path for path in found if not path.name.endswith(PARTIAL))
+
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint with the most steps, if there is one."""
-        found = (p for p in self.folder.glob("checkpoint-*") if not p.name.endswith(PARTIAL))
-        return max(found, default=None)
+        return max(self.checkpoints(), default=None)
 
     def drop_checkpoints(self, before: str = "checkpoint-~") -> None:
         """Remove the checkpoints whose name sorts before this one."""
@@ -158,19 +163,19 @@ class RunFolder:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def load_model(folder: Path, dtype: str | None = None) -> "Transformer":
+def load_model(folder: Path, dtype: str | None = None, device: str | None = None) -> "Transformer":
     """Return the model of a folder; that of an adapter names the folder of its base."""
     from .. import models
 
     if not (folder / ADAPTER).is_file():
-        return models.load(folder, dtype=dtype)
+        return models.load(folder, dtype=dtype, device=device)
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():
         raise ConfigError(
             f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is no folder here;"
             " write the folder of the adapter's base model there"
         )
-    return models.load(base, dtype=dtype, lora=folder)
+    return models.load(base, dtype=dtype, device=device, lora=folder)
 
 
 def model_folder(path: Path) -> Path:

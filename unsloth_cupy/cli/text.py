@@ -1,8 +1,9 @@
 """Text to learn from: reading it, holding a part out, and the order in which batches come."""
 
 import functools
+import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,12 +16,54 @@ PARAGRAPH = "\n\n"
 IGNORE = -100
 
 
+class Batch(NamedTuple):
+    """Rows of tokens and their labels."""
+
+    tokens: Array  # (batch, length)
+    labels: Array  # a token, or IGNORE where none is to be learned
+    offsets: Array | None  # where texts start that share rows, see Transformer.logits
+    asked: int  # labels that count
+    real: int  # tokens that are no padding
+
+
+class Source(Protocol):
+    """Where a run takes its batches from."""
+
+    def at(self, step: int) -> Batch:
+        """Return the batch of one step."""
+
+    def where(self, step: int) -> str:
+        """Return where in the text a batch comes from."""
+
+
+class Lessons(NamedTuple):
+    """What a model is to learn, and how it is examined."""
+
+    batches: Source
+    held_out: list[Batch]
+    baseline: float  # loss of guessing by frequency alone
+    learned: int  # tokens
+    asked: int  # tokens that are held out
+    prompt: list[int]  # what a sample goes on from
+    told: str  # what of the text is left out
+
+
 class Text(NamedTuple):
     """A text in two parts that share no paragraph."""
 
     name: str
     train: str
     held_out: str
+
+    @property
+    def digest(self) -> str:
+        """What tells this text from others."""
+        return hashlib.sha256((self.train + self.held_out).encode()).hexdigest()
+
+    @property
+    def words(self) -> str:
+        """What a new tokenizer is made for."""
+        return self.train
 
 
 def read_text(path: Path | None) -> Text:
@@ -90,14 +133,20 @@ class Batches:
                 f" {2 * length}; give more text, or a smaller --tokens"
             )
 
-    def at(self, step: int) -> Array:
-        """Return the rows (batch, length) of one step."""
-        rows = []
-        for row in range(step * self.batch, (step + 1) * self.batch):
-            epoch, place = divmod(row, self.windows)
-            start = self._starts(epoch)[place]
-            rows.append(self.tokens[start : start + self.length])
-        return np.stack(rows)
+    def at(self, step: int) -> Batch:
+        """Return the rows of one step."""
+        rows = np.stack([self.tokens[at : at + self.length] for at in self._rows(step)])
+        return Batch(rows, rows, None, self.batch * (self.length - 1), rows.size)
+
+    def where(self, step: int) -> str:
+        """Return where in the text a batch comes from."""
+        return f"rows from tokens {', '.join(map(str, self._rows(step)))}"
+
+    def _rows(self, step: int) -> list[int]:
+        """Return the tokens at which the rows of a batch start."""
+        numbers = range(step * self.batch, (step + 1) * self.batch)
+        places = [divmod(number, self.windows) for number in numbers]
+        return [int(self._starts(epoch)[place]) for epoch, place in places]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
     def _starts(self, epoch: int) -> Array:
@@ -106,8 +155,8 @@ class Batches:
         return random.permutation(self.windows) * self.length + shift
 
 
-def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[tuple[Array, Array]]:
-    """Return batches of (tokens, labels) that ask for every token but the first once."""
+def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
+    """Return batches that ask for every token but the first once."""
     if len(tokens) < 2:
         raise ConfigError("the text is too short to hold a part of it out; give more text")
     count = -(-(len(tokens) - 1) // (length - 1))
@@ -117,16 +166,19 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[tuple[Array
         part = tokens[row * (length - 1) :][:length]
         rows[row, : len(part)] = part
         labels[row, 1 : len(part)] = part[1:]
-    return [
-        (rows[i : i + batch], labels[i : i + batch])
-        for i in range(0, count, batch)  # the last batch is filled with ignored rows
+    parts = [slice(i, i + batch) for i in range(0, count, batch)]
+    asked = [int((labels[part] != IGNORE).sum()) for part in parts]
+    first = [int((labels[part] != IGNORE).any(axis=1).sum()) for part in parts]
+    return [  # the last batch is filled with ignored rows
+        Batch(rows[part], labels[part], None, number, number + more)
+        for part, number, more in zip(parts, asked, first, strict=True)
     ]
 
 
-def unigram_baseline(train: Array, held_out: Array, vocabulary: int) -> float:
-    """Return the loss of guessing by frequency alone, in nats per held-out token.
+def unigram_baseline(train: Array, asked: Array, vocabulary: int) -> float:
+    """Return the loss of guessing by frequency alone, in nats per token that is asked for.
 
-    Frequencies are counted in the training part, each plus one.
+    Frequencies are counted in what is trained on, each plus one.
     """
     counts = np.bincount(train, minlength=vocabulary) + 1.0
-    return float(-np.log(counts / counts.sum())[held_out[1:]].mean())
+    return float(-np.log(counts / counts.sum())[asked].mean())

@@ -30,25 +30,29 @@ def load_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
 
 
-def train_tokenizer(text: str, vocabulary: int) -> Any:
+def train_tokenizer(text: str, vocabulary: int, special: Sequence[str] = ()) -> Any:
     """Return a byte-level BPE tokenizer of at most this many tokens, learnt from text.
+
+    The end of text is a token of its own, and so is each of ``special``.
 
     Every byte is a token, so that any text has an encoding (Sennrich et al., Neural Machine
     Translation of Rare Words with Subword Units, 2016).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocabulary <= BYTES:
+    least = BYTES + 1 + len(special)
+    if vocabulary < least:
+        more = f", {' and '.join(special)}" if special else ""
         raise ConfigError(
-            f"--vocabulary {vocabulary} is too small: {BYTES} bytes and the end of text need"
-            f" {BYTES + 1} tokens"
+            f"--vocabulary {vocabulary} is too small: {BYTES} bytes and the end of text{more} need"
+            f" {least} tokens"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END],
+        special_tokens=[END, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -6,29 +6,28 @@ that goes on from a checkpoint ends with the bits of one that never stopped.
 
 import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import numpy as np
-
+from .. import _arrays
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..faults import check_errors
+from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients
 from ..ops.cast import accumulate_, cast
 from ..optimizer import AdamW
 from ..precision import MixedPrecisionConfig, compute_copies
 from ..schedules import cosine_schedule
+from .interrupt import Interrupted, stop_request
 from .machine import peak_memory
 from .progress import Progress
 from .run_folder import RunFolder, written_beside
-from .text import IGNORE, Batches
+from .text import Batch, Lessons
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -55,10 +54,6 @@ class Plan(NamedTuple):
     checkpoint_every: int | None = None
 
 
-class Interrupted(Exception):  # noqa: N818 -- a request, no error
-    """Ctrl-C came; the state is saved."""
-
-
 class Trainer:
     """A model, its optimizer and how far they have come."""
 
@@ -67,12 +62,14 @@ class Trainer:
         run: RunFolder,
         model: "Transformer",
         tokenizer: Any,
-        batches: Batches,
-        held_out: list[tuple[Array, Array]],
+        lessons: Lessons,
         plan: Plan,
+        files: Mapping[str, str],
+        *,
+        find_nan: bool = False,
     ) -> None:
-        self.run, self.model, self.tokenizer = run, model, tokenizer
-        self.batches, self.held_out, self.plan = batches, held_out, plan
+        self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
+        self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
         self.masters = dict(model.trainable)
         self.optimizer = AdamW(
             self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay
@@ -85,20 +82,21 @@ class Trainer:
         self.checkpoint = None if every is None else CheckpointConfig(checkpoint_every=every)
         self.scaler = MixedPrecisionConfig(plan.dtype).scaler()
         self.step, self.seconds = 0, 0.0
+        self.unproven: str | None = None  # the newest checkpoint, while nothing has come of it
 
-    def train(self, baseline: float) -> None:
+    def train(self) -> None:
         """Run the steps that are left; the log and the checkpoints tell of them."""
         self.run.trim(self.step if self.step else -1)
         started = time.perf_counter() - self.seconds
         with stop_request() as stop, Progress(self.step, self.plan.steps) as progress:
             if self.step == 0:
-                self._evaluate(progress, baseline)
+                self._evaluate(progress)
             while self.step < self.plan.steps:
                 self._one_step(progress)
                 last = self.step == self.plan.steps
                 self.seconds = time.perf_counter() - started
                 if last or self.step % self.plan.evaluate_every == 0:
-                    self._evaluate(progress, baseline)
+                    self._evaluate(progress)
                 if stop.is_set() or (self.step % self.plan.save_every == 0 and not last):
                     self.seconds = time.perf_counter() - started
                     self.save()
@@ -107,20 +105,13 @@ class Trainer:
         self.seconds = time.perf_counter() - started
 
     def _one_step(self, progress: Progress) -> None:
-        started = time.perf_counter()
-        scaler, parts = self.scaler, self.plan.accumulate
+        started, scaler = time.perf_counter(), self.scaler
         loss, count, gradients = self._gradients()
         check_errors()  # a loss that was read has been waited for
-        found = measure_gradients(gradients, self.plan.max_norm * parts, scaler=scaler)  # of sums
-        norm, finite = float(found.norm) / parts, bool(found.finite)
-        scale_may_shrink = scaler.dynamic and scaler.value > scaler.minimum
-        if not (math.isfinite(loss) and (finite or scale_may_shrink)):
-            kept = self.run.newest_checkpoint()
-            raise ConfigError(
-                f"step {self.step + 1}: the loss is {loss:g} and the norm of its gradient {norm:g};"
-                f" try a smaller --lr than {self.plan.lr:g}"
-                + (f" (the last good state is {kept})" if kept else "")
-            )
+        found = measure_gradients(gradients, self.plan.max_norm, scaler=scaler)
+        norm, finite = float(found.norm), bool(found.finite)
+        if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
+            self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
         rate = cosine_schedule(
             self.step + 1,  # step 0 of a schedule has the rate 0
             lr=self.plan.lr,
@@ -128,9 +119,12 @@ class Trainer:
             steps=self.plan.steps,
             minimum=LAST_RATE,
         )
-        self.optimizer.step(gradients, lr=rate, finite=found.finite, factor=found.factor / parts)
+        self.optimizer.step(gradients, lr=rate, finite=found.finite, factor=found.factor)
         scaler.update(found.finite)
         self.step += 1
+        if self.unproven:  # its weights gave a loss that is fine: what came before may go
+            self.run.drop_checkpoints(before=self.unproven)
+            self.unproven = None
         seconds = time.perf_counter() - started
         line = {
             "step": self.step,
@@ -147,50 +141,95 @@ class Trainer:
         progress.step(line)
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:
-        """Return the mean loss of a step's batches, their tokens, and the sums of gradients."""
-        parts = self.plan.accumulate
-        loss, count, sums = 0.0, 0, {}
-        for part in range(parts):
-            rows = self.batches.at(self.step * parts + part)
-            with np.errstate(over="ignore", invalid="ignore"):  # the scaler deals with overflows
+        """Return the mean loss of a step's batches, their tokens, and the mean's gradients."""
+        first = self.step * self.plan.accumulate
+        numbers = range(first, first + self.plan.accumulate)
+        batches = [self.lessons.batches.at(number) for number in numbers]
+        asked = max(1, sum(batch.asked for batch in batches))
+        loss, sums = 0.0, dict[str, Array]()
+        for number, batch in zip(numbers, batches, strict=True):
+            with self._watched(f"batch {number} ({self.lessons.batches.where(number)})"):
                 one, gradients = self.model.loss_and_gradients(
-                    rows, rows, scaler=self.scaler, checkpoint=self.checkpoint
-                )
-            loss, count = loss + float(one) / parts, count + rows.size
-            if parts == 1:
-                return loss, count, gradients
-            for name, gradient in gradients.items():
-                if part == 0:
-                    sums[name] = cast(gradient, dtype="float32")
-                else:
+                    **self._placed(batch), count=asked, scaler=self.scaler,
+                    checkpoint=self.checkpoint,
+                )  # fmt: skip
+            loss += float(one)
+            if len(batches) == 1:
+                sums = gradients
+            for name, gradient in gradients.items() if len(batches) > 1 else ():
+                if name in sums:
                     accumulate_(sums[name], gradient)
-        return loss, count, sums
+                else:
+                    sums[name] = cast(gradient, dtype="float32")
+        return loss, sum(batch.real for batch in batches), sums
 
-    def _evaluate(self, progress: Progress, baseline: float) -> None:
+    def _evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text, in nats per token."""
         total, count = 0.0, 0
-        for rows, labels in self.held_out:
-            asked = int((labels[:, 1:] != IGNORE).sum())
-            total += float(self.model.loss(rows, labels)) * asked
-            count += asked
+        for number, batch in enumerate(self.lessons.held_out):
+            loss = float(self.model.loss(**self._placed(batch)))
+            if not math.isfinite(loss):
+                with self._watched(f"held-out batch {number}", after=True):
+                    self.model.loss_and_gradients(**self._placed(batch))
+                self._stop(f"the held-out loss is {loss:g}", after=True)
+            total, count = total + loss * batch.asked, count + batch.asked
         line = {
             "step": self.step,
             "held_out_loss": total / count,
             "held_out_tokens": count,
-            "unigram_baseline": baseline,
+            "unigram_baseline": self.lessons.baseline,
         }
         self.run.append(line)
         progress.evaluated(line)
+
+    def _placed(self, batch: Batch) -> dict[str, Any]:
+        """Return the arrays of a batch where the model is, by the names of its methods."""
+        arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
+        table = self.model.table
+        return {n: a if a is None else _arrays.placed(a, table) for n, a in arrays.items()}
+
+    @property
+    def _scale_may_shrink(self) -> bool:
+        """Whether a gradient that is not finite is the scaler's matter."""
+        return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
+
+    @contextmanager
+    def _watched(self, where: str, *, after: bool = False) -> Iterator[None]:
+        """Stop where the first value that is not finite appears, if that was asked for."""
+        if not self.find_nan:
+            yield
+            return
+        named = self.model.parameters | self.model.trainable
+        try:
+            with find_nan(named, gradients=not self._scale_may_shrink):
+                yield
+        except NonFiniteError as error:
+            self._stop(f"{where}: {error}", after=after)
+
+    def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
+        """Raise for a value that is not finite, in the next step or after the last one."""
+        when = f"after step {self.step}" if after else f"step {self.step + 1}"
+        good = [path for path in self.run.checkpoints() if path.name != self.unproven]
+        kept = f"; the last good state is {good[-1]}" if good else ""
+        cure = f"try a smaller --lr than {self.plan.lr:g}"
+        if self.step == 0:  # no step has changed a weight
+            cure = "copy the model again" + ", or try --dtype bfloat16" * self.scaler.dynamic
+        more = "" if self.find_nan else "; --find-nan names the layer where it begins"
+        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
 
     def save(self) -> Path:
         """Write a checkpoint of this step, then remove the older ones."""
         from safetensors.numpy import save_file
 
         path = self.run.folder / f"checkpoint-{self.step:08d}"
+        broken = [name for name, array in self.masters.items() if not fine(name, array)]
+        if broken:
+            self._stop(f"the weight {broken[0]} is not finite", after=True)
         if not path.exists():
             with written_beside(path) as partial:
                 self.save_model(partial)
-                save_file(self.optimizer.state(), partial / "optimizer.safetensors")
+                averages = {n: _arrays.on_host(a) for n, a in self.optimizer.state().items()}
+                save_file(averages, partial / "optimizer.safetensors")
                 state = {
                     "step": self.step,
                     "seed": self.plan.seed,
@@ -198,7 +237,7 @@ class Trainer:
                     "scaler": {name: getattr(self.scaler, name) for name in SCALER},
                 }
                 (partial / "trainer.json").write_text(json.dumps(state) + "\n")
-        self.run.drop_checkpoints(before=path.name)
+            self.unproven = path.name  # until its weights have given a loss
         return path
 
     def save_model(self, folder: Path) -> None:
@@ -210,6 +249,8 @@ class Trainer:
             self.model.save(folder)
             self.model.parameters = self.masters | self.copies
         self.tokenizer.save(str(folder / "tokenizer.json"))
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def resume(self, checkpoint: Path) -> None:
         """Take up optimizer and step; the model was loaded from the same checkpoint."""
@@ -218,33 +259,15 @@ class Trainer:
 
         try:
             state = json.loads((checkpoint / "trainer.json").read_text())
-            self.optimizer.load_state(load_file(checkpoint / "optimizer.safetensors"))
+            averages = load_file(checkpoint / "optimizer.safetensors")
+            steps, table = averages.pop("steps"), self.model.table
+            placed = {name: _arrays.placed(array, table) for name, array in averages.items()}
+            self.optimizer.load_state({"steps": steps, **placed})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             for name in SCALER:
                 setattr(self.scaler, name, state["scaler"][name])
+            self.unproven = checkpoint.name
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ConfigError(
                 f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
             ) from None
-
-
-@contextmanager
-def stop_request() -> Iterator[threading.Event]:
-    """Give an event that the first Ctrl-C sets; the second one ends the program at once."""
-    stop = threading.Event()
-
-    def ask(number: int, _: Any) -> None:
-        stop.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -70,7 +70,7 @@ def load(
             pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
         )
     wanted = None if dtype is None else _dtype("load", dtype)
-    with _device("load", device) as place:
+    with on_device("load", device) as place:
         parameters, layout = read_tensors(path, config, wanted)
         parameters = {name: place(array) for name, array in parameters.items()}
         model = Transformer(config, parameters, texts, layout)
@@ -108,7 +108,7 @@ def create(
     parsed, kind = parse(config), _dtype("create", dtype)
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
-    with _device("create", device) as place:
+    with on_device("create", device) as place:
         parameters: dict[str, Array] = {}
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if name.endswith("norm.weight"):
@@ -137,7 +137,7 @@ def _dtype(call: str, given: Any) -> np.dtype[Any]:
 
 
 @contextmanager
-def _device(call: str, device: str | None) -> Iterator[Callable[[Any], Any]]:
+def on_device(call: str, device: str | None) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that puts an array on the device, while that device is the current one."""
     if device is None:
         yield lambda array: array

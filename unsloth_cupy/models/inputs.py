@@ -84,7 +84,7 @@ def places(
         if _by_length(model):
             length = int(positions.max(initial=0)) + 1
     rows = slice(None) if real is not None else slice(start, start + new)
-    found = {
+    found: dict[str, Any] = {
         kind: tuple(table[rows] for table in tables(max(length, 1)))
         for kind, tables in model.tables.items()
     }

@@ -1,0 +1,531 @@
+"""Lines to learn from: what is read, what is learned of it, how texts share rows, what is wrong."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.cli.chat import CHATML, Chat, Span
+from unsloth_cupy.cli.lessons import Example, Packed, Shape, encoded, in_order, of_records
+from unsloth_cupy.cli.records import Record, read_records
+from unsloth_cupy.cli.tokenizer import train_tokenizer
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models import create, load
+
+from .test_cli import (
+    LLAMA,
+    assert_one_clear_error,
+    numbers,
+    run,
+    start,
+    wait_for_lines,
+    weights,
+)
+
+ASK = {"role": "user", "content": "Who sees the cat?"}
+SAY = {"role": "assistant", "content": "The dog does."}
+LINES: list[dict[str, Any]] = [
+    {"messages": [{"role": "system", "content": "Be short."}, ASK, SAY, ASK, SAY]},
+    {"instruction": "Name a bird.", "input": "A black one.", "output": "The raven.", "text": "x"},
+    {"instruction": "Name a fish.", "output": "The trout."},
+    {"prompt": "The cat sees", "completion": " the dog."},
+    {"text": "A horse."},
+]
+SMALL = (
+    "--steps", "24", "--batch", "2", "--tokens", "48", "--layers", "1", "--hidden", "32",
+    "--vocabulary", "300", "--evaluate-every", "8", "--save-every", "5", "--lr", "0.01",
+)  # fmt: skip
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines of every form, none of them twice."""
+    draw = random.Random(0)
+    nouns = ["cat", "dog", "fish", "bird", "horse"]
+    lines: list[Any] = []
+    for i in range(30):
+        one, other = draw.sample(nouns, 2)
+        question, answer = f"Who sees the {one} at {i}?", f"The {other} does."
+        asked = {"role": "user", "content": question}
+        lines += [
+            {"messages": [asked, SAY | {"content": answer}, asked, SAY]},
+            {"instruction": question, "output": answer},
+            {"prompt": f"{i}: the {one} sees", "completion": f" the {other}."},
+            {"text": f"{i}. The {one} sees the {other}."},
+        ]
+    return write(tmp_path_factory.mktemp("lines") / "animals.jsonl", lines)
+
+
+@pytest.fixture(scope="session")
+def finished(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    result = run("finetune", "--text", file, "--out", folder, *SMALL)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+class TestRecords:
+    def test_every_form_is_read(self, tmp_path: Path) -> None:
+        records = read_records(write(tmp_path / "lines.jsonl", [*LINES, {"text": "More."}]))
+        found = {r.line: r for r in (*records.train, *records.held_out)}
+        assert sorted(found) == [1, 2, 3, 4, 5, 6]
+        assert found[1] == Record(1, LINES[0]["messages"], "", "")
+        asked = [message["content"] for message in found[2].messages]
+        assert asked == ["Name a bird.\n\nA black one.", "The raven."]
+        assert [m["content"] for m in found[3].messages] == ["Name a fish.", "The trout."]
+        assert found[4] == Record(4, [], "The cat sees", " the dog.")
+        assert found[5] == Record(5, [], "", "A horse.")
+
+    def test_a_tenth_is_held_out_and_shares_nothing(self, tmp_path: Path) -> None:
+        lines = [{"text": f"Sentence {i}."} for i in range(40)]
+        records = read_records(write(tmp_path / "lines.jsonl", lines))
+        assert len(records.held_out) == 4
+        assert not {r.answer for r in records.held_out} & {r.answer for r in records.train}
+        twice = read_records(write(tmp_path / "twice.jsonl", lines * 2))
+        assert len(twice.held_out) == 4
+        assert len(twice.train) == 72
+        assert not {r.answer for r in twice.held_out} & {r.answer for r in twice.train}
+
+    def test_empty_lines_and_a_byte_order_mark_are_nothing(self, tmp_path: Path) -> None:
+        path = tmp_path / "lines.jsonl"
+        path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
+        records = read_records(path)
+        assert sorted(r.line for r in (*records.train, *records.held_out)) == [1, 4]
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            (b'{"text": "a"', "is no JSON (Expecting ',' delimiter at column 13); write one"),
+            (b"[1, 2]", 'is [1, 2], no object; write {"text"'),
+            (b'{"text": "\xff"}', "is not UTF-8: byte 10 is 0xff; convert"),
+            (b'{"text": NaN}', "text is NaN, no text; write text as a string"),
+            (b'{"text": null}', "text is null, no text"),
+            (b'{"text": "  "}', "text is empty; write what is to be learned"),
+            (b'{"text": "\\ud800"}', "text holds half a character"),
+            (b'{"title": "x", "body": "y"}', "holds 'title', 'body'; write one of these forms: me"),
+            (b"{}", "holds nothing; write one of these forms"),
+            (b'{"prompt": "x"}', "has prompt but no completion; add completion"),
+            (b'{"output": "x"}', "has output but no instruction; add instruction"),
+            (b'{"prompt": "x", "completion": ["y"]}', 'completion is ["y"], no text'),
+            (b'{"instruction": "x", "input": 3, "output": "y"}', "input is 3, no text"),
+            (b'{"messages": "hello"}', "messages is hello; write [{"),
+            (b'{"messages": []}', "messages is []"),
+            (b'{"messages": ["hello"]}', "messages[0] is hello; write {"),
+            (b'{"messages": [{"role": "user"}]}', "messages[0] has no content"),
+            (b'{"messages": [{"role": "bot", "content": "x"}]}', "role bot; choose from system"),
+            (b'{"messages": [{"role": "user", "content": "x"}]}', "no message is the assistant's"),
+            (
+                b'{"messages": [{"role": "assistant", "content": ""}]}',
+                "messages[0].content is empty",
+            ),
+            (b'{"messages": [{"role": "assistant", "content": null}]}', "content is null, no text"),
+            (b'{"a": ' + b"[" * 99999, "cannot be read as JSON"),
+            (b'{"text": ' + b"9" * 9999 + b"}", "cannot be read as JSON"),
+        ],
+    )
+    def test_a_malformed_line_is_named_with_its_cure(
+        self, line: bytes, said: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "lines.jsonl"
+        path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine too"}\n')
+        result = run("finetune", "--text", path, "--out", tmp_path / "run", "--steps", 1)
+        assert_one_clear_error(result, f"{path}:3: ", said)
+        assert not (tmp_path / "run").exists(), "before anything begins"
+
+    @pytest.mark.parametrize(
+        ("lines", "said"),
+        [
+            ([], "is empty"),
+            ([{"text": "x"}], "holds one record"),
+            ([{"text": "x"}] * 9, "says one thing"),
+        ],
+    )
+    def test_too_little(self, lines: list[Any], said: str, tmp_path: Path) -> None:
+        path = write(tmp_path / "lines.jsonl", lines)
+        assert_one_clear_error(run("finetune", "--text", path, "--out", tmp_path / "run"), said)
+
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|stop|>\n\n"
+    "{{ m['content'] | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}"
+)
+MARKED = (  # as templates that say themselves what an assistant speaks
+    "{% for m in messages %}\n<|{{ m.role }}|>\n{% if m.role == 'assistant' %}\n"
+    "{% generation %}\n{{ m.content + eos_token }}\n{% endgeneration %}\n{% else %}\n"
+    "{{ m.content }}\n{% endif %}\n{% endfor %}\n"
+    "{% if add_generation_prompt %}\n<|assistant|>\n{% endif %}"
+)
+THINKS = (  # the last answer alone is written with its thoughts
+    "{% for m in messages %}[{{ m.role }}]{% if loop.last and m.role == 'assistant' %}(hm){% endif"
+    " %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must take turns') }}{% endif %}[{{ m.content }}]{% endfor %}"
+)
+CHAT = [ASK, SAY, ASK | {"content": "Really?"}, SAY | {"content": "Yes."}]
+
+
+def folder_with(tmp_path: Path, template: Any, **settings: Any) -> Path:
+    values = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values | settings))
+    return tmp_path
+
+
+def learned(text: str, spans: list[Span]) -> list[str]:
+    return [text[span.start : span.stop] for span in spans]
+
+
+class TestChat:
+    def test_without_a_template_it_is_chatml(self) -> None:
+        text, spans = Chat(None).spans(CHAT[:2])
+        assert text == (
+            "<|im_start|>user\nWho sees the cat?<|im_end|>\n"
+            "<|im_start|>assistant\nThe dog does.<|im_end|>\n"
+        )
+        assert learned(text, spans) == ["The dog does.<|im_end|>\n"]
+
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            (LLAMA3, ["The dog does.<|eot|>", "Yes.<|eot|>"]),
+            (MARKED, ["The dog does.</s>\n", "Yes.</s>\n"]),
+            (THINKS, ["(hm)Yes.;"]),
+            ("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}",
+             ["assistant:The dog does.\n", "assistant:Yes.\n"]),
+            ([{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA3}],
+             ["The dog does.<|eot|>", "Yes.<|eot|>"]),
+        ],
+        ids=["llama3", "marked", "thinks", "no prompt", "several"],
+    )  # fmt: skip
+    def test_what_the_assistant_says_is_learned(
+        self, template: Any, said: list[str], tmp_path: Path
+    ) -> None:
+        chat = Chat(folder_with(tmp_path, template))
+        assert learned(*chat.spans(CHAT)) == said
+        assert chat.own
+
+    @pytest.mark.parametrize("template", [CHATML, LLAMA3, MARKED, THINKS], ids=str)
+    def test_texts_are_those_of_transformers(self, template: str, tmp_path: Path) -> None:
+        transformers = pytest.importorskip("transformers", reason="needs the extra `peers`")
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=train_tokenizer("some text", 257), bos_token="<s>", eos_token="</s>"
+        )
+        chat = Chat(folder_with(tmp_path, template))
+        for messages, answer in ((CHAT, False), (CHAT[:3], True), (CHAT[:1], True)):
+            wanted = tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=answer, tokenize=False
+            )
+            assert chat.text(messages, answer=answer) == wanted
+
+    def test_a_file_beside_comes_first(self, tmp_path: Path) -> None:
+        folder_with(tmp_path, CHATML)
+        (tmp_path / "chat_template.jinja").write_text(LLAMA3)
+        chat = Chat(tmp_path)
+        assert "<|eot|>" in chat.text(CHAT)
+        assert chat.keep()["chat_template.jinja"] == LLAMA3
+
+    def test_what_is_kept_reads_the_same(self, tmp_path: Path) -> None:
+        chat = Chat(None)
+        for name, text in chat.keep().items():
+            (tmp_path / name).write_text(text)
+        again = Chat(tmp_path)
+        assert again.text(CHAT) == chat.text(CHAT)
+        assert (again.own, again.keep()) == (chat.own, chat.keep())
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.append.__self__.__class__ }}",
+            "{{ messages.append(1) }}",
+            "{{ messages[0].update({'role': 'system'}) }}",
+            "{{ cycler.__init__.__globals__.os.system('true') }}",
+            "{% include '/etc/passwd' %}",
+            "{% for i in range(10000000) %}x{% endfor %}",
+            "{{ 1 // 0 }}",
+            "{{ messages[99].content }}",
+            "{{ raise_exception('no') }}",
+        ],
+    )
+    def test_a_template_can_do_nothing_but_write(self, template: str, tmp_path: Path) -> None:
+        chat = Chat(folder_with(tmp_path, template))
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json does not take the messages"):
+            chat.text(CHAT)
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [("{% for %}", "chat template is broken"), (3, "chat_template is no text")],
+    )
+    def test_broken_templates(self, template: Any, message: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Chat(folder_with(tmp_path, template))
+
+    def test_a_date_stays_what_it_is(self, tmp_path: Path) -> None:
+        """A run that goes on tomorrow must see the same texts."""
+        chat = Chat(folder_with(tmp_path, "{{ strftime_now('%d %b %Y') }}"))
+        assert chat.text(CHAT) == "26 Jul 2024"
+
+    def test_a_line_that_the_template_refuses_is_named(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path / "lines.jsonl", [{"messages": m} for m in (CHAT, CHAT[1:], CHAT[:2])]
+        )
+        chat = Chat(folder_with(tmp_path, STRICT))
+        model = create(json.loads((LLAMA / "config.json").read_text()), seed=0)
+        tokenizer = train_tokenizer("text", 257)
+        with pytest.raises(ConfigError, match=r"lines.jsonl:2: .*roles must take turns"):
+            of_records(read_records(path), tokenizer, model.config, Shape(2, 64, True, 0), 0, chat)
+
+
+class TestLabels:
+    tokenizer = train_tokenizer("nothing but ASCII", 257)  # a token is a byte
+
+    def labels(self, record: Record, ends: list[int], chat: Chat | None = None) -> str:
+        chat = chat or Chat(None)
+        text, spans = record.text(chat)
+        is_chat = bool(record.messages)
+        tokens, labels = encoded(self.tokenizer, text, spans, is_chat, ends, chat)
+        assert ((labels == -100) | (labels == tokens)).all()
+        shown = ["_" if n == -100 else "$" if n in ends else self.tokenizer.decode([n])
+                 for n in labels.tolist()]  # fmt: skip
+        return "".join(shown)
+
+    def test_prompts_are_not_asked_for(self) -> None:
+        assert self.labels(Record(1, [], "ask", " tell"), [256]) == "___ tell$"
+        assert self.labels(Record(1, [], "", "all"), [256]) == "all$"
+        assert self.labels(Record(1, [], "ask", "tell"), []) == "___tell"
+
+    def test_in_a_chat_only_the_assistant_counts(self, tmp_path: Path) -> None:
+        record = Record(1, CHAT, "", "")
+        found = self.labels(record, [256])
+        assert found.replace("_", "") == "The dog does.<|im_end|>\nYes.<|im_end|>\n$".replace(
+            "_", ""
+        )
+        own = self.labels(record, [256], Chat(folder_with(tmp_path, LLAMA3)))
+        assert own.replace("_", "") == "The dog does.<|eot|>Yes.<|eot|>"  # it ends answers itself
+
+    def test_tokens_that_mark_a_start_are_not_learned(self) -> None:
+        from tokenizers import Tokenizer, processors
+
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        tokens, labels = encoded(tokenizer, "abc", [Span(0, 3)], False, [0], Chat(None))
+        assert tokens[0] == tokens[-1] == 0
+        assert labels.tolist() == [-100, *tokens[1:]]
+
+    def test_a_token_across_the_border_is_learned(self) -> None:
+        tokenizer = train_tokenizer("The dog. " * 9, 290)
+        text = "The dog."
+        tokens, labels = encoded(tokenizer, text, [Span(2, 8)], False, [], Chat(None))
+        assert tokenizer.decode(tokens[:1]) == "The"
+        assert (labels == tokens).all()
+
+
+def examples_of(lengths: list[int]) -> list[Example]:
+    draw = np.random.default_rng(0)
+    return [
+        Example(tokens := draw.integers(1, 90, n), np.where(np.arange(n) < 2, -100, tokens), line)
+        for line, n in enumerate(lengths, 1)
+    ]
+
+
+class TestPacking:
+    EXAMPLES = examples_of([9, 3, 16, 5, 7, 12, 4, 11, 6, 8] * 3)
+
+    def test_texts_lie_end_to_end_and_keep_their_labels(self) -> None:
+        shape = Shape(2, 16, True, 0)
+        for step in range(40):
+            batch = (packed := Packed(self.EXAMPLES, shape, 3, "file")).at(step)
+            assert batch.tokens.shape == batch.labels.shape == (2, 16)
+            assert batch.offsets is not None
+            parts = np.split(batch.tokens.ravel(), batch.offsets[1:-1])
+            known = {example.tokens.tobytes() for example in self.EXAMPLES}
+            used = [part for part in parts if part.tobytes() in known]
+            assert len(parts) - len(used) <= 1, "the padding, if any, is one more text"
+            assert batch.real == sum(len(part) for part in used) > 16
+            assert batch.asked == sum(len(part) - 2 for part in used)
+            assert (batch.labels != -100).sum() == batch.asked
+            assert packed.where(step).endswith(" of file")
+
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_an_epoch_takes_every_text_once(self, pack: bool) -> None:
+        packed = Packed(self.EXAMPLES, Shape(2, 16, pack, 0), 3, "file")
+        seen: list[int] = []
+        step = 0
+        while len(seen) < 2 * len(self.EXAMPLES):
+            seen += [example.line for example in packed._examples(step)]
+            step += 1
+        for epoch in range(2):
+            part = seen[epoch * len(self.EXAMPLES) :][: len(self.EXAMPLES)]
+            assert sorted(part) == [*range(1, len(self.EXAMPLES) + 1)]
+        assert seen[: len(self.EXAMPLES)] != seen[len(self.EXAMPLES) : 2 * len(self.EXAMPLES)]
+
+    def test_batches_depend_on_seed_and_step_alone(self) -> None:
+        shape = Shape(2, 16, True, 0)
+        first, second = (Packed(self.EXAMPLES, shape, 3, "file") for _ in range(2))
+        second.at(70)
+        for one, other in zip(first.at(33), second.at(33), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert (Packed(self.EXAMPLES, shape, 4, "file").at(33).tokens != first.at(33).tokens).any()
+
+    def test_few_texts_are_not_said_twice_in_a_batch(self) -> None:
+        batch = Packed(self.EXAMPLES[:2], Shape(8, 16, True, 0), 0, "file").at(0)
+        assert batch.real == 12
+
+    def test_held_out_texts_come_once_and_in_order(self) -> None:
+        for pack in (True, False):
+            batches = in_order(self.EXAMPLES, Shape(2, 16, pack, 0))
+            labels = np.concatenate([b.labels[b.labels != -100] for b in batches])
+            wanted = np.concatenate([e.labels[e.labels != -100] for e in self.EXAMPLES])
+            np.testing.assert_array_equal(labels, wanted)
+            assert sum(batch.asked for batch in batches) == len(wanted)
+
+    def test_the_loss_is_the_same_packed_or_not(self) -> None:
+        model = load(LLAMA, dtype="float64")
+        examples = [
+            Example(e.tokens % model.config.vocab, np.where(e.labels < 0, -100, e.labels), e.line)
+            for e in examples_of([9, 3, 16, 5, 7])
+        ]
+        losses = []
+        for pack in (True, False):
+            batches = in_order(examples, Shape(2, 16, pack, 0))
+            total = sum(
+                float(model.loss(b.tokens, b.labels, offsets=b.offsets)) * b.asked for b in batches
+            )
+            losses.append(total / sum(b.asked for b in batches))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+    def test_long_texts_go_on_and_long_answers_are_cut(self, tmp_path: Path) -> None:
+        lines = [
+            {"text": "abcdefghij" * 3},
+            {"prompt": "ask", "completion": "tell" * 9},
+            {"prompt": "question" * 9, "completion": "lost"},
+            {"prompt": "held", "completion": "out"},
+        ]
+        path = write(tmp_path / "lines.jsonl", lines)
+        records = read_records(path)
+        everything = [*records.train, *records.held_out]
+        held = next(r for r in everything if r.prompt == "held")
+        records = records._replace(train=[r for r in everything if r != held], held_out=[held])
+        model = create(
+            json.loads((LLAMA / "config.json").read_text()) | {"vocab_size": 257}, seed=0
+        )
+        tokenizer, chat = train_tokenizer("text", 257), Chat(None)
+        shape = Shape(2, 16, True, 0)
+        lessons = of_records(records, tokenizer, model.config, shape, 0, chat)
+        packed: Any = lessons.batches
+        assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
+        assert lessons.told == (
+            "2 of 3 texts are longer than --tokens 16 and lose their end; 1 lose their answer: left"
+            " out"
+        )
+        with pytest.raises(ConfigError, match="gets to its answer in --tokens 3; give more"):
+            of_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
+
+
+class TestFinetune:
+    def test_what_a_run_leaves(self, finished: Path) -> None:
+        held_out = [line for line in numbers(finished) if "held_out_loss" in line]
+        assert [line["step"] for line in held_out] == [0, 8, 16, 24]
+        assert held_out[-1]["held_out_loss"] < held_out[0]["held_out_loss"] - 1
+        assert json.loads((finished / "settings.json").read_text())["pack"] is True
+        settings = json.loads((finished / "model" / "tokenizer_config.json").read_text())
+        assert settings["chat_template"] == CHATML
+
+    def test_equal_bits_after_sigkill(self, finished: Path, file: Path, tmp_path: Path) -> None:
+        folder, kills = tmp_path / "killed", 0
+        for lines in sorted(random.sample(range(3, 24), 2)):
+            process = start("finetune", "--text", file, "--out", folder, *SMALL)
+            wait_for_lines(folder / "log.jsonl", lines, process)
+            time.sleep(random.uniform(0, 0.02))
+            process.kill()
+            process.communicate()
+            kills += process.returncode == -signal.SIGKILL
+        result = run("finetune", "--text", file, "--out", folder, *SMALL)
+        assert result.exit_code == 0, result.output
+        assert kills
+        assert weights(folder) == weights(finished)
+        assert numbers(folder) == numbers(finished)
+
+    def test_rows_that_are_not_shared_start_from_the_same_loss(
+        self, finished: Path, file: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "rows"
+        options = (*SMALL, "--no-pack", "--steps", 1, "--out", out)
+        assert run("finetune", "--text", file, *options).exit_code == 0
+        first, other = numbers(out)[0], numbers(finished)[0]
+        assert first["held_out_tokens"] == other["held_out_tokens"]
+        assert first["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
+
+    def test_accumulated_batches_are_one_large_batch(self, file: Path, tmp_path: Path) -> None:
+        """Packed batches hold unequal numbers of labels: the mean is over all of them."""
+        from unsloth_cupy.cli.trainer import Trainer
+
+        found = []
+        step = Trainer._gradients
+
+        def kept(self: Trainer) -> Any:
+            found.append((self, result := step(self)))
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "_gradients", kept)
+            options = (*SMALL, "--steps", 1, "--accumulate", 3, "--out", tmp_path / "run")
+            assert run("finetune", "--text", file, *options).exit_code == 0
+        trainer, (loss, count, gradients) = found[0]
+        model: Any = trainer.model
+        batches: list[Any] = [trainer.lessons.batches.at(n) for n in range(3)]
+        assert len({batch.asked for batch in batches}) > 1
+        assert count == sum(batch.real for batch in batches)
+        fresh = create(model.texts["config.json"], seed=0)
+        rows, labels = (np.concatenate([getattr(b, n) for b in batches])
+                        for n in ("tokens", "labels"))  # fmt: skip
+        offsets = np.concatenate(
+            [[0], *(b.offsets[1:] + n * b.tokens.size for n, b in enumerate(batches))]
+        )
+        whole, wanted = fresh.loss_and_gradients(rows, labels, offsets=offsets)
+        assert loss == pytest.approx(float(whole), rel=1e-6)
+        for name, gradient in wanted.items():
+            off = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
+            assert off < 1e-5, name
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_adapters_in_sixteen_bits_go_on_from_a_run(
+        self, dtype: str, finished: Path, file: Path, tmp_path: Path
+    ) -> None:
+        """All savings at once: the held-out loss is the base's, within 1 %, and then falls."""
+        options = ("--text", file, "--batch", 2, "--tokens", 48, "--steps", 6, "--lora", 4)
+        more = ("--dtype", dtype, "--checkpoint-every", 1, "--out", tmp_path / "run")
+        result = run("finetune", finished, *options, *more, "--evaluate-every", 6)
+        assert result.exit_code == 0, result.output
+        base, log = numbers(finished)[-1]["held_out_loss"], numbers(tmp_path / "run")
+        assert log[0]["held_out_loss"] == pytest.approx(base, rel=1e-2)  # 16 bits
+        assert log[-1]["held_out_loss"] < log[0]["held_out_loss"]
+        assert (tmp_path / "run" / "model" / "tokenizer_config.json").is_file()
+
+    def test_a_vocabulary_without_room_for_marks_is_refused(
+        self, file: Path, tmp_path: Path
+    ) -> None:
+        result = run(
+            "finetune", "--text", file, *SMALL, "--vocabulary", 258, "--out", tmp_path / "r"
+        )
+        assert_one_clear_error(result, "--vocabulary 258 is too small", "need 259 tokens")
+
+    @pytest.mark.parametrize("option", ["--pack", "--no-pack"])
+    def test_running_text_is_not_packed(self, option: str, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("text " * 99)
+        result = run("finetune", "--text", tmp_path / "a.txt", option, "--out", tmp_path / "run")
+        assert_one_clear_error(result, "are for the lines of a .jsonl file")

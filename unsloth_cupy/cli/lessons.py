@@ -1,0 +1,211 @@
+"""Batches of whole texts, several of them end to end, and what is held out of a file.
+
+A text is tokens and, for each, whether it is to be learned.  Texts come in a shuffled order, epoch
+after epoch; batch n takes those that follow the texts of batch n - 1 and fit, so it depends on
+seed and n alone.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._typing import Array
+from ..errors import ConfigError
+from .chat import Chat, Span
+from .records import Record, Records
+from .text import IGNORE, Batch, Batches, Lessons, Text, held_out_rows, unigram_baseline
+from .tokenizer import encode
+
+if TYPE_CHECKING:
+    from ..models.config import Config
+
+PROMPT_TOKENS = 12  # of running text, for a sample
+
+
+class Example(NamedTuple):
+    """The tokens of a text, and their labels: the tokens themselves, or IGNORE."""
+
+    tokens: Array
+    labels: Array
+    line: int
+
+
+class Shape(NamedTuple):
+    """Of a batch: rows, tokens in a row, whether texts share rows, what fills them up."""
+
+    batch: int
+    length: int
+    pack: bool
+    pad: int
+
+    def fits(self, count: int, used: int) -> bool:
+        """Say whether so many texts, of so many tokens, are one batch or less."""
+        return used <= self.batch * self.length if self.pack else count <= self.batch
+
+    def laid(self, examples: Sequence[Example]) -> Batch:
+        """Return texts as one batch: end to end, or each in a row of its own."""
+        tokens = np.full((self.batch, self.length), self.pad, np.int64)
+        labels = np.full_like(tokens, IGNORE)
+        lengths = [len(example.tokens) for example in examples]
+        ends = np.cumsum([0, *lengths])
+        starts = ends if self.pack else np.arange(len(examples) + 1) * self.length
+        for start, example in zip(starts.tolist(), examples, strict=False):
+            part = slice(start, start + len(example.tokens))
+            tokens.reshape(-1)[part] = example.tokens
+            labels.reshape(-1)[part] = example.labels
+        full = int(ends[-1]) == tokens.size  # else the padding is one more text
+        offsets = ends if full else np.append(ends, tokens.size)
+        asked = int((labels != IGNORE).sum())
+        return Batch(tokens, labels, offsets if self.pack else None, asked, int(ends[-1]))
+
+
+class Packed:
+    """Batches of texts in a shuffled order."""
+
+    def __init__(self, examples: list[Example], shape: Shape, seed: int, name: str) -> None:
+        self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
+        self.starts = [0]  # of each batch: the number of its first text, counted through epochs
+
+    def at(self, step: int) -> Batch:
+        """Return the batch of one step."""
+        return self.shape.laid(self._examples(step))
+
+    def where(self, step: int) -> str:
+        """Return where in the file a batch comes from."""
+        lines = sorted({example.line for example in self._examples(step)})
+        shown = ", ".join(map(str, lines[:20])) + (", ..." if len(lines) > 20 else "")
+        return f"line{'s' * (len(lines) > 1)} {shown} of {self.name}"
+
+    def _examples(self, step: int) -> list[Example]:
+        while len(self.starts) <= step + 1:
+            first = last = self.starts[-1]
+            used = len(self._example(last).tokens)
+            while self.shape.fits(last - first + 1, used) and last - first < len(self.examples):
+                last += 1
+                used += len(self._example(last).tokens)
+            self.starts.append(last)
+        return [self._example(n) for n in range(self.starts[step], self.starts[step + 1])]
+
+    def _example(self, number: int) -> Example:
+        epoch, place = divmod(number, len(self.examples))
+        return self.examples[self._order(epoch)[place]]
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
+    def _order(self, epoch: int) -> list[int]:
+        order: list[int] = (
+            np.random.default_rng([self.seed, epoch]).permutation(len(self.examples)).tolist()
+        )
+        return order
+
+
+def in_order(examples: list[Example], shape: Shape) -> list[Batch]:
+    """Return all texts in batches, once each."""
+    batches: list[Batch] = []
+    waiting: list[Example] = []
+    for example in examples:
+        used = sum(len(each.tokens) for each in waiting) + len(example.tokens)
+        if not shape.fits(len(waiting) + 1, used):
+            batches.append(shape.laid(waiting))
+            waiting = []
+        waiting.append(example)
+    return [*batches, shape.laid(waiting)]
+
+
+def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int) -> Lessons:
+    """Return what is learned of running text: windows of it."""
+    train, held_out = encode(tokenizer, text.train), encode(tokenizer, text.held_out)
+    batches = Batches(train, batch=shape.batch, length=shape.length, seed=seed)
+    rows = held_out_rows(held_out, batch=shape.batch, length=shape.length)
+    baseline = unigram_baseline(train, held_out[1:], config.vocab)
+    prompt = held_out[:PROMPT_TOKENS].tolist()
+    return Lessons(batches, rows, baseline, len(train), len(held_out), prompt, "")
+
+
+def of_records(
+    records: Records, tokenizer: Any, config: "Config", shape: Shape, seed: int, chat: Chat
+) -> Lessons:
+    """Return what is learned of the lines of a file: their texts, less what was asked.
+
+    Raises
+    ------
+    ConfigError
+        No text has anything to learn in its first ``shape.length`` tokens.
+    """
+    ends = [token for token in config.end_tokens if token < config.vocab]
+    cut = functools.partial(_examples, records, tokenizer, ends, shape.length, chat)
+    (train, long, lost), (held_out, *_) = cut(records.train), cut(records.held_out)
+    for part, which in ((train, "learned"), (held_out, "held out")):
+        if not part:
+            raise ConfigError(
+                f"--text {records.path}: no text that is {which} gets to its answer in --tokens"
+                f" {shape.length}; give more --tokens"
+            )
+    batches = Packed(train, shape, seed, records.path.name)
+    learned, asked = (
+        np.concatenate([e.labels[e.labels != IGNORE] for e in part]) for part in (train, held_out)
+    )
+    first = held_out[0]
+    begin = int((first.labels != IGNORE).argmax())
+    prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
+    told = ""
+    if long:
+        told = f"{long} of {len(records.train)} texts are longer than --tokens {shape.length} and"
+        told += " lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
+    baseline = unigram_baseline(learned, asked, config.vocab)
+    return Lessons(batches, in_order(held_out, shape), baseline, len(learned), len(asked), prompt,
+                   told)  # fmt: skip
+
+
+def _examples(
+    records: Records,
+    tokenizer: Any,
+    ends: Sequence[int],
+    most: int,
+    chat: Chat,
+    part: list[Record],
+) -> tuple[list[Example], int, int]:
+    """Return the texts of records, how many lost their end, and how many all there was to learn.
+
+    Running text goes on in a text of its own; of what has a prompt the end is lost.
+    """
+    found, long, lost = [], 0, 0
+    for record in part:
+        try:
+            text, spans = record.text(chat)
+        except ConfigError as error:
+            raise ConfigError(f"{records.path}:{record.line}: {error}") from None
+        tokens, labels = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
+        running = not record.messages and not record.prompt
+        long += len(tokens) > most and not running
+        for start in range(0, len(tokens) if running else 1, most):
+            piece = slice(start, start + most)
+            example = Example(tokens[piece], labels[piece].copy(), record.line)
+            example.labels[0] = IGNORE  # nothing comes before it
+            if (example.labels != IGNORE).any():
+                found.append(example)
+            elif not start:
+                lost += 1
+    return found, long, lost
+
+
+def encoded(
+    tokenizer: Any, text: str, spans: Sequence[Span], is_chat: bool, ends: Sequence[int], chat: Chat
+) -> tuple[Array, Array]:
+    """Return the tokens of a text, as the model would meet them, and their labels.
+
+    A token counts where it says some of what is to be learned, and so does the token that ends a
+    text.  A model's own template writes all special tokens of a chat itself.
+    """
+    encoding = tokenizer.encode(text, add_special_tokens=not is_chat)
+    tokens = np.asarray(encoding.ids, np.int64)
+    places = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+    asked = np.zeros(len(tokens), bool)
+    for start, stop in spans:
+        asked |= (places[:, 1] > start) & (places[:, 0] < stop)
+    if len(ends) and not (is_chat and chat.own):
+        if not len(tokens) or tokens[-1] not in ends:
+            tokens, asked = np.append(tokens, ends[0]), np.append(asked, False)
+        asked[-1] = True
+    return tokens, np.where(asked, tokens, IGNORE)

@@ -1,0 +1,37 @@
+"""The small Llama that ``finetune`` makes where it is given no model."""
+
+from typing import Any
+
+from ..errors import ConfigError
+from .tokenizer import END
+
+SIZES = {"layers": 4, "hidden": 128, "vocabulary": 1024}
+
+
+def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
+    """Return the config.json of a new model; heads are of 32 or, if that does not divide, all."""
+    if hidden % 2:
+        raise ConfigError(f"--hidden {hidden} is odd; rotary positions turn pairs: make it even")
+    head = 32 if hidden % 32 == 0 else hidden
+    end = tokenizer.token_to_id(END)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 8 // 3 // 8 * 8 or 8,  # as many weights as 2 x 4 hidden
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // head,
+        "num_key_value_heads": hidden // head,
+        "head_dim": head,
+        "hidden_act": "silu",
+        "max_position_embeddings": max(2048, tokens),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "initializer_range": hidden**-0.5,  # a product keeps the size of its rows
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "torch_dtype": "float32",
+    }

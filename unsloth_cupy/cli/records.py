@@ -1,0 +1,178 @@
+"""JSON lines to learn from: one text, instruction or chat in each line, checked before training.
+
+{"text": "..."}                                                  all of it is learned
+{"prompt": "...", "completion": "..."}                           the completion is
+{"instruction": "...", "input": "...", "output": "..."}          the output, as a chat of two
+{"messages": [{"role": "user", "content": "..."}, ...]}          what the assistant says
+"""
+
+import hashlib
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ..errors import ConfigError
+from .chat import Chat, Message, Span
+from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE
+
+SUFFIX = ".jsonl"
+ROLES = ("system", "user", "assistant", "tool")
+# A line with several of these forms, as some published files have, is the first of them.
+FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
+SHOWN = 40  # characters of what is wrong
+
+
+class Record(NamedTuple):
+    """What one line says: a chat, or a prompt (perhaps none) and what follows it."""
+
+    line: int
+    messages: list[Message]
+    prompt: str
+    answer: str
+
+    def text(self, chat: Chat) -> tuple[str, list[Span]]:
+        """Return the whole text, and which part of it is to be learned."""
+        if self.messages:
+            return chat.spans(self.messages)
+        whole = self.prompt + self.answer
+        return whole, [Span(len(self.prompt), len(whole))]
+
+
+class Records(NamedTuple):
+    """The lines of a file in two parts that share no record."""
+
+    path: Path
+    name: str
+    digest: str
+    train: list[Record]
+    held_out: list[Record]
+
+    @property
+    def chats(self) -> bool:
+        """Whether some line is a chat."""
+        return any(record.messages for record in self.train)
+
+    @property
+    def words(self) -> str:
+        """What a new tokenizer is made for."""
+        said = [[*chain.from_iterable(m.values() for m in r.messages)] for r in self.train]
+        return "\n".join(
+            "\n".join([*words, r.prompt, r.answer])
+            for words, r in zip(said, self.train, strict=True)
+        )
+
+
+def read_records(path: Path) -> Records:
+    """Return the records of a file, a part of them held out.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, or a line is no record; the message names file, line and cure.
+    """
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--text {path}: {reason}; name a readable file") from None
+    records = [_record(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if len(records) < 2:
+        problem = "is empty" if not records else "holds one record"
+        raise ConfigError(f"--text {path} {problem}; write two lines or more: one is held out")
+    digest = hashlib.sha256(b"\n".join(lines)).hexdigest()
+    return Records(path, path.stem, digest, *_split(path, records))
+
+
+def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """Hold a tenth out, drawn from the whole file, with all lines that say the same."""
+    said = [repr(record[1:]) for record in records]
+    first = {text: index for index, text in reversed([*enumerate(said)])}
+    order = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
+    held, characters = set[str](), 0
+    for index in order[: max(1, int(len(order) * HELD_OUT_SHARE))]:
+        if held and characters > HELD_OUT_CHARACTERS:
+            break
+        held.add(said[index])
+        characters += len(said[index])
+    train = [record for record, text in zip(records, said, strict=True) if text not in held]
+    if not train:
+        raise ConfigError(f"--text {path} says one thing alone; write lines that differ")
+    return train, [records[index] for index in sorted(first[text] for text in held)]
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    def wrong(problem: str, cure: str) -> NoReturn:
+        raise ConfigError(f"{path}:{number}: {problem}; {cure}")
+
+    def text(value: Any, name: str, least: int = 1) -> str:
+        if not isinstance(value, str):
+            wrong(f"{name} is {_shown(value)}, no text", f"write {name} as a string")
+        if len(value.strip()) < least:
+            wrong(f"{name} is empty", "write what is to be learned, or remove the line")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            wrong(f"{name} holds half a character (a lone surrogate)", "write the whole character")
+        return value
+
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        wrong(f"is not UTF-8: {byte}", "convert the file, for example with iconv -t utf-8")
+    except json.JSONDecodeError as error:
+        wrong(f"is no JSON ({error.msg} at column {error.colno})", "write one object in each line")
+    except (ValueError, RecursionError) as error:
+        wrong(f"cannot be read as JSON ({error})", "write one object in each line")
+    if not isinstance(values, dict):
+        wrong(f"is {_shown(values)}, no object", 'write {"text": "..."} or another form')
+    form = next((form for form in FORMS if any(key in values for key in form)), None)
+    if form is None:
+        keys = ", ".join(map(repr, values)) or "nothing"
+        forms = "; ".join(" and ".join(keys) for keys in FORMS)
+        wrong(f"holds {_shown(keys)}", f"write one of these forms: {forms}")
+    if missing := [key for key in form if key not in values]:
+        wrong(f"has {form[form[0] in missing]} but no {missing[0]}", f"add {missing[0]}")
+    match form[0]:
+        case "messages":
+            return Record(number, _messages(values["messages"], text, wrong), "", "")
+        case "instruction":
+            more = values.get("input")
+            asked = text(values["instruction"], "instruction")
+            asked += "" if more in (None, "") else "\n\n" + text(more, "input")
+            answer = text(values["output"], "output")
+            said = [("user", asked), ("assistant", answer)]
+            return Record(number, [{"role": r, "content": c} for r, c in said], "", "")
+        case "prompt":
+            prompt = text(values["prompt"], "prompt", 0)
+            return Record(number, [], prompt, text(values["completion"], "completion"))
+        case _:
+            return Record(number, [], "", text(values["text"], "text"))
+
+
+def _messages(values: Any, text: Any, wrong: Any) -> list[Message]:
+    if not isinstance(values, list) or not values:
+        wrong(f"messages is {_shown(values)}", 'write [{"role": "user", "content": "..."}, ...]')
+    found: list[Message] = []
+    for place, message in enumerate(values):
+        name = f"messages[{place}]"
+        if not isinstance(message, dict):
+            wrong(f"{name} is {_shown(message)}", 'write {"role": "user", "content": "..."}')
+        for key in ("role", "content"):
+            if key not in message:
+                wrong(f"{name} has no {key}", "each message has a role and a content")
+        role = message["role"]
+        if role not in ROLES:
+            wrong(f"{name} has the role {_shown(role)}", f"choose from {', '.join(ROLES)}")
+        spoken = text(message["content"], f"{name}.content", int(role == "assistant"))
+        found.append({"role": role, "content": spoken})
+    if all(message["role"] != "assistant" for message in found):
+        wrong("no message is the assistant's", "add the answer that is to be learned")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value as JSON writes it."""
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True)
+    return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."

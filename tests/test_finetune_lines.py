@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -270,7 +271,7 @@ class TestChat:
     )
     def test_broken_templates(self, template: Any, message: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
-            Chat(folder_with(tmp_path, template))
+            Chat(folder_with(tmp_path, template)).text(CHAT)
 
     def test_a_date_stays_what_it_is(self, tmp_path: Path) -> None:
         """A run that goes on tomorrow must see the same texts."""
@@ -515,6 +516,27 @@ class TestFinetune:
         assert log[0]["held_out_loss"] == pytest.approx(base, rel=1e-2)  # 16 bits
         assert log[-1]["held_out_loss"] < log[0]["held_out_loss"]
         assert (tmp_path / "run" / "model" / "tokenizer_config.json").is_file()
+
+    def test_generate_puts_a_question_as_it_was_learned(self, finished: Path) -> None:
+        options = ("--temperature", 0, "--max-new-tokens", 12)
+        asked = run("generate", finished, "Who sees the cat at 3?", "--chat", *options)
+        assert asked.exit_code == 0, asked.output
+        text = Chat(finished / "model").text(
+            [ASK | {"content": "Who sees the cat at 3?"}], answer=True
+        )
+        whole = run("generate", finished, text, *options)
+        assert whole.stdout == text + asked.stdout
+
+    def test_running_text_asks_nothing_of_a_template(self, finished: Path, tmp_path: Path) -> None:
+        """Nor of jinja2: a template that is broken stays beside the model as it was."""
+        shutil.copytree(finished / "model", tmp_path / "model")
+        (tmp_path / "model" / "chat_template.jinja").write_text("{% broken")
+        (tmp_path / "a.txt").write_text("\n\n".join(f"{i} is a number." for i in range(99)))
+        options = ("--steps", 1, "--batch", 2, "--tokens", 16, "--out", tmp_path / "run")
+        done = run("finetune", tmp_path / "model", "--text", tmp_path / "a.txt", *options)
+        assert done.exit_code == 0, done.output
+        kept = tmp_path / "run" / "model" / "chat_template.jinja"
+        assert kept.read_text() == "{% broken"
 
     def test_a_vocabulary_without_room_for_marks_is_refused(
         self, file: Path, tmp_path: Path

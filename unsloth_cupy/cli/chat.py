@@ -9,6 +9,7 @@ A template is a program that came with a model: it runs where it can change noth
 and reach no module (jinja2.sandbox).
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from datetime import date
@@ -50,9 +51,8 @@ class Chat:
     def __init__(self, folder: Path | None) -> None:
         self.where, self.files = "ChatML", dict[str, str]()
         self.tokens: dict[str, str] = {}
-        source = CHATML if folder is None else self._read(folder)
-        self.own = source != CHATML
-        self.template = _compiled(source, self.where)
+        self.source = CHATML if folder is None else self._read(folder)
+        self.own = self.source != CHATML
 
     def _read(self, folder: Path) -> str:
         """Return the template of a model's folder; keep the tokens that it may name."""
@@ -77,6 +77,11 @@ class Chat:
         }
         self.tokens = {key: value for key, value in tokens.items() if isinstance(value, str)}
         return found if found is not None else CHATML
+
+    @functools.cached_property
+    def template(self) -> Any:
+        """The program; nobody needs it, or jinja2, who has no chats."""
+        return _compiled(self.source, self.where)
 
     def keep(self) -> dict[str, str]:
         """Return the files that say how this model was taught, to lie beside its weights."""

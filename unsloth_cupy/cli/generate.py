@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _arrays
 from ..errors import ConfigError
+from .chat import Chat
 from .machine import blas_threads
 from .options import FILE, Device, Number, option
 from .run_folder import load_model, model_folder
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens with this share."
 )
 @option("--seed", click.IntRange(0), "Of the choices.", 0)
+@click.option("--chat", is_flag=True, help="PROMPT is a question, put by the model's template.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 def generate(
     folder: Path,
@@ -39,6 +41,7 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    chat: bool,
     device: str | None,
 ) -> None:
     """Continue PROMPT with the model in MODEL_FOLDER.
@@ -50,14 +53,17 @@ def generate(
     from ..models.folder import on_device
 
     source = model_folder(folder)
-    tokenizer = load_tokenizer(source)
+    tokenizer, tokens = load_tokenizer(source), []
+    if chat:
+        text = Chat(source).text([{"role": "user", "content": prompt}], answer=True)
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
     with on_device("generate", device):
         model = load_model(source, device=device)
         started = time.perf_counter()
         with blas_threads(model.config.hidden):
             count = stream_text(
-                model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature,
-                top_k=top_k, top_p=top_p, seed=seed,
+                model, tokenizer, "" if chat else prompt, tokens, max_new_tokens=max_new_tokens,
+                temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
             )  # fmt: skip
         seconds = time.perf_counter() - started
     click.echo(f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", err=True)

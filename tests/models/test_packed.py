@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import CheckpointConfig, LossScaler
+from unsloth_cupy import CheckpointConfig, LossScaler, tape
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import Transformer, create
 
+from ..stand_in import gpu
 from .peers import CONFIGS, SIZES
 
 LENGTHS = [5, 1, 11, 7]  # one goes on in the second row; one has nothing to predict
@@ -174,3 +175,31 @@ def test_empty_texts_change_nothing(lengths: list[int]) -> None:
         assert whole == pytest.approx(
             float(model.loss(TOKENS.reshape(1, -1), LABELS.reshape(1, -1)))
         )
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "qwen3"])
+def test_a_step_on_a_gpu_is_launches_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many kernels as for rows, attention by offsets among them; no value is read or sent."""
+    monkeypatch.setattr(tape, "_owner", id)  # arrays that are played have no base to look at
+    counts = []
+    for packed in (True, False):
+        with gpu() as machine:
+            machine.strict = False
+            model = model_of(kind, "float32", None)
+            model.parameters = {name: machine.place(a) for name, a in model.parameters.items()}
+            half = model.config.dim // 2
+            model.tables = {
+                kind: lambda length, half=half, make=machine.array: tuple(
+                    make((64, half), "float32") for _ in "cs"
+                )
+                for kind in model.tables
+            }
+            tokens, offsets = machine.place(TOKENS), machine.place(OFFSETS)
+            machine.strict = True
+            given: Any = {"offsets": offsets if packed else None, "count": 20}
+            model.loss_and_gradients(tokens, tokens, **given)
+            kernels = [launch.kernel for launch in machine.launches]
+            assert kernels.count("attention_backward") == model.config.layers
+            assert not packed or kernels.count("attention_forward") == model.config.layers
+            counts.append(len(kernels))
+    assert counts[0] == counts[1]

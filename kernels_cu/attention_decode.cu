@@ -68,6 +68,7 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
 
 // chunks     of a sequence that the grid holds; row_pages, pages and page: of page_table, of k
 // parts      (sequences, chunks, rows, PITCH), with two chunks or more; arrived counts from 0
+// apart      tokens from the first key of a batch to that of the next, where not PAGED
 KERNEL(32 * WARPS) attention_decode(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
@@ -77,7 +78,8 @@ KERNEL(32 * WARPS) attention_decode(
     const P *__restrict__ starts, int starts_batch, bool started, long long start,
     const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
     int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
-    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch) {
+    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
+    long long apart) {
     DYNAMIC_SHARED(T, memory);
     __shared__ bool last;
     const KeyTile query_tile{memory};
@@ -123,7 +125,7 @@ KERNEL(32 * WARPS) attention_decode(
         const int key = first + lane;
         long long token = -1;  // where this key lies
         if (lane < TILE_KEYS && key < end) {
-            token = (long long)batch * keys + key;
+            token = batch * apart + key;
             if constexpr (PAGED) {
                 const long long number = page_table[(long long)batch * row_pages + key / page];
                 token = number < 0 || number >= pages ? -1 : number * page + key % page;

@@ -8,27 +8,36 @@
 //   constants   those of common/attention.cuh, and
 //               T, S             dtypes of q, k, v and out; of sinks
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
-//               WARPS            of a block
+//               WARPS, RESIDENT  of a block; blocks that an SM must hold
 //               WARP_TILES       tiles of 16 queries a warp
 //               TILE_KEYS        keys of a stage of the ring
+//               STAGES           of the ring: 2, or 1 where shared memory holds no more
+//               SLICE            columns of v that a block owns: VALUE_DIM, or about half of them
 //               KEPT             a warp's queries stay in registers; else they are read again
 //               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
 //                                are the dtypes of their offsets
 //
 //   The trick: scores never leave registers.  A warp owns whole rows, and a product has the layout
 //   that the next one wants.  While a tile is worked on, cp.async brings the next.  Tiles that no
-//   row sees are never loaded; only tiles at an edge pay for comparing positions.
+//   row sees are never loaded; only tiles at an edge pay for comparing positions.  A sum of more
+//   than 256 columns would not fit into registers: two blocks share it out, and each makes the
+//   scores for itself.
 #include "common/attention.cuh"
 #include "common/segment.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS;
-constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(VALUE_DIM) / 8;
+constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(SLICE) / 8;
+constexpr int REST = VALUE_DIM - SLICE;  // of the first of two slices; the second begins there
+constexpr int SLICES = REST == 0 ? 1 : 2;
+static_assert(0 <= REST && REST <= SLICE && 1 <= STAGES && STAGES <= 2);
 using KeyTile = Tile<T, padded(DIM)>;  // also of queries
-using ValueTile = Tile<T, padded(VALUE_DIM)>;
+using ValueTile = Tile<T, padded(SLICE)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
+constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many turns to copy
 
-KERNEL(32 * WARPS, WARP_TILES) attention_forward(
+// apart   tokens from the first key of a batch to that of the next
+KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse, int heads,
     int kv_heads, int queries, int keys, float factor, float cap, long long left, long long right,
@@ -39,17 +48,18 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
     const A *__restrict__ alibi, int alibi_batch, const bool *__restrict__ block_mask,
     long long block_mask_batch, long long block_mask_head, unsigned seed_low, unsigned seed_high,
     unsigned dropped, float grown, const P *__restrict__ q_offsets,
-    const L *__restrict__ k_offsets, int sequences) {
+    const L *__restrict__ k_offsets, int sequences, long long apart) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
 
     // the last rows first: with RIGHT they see most keys
     const int row_blocks = (queries + ROWS - 1) / ROWS + (VARLEN ? sequences : 0);
-    const int row_block = row_blocks - 1 - blockIdx.x % row_blocks;
-    const int head = blockIdx.x / row_blocks % heads;
-    int batch = blockIdx.x / row_blocks / heads, first_row = row_block * ROWS;
-    long long first_query = (long long)batch * queries, first_key = (long long)batch * keys;
+    const int slice = blockIdx.x % SLICES, block = blockIdx.x / SLICES;
+    const int row_block = row_blocks - 1 - block % row_blocks;
+    const int head = block / row_blocks % heads;
+    int batch = block / row_blocks / heads, first_row = row_block * ROWS;
+    long long first_query = (long long)batch * queries, first_key = batch * apart;
     const int all_queries = queries;
     if constexpr (VARLEN) {
         const Segment own = segment<ROWS>(q_offsets, sequences, queries, row_block);
@@ -65,7 +75,7 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
     const int value_stride = kv_heads * VALUE_DIM, out_stride = heads * VALUE_DIM;
     q += first_query * query_stride + head * DIM;
     k += first_key * key_stride + kv_head * DIM;
-    v += first_key * value_stride + kv_head * VALUE_DIM;
+    v += first_key * value_stride + kv_head * VALUE_DIM + slice * REST;
     const Scores scores(
         {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
          starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
@@ -84,15 +94,15 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
     auto load = [&](int tile, int stage) {
         const KeyTile to{ring + stage * STAGE};
         const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
-        to.copy<TILE_KEYS, DIM, THREADS>(k, tile * TILE_KEYS, scores.length, key_stride);
-        values.copy<TILE_KEYS, VALUE_DIM, THREADS>(v, tile * TILE_KEYS, scores.length,
-                                                   value_stride);
+        to.copy<TILE_KEYS, DIM, THREADS, UNROLLED>(k, tile * TILE_KEYS, scores.length, key_stride);
+        values.copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(v, tile * TILE_KEYS, scores.length,
+                                                         value_stride);
     };
 
     int tile = seen_from(LEFT ? max(0, first_row + scores.low) / TILE_KEYS : 0);
-    query_tile.copy<ROWS, DIM, THREADS>(q, first_row, queries, query_stride);
+    query_tile.copy<ROWS, DIM, THREADS, UNROLLED>(q, first_row, queries, query_stride);
     cp_async_commit();
-    if (tile * TILE_KEYS < stop_key) load(tile, 0);
+    if (STAGES == 2 && tile * TILE_KEYS < stop_key) load(tile, 0);
     cp_async_commit();
 
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
@@ -112,13 +122,20 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
 #pragma unroll
         for (int half = 0; half < 2; half++) top[m][half] = NO_SCORE, sum[m][half] = 0;
 
-    for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= 1) {
+    for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= STAGES - 1) {
         const int here = tile * TILE_KEYS;
+        if constexpr (STAGES == 1) {
+            __syncthreads();  // everyone has left the one before
+            load(tile, 0);
+            cp_async_commit();
+        }
         tile = seen_from(tile + 1);
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, and everyone has left the one before
-        if (tile * TILE_KEYS < stop_key) load(tile, stage ^ 1);
-        cp_async_commit();
+        if constexpr (STAGES == 2) {
+            if (tile * TILE_KEYS < stop_key) load(tile, stage ^ 1);
+            cp_async_commit();
+        }
 
         const int rows[2] = {top_row, top_row + WARP_ROWS - 1};
         if (scores.none(rows[0], rows[1], here, here + TILE_KEYS - 1)) continue;
@@ -178,7 +195,7 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
         add_product(o, s, value_tile);
     }
 
-    out += first_query * out_stride + head * VALUE_DIM;
+    out += first_query * out_stride + head * VALUE_DIM + slice * REST;
     lse += (VARLEN ? first_query : first_query * heads) + (long long)head * all_queries;
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++)
@@ -199,9 +216,12 @@ KERNEL(32 * WARPS, WARP_TILES) attention_forward(
             }
             if (row >= queries) continue;
             const bool empty = total == 0;
-            if (lane % 4 == 0) lse[row] = empty ? NO_SCORE : fmaf(most, LN2, log2f(total) * LN2);
+            if (lane % 4 == 0 && slice == 0)
+                lse[row] = empty ? NO_SCORE : fmaf(most, LN2, log2f(total) * LN2);
             share = empty ? 0 : share / total;
             if constexpr (DROPOUT) share *= grown;
-            put_row<VALUE_DIM>(out + (long long)row * out_stride, o[m], half, share);
+            T *const to = out + (long long)row * out_stride;
+            if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
+            else put_row<REST>(to, o[m], half, share);  // the other slice writes what it has too
         }
 }

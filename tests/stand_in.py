@@ -266,6 +266,8 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
     }
     empty = lambda shape, dtype=float: machine.array(shape, dtype)  # noqa: E731
     like = lambda array, dtype=None: machine.array(array.shape, dtype or array.dtype)  # noqa: E731
+    view = np.lib.stride_tricks.as_strided
+    strided = lambda array, *how: array._wrapped(view(array.values, *how))  # noqa: E731
     faces = {
         "cupy": {
             "machine": machine,
@@ -282,6 +284,8 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         },
         "cupy.cuda.device": {"get_cublas_handle": lambda: 0},
         "cupy.cuda.runtime": runtime,
+        "cupy.lib": {},
+        "cupy.lib.stride_tricks": {"as_strided": strided},
         "cupy.cuda.compiler": {"CompileException": CompileException},
     }
     made = {name: types.ModuleType(name) for name in faces}

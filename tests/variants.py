@@ -57,10 +57,13 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "linear_cross_entropy_forward": ({"hidden": 8}, {"hidden": 8, "vocab": 50257}),
     "swiglu_mlp": ({"hidden": 64, "inner": 256},),
     "embedding": ({"hidden": 4096, "rows": (128,)}, {"hidden": 7, "rows": (128,)}),
-    "attention_forward": tuple(
-        {"queries": queries, "dim": dim, "value_dim": value}
-        for dim, value in HEADS
-        for queries in (256, 1)
+    "attention_forward": (
+        *(
+            {"queries": queries, "dim": dim, "value_dim": value}
+            for dim, value in HEADS
+            for queries in (256, 1)
+        ),
+        {"queries": 256, "dim": 512, "value_dim": 512},  # forward alone
     ),
 }
 

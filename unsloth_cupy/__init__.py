@@ -6,6 +6,7 @@ from ._version import __version__ as __version__
 from .ops.attention import attention as attention
 from .ops.attention import attention_backward as attention_backward
 from .ops.attention import attention_forward as attention_forward
+from .ops.attention_config import AttentionConfig as AttentionConfig
 from .ops.attention_layer import attention_layer as attention_layer
 from .ops.attention_layer import attention_layer_backward as attention_layer_backward
 from .ops.attention_paged import attention_paged as attention_paged

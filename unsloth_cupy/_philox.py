@@ -45,7 +45,7 @@ def kept(seed: int, dropout: float, rows: tuple[Any, Any, Any], start: int, stop
     a, b, c = (index.astype(np.uint64)[..., None] for index in rows)
     fours = np.arange(start // 4, -(-stop // 4), dtype=np.uint64, like=a)
     drawn = np.stack(np.broadcast_arrays(*words(seed, (a, b, c, fours))), axis=-1)
-    drawn = drawn.reshape(*drawn.shape[:-2], -1)[..., start % 4 :][..., : stop - start]
+    drawn = drawn.reshape(*drawn.shape[:-2], 4 * len(fours))[..., start % 4 :][..., : stop - start]
     return drawn >= round(dropout * 2**32)
 
 

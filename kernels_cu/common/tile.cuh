@@ -38,11 +38,11 @@ template <class E, int COLUMNS> struct Tile {
         return {reinterpret_cast<const char *>(first), 16 * (XOR ? chunk ^ (row & 7) : chunk)};
     }
     // Begin to copy rows first .. first + COUNT, USED columns of them, with THREADS threads; rows
-    // from `stop` on and padding become 0.
-    template <int COUNT, int USED, int THREADS>
+    // from `stop` on and padding become 0.  UNROLLED turns have registers for their addresses.
+    template <int COUNT, int USED, int THREADS, int UNROLLED = COUNT * CHUNKS>
     __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
         constexpr int TURNS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
-#pragma unroll
+#pragma unroll UNROLLED
         for (int turn = 0; turn < TURNS; turn++) {
             const int i = turn * THREADS + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
             if (COUNT * CHUNKS % THREADS != 0 && i >= COUNT * CHUNKS) break;
@@ -84,7 +84,9 @@ __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS
 }
 
 // s = a @ b.T for rows of a from `row` on, with KEPT held as fragments, and 8 * N rows of b.
-template <bool KEPT, int M, int N, int STEPS, class E, int COLUMNS>
+// With SPARING, here and below, loops along wide rows stay loops: what is read ahead and its
+// addresses would take the registers that other sums fill.
+template <bool KEPT, bool SPARING = false, int M, int N, int STEPS, class E, int COLUMNS>
 __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
                                            const Tile<E, COLUMNS> &a, int row,
                                            const Tile<E, COLUMNS> &b) {
@@ -97,8 +99,7 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
             for (int i = 0; i < 4; i++) s[m][n][i] = 0;
     if constexpr (sizeof(E) == 2) {
         const auto from = b.lane(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
-        for (int step = 0; step < COLUMNS / 16; step++) {
+        auto take = [&](int step) {
             Fragment<M> again;
             if constexpr (!KEPT) fetch(again, a, row, step);
             Fragment<M> &left = KEPT ? kept[KEPT ? step : 0] : again;
@@ -113,6 +114,13 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
                     multiply(s[m][n + 1], left[m], b1, E());
                 }
             }
+        };
+        if constexpr (SPARING && COLUMNS > 128) {
+#pragma unroll 4
+            for (int step = 0; step < COLUMNS / 16; step++) take(step);
+        } else {
+#pragma unroll
+            for (int step = 0; step < COLUMNS / 16; step++) take(step);
         }
     } else {
         const auto from = a.lane(row + lane / 4, 0);
@@ -157,7 +165,7 @@ template <class E> __device__ __forceinline__ int column(int n) {
 }
 
 // o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.
-template <int M, int K, int N, class E, int COLUMNS>
+template <bool SPARING = false, int M, int K, int N, class E, int COLUMNS>
 __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p)[M][K][4],
                                             const Tile<E, COLUMNS> &b) {
     static_assert(N == COLUMNS / 8);
@@ -186,32 +194,45 @@ __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p
             }
         }
     } else {
+        auto take = [&](int k, int quarter) {  // the two rows whose p that lane of four holds
 #pragma unroll
-        for (int row = 0; row < 8 * K; row++) {
-            float share[M][2];
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    share[m][half] = __shfl_sync(0xffffffffu, p[m][row / 8][half * 2 + row % 2],
-                                                 row % 8 / 2, 4);
-            // lanes differ in the last two bits of the chunk, the others are the same in all
-            constexpr bool XOR = Tile<E, COLUMNS>::XOR;
-            const auto from = b.lane(0, lane % 4 ^ (XOR ? row % 4 : 0));
-#pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                const int chunks = XOR ? n * 2 ^ (row & 4) : n * 2;
-                const float4 y = *reinterpret_cast<const float4 *>(from.at(row, chunks));
+            for (int e = 0; e < 2; e++) {
+                const int row = k * 8 + quarter * 2 + e;
+                float share[M][2];
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
-                        first[0] = fmaf(share[m][half], y.x, first[0]);
-                        first[1] = fmaf(share[m][half], y.y, first[1]);
-                        second[0] = fmaf(share[m][half], y.z, second[0]);
-                        second[1] = fmaf(share[m][half], y.w, second[1]);
-                    }
+                    for (int half = 0; half < 2; half++)
+                        share[m][half] =
+                            __shfl_sync(0xffffffffu, p[m][k][half * 2 + e], quarter, 4);
+                // lanes differ in the last two bits of the chunk, the others are the same in all
+                constexpr bool XOR = Tile<E, COLUMNS>::XOR;
+                const auto from = b.lane(0, lane % 4 ^ (XOR ? row % 4 : 0));
+#pragma unroll
+                for (int n = 0; n < N; n += 2) {
+                    const int chunks = XOR ? n * 2 ^ (row & 4) : n * 2;
+                    const float4 y = *reinterpret_cast<const float4 *>(from.at(row, chunks));
+#pragma unroll
+                    for (int m = 0; m < M; m++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
+                            first[0] = fmaf(share[m][half], y.x, first[0]);
+                            first[1] = fmaf(share[m][half], y.y, first[1]);
+                            second[0] = fmaf(share[m][half], y.z, second[0]);
+                            second[1] = fmaf(share[m][half], y.w, second[1]);
+                        }
+                }
+            }
+        };
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if constexpr (SPARING && COLUMNS > 128) {
+#pragma unroll 1
+                for (int quarter = 0; quarter < 4; quarter++) take(k, quarter);
+            } else {
+#pragma unroll
+                for (int quarter = 0; quarter < 4; quarter++) take(k, quarter);
             }
         }
     }

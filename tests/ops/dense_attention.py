@@ -57,13 +57,18 @@ def dense(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarra
     if (alibi := options.get("alibi")) is not None:
         score = score - alibi[..., None, None] * distance
     score = np.where(seen, score, -np.inf)
-    total = np.exp(score).sum(axis=-1)
+    top = score.max(axis=-1, initial=-np.inf)
     if (sinks := options.get("sinks")) is not None:
-        total = total + np.exp(sinks)[:, None]
-    p = np.exp(score) / np.where(total == 0, 1, total)[..., None]
+        top = np.maximum(top, sinks[:, None])
+    top = np.where(top == -np.inf, 0, top)
+    score = np.exp(score - top[..., None])
+    total = score.sum(axis=-1)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None] - top)
+    p = score / np.where(total == 0, 1, total)[..., None]
     if dropout := options.get("dropout"):
         number = [np.arange(n) for n in (batch, heads, queries)]
         rows = (number[0][:, None, None], number[1][:, None], number[2])
         p = p * _philox.kept(options["seed"], dropout, rows, 0, keys) / (1 - dropout)
     with np.errstate(divide="ignore"):
-        return (p @ v).transpose(0, 2, 1, 3), np.log(total)
+        return (p @ v).transpose(0, 2, 1, 3), top + np.log(total)

@@ -6,15 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import attention_forward
+from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
-from unsloth_cupy.ops._attention_launch import FORWARD, resolve
+from unsloth_cupy.errors import ConfigError, DTypeError, KernelError
 from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING
+from unsloth_cupy.ops._attention_tiles import FORWARD, OWN, Start, fitting, resolve
+from unsloth_cupy.ops._device import Limits
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator
+from ..stand_in import LIMITS, gpu
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles
 
 SMALL = GROUPED | {"queries": 21, "keys": 90, "dim": 8, "value_dim": 16}
@@ -45,6 +48,11 @@ class TestAttentionForward(KernelParity):
             "rows of 32 chunks",
             **GROUPED | {"queries": 19, "keys": 41, "dim": 256, "value_dim": 200},
             arrays={"key_lengths": [41, 20]},
+        ),
+        Case(
+            "rows of 64 chunks in two slices",
+            **GROUPED | {"queries": 19, "keys": 41, "dim": 512, "value_dim": 264},
+            causal=True,
         ),
         Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 3}),
         Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 64]}),
@@ -84,7 +92,7 @@ class TestWarpsLeaveTilesOut(KernelAlone):
     cases = (Case("narrow window"),)
 
     def prove(self, case: Case, dtype: Any) -> None:
-        tiles = resolve(dtype.itemsize, 8, 8, HIDING, 227 * KB)
+        tiles = resolve(dtype.itemsize, 8, 8, HIDING, Limits(90, 227 * KB))
         assert tiles is not None
         height, width = 16 * tiles.warp_tiles, tiles.keys
         queries = height * tiles.warps
@@ -183,17 +191,41 @@ def _within(function: Any, **how: Any) -> Any:
             return function()
 
 
+ARCHITECTURES = [*map(int, LIMITS)]
+WIDE = [(512, 512), (8, 264), (320, 24)]  # dim and value_dim
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(("itemsize", "width"), FORWARD)
-def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
+@pytest.mark.parametrize(("architecture", "itemsize", "width"), FORWARD)
+def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, budget: int) -> None:
     """Every head dim has tiles in every budget, and those match the tiles of block_mask."""
+    there = Limits(architecture, budget)
     for dim, options in itertools.product(range(8, width + 1, 8), (CAUSAL, HIDING, ANY)):
-        chosen = resolve(itemsize, dim, width, options, budget)
+        chosen = resolve(itemsize, dim, width, options, there)
+        if width > 256 and budget < 64 * KB:
+            continue  # 16 rows of 512 float32 and 8 keys fill 56 KB
         assert chosen is not None
         assert chosen.options >= options
         assert chosen.blocks * chosen.bytes(itemsize, dim, width) <= budget
-        assert 128 % (chosen.warps * chosen.warp_tiles * 16) == 0  # one row of block_mask
         assert 128 % chosen.keys == 0
+        for each in fitting(itemsize, dim, width, HIDING, there):
+            assert 128 % each.rows == 0  # one row of block_mask
+
+
+def test_every_row_of_the_tables_is_taken() -> None:
+    """By an architecture, a budget, options, or a config that asks for it."""
+    budgets = {int(arch): limits[3] for arch, limits in LIMITS.items()}
+    taken = set()
+    for architecture, room in budgets.items():
+        for _, itemsize, width in FORWARD:
+            for budget, options in itertools.product((*BUDGETS, room), (CAUSAL, HIDING, ANY)):
+                there = Limits(architecture, budget)
+                for start in (None, Start(256, 256)):
+                    tiles = resolve(itemsize, width, width, options, there, start)
+                    taken.add((itemsize, width, tiles))
+    rows = {(key[1], key[2], tiles) for key, several in FORWARD.items() for tiles in several}
+    assert rows <= taken
+    assert OWN.keys() <= budgets.keys()
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
@@ -204,12 +236,134 @@ def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
     _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("budget", "dims"), [*zip(BUDGETS[1:], [*WIDE, WIDE[0]], strict=True)])
+def test_wide_kernels_of_every_budget(budget: int, dims: tuple[int, int], dtype: Any) -> None:
+    """Two stages or one, one slice of the value dim or two, of 8 columns in common or none."""
+    dim, value_dim = dims
+    case = Case("", **GROUPED, queries=35, keys=41, dim=dim, value_dim=value_dim, causal=True)
+    run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731
+    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
+
+
+def test_wide_heads_run_their_kernels_forward_alone() -> None:
+    """With few queries too; the definition computes their gradients, on a GPU as on a host."""
+    with gpu() as machine:
+        q, k = (machine.array((1, n, 2, 512), "float16") for n in (40, 60))
+        for queries in (40, 3):
+            out, lse = attention_forward(q[:, :queries], k, k, causal=True)
+        assert [launch.kernel for launch in machine.launches] == ["attention_forward"] * 2
+        machine.launches.clear()
+        dq, *_ = attention_backward(out, q[:, :3], k, k, out, lse, causal=True)
+        assert not machine.launches
+        assert dq.shape == (1, 3, 2, 512)
+
+
+PRESETS = {
+    "for_rtx_5080": (120, 99 * KB),
+    "for_rtx_3090_ti": (86, 99 * KB),
+    "for_datacenter": (90, 227 * KB),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS[1:])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_clamped_to_what_launches(name: str, budget: int) -> None:
+    """On any device and for any call, to rows of the table that fit: as wide as was asked for."""
+    config: AttentionConfig = getattr(AttentionConfig, name)()
+    assert config.block == 256
+    assert config.tile == (128 if "3090" in name else 256)
+    dims = itertools.product(range(8, 513, 56), repeat=2)
+    for architecture, (dim, value_dim) in itertools.product(ARCHITECTURES, dims):
+        for dtype, options in itertools.product(("float32", "float16"), (CAUSAL, HIDING, ANY)):
+            there = architecture, budget
+            kinds: dict[str, Any] = {"dtype": dtype, "options": options, "value_dim": value_dim}
+            found = config.resolve(there, dim=dim, **kinds)
+            size = 4 if dtype == "float32" else 2
+            several = fitting(size, dim, value_dim, options, Limits(*there))
+            assert found in several
+            assert found.bytes(size, dim, value_dim) <= budget
+            fits = [tiles.rows for tiles in several if tiles.rows <= config.tile]
+            assert found.rows == max(fits)
+            assert found.threads <= config.block
+
+
+def test_presets_where_they_belong() -> None:
+    rows = {
+        name: [getattr(AttentionConfig, name)().resolve(there, dim=dim).rows for dim in (64, 128)]
+        for name, there in PRESETS.items()
+    }
+    assert rows == {
+        "for_rtx_5080": [256, 256],
+        "for_rtx_3090_ti": [128, 128],
+        "for_datacenter": [256, 256],
+    }
+    small = AttentionConfig(tile=16, block=32).resolve((90, 227 * KB), dim=256)
+    assert small.rows == 32  # the least that the table has
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name", PRESETS)
+def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:
+    case = Case("", **GROUPED, queries=270, keys=275, dim=64, value_dim=64, causal=True)
+    architecture, budget = PRESETS[name]
+    config: AttentionConfig = getattr(AttentionConfig, name)()
+
+    def run(function: Any) -> Any:
+        with config.use():
+            how = {"architecture": architecture, "shared_memory": budget}
+            return _within(function, check=False, **how)
+
+    _compare_kernels(OPS["attention_forward"], case, dtype, run, np.asarray, ["forward"])
+
+
+def test_a_config_is_asked_for_and_forgotten() -> None:
+    def asked() -> tuple[int, ...]:
+        with gpu("90") as machine:
+            q = machine.array((1, 512, 1, 64), "float16")
+            attention_forward(q, q, q)
+            return machine.launches[0].block
+
+    before = asked()
+    with AttentionConfig(tile=128, block=256).use(), AttentionConfig(256).use():
+        assert asked() == (256,)
+    with pytest.raises(ZeroDivisionError), AttentionConfig(tile=256).use():
+        _ = 1 / 0
+    assert asked() == before == (128,)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "make"),
+    [
+        (ConfigError, "tile=8", lambda: AttentionConfig(tile=8)),
+        (ConfigError, "block=1.5", lambda: AttentionConfig(block=1.5)),  # type: ignore[arg-type]
+        (ConfigError, "options=3", lambda: AttentionConfig().resolve((90, 1), options=3)),
+        (DTypeError, "float64", lambda: AttentionConfig().resolve((90, 1), dtype="float64")),
+        (KernelError, "dim=12", lambda: AttentionConfig().resolve((90, 2**18), dim=12)),
+        (KernelError, "dim=520", lambda: AttentionConfig().resolve((90, 2**20), dim=520)),
+        (KernelError, "shared=1000", lambda: AttentionConfig().resolve((90, 1000))),
+        (KernelError, "NumPy", lambda: AttentionConfig().resolve(np.zeros(1))),
+    ],
+)
+def test_configs_that_make_no_sense(error: Any, words: str, make: Any) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_config_asks_a_gpu() -> None:
+    config = AttentionConfig.for_rtx_5080()
+    with gpu("86") as machine:
+        array = machine.array((1,), "float16")
+        known = config.resolve((86, 99 * KB), dim=128)
+        assert config.resolve(86, dim=128) == config.resolve(array, dim=128) == known
+
+
 def drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
 
 
-@pytest.mark.parametrize("dims", [(12, 8), (8, 12), (264, 8), (8, 264)])
+@pytest.mark.parametrize("dims", [(12, 8), (8, 12), (520, 8), (8, 520)])
 def test_other_dims_run_the_definition(dims: tuple[int, int]) -> None:
     q, k, v = drawn((1, 5, 2, dims[0]), (1, 7, 2, dims[0]), (1, 7, 2, dims[1]))
     expected = attention_forward(q, k, v)

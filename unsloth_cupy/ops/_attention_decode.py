@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import empty, full_like, lanes
+from .._arrays import empty, full_like
 from .._jit import load
 from .._source import Constants
 from .._typing import Array
 from ._attention_launch import launch_forward
-from ._attention_options import FARTHEST, LOG2E, near, row_bytes, strides
+from ._attention_options import FARTHEST, LOG2E, by_batch, in_chunks, near, row_bytes, strides
 from ._blocks import Window
 from ._device import shared_memory
 from ._scores import check_options
@@ -87,7 +87,8 @@ def launch_decode(
 ) -> Any:
     """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
 
-    With page_table, k and v are pages, and there are key_lengths.
+    With page_table, k and v are pages, and there are key_lengths.  Else they may be a part of the
+    tokens of longer arrays.
     """
     batch, queries, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
@@ -96,8 +97,8 @@ def launch_decode(
     tiles = resolve(q.dtype.itemsize, dim, value_dim, shared_memory(q))
     if tiles is None or max(queries * heads, keys) >= FARTHEST:
         return NotImplemented
-    # rows are copied 16 bytes at a time
-    q, k, v = (a if lanes(8, a) * a.dtype.itemsize == 16 else a.copy() for a in (q, k, v))
+    k, v, apart = by_batch(k, v)
+    (q,) = in_chunks(q)
     left, right = window or (None, None)
     right = 0 if causal else right
     scale = 1 / math.sqrt(dim) if scale is None else scale
@@ -142,7 +143,7 @@ def launch_decode(
         (softcap or 0) * LOG2E,
         *(near(left), near(right), key_lengths),
         *(starts, strides(starts, 1)[0], first is not None, near(first)),
-        *(mask, *strides(mask), bias, *strides(bias), alibi, strides(alibi, 2)[0]),
+        *(mask, *strides(mask), bias, *strides(bias), alibi, strides(alibi, 2)[0], apart),
     )
     return out, lse
 
@@ -163,5 +164,7 @@ def launch_attention(
     check_options("attention", window, softcap, dropout, seed)
     options |= {"window": window, "softcap": softcap}
     if q.shape[1] <= FEW and block_mask is None and not dropout:
-        return launch_decode(q, k, v, **options)
+        done = launch_decode(q, k, v, **options)
+        if done is not NotImplemented:
+            return done
     return launch_forward(q, k, v, block_mask=block_mask, dropout=dropout, seed=seed, **options)

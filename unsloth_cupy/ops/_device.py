@@ -1,11 +1,18 @@
 """What the tables of launches ask of a device."""
 
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from .._jit import target_of
+
+
+class Limits(NamedTuple):
+    """Of a device: compute capability, 86 for 8.6, and bytes of shared memory of a block."""
+
+    architecture: int
+    shared: int
 
 
 @functools.cache
@@ -32,6 +39,19 @@ def shared_memory(like: Any) -> int:
     if isinstance(like, np.ndarray):
         return int(cast(Any, target_of(like)).shared_memory)
     return _attribute("MaxSharedMemoryPerBlockOptin", like.device.id)
+
+
+def limits(like: Any) -> Limits:
+    """Return what launch tables are resolved against, where ``like`` lives."""
+    if isinstance(like, np.ndarray):
+        return Limits(int(cast(Any, target_of(like)).architecture), shared_memory(like))
+    return limits_of(like.device.id)
+
+
+@functools.cache
+def limits_of(device: int) -> Limits:
+    """Return the limits of the GPU of this number."""
+    return Limits(_capability(device), _attribute("MaxSharedMemoryPerBlockOptin", device))
 
 
 def clusters(like: Any) -> bool:

@@ -1,0 +1,148 @@
+"""Where the choice of attention's tiles begins, for a kind of GPU.
+
+    AttentionConfig.for_rtx_5080().resolve(0, dim=64)   what a block works on, on GPU 0
+    with AttentionConfig(tile=64).use(): ...            what attention takes inside
+
+A tile costs shared memory and registers, so the same numbers do not launch everywhere: ``resolve``
+takes what comes nearest of the tiles that do, and that are known not to spill registers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._dtypes import KERNEL_DTYPES
+from .._jit import target_of
+from .._op import OPS
+from ..errors import ConfigError, DTypeError, KernelError
+from . import _attention_tiles
+from ._attention_options import ANY, CAUSAL
+from ._attention_tiles import Start, Tiles, resolve
+from ._device import Limits, limits, limits_of
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Queries and threads of a block of the forward kernel of attention: the most to begin with.
+
+    Without one, attention takes the best tiles of its table for the GPU, the head dim and the
+    options of a call.  This is for measuring others.
+
+    Parameters
+    ----------
+    tile : int
+        Queries of a block, 16 or more.
+    block : int
+        Threads of a block, 32 or more.
+
+    Raises
+    ------
+    ConfigError
+        A number is too small.
+    """
+
+    tile: int = 128
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        for name, least in (("tile", 16), ("block", 32)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                problem = f"AttentionConfig({name}={value!r})"
+                raise ConfigError(f"{problem}: pass an int, {least} or more")
+
+    @classmethod
+    def for_rtx_5080(cls) -> "AttentionConfig":
+        """Return where to begin on an RTX 5080: 99 KB of shared memory a block."""
+        return cls(tile=256, block=256)
+
+    @classmethod
+    def for_rtx_3090_ti(cls) -> "AttentionConfig":
+        """Return where to begin on an RTX 3090 Ti: 99 KB of shared memory a block."""
+        return cls(tile=128, block=256)
+
+    @classmethod
+    def for_datacenter(cls) -> "AttentionConfig":
+        """Return where to begin on an A100 or an H100: 163 or 227 KB of shared memory a block."""
+        return cls(tile=256, block=256)
+
+    def resolve(
+        self,
+        device: Any,
+        *,
+        dim: int = 64,
+        value_dim: int | None = None,
+        dtype: Any = "bfloat16",
+        options: int = CAUSAL,
+    ) -> Tiles:
+        """Return the tiles that attention takes with this config: they launch on the device.
+
+        Parameters
+        ----------
+        device : int or array or (architecture, bytes)
+            A GPU's number, what lives there, or what to know of it: its compute capability, 86 for
+            8.6, and the bytes of shared memory that a block may ask for.
+        dim, value_dim : int
+            Columns of q and k, of v; value_dim is dim by default.  Multiples of 8 up to 512.
+        dtype : dtype or its name
+            float16, bfloat16 or float32.
+        options : int
+            Which options leave registers for the tiles: 0 for causal and key lengths, 1 for what
+            hides scores, such as a window or a mask, 2 for what changes them, such as a softcap.
+
+        Returns
+        -------
+        tiles : Tiles
+            ``rows`` (queries), ``keys`` of a stage, ``threads``, ``warps``, ``stages`` and more.
+
+        Raises
+        ------
+        ConfigError, DTypeError
+            options is no level; there is no kernel for the dtype.
+        KernelError
+            No tiles fit: the definition runs there.
+        """
+        if options not in range(ANY + 1):
+            raise ConfigError(f"AttentionConfig.resolve(options={options!r}): pass 0, 1 or 2")
+        kind = np.dtype(dtype)
+        if kind not in KERNEL_DTYPES:
+            known = ", ".join(each.name for each in KERNEL_DTYPES)
+            raise DTypeError(f"AttentionConfig.resolve(dtype={dtype!r}): choose from {known}")
+        value_dim = dim if value_dim is None else value_dim
+        there, start = _limits(device), Start(self.tile, self.block)
+        found = None
+        if not (dim % 8 or value_dim % 8) and min(dim, value_dim) > 0:
+            found = resolve(kind.itemsize, dim, value_dim, options, there, start)
+        if found is None:
+            problem = f"no tiles for dim={dim}, value_dim={value_dim}, {kind} with {there}"
+            cure = "head dims are multiples of 8 up to 512; other calls run the definition"
+            raise KernelError(f"AttentionConfig.resolve: {problem}; {cure}")
+        return found
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Let attention begin here, inside a ``with`` block."""
+        before = _attention_tiles.start
+        _begin(Start(self.tile, self.block))
+        try:
+            yield
+        finally:
+            _begin(before)
+
+
+def _begin(start: Start | None) -> None:
+    _attention_tiles.start = start
+    for op in OPS.values():
+        op.plans.clear()  # calls that are known took other tiles
+
+
+def _limits(device: Any) -> Limits:
+    if isinstance(device, tuple):
+        return Limits(*device)
+    if isinstance(device, np.ndarray) and target_of(device) is None:
+        problem = "no kernel runs on an array of NumPy"
+        raise KernelError(f"AttentionConfig.resolve: {problem}; pass a GPU's number or its limits")
+    return limits_of(device) if isinstance(device, int) else limits(device)

@@ -19,6 +19,7 @@ import numpy as np
 
 from unsloth_cupy import _gemm, faults
 from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy._op import OPS
 
 # Of an SM: threads, blocks, bytes of shared memory; all have 65,536 registers.  Then the bytes of
 # shared memory of a block, and the SMs of the largest GPU.
@@ -78,7 +79,8 @@ class Machine:
         """Return a new array of zeros, which starts so many elements after an aligned address."""
         dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
         room = np.zeros(shift + int(np.prod(shape, dtype=np.int64)), dtype)
-        return Array(room[shift:].reshape(shape), Memory(self, shape, dtype))
+        values = room[shift:].reshape(shape)
+        return Array(shape, dtype, of=values, memory=Memory(self, shape, dtype))
 
     def place(self, values: Any) -> "Array":
         """Return a copy of NumPy's values on this machine."""
@@ -124,8 +126,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     get, item, tobytes, tolist = map(_reads, ("copy", "item", "tobytes", "tolist"))
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, values: np.ndarray, memory: Memory) -> None:
-        self.values, self.memory = values, memory
+    def __init__(
+        self, shape: Any, dtype: Any = float, *, of: Any = None, memory: Any = None
+    ) -> None:
+        machine = None if memory else sys.modules["cupy"].machine
+        self.values = np.zeros(shape, dtype) if of is None else of
+        self.memory = memory or Memory(machine, shape, dtype)
 
     def __repr__(self) -> str:
         return f"<{self.values.dtype} {self.values.shape}>"
@@ -200,9 +206,10 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return made
         made = np.asarray(made)
         if np.may_share_memory(made, self.values):
-            return Array(made, self.memory)
+            return Array(made.shape, made.dtype, of=made, memory=self.memory)
         self.memory.machine.functions.append(by)
-        return Array(made, Memory(self.memory.machine, made.shape, made.dtype))
+        memory = Memory(self.memory.machine, made.shape, made.dtype)
+        return Array(made.shape, made.dtype, of=made, memory=memory)
 
 
 Array.__module__ = "cupy"
@@ -221,6 +228,8 @@ class Function:
             raise AssertionError(f"{self.about[0]}: {shared_mem} bytes of shared memory")
         if any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
             raise HostWriteError(f"{self.about[0]}: an array of the host is an argument")
+        if not all(type(arg) is Array or isinstance(arg, np.generic) for arg in args):
+            raise TypeError(f"{self.about[0]}: {args} are no arguments of a kernel")
         made = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
         sys.modules["cupy"].machine.launches.append(made)
 
@@ -287,6 +296,8 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy.lib": {},
         "cupy.lib.stride_tricks": {"as_strided": strided},
         "cupy.cuda.compiler": {"CompileException": CompileException},
+        "cupy._core": {},
+        "cupy._core._scalar": {"CScalar": lambda scalar: scalar},
     }
     made = {name: types.ModuleType(name) for name in faces}
     for name, face in faces.items():
@@ -325,6 +336,8 @@ def gpu(capability: str = "90") -> Iterator[Machine]:
     sys.modules.update(made)
     found, _gemm.cublas = _gemm.cublas, lambda: Cublas(machine)
     records = dict(faults._records)
+    for op in OPS.values():
+        op.plans.clear()  # what was recorded on another machine
     try:
         yield machine
     finally:

@@ -251,8 +251,8 @@ class TestDlpack:
 class OnGpu:
     """What the rules on devices ask of a CuPy array."""
 
-    def __init__(self, device: object) -> None:
-        self.device = device
+    def __init__(self, device: "Device") -> None:
+        self.device, self.data = device, types.SimpleNamespace(device_id=device.number)
 
 
 OnGpu.__module__ = "cupy"
@@ -277,17 +277,27 @@ class Device:
 
 def test_arrays_on_two_devices_raise_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     Device.entered = []
-    count = types.SimpleNamespace(getDeviceCount=lambda: 2)
-    cuda = types.SimpleNamespace(runtime=count)
+    runtime = types.SimpleNamespace(getDeviceCount=lambda: 2, getDevice=lambda: 0)
+    cuda = types.SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
-    run = on_one_device(add, lambda arrays, options: "ran")
+    made = []
+
+    def make() -> object:
+        number = len(made)
+        made.append(number)
+        return lambda arrays, options: number
+
+    run = on_one_device(add, make)
     zero, one = OnGpu(Device(0)), OnGpu(Device(1))
-    assert run([one, one], {}) == "ran"
+    assert run([zero, zero], {}) == 0
+    assert Device.entered == [], "theirs is the current one"
+    assert run([one, one], {}) == 1, "what is kept of one device is not taken for another"
     assert Device.entered == [1]
+    assert (run([zero, zero], {}), run([one, one], {})) == (0, 1)
     with pytest.raises(FrameworkError, match=r"a from cupy <CUDA Device 1>, b .*Device 0>"):
         run([one, zero], {})
-    count.getDeviceCount = lambda: 1
-    assert on_one_device(add, run) is run
+    runtime.getDeviceCount = lambda: 1
+    assert on_one_device(add, make)([one, one], {}) == 2
 
 
 def test_common_names_the_library() -> None:

@@ -37,6 +37,10 @@ class CupyTarget:
 
         return launch
 
+    def ready(self, scalar: Any) -> Any:
+        """Return a NumPy scalar as CuPy hands it over: to make that takes longer than a launch."""
+        return sys.modules["cupy._core._scalar"].CScalar(scalar)
+
 
 @functools.cache
 def _is_cupys(kind: type[Any]) -> bool:
@@ -53,15 +57,21 @@ def compiler_options(capability: str) -> tuple[str, ...]:
     return ("-std=c++17", f"-I{source_root()}", *arch)
 
 
-def on_one_device(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return run, with what several GPUs ask for: a check, and their arrays' as the current one."""
-    if sys.modules["cupy"].cuda.runtime.getDeviceCount() == 1:
-        return run
+def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return what made() makes: for each of several GPUs one, where its arrays' is the current."""
+    runtime = sys.modules["cupy"].cuda.runtime
+    if runtime.getDeviceCount() == 1:
+        return made()
+    run_on = functools.cache(lambda device: made())
 
     def run_there(arrays: list[Any], options: dict[str, Any]) -> Any:
+        here = runtime.getDevice()
+        given = [a for a in arrays if a is not None and type(a) is not int]
+        if all(array.data.device_id == here for array in given):
+            return run_on(here)(arrays, options)
         exchange.common(op.__name__, op.names, arrays)
-        with next(a.device for a in arrays if a is not None and type(a) is not int):
-            return run(arrays, options)
+        with given[0].device:
+            return run_on(given[0].data.device_id)(arrays, options)
 
     return run_there
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ._replay import Recorded
 from ._source import Constants, check_arguments, parameters, translation_unit
 from .errors import KernelError
 
@@ -61,6 +62,7 @@ class Kernel:
         self.casts = [(i, dtype.type) for i, dtype in scalars]
         self.checked = False
         self.launch = target.compile(name, translation_unit(file, constants))
+        self.ready = getattr(target, "ready", lambda scalar: scalar)
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Callable[..., None]:
         """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""
@@ -75,10 +77,11 @@ class Kernel:
         for index, cast in self.casts:
             values[index] = cast(values[index])
         grid = grid if grid.__class__ is tuple else (grid,)
-        if 0 not in grid:  # nothing to do for an empty axis
-            self.launch(
-                grid, block if block.__class__ is tuple else (block,), tuple(values), shared
-            )
+        if 0 in grid:  # nothing to do for an empty axis
+            return
+        recorded: Any = next((value for value in values if type(value) is Recorded), None)
+        start = self.launch if recorded is None else recorded.recording.starting(self)
+        start(grid, block if block.__class__ is tuple else (block,), tuple(values), shared)
 
 
 _kernel: Any = functools.lru_cache(maxsize=4096)(Kernel)

@@ -23,13 +23,13 @@ import numpy as np
 
 from . import _arrays, _call, _cupy, _jit, _planned, tape
 from ._dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
+from ._replay import Run, replaying
 from ._signature import check, explain, parse
 from .errors import RangeError
 from .interop import exchange
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 INTEGER = np.int64()  # has the form of a Python int
 KEPT_PLANS = 4096  # per op; decoding meets a new shape with every token
@@ -120,7 +120,6 @@ class Op(Generic[P, R]):
         kind: Any = type(lead)
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
-            call = arrays, options
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
             for index in pack:
@@ -131,8 +130,6 @@ class Op(Generic[P, R]):
                 options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
                 arrays = arrays[:positional]
             result = function(*arrays, **options)
-            if result is NotImplemented:  # there is no kernel for these options
-                return self._native(library, call[0], launch=False)(*call)
             if kernel:
                 return result
             results = result if result.__class__ is tuple else (result,)
@@ -144,7 +141,9 @@ class Op(Generic[P, R]):
             rounded = tuple(map(_arrays.rounded, results, dtypes))
             return rounded if result.__class__ is tuple else rounded[0]
 
-        return run if host else _cupy.on_one_device(self, run)
+        defined = functools.partial(self._native, library, launch=False)
+        made = functools.partial(replaying, run, defined, host) if kernel else lambda: run
+        return made() if host else _cupy.on_one_device(self, made)
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:
         values = np.asarray(arrays[index])

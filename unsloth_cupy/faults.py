@@ -46,6 +46,11 @@ def record(like: Any) -> Array:
     return _records.setdefault(device, _new(device)) if found is None else found
 
 
+def holds(array: Any) -> bool:
+    """Say whether array is one that kernels report to."""
+    return any(array is words for words in _records.values())
+
+
 def _new(device: int | None) -> Any:
     if device is None:
         return np.zeros(WORDS, np.int64)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unsloth_cupy import _source
+from unsloth_cupy.ops._rows import spanned
 
 from . import build, traffic
 from .build import DYNAMIC_SHARED, HERE
@@ -74,7 +75,6 @@ class Emulator(NamedTuple):
     seed: int = 0  # 0: threads take turns; else a random schedule
     folders: tuple[Path, ...] = ()  # searched for #include before kernels_cu
     shared_memory: int = DYNAMIC_SHARED  # bytes a block may ask for
-    architecture: int = 90  # whose rows of the launch tables are taken
     clusters: bool = True  # as from sm_90 on
     last: int = 0  # run so many clusters at the end of a grid; 0: all
 
@@ -242,6 +242,10 @@ class Module:
                 f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads"
                 f" with {shared} bytes of dynamic shared memory"
             )
+        args = [
+            spanned(arg) if isinstance(arg, np.ndarray) and not arg.flags.c_contiguous else arg
+            for arg in args
+        ]
         names = (
             self.names if len(self.names) == self.arity else [f"argument {i}" for i in range(99)]
         )

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from .._planned import Planned
+from .._replay import Recorded
 from ..errors import DTypeError, FrameworkError
 
 
@@ -210,6 +211,8 @@ def on_host(array: Any) -> Any:
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:
     """Return a new array, uninitialised, of like's library and device."""
+    if type(like) is Recorded:
+        return like.recording.allocate(shape, dtype, like)
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
     return sys.modules["cupy"].empty(shape, dtype)

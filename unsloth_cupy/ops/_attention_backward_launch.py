@@ -177,7 +177,7 @@ def _launch_delta(
     kernel = load("attention_delta.cu", "attention_delta", dout, chosen)
     kernel[-(-count * chosen["ROW_THREADS"] // threads), threads](
         *(dout, out, lse, dlse, stats, heads, queries, stats.shape[2], count),
-        *(offsets, 0 if offsets is None else len(offsets) - 1),
+        *(offsets, 0 if offsets is None else offsets.size - 1),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import packed
+from .._replay import Recorded
 from .._source import Constants
 
 
@@ -87,6 +88,8 @@ def _axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int, ...
 
 def spanned(array: Any) -> Any:
     """Return the memory from the first to the last element of an array as one axis."""
+    if type(array) is Recorded:
+        return array  # a kernel gets no more than its address
     extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
     library = np if isinstance(array, np.ndarray) else sys.modules["cupy"]
     view = library.lib.stride_tricks.as_strided

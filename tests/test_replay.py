@@ -1,0 +1,221 @@
+"""A call like an earlier one: its launch is not worked out again, and does the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import _jit, _replay
+from unsloth_cupy._arrays import empty, packed
+from unsloth_cupy._cupy import CupyTarget
+from unsloth_cupy._op import OPS, Op, op
+from unsloth_cupy.ops._rows import spanned
+
+from .stand_in import gpu
+from .test_launches import LAUNCHED, call_of
+
+# Launches that do more than allocate and start kernels.
+WORKED_OUT = {
+    "embedding_backward": "sorts tokens",
+    "linear_cross_entropy_forward": "multiplies matrices",
+    "linear_cross_entropy_backward": "multiplies matrices",
+    "linear_cross_entropy_gradients": "multiplies matrices",
+    "swiglu_mlp": "multiplies matrices",
+    "swiglu_mlp_backward": "multiplies matrices",
+}
+
+
+class Halves:
+    """A target with one kernel: y = x / parts + shift; it counts its launches."""
+
+    launched = 0
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def compile(self, name: str, source: str) -> _jit.Launch:
+        def launch(grid: Any, block: Any, arguments: tuple[Any, ...], shared: int) -> None:
+            x, y, parts, shift = arguments
+            y[...] = x.reshape(y.shape) / parts + shift
+            self.launched += 1
+
+        return launch
+
+
+class Kernel(_jit.Kernel):
+    """It has no source."""
+
+    def __init__(self, target: Any) -> None:
+        self.checked, self.casts, self.launch = True, [(2, np.int32)], target.compile("", "")
+        self.ready = lambda scalar: scalar
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return an op, the target it runs on and the list of its launch's calls."""
+    monkeypatch.setattr("unsloth_cupy._op.OPS", {})
+    target, calls = Halves(), []
+
+    @op("x(*axes) -> y(*axes)")
+    def halved(x: Any, *, parts: int = 2, shift: Any = 0.0) -> Any:
+        return x / parts + shift
+
+    @halved.kernel
+    def launch(x: Any, *, parts: int = 2, shift: Any = 0.0) -> Any:
+        calls.append(parts)
+        if parts == 3:
+            return NotImplemented
+        if parts == 5:
+            x = x * 1
+        y = empty(x.shape, x.dtype, like=x)
+        Kernel(target)[1, 1](x if parts != 7 else spanned(x), y, parts, shift)
+        return y
+
+    halved.strided = ("x",)
+    with _jit.using(target):
+        yield halved, target, calls
+
+
+def test_the_third_call_works_nothing_out(made: Any) -> None:
+    halved, target, calls = made
+    for number in range(4):
+        x = np.full(3, number, np.float32)
+        assert halved(x, shift=1.0).tolist() == [number / 2 + 1] * 3
+    assert calls == [2, 2], "once to run, once to be recorded"
+    assert target.launched == 4
+    first, second = halved(x), halved(x)
+    assert first is not second, "each call has arrays of its own"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[::-1],
+        lambda x: x.astype(np.float64).astype(np.float32)[1:],
+        lambda x: np.concatenate([x, x])[::2],
+    ],
+    ids=["backwards", "off alignment", "apart"],
+)
+def test_a_call_that_lies_otherwise_is_worked_out(made: Any, change: Callable[..., Any]) -> None:
+    halved, _, calls = made
+    x = np.arange(4, dtype=np.float32)
+    for _ in range(3):
+        halved(x[: len(change(x))])
+    calls.clear()
+    assert halved(change(x)).tolist() == (change(x) / 2).tolist()
+    assert calls == [2]
+
+
+def test_other_options_are_worked_out(made: Any) -> None:
+    halved, _, calls = made
+    x = np.ones(2, np.float32)
+    assert [halved(x, parts=parts)[0] for parts in (2, 4, 2, 4, 2, 4)] == [0.5, 0.25] * 3
+    assert calls == [2, 4, 2, 4]
+    for shift in range(2 * _replay.KEPT):
+        assert halved(x, shift=float(shift))[0] == shift + 0.5
+    assert halved(x, shift=[1, 2]).tolist() == [1.5, 2.5], "what cannot be looked up"
+
+
+def test_that_there_is_no_kernel_is_remembered(made: Any) -> None:
+    halved, target, calls = made
+    x = np.full(2, 3, np.float32)
+    for _ in range(4):
+        assert halved(x, parts=3).tolist() == [1, 1]
+    assert calls == [3]
+    assert target.launched == 0
+
+
+def test_a_launch_that_computes_is_not_recorded(made: Any) -> None:
+    halved, _, calls = made
+    for number in range(4):
+        assert halved(np.full(2, number, np.float32), parts=5)[0] == np.float32(number / 5)
+    assert len(calls) == 5, "the second call tries"
+
+
+def test_a_kernel_that_walks_gaps_is_recorded(made: Any) -> None:
+    halved, _, calls = made
+    x = np.ones((2, 1), np.float32)[:, :1]
+    for _ in range(3):
+        halved(x, parts=7)
+    assert calls == [7, 7]
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x.sum(),
+        lambda x: x + 1,
+        lambda x: 1 + x,
+        lambda x: np.add(x, x),
+        np.asarray,
+        np.sort,
+        lambda x: x[0],
+        lambda x: x.__setitem__(0, 1),
+        lambda x: [*x],
+        bool,
+        lambda x: x == x,  # noqa: PLR0124
+        float,
+        lambda x: getattr(x, "get", None),
+        lambda x: packed(x[::2]),
+    ],
+)
+def test_a_recorded_array_says_how_it_lies_and_no_more(asks: Callable[[Any], Any]) -> None:
+    x = np.zeros(4, np.float32)
+    recorded = _replay.Recording().enter(x)
+    assert isinstance(recorded, np.ndarray)
+    assert (recorded.shape, recorded.strides, recorded.dtype) == (x.shape, x.strides, x.dtype)
+    with pytest.raises((_replay.UnknownError, TypeError, AttributeError)):
+        asks(recorded)
+
+
+def recorded(name: str) -> bool:
+    """Say whether every plan of an op with something recorded can be replayed."""
+    cells = [
+        dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
+        for run in OPS[name].plans.values()
+    ]
+    known = [found for cell in cells for found in cell["known"].cell_contents.values()]
+    return all(found.__name__ == "replay" for found in known)
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_every_launch_is_recorded_and_starts_the_same(name: str) -> None:
+    with gpu() as machine:
+        for dtype in (np.dtype("float16"), np.dtype("float32")):
+            call = call_of(name, machine.place, dtype)
+            notes = []
+            for _ in range(3):
+                machine.launches.clear()
+                call()
+                notes.append([*machine.launches])
+            assert notes[0] == notes[1] == notes[2]
+        assert recorded(name) == (name not in WORKED_OUT)
+
+
+def test_scalars_are_handed_over_as_cupy_does() -> None:
+    cupy = pytest.importorskip("cupy", reason="it is what takes them")
+    for scalar in (np.float32(0.1), np.int64(-(2**40)), np.float64(0.1), np.uintp(0)):
+        ready = CupyTarget().ready(scalar)
+        assert isinstance(ready, cupy.cuda.function.CPointer)
+        assert ready.value == scalar
+        assert ready.descr == scalar.dtype
+
+
+def test_a_plan_keeps_no_array(made: Any) -> None:
+    halved: Op[..., Any] = made[0]
+    x = np.ones(1000, np.float32)
+    for _ in range(3):
+        halved(x)
+    reached, seen = [*halved.plans.values()], set()
+    while reached:
+        found = reached.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        assert not isinstance(found, np.ndarray)
+        if isinstance(found, dict | list | tuple):
+            reached += [*found.values()] if isinstance(found, dict) else [*found]
+        reached += [
+            cell.cell_contents for cell in getattr(found, "__closure__", None) or () if cell != 0
+        ]

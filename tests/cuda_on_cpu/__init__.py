@@ -75,6 +75,7 @@ class Emulator(NamedTuple):
     seed: int = 0  # 0: threads take turns; else a random schedule
     folders: tuple[Path, ...] = ()  # searched for #include before kernels_cu
     shared_memory: int = DYNAMIC_SHARED  # bytes a block may ask for
+    architecture: int = 90  # whose rows of the launch tables are taken
     clusters: bool = True  # as from sm_90 on
     last: int = 0  # run so many clusters at the end of a grid; 0: all
 

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import lanes
+from .._arrays import lanes, packed
 from .._typing import Array
 from ._blocks import Window
+from ._rows import spanned
 
 LOG2E = 1 / math.log(2)
 CAUSAL, HIDING, ANY = range(3)  # options of a call: causal; what hides scores; what changes them
@@ -97,7 +98,37 @@ def laid_out(
 
 def in_chunks(*arrays: Array) -> tuple[Array, ...]:
     """Return arrays that can be copied 16 bytes at a time, themselves where that is so."""
-    return tuple(a if lanes(8, a) * a.dtype.itemsize == 16 else a.copy() for a in arrays)
+    return tuple(a if _in_chunks(a) else a.copy() for a in arrays)
+
+
+def _in_chunks(array: Array) -> bool:
+    return lanes(8, array) * array.dtype.itemsize == 16
+
+
+def by_batch(k: Array, v: Array) -> tuple[Array, Array, int]:
+    """Return the memory of k and v, and how many tokens lie from a batch to the next, in both.
+
+    Both can be copied 16 bytes at a time.  The first tokens of longer arrays, such as a cache,
+    are read where they lie.
+    """
+    apart = _room(k)
+    if apart is None or apart != _room(v):
+        k, v = in_chunks(packed(k), packed(v))
+        return k, v, k.shape[-3]
+    return *(a if a.flags.c_contiguous else spanned(a) for a in (k, v)), apart
+
+
+def _room(array: Array) -> int | None:
+    """Return the tokens of a batch of the array that this is a part of; None where it is none."""
+    if not _in_chunks(array):
+        return None
+    if array.flags.c_contiguous:
+        return array.shape[-3]
+    token, *rest = array.strides[1:]
+    size, heads, dim = array.dtype.itemsize, *array.shape[2:]
+    packed_rows = (token, *rest) == (heads * dim * size, dim * size, size)
+    apart, more = divmod(array.strides[0], token or 1)
+    return apart if packed_rows and apart >= array.shape[1] and not more else None
 
 
 def row_bytes(columns: int, itemsize: int) -> int:

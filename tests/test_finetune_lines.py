@@ -35,7 +35,7 @@ LINES: list[dict[str, Any]] = [
     {"instruction": "Name a bird.", "input": "A black one.", "output": "The raven.", "text": "x"},
     {"instruction": "Name a fish.", "output": "The trout."},
     {"prompt": "The cat sees", "completion": " the dog."},
-    {"text": "A horse."},
+    {"text": "A horse.", "output": "no instruction, so this is other people's key"},
 ]
 SMALL = (
     "--steps", "24", "--batch", "2", "--tokens", "48", "--layers", "1", "--hidden", "32",

@@ -20,7 +20,7 @@ from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE
 
 SUFFIX = ".jsonl"
 ROLES = ("system", "user", "assistant", "tool")
-# A line with several of these forms, as some published files have, is the first of them.
+# A line that has all keys of several forms, as some published files do, is the first of them.
 FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
 SHOWN = 40  # characters of what is wrong
 
@@ -127,7 +127,9 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         wrong(f"cannot be read as JSON ({error})", "write one object in each line")
     if not isinstance(values, dict):
         wrong(f"is {_shown(values)}, no object", 'write {"text": "..."} or another form')
-    form = next((form for form in FORMS if any(key in values for key in form)), None)
+    whole = (form for form in FORMS if all(key in values for key in form))
+    begun = (form for form in FORMS if any(key in values for key in form))
+    form = next(chain(whole, begun), None)
     if form is None:
         keys = ", ".join(map(repr, values)) or "nothing"
         forms = "; ".join(" and ".join(keys) for keys in FORMS)

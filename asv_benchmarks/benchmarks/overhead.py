@@ -1,11 +1,17 @@
 """What a call costs beside its arithmetic, once a call of its form has been seen."""
 
+import contextlib
+import functools
 import timeit
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from unsloth_cupy import add, rms_norm_forward
 from unsloth_cupy._cases import Scale, draw
+from unsloth_cupy._op import OPS
 from unsloth_cupy.cli import machine
 
 CALLS, ROUNDS = 200, 100
@@ -75,3 +81,55 @@ class LaunchCost:
             rounds.append(timer.timeit(CALLS) / CALLS * 1e6)
             self.wait()
         return min(rounds)
+
+
+class PythonAloneWithoutGpu:
+    """What the interpreter spends on a small call before a GPU would hear of it.
+
+    No figure of a GPU: CuPy's arrays lie over memory of the host, nothing is launched, and CuPy's
+    pool and the driver are left out.
+    """
+
+    unit, version = "us", "1"
+    params = ("rms_norm_forward", "swiglu", "softmax", "rope_qk", "attention_forward")
+    param_names = ("op",)
+
+    def setup(self, op: str) -> None:
+        """Let CuPy find a GPU that is none."""
+        if machine.gpus()[0]:
+            raise NotImplementedError("there is a GPU: see LaunchCost")
+        try:
+            import cupy
+        except ImportError as error:
+            raise NotImplementedError("needs CuPy, and no GPU") from error
+        room = np.zeros(1 << 20, np.uint8)
+        memory = cupy.cuda.UnownedMemory(-(-room.ctypes.data // 512) * 512, 1 << 19, room, 0)
+        lent, device = cupy.cuda.MemoryPointer(memory, 0), SimpleNamespace(compute_capability="90")
+        module = SimpleNamespace(get_function=lambda name: not_launched)
+        self.stack = contextlib.ExitStack()
+        for owner, name, value in (
+            (cupy.cuda.runtime, "getDeviceCount", lambda: 1),
+            (cupy.cuda.runtime, "deviceGetAttribute", lambda attribute, device: 227 << 10),
+            (cupy.cuda, "Device", lambda number=0: device),
+            (cupy, "RawModule", lambda code, options: module),
+        ):
+            self.stack.enter_context(mock.patch.object(owner, name, value))
+        self.stack.enter_context(cupy.cuda.using_allocator(lambda size: lent))
+        drawn = draw(OPS[op], Scale(tokens=4, hidden=256)).cast(np.float16)
+        placed = drawn.mapped(lambda array: cupy.empty(array.shape, array.dtype))
+        arrays = [*placed.arrays.values()][: OPS[op].positional]
+        self.call = functools.partial(OPS[op], *arrays, **placed.options)
+        for _ in range(3):  # from then on it is replayed
+            self.call()
+
+    def teardown(self, op: str) -> None:
+        """Give CuPy back."""
+        self.stack.close()
+
+    def track_microseconds_of_python(self, op: str) -> float:
+        """Return the least time of a call among rounds."""
+        return min(timeit.repeat(self.call, number=CALLS, repeat=ROUNDS)) / CALLS * 1e6
+
+
+def not_launched(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
+    """Take the arguments of a kernel and start nothing."""

@@ -14,7 +14,7 @@ import click.testing
 import pytest
 
 from unsloth_cupy import AdamW, Tape, cross_entropy, linear, swiglu_mlp
-from unsloth_cupy.cli import finetune, trainer
+from unsloth_cupy.cli import finetune, lessons, trainer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.text import held_out_rows
 from unsloth_cupy.models import block, loss
@@ -94,7 +94,7 @@ SAVINGS: dict[str, tuple[Patch | None, tuple[str, ...]]] = {
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(finetune, "sample", lambda *_: None)
-    patch.setattr(finetune, "held_out_rows", some_rows)
+    patch.setattr(lessons, "held_out_rows", some_rows)
 
 
 def held_out_loss(folder: Path, *more: str) -> float:

@@ -4,7 +4,7 @@
     with AttentionConfig(tile=64).use(): ...            what attention takes inside
 
 A tile costs shared memory and registers, so the same numbers do not launch everywhere: ``resolve``
-takes what comes nearest of the tiles that do, and that are known not to spill registers.
+takes what comes nearest among the tiles of the table that do.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """What saves memory costs no quality: a fine-tune with each saving, and one without.
 
-UNSLOTH_CUPY_FULL_RUNS=1 takes all 1200 steps that ``finetune`` makes unless it is told otherwise
-(minutes a run); else there are few, of short rows.  ``-s`` shows the losses.
+UNSLOTH_CUPY_FULL_RUNS=1200 takes as many steps, of rows as long as those of ``finetune`` (minutes a
+run); else there are few, of short rows.  ``-s`` shows the losses.
 """
 
 import json
@@ -19,8 +19,8 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.text import held_out_rows
 from unsloth_cupy.models import block, loss
 
-FULL = bool(os.environ.get("UNSLOTH_CUPY_FULL_RUNS"))
-BATCH, TOKENS, STEPS = (4, 128, 1200) if FULL else (2, 64, 30)
+FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps
+BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 30)
 EVALUATED = 10**9 if FULL else 16  # rows of the held-out text, at most
 PROMISE = 1e-2  # the share of the held-out loss by which, as the guide says, no saving moves it
 

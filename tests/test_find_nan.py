@@ -72,8 +72,9 @@ def test_an_adapter_that_is_broken_is_named() -> None:
     name = next(name for name in model.trainable if ".1." in name and "up_proj.lora_B" in name)
     model.trainable[name][3, 1] = np.nan
     error = found(model)
-    assert error.op == "lora_linear_forward"
-    assert error.parameter == "model.layers.1.mlp.up_proj.weight"
+    assert error.op.startswith("lora")
+    assert error.parameter is not None
+    assert ".layers.1.mlp." in error.parameter
     assert f"b ({name})" in str(error)
 
 

@@ -462,6 +462,7 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune --text full --out run", "full: Is a directory"),
         ("finetune --text empty.txt --out run", "is empty"),
         ("finetune --text short.txt --out run", "too short"),
+        ("finetune --text thesis.json --out run", "one object in each line of a .jsonl file"),
         ("finetune --text latin.txt --out run", "is not UTF-8: byte 2 is 0xfc"),
         ("finetune --out full", "full is not empty and holds no run"),
         ("finetune --out empty.txt", "is a file"),

@@ -1,5 +1,6 @@
 """Texts that share rows: the numbers of each one alone, and none sees another."""
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,24 @@ def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: 
         assert again[0] == first
         for name, gradient in gradients.items():
             np.testing.assert_array_equal(again[1][name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize(("keep", "times"), [((), 2), (("attention_forward",), 1)])
+def test_attention_that_is_kept_is_not_computed_again(
+    keep: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    module = importlib.import_module("unsloth_cupy.ops.attention_varlen")
+    attend = module.attend
+    monkeypatch.setattr(module, "attend", lambda *given: called.append(1) or attend(*given))
+    model = model_of("mistral", "float32", None)
+    loss, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
+    layers, called[:] = len(called), []
+    config = CheckpointConfig(keep=keep)
+    again = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS, checkpoint=config)
+    assert len(called) == times * layers
+    assert again[0] == loss
+    assert all((again[1][name] == gradient).all() for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("label", CONFIGS)

@@ -104,7 +104,7 @@ def finetune(
     learned. The run is kept in the folder --out: the same command goes on with a run that was
     stopped.
     """
-    by_lines = text is not None and text.suffix == SUFFIX
+    by_lines = text is not None and text.suffix.lower() == SUFFIX
     if pack is not None and not by_lines:
         raise ConfigError(f"--pack and --no-pack are for the lines of a {SUFFIX} file; leave them")
     pack = by_lines and pack is not False

@@ -70,6 +70,10 @@ def read_text(path: Path | None) -> Text:
     """Return the text of a file, or the documentation that ships with CPython, split in two."""
     if path is None:
         return split("python-docs", python_documentation())
+    if path.suffix.lower() == ".json":
+        raise ConfigError(
+            f"--text {path} is JSON, not text; write one object in each line of a .jsonl file"
+        )
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:

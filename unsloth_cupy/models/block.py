@@ -86,6 +86,8 @@ def blocks(call: Call, branch: Any, checkpoints: CheckpointConfig | None) -> tup
     through: Callable[..., tuple[Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
         every, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
+        if call.offsets is not None and "attention_forward" in keep:
+            keep = (*keep, "attention_varlen_forward")  # which is attention there
         through = partial(checkpoint, _part, keep=keep, offload=offload)
     for first in range(0, call.config.layers, every):
         part = range(first, min(first + every, call.config.layers))

@@ -69,6 +69,21 @@ class TestAttentionForward(KernelParity):
     )
 
 
+class TestOneStage(KernelParity):
+    """Where a block has 99 KB, wide rows leave room for one tile of keys."""
+
+    op, sides, machine = "attention_forward", ("forward",), {"shared_memory": 99 * KB}
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = test_any_strides = None
+    cases = (
+        Case(
+            "two slices that have 8 columns in common",
+            **GROUPED | {"queries": 35, "keys": 41, "dim": 512, "value_dim": 264},
+            causal=True,
+        ),
+    )
+
+
 class TestStartOfPython(KernelAlone):
     """An int says where all queries start, as an array of it does."""
 
@@ -305,7 +320,8 @@ def test_presets_where_they_belong() -> None:
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("name", PRESETS)
 def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:
-    case = Case("", **GROUPED, queries=270, keys=275, dim=64, value_dim=64, causal=True)
+    dims = dict.fromkeys(("dim", "value_dim"), 128 if "5080" in name else 64)
+    case = Case("", **GROUPED, queries=270, keys=275, **dims, causal=True)
     architecture, budget = PRESETS[name]
     config: AttentionConfig = getattr(AttentionConfig, name)()
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ._planned import Planned
 from ._typing import Array
 from .errors import RangeError
 
@@ -41,7 +42,7 @@ def record(like: Any) -> Array:
 
     They are allocated once for each device: before a graph is captured, by the call that warms up.
     """
-    device = None if isinstance(like, np.ndarray) else like.device.id
+    device = None if isinstance(like, np.ndarray | Planned) else like.device.id
     found: Array | None = _records.get(device)
     return _records.setdefault(device, _new(device)) if found is None else found
 
@@ -69,7 +70,8 @@ def check_errors() -> None:
     ------
     RangeError
         A label of ``cross_entropy`` or ``linear_cross_entropy``, or a token of ``embedding``, was
-        outside the vocabulary.  The message names op, row and number.
+        outside the vocabulary, or a position of ``rope``, ``rope_qk`` or ``qk_norm_rope`` outside
+        the tables.  The message names op, row and number.
     """
     for device, words in [*_records.items()]:
         found = _taken(words) if device is None else _taken_from(device, words)

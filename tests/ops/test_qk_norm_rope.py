@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree
+from .test_cross_entropy import reported
 
 SIZES: dict[str, Any] = {
     **{"batch": 2, "tokens": 3, "heads": 4, "kv_heads": 2},
@@ -96,7 +98,7 @@ def test_transformers(family: str) -> None:
 
 
 class TestPositionOutsideTheTables(KernelAlone):
-    """A GPU's positions are not read by the host: such a token is NaN, and only its own."""
+    """A GPU's positions are not read by the host: such a token, alone, is NaN and reported."""
 
     op = "qk_norm_rope_forward"
     cases = (Case("before and behind"),)
@@ -107,7 +109,10 @@ class TestPositionOutsideTheTables(KernelAlone):
         assert launch is not None
         with emulator():
             outside = launch(*arrays, *tables, np.array([9, 1, -1]))
+            said = r"^qk_norm_rope: positions holds (9 in row 0|-1 in row 2); it must be in 0 .. 8"
+            assert re.search(said, reported())
             inside = launch(*arrays, *tables, np.array([0, 1, 0]))
+            assert reported() == ""
         for found, wanted in zip(outside[:2], inside[:2], strict=True):
             lost = np.isnan(found.astype(np.float32)).all(axis=(2, 3))
             np.testing.assert_array_equal(lost, [[True, False, True]] * 2)

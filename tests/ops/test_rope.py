@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from unsloth_cupy.ops.rope_qk import rope_qk_over_
 from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
+from .test_cross_entropy import reported
 
 SIZES: dict[str, Any] = {"batch": 2, "tokens": 3, "heads": 3, "dim": 10, "length": 5, "half": 5}
 ROW = np.array([4, 0, 2])
@@ -199,7 +201,7 @@ def test_kernel_of_many_heads_and_wide_tokens() -> None:
 
 
 class TestPositionOutsideTheTables(KernelAlone):
-    """A GPU's positions are not read by the host: such a token is NaN."""
+    """A GPU's positions are not read by the host: such a token is NaN, and is reported."""
 
     op = "rope"
     cases = (Case("before and behind"),)
@@ -209,6 +211,10 @@ class TestPositionOutsideTheTables(KernelAlone):
         q = q.astype(dtype)
         with emulator():
             y, _ = launch_rope(q, None, tables, np.array([9, 1, -1]))
+            said = r"^rope: positions holds (9 in row 0|-1 in row 2); it must be in 0 .. 8, the len"
+            assert re.search(said, reported())
+            launch_rope(q, None, tables, np.array([8, 1, 0]))
+            assert reported() == ""
         found = np.isnan(y.astype(np.float32)).all(axis=(2, 3))
         np.testing.assert_array_equal(found, [[True, False, True]] * 2)
         np.testing.assert_array_equal(y[:, 1], uc.rope(q, *tables, np.array([0, 1, 0]))[:, 1])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import faults
 from .._arrays import empty, lanes
 from .._jit import load
 from .._op import op
@@ -21,10 +22,12 @@ from .._source import Constants
 from .._typing import Array
 from ..errors import ConfigError
 from ._device import processors
+from ._norm import column_sums
 from ._steps import stepped
 from .rms_norm import rms_norm_backward, rms_norm_forward
-from .rope import INT64, by_token, check_tables, rotated
+from .rope import INT64, by_token, check_tables, reports, rotated
 
+REPORTER = faults.reporter("qk_norm_rope", "positions", "length")
 VALUES = 16  # of a head that a thread keeps at most: heads of up to 512 columns
 
 
@@ -72,7 +75,7 @@ def qk_norm_rope(
     ConfigError
         eps is negative.
     RangeError
-        A position lies outside the tables.
+        A position lies outside the tables; on a GPU as in ``rope``.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
@@ -151,12 +154,6 @@ def _constants(
     )
 
 
-@cache
-def _sum_constants(q_weight: Any, k_weight: Any) -> Constants:
-    """Return the constants of column_sum.cu."""
-    return Constants(W=q_weight, B=k_weight)
-
-
 @qk_norm_rope_forward.kernel
 def _launch_forward(
     q: Array,
@@ -181,7 +178,10 @@ def _launch_forward(
         "qk_norm_rope_forward", (q, k, q_weight, k_weight, cos, sin, positions), interleaved
     )
     blocks = -(-sizes[0] * 32 // constants["THREADS"])
-    kernel[blocks, constants["THREADS"]](*arrays, *turned, *rstd, *sizes, eps, offset)
+    kernel[blocks, constants["THREADS"]](
+        *(*arrays, *turned, *rstd, *sizes, eps, offset),
+        *(reports(q, positions), REPORTER),
+    )
     return *turned, *rstd
 
 
@@ -287,10 +287,7 @@ def _launch_backward(
     kernel[blocks, threads](
         dturned_q, dturned_k, *arrays, q_rstd, k_rstd, dq, dk, partial, *sizes, offset
     )
-    chosen = _sum_constants(q_weight.dtype, k_weight.dtype)
-    kernel = load("column_sum.cu", "column_sum", q, chosen)
-    warps = min(32, -(-blocks // 2))  # a warp adds at least 2 rows
-    kernel[(-(-dim // 32), 2), 32 * warps](partial, dq_weight, dk_weight, blocks, dim)
+    column_sums(partial, dq_weight, dk_weight)
     return dq, dk, dq_weight, dk_weight, None, None, None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import faults
 from .._arrays import empty, lanes
 from .._dtypes import FLOAT32
 from .._jit import load
@@ -23,6 +24,7 @@ from ..errors import RangeError, ShapeError
 from ._steps import stepped
 
 INT64 = np.dtype("int64")
+REPORTER = faults.reporter("rope", "positions", "length")
 
 
 @op(
@@ -59,7 +61,8 @@ def rope(
     Raises
     ------
     RangeError
-        A position lies outside the tables.
+        A position lies outside the tables.  On a GPU, whose positions nobody reads, its token is
+        NaN, and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
@@ -122,6 +125,11 @@ def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> No
             f"{call}: x {x.shape} has {x.shape[1]} tokens and cos {cos.shape} {length} positions;"
             f" make tables with rope_tables({x.shape[1]}, {2 * half})"
         )
+
+
+def reports(like: Array, positions: Array | None) -> Array | None:
+    """Return where a kernel reports positions outside the tables; None where there are none."""
+    return None if positions is None else faults.record(like)
 
 
 def by_token(x: Array, cos: Array, sin: Array, positions: Array | None) -> tuple[Array, Array]:
@@ -234,5 +242,8 @@ def launch_rope(
     kernel = load("rope.cu", "rope", q, constants)
     period = tokens if positions is None else positions.size
     sizes = batch * tokens, period, length, *q_steps, *k_steps
-    kernel[blocks, threads](flat_q, flat_k, cos, sin, positions, *results, *sizes, math.log2(base))
+    kernel[blocks, threads](
+        *(flat_q, flat_k, cos, sin, positions, *results, *sizes, math.log2(base)),
+        *(reports(q, positions), REPORTER),
+    )
     return turned[0], turned[1]

@@ -43,7 +43,7 @@ def rope_qk(
     Raises
     ------
     RangeError
-        A position lies outside the tables.
+        A position lies outside the tables; on a GPU as in ``rope``.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """

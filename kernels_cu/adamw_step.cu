@@ -104,21 +104,21 @@ __device__ __forceinline__ void chunk(const long long *tensor, float factor,
 #pragma unroll
             for (int j = 0; j < LANES; j++)
                 update(p.at[i][j], g.at[i][j] * factor, m.at[i][j], s.at[i][j], rates);
-        store(address<Parameter>(tensor, 0) + at, p, count);
-        if constexpr (COPY) store(address<Copy>(tensor, 1) + at, p, count);
+        store(address<Parameter>(tensor, 0), at, p, count);
+        if constexpr (COPY) store(address<Copy>(tensor, 1), at, p, count);
         if constexpr (CODED) {
             const float largest_mean = encode<true>(m, maps[1]);
             const float largest_square = encode<false>(s, maps[3]);
-            store(address<unsigned char>(tensor, 2) + at, m, count);
-            store(address<unsigned char>(tensor, 3) + at, s, count);
+            store(address<unsigned char>(tensor, 2), at, m, count);
+            store(address<unsigned char>(tensor, 3), at, s, count);
             __syncwarp();  // all lanes have read the scales of before
             if (threadIdx.x % 32 == 0) {
                 address<float>(tensor, 4)[block] = largest_mean;
                 address<float>(tensor, 5)[block] = largest_square;
             }
         } else {
-            store(address<float>(tensor, 2) + at, m, count);
-            store(address<float>(tensor, 3) + at, s, count);
+            store(address<float>(tensor, 2), at, m, count);
+            store(address<float>(tensor, 3), at, s, count);
         }
     }
 }
@@ -133,7 +133,7 @@ __device__ __forceinline__ void choose(const long long *tensor, float factor,
     }
 }
 
-// of an SM: a thread holds eight values of each array, 77 to 122 registers; 70 KiB are in flight
+// of an SM: a thread holds eight values of each array, 68 to 114 registers; 70 KiB are in flight
 constexpr int BLOCKS = LANES < 4 || KINDS >> 12 ? 2 : 3;
 
 // powers: beta1^step, beta2^step, beta1, beta2 of this step; corrections: what becomes of rate and

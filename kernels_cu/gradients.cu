@@ -48,12 +48,12 @@ __device__ __forceinline__ double squares(const Values &v) {
     return wide;
 }
 
-// Give the threads of a chunk's warps the spans they hold of a tensor: (address, offset, count).
+// Give the threads of a chunk's warps the spans they hold: (the tensor's address, offset, count).
 template <class T, class Use>
 __device__ __forceinline__ void spans(const long long *tensor, long long first, Use use) {
     const long long elements = tensor[ELEMENTS], end = min(first + CHUNK, elements);
     for (long long at = first + threadIdx.x / 32 * SPAN; at < end; at += WARPS * SPAN)
-        use(address<T>(tensor, 0) + at, at, elements - at);
+        use(address<T>(tensor, 0), at, elements - at);
 }
 
 template <int K, class Use>
@@ -84,9 +84,9 @@ KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chun
         const long long *tensor = tensors + (long long)owners[c] * FIELDS;
         choose<0>(tensor, (c - tensor[FIRST]) * CHUNK, [&](auto *from, long long at, long long count) {
             Values v;
-            load(v, from, count);
+            load(v, from + at, count);
             scale(v, inverse);
-            if constexpr (WRITE) store(address<float>(tensor, 1) + at, v, count);
+            if constexpr (WRITE) store(address<float>(tensor, 1), at, v, count);
             sum += squares(v);
         });
     }
@@ -116,10 +116,10 @@ KERNEL(THREADS) rescale(const long long *tensors, const int *owners, const float
     const long long *tensor = tensors + (long long)owners[blockIdx.x] * FIELDS;
     if (by != 1)
         choose<0>(tensor, (blockIdx.x - tensor[FIRST]) * CHUNK,
-                  [&](auto *to, long long, long long count) {
+                  [&](auto *to, long long at, long long count) {
                       Values v;
-                      load(v, to, count);
+                      load(v, to + at, count);
                       scale(v, by);
-                      store(to, v, count);
+                      store(to, at, v, count);
                   });
 }

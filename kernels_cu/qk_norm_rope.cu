@@ -29,8 +29,7 @@
 //   tokens and adds to dw in float32, of q and of k in turn: the other is parked in shared
 //   memory, for registers.  A block writes one row of partial sums, which column_sum.cu adds in
 //   a fixed order: no atomics, equal bits.
-//   A position outside the tables gives NaN and a report, and no read out of bounds.
-#include "common/faults.cuh"
+//   A position outside the tables gives NaN, and no read out of bounds.
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
@@ -83,21 +82,22 @@ __device__ __forceinline__ void widen(float (&to)[2][PAIRS], const Chunk<E> &fro
             else to[side][j] = (float)from.part[side].at[j];
 }
 
-__device__ __forceinline__ void store(T *head, const float (&from)[2][PAIRS], int chunk) {
+// Write a chunk of the head at base + head.
+__device__ __forceinline__ void store(T *base, long long head, const float (&from)[2][PAIRS],
+                                      int chunk) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
         const int at = column(chunk, part);
         float v[LANES];
 #pragma unroll
         for (int j = 0; j < LANES; j++) v[j] = PARTS == 1 ? from[j % 2][j / 2] : from[part][j];
-        if (exists(chunk) && inside(at)) store(head + at, v);
+        if (exists(chunk) && inside(at)) store(base, head + at, v);
     }
 }
 
-// Row positions[index] of the tables, or row `index` without positions; returns which.
-__device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos, const C *sin,
-                                             const I *positions, long long index,
-                                             long long length) {
+// Row positions[index] of the tables, or row `index` without positions.
+__device__ __forceinline__ void look_up(Angles &c, Angles &s, const C *cos, const C *sin,
+                                        const I *positions, long long index, long long length) {
     const long long row = positions == nullptr ? index : (long long)positions[index];
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
@@ -110,7 +110,6 @@ __device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos,
             for (int j = 0; j < PAIRS; j++) c[k][j] = s[k][j] = __int_as_float(0x7fffffff);
         }
     }
-    return row;
 }
 
 // ---- forward ----------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
                 v[0][j] = turning ? one * c[k][j] - two * s[k][j] : one;
                 v[1][j] = turning ? two * c[k][j] + one * s[k][j] : two;
             }
-            store(y + head * DIM, v, chunk_of(k));
+            store(y, head * DIM, v, chunk_of(k));
         }
     }
 }
@@ -165,13 +164,11 @@ KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
     const I *__restrict__ positions, T *__restrict__ turned_q, T *__restrict__ turned_k,
     float *__restrict__ q_rstd, float *__restrict__ k_rstd, long long tokens, long long period,
     long long length, long long q_step, long long q_head, long long k_step, long long k_head,
-    float eps, float offset, long long *__restrict__ faults, long long who) {
+    float eps, float offset) {
     const long long token = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
     if (token >= tokens) return;
     Angles c, s;
-    const long long row = look_up(c, s, cos, sin, positions, token % period, length);
-    if (threadIdx.x % 32 == 0 && (row < 0 || row >= length))
-        report(faults, who, token % period, row, length);
+    look_up(c, s, cos, sin, positions, token % period, length);
     forward<HEADS>(q + token * q_step, q_head, q_weight, turned_q + token * HEADS * DIM,
                    q_rstd + token * HEADS, c, s, eps, offset);
     forward<KV_HEADS>(k + token * k_step, k_head, k_weight, turned_k + token * KV_HEADS * DIM,
@@ -229,7 +226,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *x, long long step
 #pragma unroll
                 for (int j = 0; j < PAIRS; j++)
                     g[k][side][j] = scale * (g[k][side][j] - v[side][j] * scale * mean);
-            store(dx + head * DIM, g[k], chunk_of(k));
+            store(dx, head * DIM, g[k], chunk_of(k));
         }
     }
 #pragma unroll

@@ -19,9 +19,8 @@
 //
 //   The trick: a thread keeps its cosines and sines in registers and walks heads, so a table is
 //   read once a token.  It loads both values of a pair before it stores one: y may be x.
-//   A position outside the tables gives NaN and a report, and no read out of bounds.  ANGLES, a block works out
+//   A position outside the tables gives NaN, and no read out of bounds.  ANGLES, a block works out
 //   the cosines and sines of its tokens once, into shared memory, and all its heads take them.
-#include "common/faults.cuh"
 #include "common/vector.cuh"
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a thread at a time
@@ -60,9 +59,9 @@ __device__ __forceinline__ void turn_by(float &c, float &s, long long position, 
     }
 }
 
-// Turn the pairs from `pair` on of one head.
-__device__ __forceinline__ void turn(const T *x, T *y, int pair, const float (&c)[PAIRS],
-                                     const float (&s)[PAIRS]) {
+// Turn the pairs from `pair` on of the head at x, which goes to y + head.
+__device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
+                                     const float (&c)[PAIRS], const float (&s)[PAIRS]) {
     float first[PAIRS], second[PAIRS];
     if constexpr (!INTERLEAVED || LANES == 1) {
         const int one = INTERLEAVED ? 2 * pair : pair, other = INTERLEAVED ? one + 1 : pair + HALF;
@@ -74,8 +73,8 @@ __device__ __forceinline__ void turn(const T *x, T *y, int pair, const float (&c
             second[j] = second[j] * c[j] + first[j] * s[j];
             first[j] = turned;
         }
-        store(y + one, first);
-        store(y + other, second);
+        store(y, head + one, first);
+        store(y, head + other, second);
     } else {
         float both[2 * PAIRS];
         load(both, x + 2 * pair);
@@ -85,7 +84,7 @@ __device__ __forceinline__ void turn(const T *x, T *y, int pair, const float (&c
             both[2 * j + 1] = both[2 * j + 1] * c[j] + both[2 * j] * s[j];
             both[2 * j] = turned;
         }
-        store(y + 2 * pair, both);
+        store(y, head + 2 * pair, both);
     }
 }
 
@@ -95,7 +94,7 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
     const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *turned_q, T *turned_k, long long tokens, long long period,
     long long length, long long q_step, long long q_head, long long k_step, long long k_head,
-    double log2_base, long long *faults, long long who) {
+    double log2_base) {
     __shared__ __align__(16) float angles[2][ANGLES ? TOKENS : 1][ANGLES ? HALF : 1];
     const int column = threadIdx.x % COLUMNS, slot = threadIdx.x / COLUMNS % SLOTS;
     const int local = threadIdx.x / (SLOTS * COLUMNS);
@@ -122,7 +121,6 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
             load(c, cos + row * HALF + pair);
             load(s, sin + row * HALF + pair);
         } else {
-            if (pair == 0 && slot == 0) report(faults, who, token % period, row, length);
 #pragma unroll
             for (int j = 0; j < PAIRS; j++) c[j] = s[j] = __int_as_float(0x7fffffff);
         }
@@ -131,17 +129,16 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
 #pragma unroll 4
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
             turn((of_q(head) ? q : k) + start(token, head, of_q_given, of_k_given),
-                 (of_q(head) ? turned_q : turned_k) + start(token, head, of_q_turned, of_k_turned), pair, c,
-                 s);
+                 of_q(head) ? turned_q : turned_k, start(token, head, of_q_turned, of_k_turned),
+                 pair, c, s);
     }
     if constexpr (TURNED < DIM && !IN_PLACE) {
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
             for (int rest = TURNED + column * LANES; rest < DIM; rest += COLUMNS * LANES) {
                 float v[LANES];
                 load(v, (of_q(head) ? q : k) + start(token, head, of_q_given, of_k_given) + rest);
-                store((of_q(head) ? turned_q : turned_k) + start(token, head, of_q_turned, of_k_turned) +
-                          rest,
-                      v);
+                store(of_q(head) ? turned_q : turned_k,
+                      start(token, head, of_q_turned, of_k_turned) + rest, v);
             }
     }
 }

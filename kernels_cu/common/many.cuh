@@ -33,9 +33,11 @@ __device__ __forceinline__ void load(Values &to, const T *span, long long count)
 }
 
 template <class T>
-__device__ __forceinline__ void store(T *span, const Values &from, long long count) {
+__device__ __forceinline__ void store(T *base, long long at, const Values &from, long long count) {
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) store(span + place(i), from.at[i], count - place(i));
+    for (int i = 0; i < GROUPS; i++)
+        if (count - place(i) >= LANES) store(base, at + place(i), from.at[i]);
+        else store(base + at + place(i), from.at[i], count - place(i));
 }
 
 template <class T> __device__ __forceinline__ T *address(const long long *record, int field) {

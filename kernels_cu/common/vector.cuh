@@ -33,6 +33,17 @@ __device__ __forceinline__ void put(T *to, const Vector<T, LANES> &from) {
             reinterpret_cast<const typename V::Word *>(&from)[i];
 }
 
+// The same at base + at, where base is aligned and LANES divides `at`.  To the compiler base + at
+// is a sum like any other: in a loop whose step it does not know, it splits such an access in four.
+template <int LANES, class T>
+__device__ __forceinline__ void put(T *base, long long at, const Vector<T, LANES> &from) {
+    using V = Vector<T, LANES>;
+#pragma unroll
+    for (int i = 0; i < V::WORDS; i++)
+        reinterpret_cast<typename V::Word *>(base)[at / (LANES / V::WORDS) + i] =
+            reinterpret_cast<const typename V::Word *>(&from)[i];
+}
+
 template <int LANES, class T>
 __device__ __forceinline__ void widen(float (&to)[LANES], const Vector<T, LANES> &from) {
 #pragma unroll
@@ -47,11 +58,23 @@ __device__ __forceinline__ void load(float (&to)[LANES], const T *from) {
 }
 
 template <int LANES, class T>
+__device__ __forceinline__ void narrow(Vector<T, LANES> &to, const float (&from)[LANES]) {
+#pragma unroll
+    for (int j = 0; j < LANES; j++) to.at[j] = (T)from[j];
+}
+
+template <int LANES, class T>
 __device__ __forceinline__ void store(T *to, const float (&from)[LANES]) {
     Vector<T, LANES> v;
-#pragma unroll
-    for (int j = 0; j < LANES; j++) v.at[j] = (T)from[j];
+    narrow(v, from);
     put(to, v);
+}
+
+template <int LANES, class T>
+__device__ __forceinline__ void store(T *base, long long at, const float (&from)[LANES]) {
+    Vector<T, LANES> v;
+    narrow(v, from);
+    put(base, at, v);
 }
 
 // The same for the first `count` values where fewer than LANES are left of a flat array; those

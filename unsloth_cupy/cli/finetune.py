@@ -104,12 +104,12 @@ def finetune(
     learned. The run is kept in the folder --out: the same command goes on with a run that was
     stopped.
     """
+    from ..models.folder import on_device
+
     by_lines = text is not None and text.suffix.lower() == SUFFIX
     if pack is not None and not by_lines:
         raise ConfigError(f"--pack and --no-pack are for the lines of a {SUFFIX} file; leave them")
     pack = by_lines and pack is not False
-    from ..models.folder import on_device
-
     request = Request(
         model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device
     )

@@ -148,19 +148,17 @@ class Trainer:
         asked = max(1, sum(batch.asked for batch in batches))
         loss, sums = 0.0, dict[str, Array]()
         for number, batch in zip(numbers, batches, strict=True):
-            with self._watched(f"batch {number} ({self.lessons.batches.where(number)})"):
+            with self._watched(number):
                 one, gradients = self.model.loss_and_gradients(
                     **self._placed(batch), count=asked, scaler=self.scaler,
                     checkpoint=self.checkpoint,
                 )  # fmt: skip
             loss += float(one)
-            if len(batches) == 1:
-                sums = gradients
-            for name, gradient in gradients.items() if len(batches) > 1 else ():
+            for name, gradient in gradients.items():
                 if name in sums:
                     accumulate_(sums[name], gradient)
                 else:
-                    sums[name] = cast(gradient, dtype="float32")
+                    sums[name] = cast(gradient, dtype="float32") if len(batches) > 1 else gradient
         return loss, sum(batch.real for batch in batches), sums
 
     def _evaluate(self, progress: Progress) -> None:
@@ -169,7 +167,7 @@ class Trainer:
         for number, batch in enumerate(self.lessons.held_out):
             loss = float(self.model.loss(**self._placed(batch)))
             if not math.isfinite(loss):
-                with self._watched(f"held-out batch {number}", after=True):
+                with self._watched(number, held_out=True):
                     self.model.loss_and_gradients(**self._placed(batch))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total, count = total + loss * batch.asked, count + batch.asked
@@ -194,7 +192,7 @@ class Trainer:
         return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
 
     @contextmanager
-    def _watched(self, where: str, *, after: bool = False) -> Iterator[None]:
+    def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
         """Stop where the first value that is not finite appears, if that was asked for."""
         if not self.find_nan:
             yield
@@ -204,7 +202,9 @@ class Trainer:
             with find_nan(named, gradients=not self._scale_may_shrink):
                 yield
         except NonFiniteError as error:
-            self._stop(f"{where}: {error}", after=after)
+            name = f"batch {batch} ({self.lessons.batches.where(batch)})"
+            name = f"held-out batch {batch}" if held_out else name
+            self._stop(f"{name}: {error}", after=held_out)
 
     def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
         """Raise for a value that is not finite, in the next step or after the last one."""
@@ -218,7 +218,7 @@ class Trainer:
         raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
 
     def save(self) -> Path:
-        """Write a checkpoint of this step, then remove the older ones."""
+        """Write a checkpoint of this step; the one before it stays until the next step."""
         from safetensors.numpy import save_file
 
         path = self.run.folder / f"checkpoint-{self.step:08d}"

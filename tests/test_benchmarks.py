@@ -52,7 +52,8 @@ def test_every_benchmark_has_a_version(label: str) -> None:
 @pytest.mark.parametrize(("suite", "values"), list(calls()))
 def test_runs_once(suite: type, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     module = inspect.getmodule(suite)
-    monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
+    for name, least in (("ROUNDS", 1), ("LAYERS", 2)):
+        monkeypatch.setattr(module, name, least, raising=False)
     bench: Any = suite()
     try:
         bench.setup(*values)

@@ -115,7 +115,8 @@ def by_batch(k: Array, v: Array) -> tuple[Array, Array, int]:
     if apart is None or apart != _room(v):
         k, v = in_chunks(packed(k), packed(v))
         return k, v, k.shape[-3]
-    return *(a if a.flags.c_contiguous else spanned(a) for a in (k, v)), apart
+    k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
+    return k, v, apart
 
 
 def _room(array: Array) -> int | None:
@@ -123,12 +124,12 @@ def _room(array: Array) -> int | None:
     if not _in_chunks(array):
         return None
     if array.flags.c_contiguous:
-        return array.shape[-3]
-    token, *rest = array.strides[1:]
-    size, heads, dim = array.dtype.itemsize, *array.shape[2:]
-    packed_rows = (token, *rest) == (heads * dim * size, dim * size, size)
-    apart, more = divmod(array.strides[0], token or 1)
-    return apart if packed_rows and apart >= array.shape[1] and not more else None
+        return int(array.shape[-3])
+    size, (heads, dim) = array.dtype.itemsize, array.shape[2:]
+    token = heads * dim * size
+    apart, more = divmod(array.strides[0], token)
+    side_by_side = array.strides[1:] == (token, dim * size, size)
+    return apart if side_by_side and apart >= array.shape[1] and not more else None
 
 
 def row_bytes(columns: int, itemsize: int) -> int:

@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 
-from .._arrays import empty, packed, scipy_of
+from .._arrays import empty, scipy_of
 from .._op import op
 from .._typing import Array
-from ._flat import launch_flat
-from ._in_place import check_changeable, in_one_piece
+from ._flat import launch_over, launch_rows
+from ._in_place import check_changeable
 from .swiglu import sigmoid
 
 CUBIC = 0.044715
@@ -51,8 +51,11 @@ def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
 @geglu.kernel
 def _launch(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     y = empty(gate.shape, gate.dtype, like=gate)
-    launch_flat("geglu.cu", "geglu", (gate, up, y), APPROXIMATE=approximate)
+    launch_rows("geglu.cu", "geglu", (gate, up), (y,), APPROXIMATE=approximate)
     return y
+
+
+geglu.strided = "gate", "up"
 
 
 @geglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
@@ -61,7 +64,8 @@ def geglu_backward(
 ) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
     share = _share(gate, approximate)
-    slope = share + _rise(gate, share, approximate)
+    slope = _rise(gate, share, approximate)
+    slope += share
     slope *= up
     slope *= dy
     share *= gate
@@ -74,8 +78,11 @@ def _launch_backward(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False
 ) -> tuple[Array, Array]:
     dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
-    launch_flat("geglu.cu", "geglu_backward", (dy, gate, up, dgate, dup), APPROXIMATE=approximate)
+    launch_rows("geglu.cu", "geglu_backward", (dy, gate, up), (dgate, dup), APPROXIMATE=approximate)
     return dgate, dup
+
+
+geglu_backward.strided = "dy", "gate", "up"
 
 
 def geglu_backward_(
@@ -126,11 +133,8 @@ def geglu_backward_over_(
 def _launch_backward_over(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False
 ) -> tuple[Array, Array]:
-    if not in_one_piece(gate, up):
+    if not launch_over("geglu.cu", "geglu_backward", dy, gate, up, APPROXIMATE=approximate):
         return geglu_backward_over_.definition(dy, gate, up, approximate=approximate)
-    launch_flat(
-        "geglu.cu", "geglu_backward", (packed(dy), gate, up, gate, up), APPROXIMATE=approximate
-    )
     return gate, up
 
 
@@ -139,7 +143,7 @@ def _share(x: Array, approximate: bool) -> Array:
     # sigmoid and erfc, for 1 + tanh and 1 + erf cancel where x is far below 0
     if approximate:
         near = np.clip(x, -FAR, FAR)
-        return sigmoid(2 * STEEPNESS * near * (1 + CUBIC * near * near))
+        return sigmoid(_bent(near, CUBIC))
     share = np.multiply(x, -math.sqrt(0.5), out=np.empty_like(x))
     scipy_of("special", x).erfc(share, out=share)
     share /= 2
@@ -150,6 +154,22 @@ def _rise(x: Array, share: Array, approximate: bool) -> Array:
     """Return x times the derivative of its share; 0 where x is far from 0."""
     near = np.clip(x, -FAR, FAR)
     if approximate:
-        steep = 2 * STEEPNESS * near * (1 + 3 * CUBIC * near * near)  # 1 - tanh^2 = 4 s (1 - s)
-        return steep * share * (1 - share)
-    return near * np.exp(near * near / -2) / math.sqrt(2 * math.pi)
+        steep = _bent(near, 3 * CUBIC)  # 1 - tanh^2 = 4 s (1 - s)
+        steep *= share
+        steep *= 1 - share
+        return steep
+    bell = np.multiply(near, near, out=np.empty_like(near))
+    bell /= -2
+    near *= np.exp(bell, out=bell)
+    near /= math.sqrt(2 * math.pi)
+    return near
+
+
+def _bent(near: Array, cubic: float) -> Array:
+    """Write ``2 * STEEPNESS * near * (1 + cubic * near**2)`` over near, and return it."""
+    bend = cubic * near
+    bend *= near
+    bend += 1
+    near *= 2 * STEEPNESS
+    near *= bend
+    return near

@@ -29,7 +29,8 @@
 //   tokens and adds to dw in float32, of q and of k in turn: the other is parked in shared
 //   memory, for registers.  A block writes one row of partial sums, which column_sum.cu adds in
 //   a fixed order: no atomics, equal bits.
-//   A position outside the tables gives NaN, and no read out of bounds.
+//   A position outside the tables gives NaN and a report, and no read out of bounds.
+#include "common/faults.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
@@ -95,9 +96,10 @@ __device__ __forceinline__ void store(T *base, long long head, const float (&fro
     }
 }
 
-// Row positions[index] of the tables, or row `index` without positions.
-__device__ __forceinline__ void look_up(Angles &c, Angles &s, const C *cos, const C *sin,
-                                        const I *positions, long long index, long long length) {
+// Row positions[index] of the tables, or row `index` without positions; returns which.
+__device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos, const C *sin,
+                                             const I *positions, long long index,
+                                             long long length) {
     const long long row = positions == nullptr ? index : (long long)positions[index];
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
@@ -110,6 +112,7 @@ __device__ __forceinline__ void look_up(Angles &c, Angles &s, const C *cos, cons
             for (int j = 0; j < PAIRS; j++) c[k][j] = s[k][j] = __int_as_float(0x7fffffff);
         }
     }
+    return row;
 }
 
 // ---- forward ----------------------------------------------------------------------------------
@@ -164,11 +167,13 @@ KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
     const I *__restrict__ positions, T *__restrict__ turned_q, T *__restrict__ turned_k,
     float *__restrict__ q_rstd, float *__restrict__ k_rstd, long long tokens, long long period,
     long long length, long long q_step, long long q_head, long long k_step, long long k_head,
-    float eps, float offset) {
+    float eps, float offset, long long *__restrict__ faults, long long who) {
     const long long token = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
     if (token >= tokens) return;
     Angles c, s;
-    look_up(c, s, cos, sin, positions, token % period, length);
+    const long long row = look_up(c, s, cos, sin, positions, token % period, length);
+    if (threadIdx.x % 32 == 0 && (row < 0 || row >= length))
+        report(faults, who, token % period, row, length);
     forward<HEADS>(q + token * q_step, q_head, q_weight, turned_q + token * HEADS * DIM,
                    q_rstd + token * HEADS, c, s, eps, offset);
     forward<KV_HEADS>(k + token * k_step, k_head, k_weight, turned_k + token * KV_HEADS * DIM,

@@ -19,8 +19,9 @@
 //
 //   The trick: a thread keeps its cosines and sines in registers and walks heads, so a table is
 //   read once a token.  It loads both values of a pair before it stores one: y may be x.
-//   A position outside the tables gives NaN, and no read out of bounds.  ANGLES, a block works out
+//   A position outside the tables gives NaN and a report, and no read out of bounds.  ANGLES, a block works out
 //   the cosines and sines of its tokens once, into shared memory, and all its heads take them.
+#include "common/faults.cuh"
 #include "common/vector.cuh"
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a thread at a time
@@ -94,7 +95,7 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
     const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *turned_q, T *turned_k, long long tokens, long long period,
     long long length, long long q_step, long long q_head, long long k_step, long long k_head,
-    double log2_base) {
+    double log2_base, long long *faults, long long who) {
     __shared__ __align__(16) float angles[2][ANGLES ? TOKENS : 1][ANGLES ? HALF : 1];
     const int column = threadIdx.x % COLUMNS, slot = threadIdx.x / COLUMNS % SLOTS;
     const int local = threadIdx.x / (SLOTS * COLUMNS);
@@ -121,6 +122,7 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
             load(c, cos + row * HALF + pair);
             load(s, sin + row * HALF + pair);
         } else {
+            if (pair == 0 && slot == 0) report(faults, who, token % period, row, length);
 #pragma unroll
             for (int j = 0; j < PAIRS; j++) c[j] = s[j] = __int_as_float(0x7fffffff);
         }

@@ -19,8 +19,9 @@
 //
 //   The trick: a thread keeps its cosines and sines in registers and walks heads, so a table is
 //   read once a token.  It loads both values of a pair before it stores one: y may be x.
-//   A position outside the tables gives NaN and a report, and no read out of bounds.  ANGLES, a block works out
-//   the cosines and sines of its tokens once, into shared memory, and all its heads take them.
+//   A position outside the tables gives NaN and a report, and no read out of bounds.  ANGLES, a
+//   block works out the cosines and sines of its tokens once, into shared memory, and all its
+//   heads take them.
 #include "common/faults.cuh"
 #include "common/vector.cuh"
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy import AdamW, CheckpointConfig
+from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import Transformer, create, load
+from unsloth_cupy.models import Transformer, adapter, create, load
 
 from ..golden.golden import op_cases
 
@@ -74,6 +74,27 @@ def small(model_type: str = "llama") -> Transformer:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     return create({"model_type": model_type, **sizes, **heads}, seed=0)
+
+
+def test_adapters_read_x_together_unless_each_drops_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of q, k and v, and of gate and up; k has none in the second model."""
+    tokens, counts = np.arange(24).reshape(2, 12), []
+
+    def counting(x: Any, layers: Any) -> Any:
+        counts.append(len(layers))
+        return lora_linears(x, layers)
+
+    monkeypatch.setattr(adapter, "lora_linears", counting)
+    for targets, wanted in ((None, [3, 2]), (("q_proj", "v_proj"), [2]), (("q_proj",), [])):
+        model = small()
+        model.add_adapter(2, targets=targets, dropout=0.5)
+        model.loss_and_gradients(tokens, tokens)
+        assert counts == 2 * wanted
+        counts.clear()
+        model.loss_and_gradients(tokens, tokens, seed=0)
+        assert counts == []
 
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True, "alpha": 3}], ids=str)

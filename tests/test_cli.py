@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from unsloth_cupy.cli.commands import group
+from unsloth_cupy.cli.plan import Largest
 from unsloth_cupy.cli.run_folder import RunFolder
 from unsloth_cupy.cli.text import Batches, held_out_rows, split, unigram_baseline
 from unsloth_cupy.cli.tokenizer import TextStream, encode, train_tokenizer
@@ -389,19 +390,49 @@ class TestGenerate:
 
 class TestPlan:
     @pytest.mark.parametrize("config", [LLAMA, LLAMA / "config.json"])
-    def test_it_says_what_fits(self, config: Path) -> None:
-        result = run("plan", config, "--batch", 2, "--tokens", 64)
+    def test_it_says_what_fits(self, config: Path, tmp_path: Path) -> None:
+        plot = tmp_path / "plan.png"
+        result = run("plan", config, "--batch", 2, "--tokens", 64, "--plot", plot)
         assert result.exit_code == 0, result.output
-        for said in ("weights", "activations", "total", "141 GB", "fits"):
+        for said in ("weights", "activations", "layers 0 .. ", "total", "141 GB", "fits"):
             assert said in result.output
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
     def test_a_large_model_does_not_fit(self, tmp_path: Path) -> None:
         config = json.loads((LLAMA / "config.json").read_text())
         large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
         (tmp_path / "config.json").write_text(json.dumps(config | large | {"head_dim": 128}))
-        result = run("plan", tmp_path, "--tokens", 8192)
+        result = run("plan", tmp_path, "--tokens", 8192, "--plot", tmp_path / "plan.png")
         assert result.exit_code == 0, result.output
         assert result.output.count("too large") == 6
+
+    def test_savings_fit_more(self, tmp_path: Path) -> None:
+        config = json.loads((LLAMA / "config.json").read_text())
+        wider = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4}
+        wider |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+        (tmp_path / "config.json").write_text(json.dumps(config | wider))
+        found = []
+        for more in ([], ["--lora", 8, "--checkpoint-every", 1, "--state-bits", 8]):
+            options = ["--tokens", 512, *more, "--plot", tmp_path / "plan.png"]
+            result = run("plan", tmp_path, *options)
+            assert result.exit_code == 0, result.output
+            line = next(line for line in result.output.splitlines() if "16 GB" in line)
+            found.append(int(line.split("│")[3].replace("-", "0")))
+        assert found[0] < found[1]
+
+    def test_the_largest_fits_and_no_larger_one_does(self) -> None:
+        asked = []
+
+        def total(number: int) -> int:
+            asked.append(number)
+            return 1000 + 70 * number + 30 * min(number, 40)
+
+        largest = Largest(total, step=2, most=900)
+        for limit in (1099, 1100, 1199, 1200, 3000, 8000, 50_000, 10**6):
+            found = largest(limit)
+            assert found == 2 * max((n for n in range(451) if total(2 * n) <= limit), default=0)
+        assert largest(1000) == 0
 
 
 def test_info_says_what_is_here() -> None:

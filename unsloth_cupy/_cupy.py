@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _arrays, _jit
+from ._planned import Shapes
 from ._source import source_root
 from .errors import KernelError
 from .interop import exchange
@@ -134,4 +135,4 @@ def on_host(array: Any) -> Any:
     return OnHost(array) if _is_cupys(array.__class__) else array
 
 
-_jit.targets = (CupyTarget(),)
+_jit.targets = (CupyTarget(), Shapes())

@@ -21,8 +21,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import _arrays, _call, _cupy, _jit, _planned, tape
+from . import _arrays, _call, _cupy, _jit, tape
 from ._dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
+from ._planned import Planned
 from ._replay import Run, replaying
 from ._signature import check, explain, parse
 from .errors import RangeError
@@ -99,16 +100,14 @@ class Op(Generic[P, R]):
         return run
 
     def _native(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
-        """Check the forms, then return what runs: the launch, the definition, or shapes alone."""
+        """Check the forms, then return what runs: the launch or the definition."""
         forms = [INTEGER if type(array) is int else array for array in arrays]
         bound = check(self.__name__, self.contract, forms)
-        planned = _planned.Planned in map(type, arrays) and _planned.run_of(self.contract, bound)
-        if planned:
-            return planned
         given = [(i, f) for i, f in enumerate(forms) if f is not None]
         inputs = self.contract.inputs
         host = library == "numpy"  # reading values would stall a GPU
-        ranges = [(i, bound.sizes[below]) for i, _ in given if (below := inputs[i].below) and host]
+        read = [i for i, f in given if host and inputs[i].below and not isinstance(f, Planned)]
+        ranges = [(i, bound.sizes[str(inputs[i].below)]) for i in read]
         lead = next((f for _, f in given if f is not INTEGER), None)
         empty = any(0 in f.shape for _, f in given)  # kernels meet no empty axis
         launchable = launch and self.launch and bound.dtype in KERNEL_DTYPES and not empty

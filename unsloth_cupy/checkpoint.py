@@ -194,7 +194,8 @@ class _Again(Tape):
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
         """Call an op, unless its result was kept."""
-        return self.results.popleft() if op.__name__ in self.keep else op.call(values, options)
+        kept = op.__name__ in self.keep
+        return self.results.popleft() if kept else super().run(op, values, options)
 
 
 def _check_names(call: str, keep: Collection[str]) -> None:

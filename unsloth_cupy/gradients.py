@@ -1,7 +1,7 @@
 """What happens to gradients between the backward pass and the optimizer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ._dtypes import FLOATS
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError
 from .ops._many import launchable
+from .ops.cast import accumulate_, cast
 from .ops.gradients import GradientMeasure, measured, rescale, square_sum
 
 
@@ -61,6 +62,27 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
         by = np.where(found.finite, found.factor, 1)
         np.multiply(gradient, by, out=gradient, dtype=wide, casting="same_kind")
     return found.norm
+
+
+def sum_gradients(
+    passes: Iterable[tuple[Any, dict[str, Array]]], count: int
+) -> tuple[float, dict[str, Array]]:
+    """Return the sum of the losses of count passes, and the sums of their gradients in float32.
+
+    The gradients of a single pass stay as they are.  Those of one pass are gone before the next
+    one begins: at no time is there more of them than a set and its sum.
+    """
+    total, sums = 0.0, dict[str, Array]()
+    for loss, gradients in passes:
+        total += float(loss)
+        if count == 1:
+            return total, gradients
+        for name in [*gradients]:
+            if name in sums:
+                accumulate_(sums[name], gradients.pop(name))
+            else:
+                sums[name] = cast(gradients.pop(name), dtype="float32")
+    return total, sums
 
 
 def measure_gradients(

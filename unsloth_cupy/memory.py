@@ -1,27 +1,19 @@
-"""Memory that is known before it is spent.
-
-    plan_memory(config, batch=4, tokens=2048, dtype="bfloat16").total
+"""Memory by formulas, for those who have no config: ``plan_memory`` counts, given one.
 
 Training holds the weights, a gradient for each, the optimizer's averages, a float32 master of
 16-bit weights, what the tape keeps of the forward pass for the backward one, and the logits.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ._dtypes import FLOAT32, FLOATS
-from ._planned import Planned
 from .errors import ConfigError
-from .ops._head import head_bytes
-from .tape import Tape
 
-if TYPE_CHECKING:
-    from .models.config import Config
-
-OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "none": 0}  # float32 numbers per weight
+AVERAGES = 2  # that AdamW keeps of every weight, in float32
+PARTS = ("weights", "gradients", "optimizer", "master", "activations", "logits")
 
 
 @dataclass(frozen=True)
@@ -38,105 +30,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-def plan_memory(
-    config: "Mapping[str, Any] | Config",
-    *,
-    batch: int,
-    tokens: int,
-    dtype: Any,
-    optimizer: str = "adamw",
-) -> MemoryEstimate:
-    """Return what a training step holds, from a forward pass on shapes alone.
-
-    The model's own code runs on arrays without elements, and the tape that it fills is counted:
-    every array once, however many ops keep it.
-
-    Parameters
-    ----------
-    config : dict
-        Of a Hugging Face config.json, or the ``config`` of a model.
-    batch, tokens : int
-        Rows of a step and tokens in a row.
-    dtype : dtype or its name
-        Of the weights and of what is computed with them: float16, bfloat16 or float32.
-    optimizer : str
-        adamw, or none (a forward and a backward pass only).
-
-    Returns
-    -------
-    estimate : MemoryEstimate
-        In bytes; ``logits`` is what the loss holds at a time: a chunk of them and, for 16-bit
-        weights, the float32 sums of the head's gradient.
-
-    Raises
-    ------
-    ConfigError
-        The config or an option makes no sense.
-    """
-    from .models.parse import parse
-    from .models.transformer import Transformer
-
-    kind = _dtype("plan_memory", dtype)
-    if optimizer not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise ConfigError(f"plan_memory: optimizer={optimizer!r}; choose from {known}")
-    for name, size in (("batch", batch), ("tokens", tokens)):
-        if size < 1:
-            raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more")
-    parsed = parse(config) if isinstance(config, Mapping) else config
-    parameters: dict[str, Any] = {
-        name: Planned.of(shape, kind) for name, shape in parsed.shapes().items()
-    }
-    weights = sum(array.size for array in parameters.values())
-    model = Transformer(parsed, parameters, {})
-    tape = Tape()
-    watched = {name: tape.watch(array) for name, array in parameters.items()}
-    rows = np.zeros((1, tokens), np.int64)  # every array that is kept has an axis of rows
-    model.losses(watched, model.hidden(watched, rows), rows, rows)
-    narrow = kind.itemsize < FLOAT32.itemsize
-    return MemoryEstimate(
-        weights=weights * kind.itemsize,
-        gradients=weights * kind.itemsize,
-        optimizer=weights * OPTIMIZERS[optimizer] * FLOAT32.itemsize,
-        master=weights * FLOAT32.itemsize if narrow and OPTIMIZERS[optimizer] else 0,
-        activations=kept_bytes(tape, parameters) * batch,
-        logits=head_bytes(batch * tokens, parsed.hidden, parsed.vocab, kind),
-    )
-
-
-def kept_bytes(tape: Tape, parameters: Mapping[str, Any]) -> int:
-    """Return the bytes that a tape of planned arrays keeps beside the parameters."""
-    kept: dict[int, int] = {}
-    same = {id(_owner(array)): 0 for array in parameters.values()}  # these count elsewhere
-    for entry in tape.entries:
-        for name, value in entry.values.items():
-            if type(value) is not Planned:
-                continue
-            owner = id(_owner(value))
-            if _is_argument(entry, name):
-                same[owner] = 0
-            if owner not in same:
-                kept[owner] = max(kept.get(owner, 0), value.nbytes)
-    return sum(kept.values())
-
-
-def _is_argument(entry: Any, output: str) -> bool:
-    """Say whether a definition hands back its argument, so that no array is new.
-
-    The norm of one array does: its ``h`` is x itself, unless it was widened and rounded again.
-    """
-    wide = entry.values.get("h") is not None and entry.values["h"].dtype.itemsize >= 4
-    alone = entry.op.__name__ == "rms_norm_forward" and entry.values["residual"] is None
-    return output == "h" and alone and wide
-
-
-def _owner(array: Any) -> Any:
-    while array.base is not None:
-        array = array.base
-    return array
+        return sum(getattr(self, part) for part in PARTS)
 
 
 def estimate_training_memory(
@@ -152,13 +46,13 @@ def estimate_training_memory(
     if min(model_params, batch_size, seq_len) < 1:
         sizes = f"({model_params}, {batch_size}, {seq_len})"
         raise ConfigError(f"estimate_training_memory{sizes}: pass sizes of 1 or more")
-    kind, rows = _dtype("estimate_training_memory", dtype), batch_size * seq_len
+    kind, rows = dtype_of("estimate_training_memory", dtype), batch_size * seq_len
     hidden = (model_params * 128 / 12) ** (1 / 3)
     narrow = kind.itemsize < FLOAT32.itemsize
     return MemoryEstimate(
         weights=model_params * kind.itemsize,
         gradients=model_params * kind.itemsize,
-        optimizer=model_params * OPTIMIZERS["adamw"] * FLOAT32.itemsize,
+        optimizer=model_params * AVERAGES * FLOAT32.itemsize,
         master=model_params * FLOAT32.itemsize * narrow,
         activations=int(rows * hidden * (hidden / 128) * 18) * kind.itemsize,
         logits=rows * 32_000 * FLOAT32.itemsize,
@@ -178,7 +72,7 @@ def estimate_forward_memory(
     ``batch_size * seq_len * hidden_size * itemsize * ceil(num_layers / checkpoint_every)``
     """
     kept = -(-num_layers // checkpoint_every)
-    itemsize = _dtype("estimate_forward_memory", dtype).itemsize
+    itemsize = dtype_of("estimate_forward_memory", dtype).itemsize
     return batch_size * seq_len * hidden_size * itemsize * kept
 
 
@@ -189,7 +83,7 @@ def estimate_attention_memory(
 
     ``(4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize``
     """
-    itemsize = _dtype("estimate_attention_memory", dtype).itemsize
+    itemsize = dtype_of("estimate_attention_memory", dtype).itemsize
     return (4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize
 
 
@@ -200,7 +94,7 @@ def estimate_flash_attention_memory(
 
     ``(4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len``
     """
-    itemsize = _dtype("estimate_flash_attention_memory", dtype).itemsize
+    itemsize = dtype_of("estimate_flash_attention_memory", dtype).itemsize
     return (4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len
 
 
@@ -213,8 +107,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
 
 
-def _dtype(call: str, given: Any) -> np.dtype[Any]:
-    """Return a dtype that training computes in."""
+def dtype_of(call: str, given: Any) -> np.dtype[Any]:
+    """Return a dtype that training computes in; raise ConfigError for another."""
     known = {dtype.name: dtype for dtype in FLOATS[:3]}
     name = given if isinstance(given, str) else np.dtype(given).name
     if name not in known:

@@ -1,87 +1,196 @@
 """``unsloth-cupy plan``: the memory of training, before any is spent."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from .._ledger import MemoryPlan
 from ..errors import ConfigError
-from ..memory import OPTIMIZERS, format_bytes, plan_memory
+from ..memory import format_bytes
+from ..memory_plan import DEVICES, OPTIMIZERS, plan_memory
 from .options import FILE, option
 from .run_folder import model_folder
+from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
 GB = 2**30
 HOLDS = {
-    "weights": "the model",
-    "gradients": "one for each weight",
-    "optimizer": "two float32 averages for each weight",
+    "weights": "what the model computes with, adapters too",
+    "gradients": "of weights or adapters, and their sums",
+    "optimizer": "two averages for each weight that is learned",
     "master": "float32 copies of 16-bit weights",
     "activations": "what the forward pass keeps for the backward pass",
     "logits": "what the loss holds of them at a time, and the sums of its head's gradient",
+    "workspace": "what ops hold while they run, and gradients on their way",
 }
 
 
 @click.command()
 @click.argument("config", type=FILE)
-@option("--batch", click.IntRange(1), "Rows of a step.", 1)
+@option("--batch", click.IntRange(1), "Rows of a forward pass.", 1)
 @option("--tokens", click.IntRange(1), "Tokens in a row.", 2048)
-@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the weights.", "bfloat16")
-@option("--optimizer", click.Choice([*OPTIMIZERS]), "none: no optimizer.", "adamw")
-def plan(config: Path, batch: int, tokens: int, dtype: str, optimizer: str) -> None:
-    """Say how much memory training takes, and which cards have it.
+@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "To compute in.", "bfloat16")
+@option("--optimizer", click.Choice(OPTIMIZERS), "none: no optimizer.", "adamw")
+@option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
+@option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
+@option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many.")
+@option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
+@option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
+@option("--plot", FILE, "PNG file of the step's timeline.", "memory-plan.png")
+def plan(
+    config: Path,
+    batch: int,
+    tokens: int,
+    dtype: str,
+    optimizer: str,
+    state_bits: str,
+    lora: int | None,
+    checkpoint_every: int | None,
+    accumulate: int,
+    device: str,
+    plot: Path,
+) -> None:
+    """Say how much memory a step of training takes, and which cards have it.
 
     CONFIG is a model folder or a config.json; no weights are read.
     """
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     from ..models.files import read_json
+    from ..models.parse import parse
 
     path = config if config.is_file() else model_folder(config) / "config.json"
     values = read_json(path)
+    options = {
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "state_bits": int(state_bits),
+        "rank": lora,
+        "checkpoint_every": checkpoint_every,
+        "accumulate": accumulate,
+        "device": device,
+    }
+
+    @functools.cache
+    def planned(rows: int, length: int) -> MemoryPlan:
+        return plan_memory(values, batch=rows, tokens=length, **options)  # type: ignore[arg-type]
+
     try:
-        estimate = plan_memory(values, batch=batch, tokens=tokens, dtype=dtype, optimizer=optimizer)
+        made = planned(batch, tokens)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    told = {
+        "lora": lora, "checkpoint every": checkpoint_every, "accumulate": accumulate,
+        "state bits": int(state_bits),
+    }  # fmt: skip
+    plain = {"lora": None, "checkpoint every": None, "accumulate": 1, "state bits": 32}
+    also = "".join(f", {name} {value}" for name, value in told.items() if value != plain[name])
+    title = f"{path}: {batch} x {tokens} tokens, {dtype}{also}"
     console = Console(highlight=False)
-    table = Table(title=escape(f"{path}: {batch} x {tokens} tokens, {dtype}"), title_justify="left")
+    console.print(ledger(made, title))
+    console.print(cards(planned, batch, tokens, parse(values).positions))
+    draw_timeline(plot, made, title)
+    console.print(f"timeline: {plot}", markup=False)
+
+
+def ledger(plan: MemoryPlan, title: str) -> Any:
+    """Return the table of a plan: each part at its most and at the peak, activations by layer."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("held", style="bold")
-    table.add_column("memory", justify="right")
+    table.add_column("at most", justify="right")
+    table.add_column("at the peak", justify="right")
     table.add_column("", style="dim")
     for name, meaning in HOLDS.items():
-        table.add_row(name, format_bytes(getattr(estimate, name)), meaning)
+        most, there = getattr(plan, name), plan.at_peak[name]
+        table.add_row(name, format_bytes(most), format_bytes(there), meaning)
+        for layers, size in runs(plan.layers) if name == "activations" else ():
+            table.add_row(f"  {layers}", format_bytes(size), "", style="dim")
     table.add_section()
-    table.add_row("total", format_bytes(estimate.total), "")
-    console.print(table)
-    cards = Table(title="what fits", title_justify="left")
-    cards.add_column("card", justify="right")
-    cards.add_column("this step", justify="right")
-    cards.add_column(f"largest batch of {tokens} tokens", justify="right")
-    options = {"tokens": tokens, "dtype": dtype, "optimizer": optimizer}
+    moment = plan.moments[plan.peak]
+    where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
+    table.add_row("total", "", format_bytes(plan.total), where)
+    return table
+
+
+def runs(layers: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the layers with what each holds; neighbours that hold as much are one line."""
+    found: list[tuple[list[str], int]] = []
+    for layer, size in layers.items():
+        if found and found[-1][1] == size and found[-1][0][-1].startswith("layer "):
+            found[-1][0].append(layer)
+        else:
+            found.append(([layer], size))
+    return [
+        (names[0], size)
+        if len(names) == 1
+        else (f"layers {names[0].split()[1]} .. {names[-1].split()[1]}, each", size)
+        for names, size in found
+    ]
+
+
+def cards(
+    planned: Callable[[int, int], MemoryPlan], batch: int, tokens: int, positions: int
+) -> Any:
+    """Return the table of what fits on which card, in rows of up to so many positions."""
+    from rich.table import Table
+
+    table = Table(title="what fits", title_justify="left")
+    table.add_column("card", justify="right")
+    table.add_column("this step", justify="right")
+    table.add_column(f"largest batch of {tokens} tokens", justify="right")
+    table.add_column(f"longest rows in a batch of {batch}", justify="right")
+    total = planned(batch, tokens).total
+    by_batch = Largest(lambda rows: planned(rows, tokens).total)
+    step = min(64, positions)
+    by_tokens = Largest(lambda length: planned(batch, length).total, step, positions)
     for size in CARDS:
-        share = estimate.total / (size * GB)
-        cards.add_row(
-            f"{size} GB",
-            f"[green]fits, {share:.1%} full[/]" if share <= 1 else "[red]too large[/]",
-            str(largest_batch(values, size * GB, **options) or "-"),
+        limit = size * GB
+        fits = (
+            f"[green]fits, {total / limit:.1%} full[/]" if total <= limit else "[red]too large[/]"
         )
-    console.print(cards)
+        rows, length = by_batch(limit), by_tokens(limit)
+        table.add_row(f"{size} GB", fits, str(rows or "-"), str(length or "-"))
+    return table
 
 
-def largest_batch(config: Mapping[str, Any], limit: int, **options: Any) -> int:
-    """Return the most rows whose step fits into limit bytes; 0 if not even one does."""
+class Largest:
+    """Finds the largest number whose plan fits; what one search has learned, the next ones use."""
 
-    def fits(batch: int) -> bool:
-        return plan_memory(config, batch=batch, **options).total <= limit
+    def __init__(self, plan: Callable[[int], int], step: int = 1, most: int | None = None) -> None:
+        self.plan, self.step, self.most = plan, step, None if most is None else most // step
+        self.known = {0: 0}  # bytes by number of steps
 
-    most = 1
-    while fits(most):
-        most *= 2
-    least = most // 2
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    def total(self, number: int) -> int:
+        """Return the bytes of a plan of so many steps."""
+        if number not in self.known:
+            self.known[number] = self.plan(number * self.step)
+        return self.known[number]
+
+    def __call__(self, limit: int) -> int:
+        """Return the largest multiple of step that fits into limit bytes; 0 if not even one does.
+
+        Bytes grow nearly in a straight line, so a guess is where the line through two plans meets
+        the limit.  One that fits is the answer if on that line the next number does not fit.
+        """
+        if self.total(1) > limit:
+            return 0
+        if self.most is not None and self.total(self.most) <= limit:
+            return self.most * self.step
+        below, slope = 1, 0.0
+        while True:
+            above = min((n for n, size in self.known.items() if size > limit), default=2 * below)
+            slope = (self.total(above) - self.total(below)) / (above - below)
+            if above - below == 1 and self.total(above) > limit:
+                return below * self.step
+            guess = below + int((limit - self.total(below)) / slope)
+            guess = min(max(guess, below + 1), above - 1) if self.total(above) > limit else guess
+            if self.total(guess) <= limit:
+                below = guess
+                if self.total(guess) + slope > limit:
+                    return below * self.step

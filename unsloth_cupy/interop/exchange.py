@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .._planned import Planned
+from .._planned import Planned, PlannedOnHost
+from .._planned_functions import SCIPY
 from .._replay import Recorded
 from ..errors import DTypeError, FrameworkError
 
@@ -151,7 +152,7 @@ def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, A
 
 def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is no array."""
-    if isinstance(array, np.ndarray | np.generic):
+    if isinstance(array, np.ndarray | np.generic | Planned):
         return "numpy"
     name = type(array).__module__.partition(".")[0]
     name = {"jaxlib": "jax"}.get(name, name)
@@ -180,7 +181,7 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
 
 def native(arrays: Sequence[Any]) -> bool:
     """Say whether definitions and kernels take these arrays as they are."""
-    exact = (np.ndarray, Planned, int, type(None))
+    exact = (np.ndarray, Planned, PlannedOnHost, int, type(None))
     return all(type(a) in exact or type(a).__module__.startswith("cupy") for a in arrays)
 
 
@@ -197,6 +198,8 @@ def full_like(array: Any, number: float) -> Any:
 def placed(array: Any, like: Any) -> Any:
     """Return a NumPy array as one of like's library and device."""
     library = framework_of(like, "the model of a new array")
+    if isinstance(like, Planned):
+        return like.of(array.shape, array.dtype)
     if library == "torch":
         return FRAMEWORKS["torch"].give_back(array, like).to(like.device)
     if library == "jax":
@@ -211,8 +214,12 @@ def on_host(array: Any) -> Any:
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:
     """Return a new array, uninitialised, of like's library and device."""
+    if type(like) is np.ndarray:
+        return np.empty(shape, dtype)
     if type(like) is Recorded:
         return like.recording.allocate(shape, dtype, like)
+    if isinstance(like, Planned):
+        return like.of(shape, dtype)
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
     return sys.modules["cupy"].empty(shape, dtype)
@@ -220,5 +227,7 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
 
 def scipy_of(module: str, like: Any) -> Any:
     """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
+    if isinstance(like, Planned):
+        return SCIPY[module]
     home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
     return importlib.import_module(f"{home}.{module}")

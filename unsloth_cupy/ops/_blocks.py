@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _threads
+from .._planned import Planned, side_by_side
 from .._typing import Array
 from ..errors import ConfigError, RangeError
 from ._products import SINGLE
@@ -57,7 +58,7 @@ class Blocks:
         if causal:
             self.right = 0
         self.block_mask = four_axes(block_mask)
-        self.on_host = type(q) is np.ndarray
+        self.on_host = isinstance(q, np.ndarray)
         self._place(key_lengths, query_start)
         self._choose_steps()
 
@@ -114,6 +115,10 @@ class Blocks:
                 if not isinstance(block.keys, slice) or block.keys.start < block.keys.stop:
                     step(block)
 
+        array: Any = self.q
+        if isinstance(array, Planned):
+            self._walk_planned(step, in_order, alone)
+            return
         if in_order:
             same = itertools.groupby(self._blocks(), lambda block: (block.batch, block.kv_heads))
             tasks = [list(blocks) for _, blocks in same]
@@ -125,6 +130,20 @@ class Blocks:
                 run(task)
         else:
             _threads.each(run, tasks)
+
+    def _walk_planned(self, step: Callable[[Block], None], in_order: bool, alone: bool) -> None:
+        """Call step on the block of most scores, as often as threads would be at work on such."""
+        sizes = zip((self.batch, self.kv_heads, self.queries), self.steps, strict=True)
+        batches, kv_heads, rows = (-(-size // step) for size, step in sizes)
+        first = map(self._narrowed, itertools.islice(self._blocks(), rows))
+        largest = max(first, key=_pairs, default=None)
+        if largest is None or not _pairs(largest):
+            return
+        tasks = batches * kv_heads * (1 if in_order else rows)
+        at_work = 1 if alone or not self.on_host else min(_threads.count(), tasks)
+        self.width = self.width if at_work > 1 else None
+        with side_by_side(at_work):
+            step(largest)
 
     def _blocks(self) -> Iterator[Block]:
         batches, kv_heads, rows = self.steps
@@ -197,6 +216,12 @@ class Blocks:
         if self.on_host:
             return int(number[block.batch.start])
         return number[block.batch].reshape(-1, 1, 1, 1, 1)
+
+
+def _pairs(block: Block) -> int:
+    """Return how many queries times keys a block has."""
+    keys = block.keys.stop - block.keys.start if isinstance(block.keys, slice) else len(block.keys)
+    return int(keys) * (block.rows.stop - block.rows.start)
 
 
 def four_axes(array: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from .._jit import target_of
+from .._planned import Planned
 
 
 class Limits(NamedTuple):
@@ -31,19 +32,21 @@ def _capability(device: int) -> int:
 
 def processors(like: Any) -> int:
     """Return how many multiprocessors run kernels where ``like`` lives: 1 on the host."""
+    if isinstance(like, Planned):
+        return int(cast(Any, target_of(like)).processors)
     return 1 if isinstance(like, np.ndarray) else _attribute("MultiProcessorCount", like.device.id)
 
 
 def shared_memory(like: Any) -> int:
     """Return how many bytes of shared memory a block may ask for where ``like`` lives."""
-    if isinstance(like, np.ndarray):
+    if isinstance(like, np.ndarray | Planned):
         return int(cast(Any, target_of(like)).shared_memory)
     return _attribute("MaxSharedMemoryPerBlockOptin", like.device.id)
 
 
 def limits(like: Any) -> Limits:
     """Return what launch tables are resolved against, where ``like`` lives."""
-    if isinstance(like, np.ndarray):
+    if isinstance(like, np.ndarray | Planned):
         return Limits(int(cast(Any, target_of(like)).architecture), shared_memory(like))
     return limits_of(like.device.id)
 
@@ -56,6 +59,6 @@ def limits_of(device: int) -> Limits:
 
 def clusters(like: Any) -> bool:
     """Say whether blocks can form clusters where ``like`` lives: from sm_90 on."""
-    if isinstance(like, np.ndarray):
+    if isinstance(like, np.ndarray | Planned):
         return bool(cast(Any, target_of(like)).clusters)
     return _capability(like.device.id) >= 90

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import packed
+from .._planned import Planned
 from .._replay import Recorded
 from .._source import Constants
 
@@ -57,14 +58,31 @@ def lie(*arrays: Any) -> tuple[Sequence[Any], tuple[int, ...]]:
     rows, columns = arrays[0].size // arrays[0].shape[-1], arrays[0].shape[-1]
     if all(a is None or a.flags.c_contiguous for a in arrays):
         return arrays, (rows, *(0, columns) * len(arrays))
-    axes = _axes([a for a in arrays if a is not None], columns)
-    if len(axes) > 2 or (len(axes) == 2 and rows >= 2**32):  # which a kernel divides in 32 bits
+    if not walkable(*arrays):
         return lie(*map(packed, arrays))
+    axes = _axes([a for a in arrays if a is not None], columns)
     (_, outer), (inner, step) = ([(1, (0,) * len(arrays))] * 2 + axes)[-2:]
     strides = zip(outer, step, strict=False)
     found = [(0, 0) if a is None else next(strides) for a in arrays]
     flat = [a if a is None else spanned(a) for a in arrays]
     return flat, (inner, *(stride for pair in found for stride in pair))
+
+
+def walkable(*arrays: Any) -> bool:
+    """Say whether the rows of all these arrays lie in one such order."""
+    given = [array for array in arrays if array is not None]
+    if all(array.flags.c_contiguous for array in given):
+        return True
+    axes = _axes(given, given[0].shape[-1])
+    rows = given[0].size // given[0].shape[-1]
+    return len(axes) < 2 or (len(axes) == 2 and rows < 2**32)  # a kernel divides in 32 bits
+
+
+def aligned(columns: int, layout: tuple[int, ...]) -> int:
+    """Return a number whose powers of two all rows start at multiples of."""
+    for stride in layout[1:]:
+        columns |= stride
+    return columns
 
 
 def _axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -91,6 +109,8 @@ def spanned(array: Any) -> Any:
     if type(array) is Recorded:
         return array  # a kernel gets no more than its address
     extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    if isinstance(array, Planned):
+        return array.spanned(extent // array.itemsize + 1)
     library = np if isinstance(array, np.ndarray) else sys.modules["cupy"]
     view = library.lib.stride_tricks.as_strided
     return view(array, (extent // array.itemsize + 1,), (array.itemsize,))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._op import op
+from .._planned import turns
 from .._typing import Array
 from ._flat import launch_flat
 
@@ -68,7 +69,7 @@ def adamw_(
         arrays, size = [array.reshape(-1) for array in arrays], BLOCK
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
-    for start in range(0, parameter.size, size):
+    for start in turns(parameter, range(0, parameter.size, size)):
         p, g, m, s = (a[start : start + size] if size == BLOCK else a for a in arrays)
         x, g = p.astype(m.dtype, copy=False), g.astype(m.dtype, copy=False)
         m *= beta1

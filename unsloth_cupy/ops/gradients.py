@@ -15,6 +15,7 @@ import numpy as np
 from .._arrays import empty
 from .._dtypes import KERNEL_DTYPES
 from .._jit import load
+from .._planned import turns
 from .._typing import Array
 from . import _many
 from ._device import processors
@@ -90,7 +91,7 @@ def square_sum(gradient: Any) -> Any:
     flat = gradient.reshape(-1)
     size = PART if isinstance(flat, np.ndarray) else max(flat.size, 1)
     total = np.zeros_like(flat, np.float64, shape=())
-    for start in range(0, flat.size, size):
+    for start in turns(flat, range(0, flat.size, size)):
         wide = flat[start : start + size].astype(np.float64, copy=False)
         total += np.dot(wide, wide)
     return total

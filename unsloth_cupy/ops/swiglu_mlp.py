@@ -17,9 +17,10 @@ from .._arrays import empty, rounded
 from .._dtypes import FLOAT32
 from .._gemm import gemm
 from .._op import op
+from .._planned import turns
 from .._typing import Array
 from ..errors import ConfigError
-from ._flat import launch_flat
+from ._flat import launch_rows
 from .linear import flat
 from .swiglu import swiglu, swiglu_backward
 
@@ -119,13 +120,13 @@ def _launch_backward(
 
 def _activated(gate: Array, up: Array) -> Array:
     inner = empty(gate.shape, gate.dtype, like=gate)
-    launch_flat("swiglu.cu", "swiglu", (gate, up, inner))
+    launch_rows("swiglu.cu", "swiglu", (gate, up), (inner,))
     return inner
 
 
 def _turned(dinner: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """Write the gradients of gate and up over gate and up, and return them."""
-    launch_flat("swiglu.cu", "swiglu_backward", (dinner, gate, up, gate, up))
+    launch_rows("swiglu.cu", "swiglu_backward", (dinner, gate, up), (gate, up))
     return gate, up
 
 
@@ -203,5 +204,5 @@ def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
         chunk = min(most, max(CHUNK_ROWS, -(-len(rows) // CHUNKS)))
     if chunk <= 0:
         raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
-    for start in range(0, len(rows), chunk):
+    for start in turns(rows, range(0, len(rows), chunk)):
         yield slice(start, start + chunk)

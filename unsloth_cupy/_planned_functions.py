@@ -1,0 +1,146 @@
+"""What NumPy's and SciPy's functions give for planned arrays: see ``_planned.py``."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+New = Callable[[Any, Any], Any]  # makes a planned array of a shape and a dtype
+
+
+class Sparse:
+    """SciPy's matrix in rows, of planned arrays: its indices are copied to 32 bits."""
+
+    def __init__(self, made: Sequence[Any], shape: tuple[int, int]) -> None:
+        data, *indices = made
+        self.held = [data, *(i if max(shape) >= 2**31 else i.astype(np.int32) for i in indices)]
+        self.rows = shape[0]
+
+    def __matmul__(self, dense: Any) -> Any:
+        """Return the product with a matrix."""
+        return dense.of(
+            (self.rows, dense.shape[1]), np.result_type(self.held[0].dtype, dense.dtype)
+        )
+
+
+SCIPY = {
+    "sparse": SimpleNamespace(csr_matrix=Sparse),
+    "special": SimpleNamespace(erfc=lambda x, out: out),
+}
+METHODS = (  # of arrays, which do what the functions do
+    "sum",
+    "max",
+    "min",
+    "any",
+    "all",
+    "mean",
+    "clip",
+    "cumsum",
+    "reshape",
+    "transpose",
+)
+
+
+def _arange(new: New, start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Any:
+    start, stop = (0, start) if stop is None else (start, stop)
+    whole = all(isinstance(n, int | np.integer) for n in (start, stop, step))
+    return new(max(0, math.ceil((stop - start) / step)), dtype or (np.int64 if whole else float))
+
+
+def _like(new: New, array: Any, *fill: Any, dtype: Any = None, shape: Any = None, **_: Any) -> Any:
+    dtype = next((d for d in fill if isinstance(d, np.dtype | type)), dtype)
+    return new(array.shape if shape is None else shape, dtype or array.dtype)
+
+
+def _einsum(new: New, letters: str, *arrays: Any) -> Any:
+    sides = letters.split("->")
+    sizes = {
+        letter: size
+        for axes, array in zip(sides[0].split(","), arrays, strict=True)
+        for letter, size in zip(axes, array.shape, strict=True)
+    }
+    return new([sizes[letter] for letter in sides[1]], np.result_type(*(a.dtype for a in arrays)))
+
+
+def _joined(new: New, arrays: Sequence[Any], axis: int = 0) -> Any:
+    sizes = list(arrays[0].shape)
+    sizes[axis] = sum(array.shape[axis] for array in arrays)
+    return new(sizes, np.result_type(*(array.dtype for array in arrays)))
+
+
+def _where(new: New, *given: Any) -> Any:
+    dtypes = [np.empty(0, a.dtype) if hasattr(a, "dtype") else a for a in given[1:]]
+    return new(np.broadcast_shapes(*(np.shape(a) for a in given)), np.result_type(*dtypes))
+
+
+def _full(new: New, shape: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
+    return new(shape, dtype or np.asarray(value).dtype)
+
+
+def _plain(new: New, shape: Any, dtype: Any = float, **_: Any) -> Any:
+    return new(shape, dtype)
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("zeros", "ones", "empty"), _plain),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), _like),
+    "arange": _arange,
+    "argsort": lambda new, x, **_: new(x.shape, np.int64),
+    "asarray": lambda new, x, dtype=None: new(np.shape(x), dtype or np.asarray(x).dtype),
+    "bincount": lambda new, x, minlength: new(minlength, np.int64),
+    "concatenate": _joined,
+    "copyto": lambda new, *_, **__: None,
+    "dot": lambda new, a, b: new((), a.dtype),
+    "einsum": _einsum,
+    "full": _full,
+    "repeat": lambda new, x, times: new(x.size * times, x.dtype),
+    "searchsorted": lambda new, x, values, **_: new(values.shape, np.int64),
+    "shape": lambda new, x: x.shape,
+    "take_along_axis": lambda new, x, index, axis: new(index.shape, x.dtype),
+    "where": _where,
+}
+
+
+@lru_cache(maxsize=4096)
+def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an array whose strides are those of so many elements; it has one, not to be read."""
+    strides = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
+
+
+@cache
+def dtypes_of(ufunc: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the dtypes of a ufunc's results for dtypes, and for types of Python's numbers."""
+    values = [np.empty(0, g) if isinstance(g, np.dtype) else g(1) for g in given]
+    with np.errstate(all="ignore"):
+        made = ufunc(*(v.reshape(0, 0) if ufunc is np.matmul else v for v in values))
+    return tuple(a.dtype for a in (made if type(made) is tuple else (made,)))
+
+
+def reshaped(
+    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> list[int] | None:
+    """Return the strides of a view in another shape, of as many elements; None where a copy is due.
+
+    NumPy would tell by making the copy.
+    """
+    axes = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
+    found: list[int] = []
+    if 0 in wanted:
+        return [0] * len(wanted)
+    for size in reversed(wanted):  # the last axis first: each is cut off what is left of an old one
+        if size == 1:
+            found.append(0)
+            continue
+        length, stride = axes.pop()
+        while length % size and axes and axes[-1][1] == length * stride:
+            length *= axes.pop()[0]
+        if length % size:
+            return None
+        found.append(stride)
+        if length > size:
+            axes.append((length // size, stride * size))
+    return found[::-1]

@@ -1,0 +1,166 @@
+"""The memory of a step of training, before any is spent.
+
+    plan = plan_memory(config, batch=4, tokens=2048, dtype="bfloat16", checkpoint_every=2)
+    plan.total, plan.at_peak, plan.moments[plan.peak]
+
+What trains also plans: the model, its tape and the optimizer run on arrays that are shapes alone
+(``_planned.py``), and a ledger enters what they take and let go of.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._dtypes import FLOAT32
+from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
+from ._planned import Planned, PlannedOnHost, keeping
+from .checkpoint import CheckpointConfig
+from .errors import ConfigError
+from .gradients import measure_gradients, sum_gradients
+from .memory import dtype_of
+from .optimizer import AdamW
+from .precision import compute_copies
+
+if TYPE_CHECKING:
+    from .models import Transformer
+    from .models.config import Config
+
+OPTIMIZERS = ("adamw", "none")
+# arrays of each, and the bytes that its allocator rounds to: CuPy's pool has pieces of 512
+DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
+CLIPPED = 0.5  # the factor of gradients: any but 1, which would spare a copy
+
+
+def plan_memory(
+    config: "Mapping[str, Any] | Config",
+    *,
+    batch: int,
+    tokens: int,
+    dtype: Any,
+    optimizer: str = "adamw",
+    state_bits: int = 32,
+    rank: int | None = None,
+    checkpoint_every: int | None = None,
+    accumulate: int = 1,
+    device: str = "cuda",
+) -> MemoryPlan:
+    """Return what a step of training holds, op by op, from a step on shapes alone.
+
+    Weights are trained as ``unsloth-cupy finetune`` trains them: the optimizer owns them in
+    float32, and a 16-bit dtype adds copies of the matrices, which the model computes with.
+
+    Parameters
+    ----------
+    config : dict
+        Of a Hugging Face config.json, or the ``config`` of a model.
+    batch, tokens : int
+        Rows of a forward pass and tokens in a row.
+    dtype : dtype or its name
+        Of what is computed: float16, bfloat16 or float32.
+    optimizer : str
+        adamw, or none: a forward and a backward pass, of weights in dtype.
+    state_bits : int
+        Of the optimizer's averages, 32 or 8.
+    rank : int, optional
+        Of adapters of all linear layers, which are trained in place of the weights.
+    checkpoint_every : int, optional
+        How many blocks make a part whose input alone is kept; None: all is kept.
+    accumulate : int
+        Forward passes whose gradients make one step.
+    device : str
+        cuda counts what kernels take, in the pieces of CuPy's pool; cpu what NumPy allocates.
+
+    Returns
+    -------
+    plan : MemoryPlan
+        In bytes.
+
+    Raises
+    ------
+    ConfigError
+        The config or an option makes no sense.
+    """
+    from .models.parse import parse
+
+    kind = dtype_of("plan_memory", dtype)
+    sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
+    sizes |= {} if rank is None else {"rank": rank}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more")
+    for name, value, known in (
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("device", device, tuple(DEVICES)),
+    ):
+        if value not in known:
+            raise ConfigError(f"plan_memory: {name}={value!r}; choose from {', '.join(known)}")
+    parsed = parse(config) if isinstance(config, Mapping) else config
+    parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
+    arrays, granule = DEVICES[device]
+    ledger = Ledger(granule)
+    with keeping(ledger), ledger.told_of_ops():
+        model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, rank)
+        ledger.begin()
+
+        def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
+            for _ in range(accumulate):
+                rows = arrays.of((batch, tokens), np.int64)
+                loss, gradients = model.loss_and_gradients(rows, rows, checkpoint=parts)
+                ledger.enter(GRADIENTS, gradients)
+                yield loss, gradients
+                del loss, gradients
+
+        _, gradients = sum_gradients(passes(), accumulate)
+        ledger.enter(GRADIENTS, gradients)
+        ledger.note("sum of gradients" if accumulate > 1 else "gradients")
+        if steps is not None:
+            found = measure_gradients(gradients, 1.0)
+            ledger.note("measure_gradients")
+            steps.step(gradients, finite=True, factor=CLIPPED)
+            del found
+            ledger.note("AdamW.step")
+        return ledger.plan()
+
+
+def _trained(
+    ledger: "Ledger",
+    config: "Config",
+    arrays: Any,
+    kind: Any,
+    optimizer: str,
+    state_bits: int,
+    rank: int | None,
+) -> "tuple[Transformer, AdamW | None]":
+    """Return a model as it is before a step, and its optimizer."""
+    from .models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
+    from .models.transformer import Transformer
+
+    def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
+        return {
+            name: arrays.of(shape, kind if narrow and (all_axes or len(shape) > 1) else FLOAT32)
+            for name, shape in shapes.items()
+        }
+
+    learns_all = rank is None and optimizer != "none"
+    parameters = made(config.shapes(), narrow=not learns_all, all_axes=optimizer == "none")
+    ledger.enter(WEIGHTS, parameters)
+    model = Transformer(config, parameters, {})
+    if rank is not None:
+        shapes = {}
+        for name, (outputs, inputs) in linear_layers(config).items():
+            shapes[f"{PREFIX}{name}.{DOWN}"] = (rank, inputs)
+            shapes[f"{PREFIX}{name}.{UP}"] = (outputs, rank)
+        model.adapter = Adapter({"r": rank}, made(shapes, narrow=False))
+        ledger.enter(WEIGHTS, model.adapter.parameters)
+    if optimizer == "none":
+        return model, None
+    steps = AdamW(model.trainable, state_bits=state_bits)
+    ledger.enter(OPTIMIZER, steps.state())
+    if learns_all:
+        copies = compute_copies(parameters, kind.name)
+        ledger.enter(MASTER, {name: parameters[name] for name in copies})
+        ledger.enter(WEIGHTS, copies)
+        steps.keep_copies(copies)
+        model.parameters = parameters | copies
+    return model, steps

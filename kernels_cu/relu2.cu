@@ -9,27 +9,32 @@
 //               THREADS   of a block
 //
 //   The trick: one access of every array a thread, loads before the store, so that dx may lie over
-//   x or over dy.
+//   x or over dy.  Arrays are read where they lie.
+#include "common/rows.cuh"
 #include "common/vector.cuh"
 
 // max(x, 0) that keeps a NaN
 __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
 
-KERNEL(THREADS) relu2(const T *x, T *y, long long elements) {
-    const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
+KERNEL(THREADS) relu2(const T *x, T *y, long long columns, unsigned tiles, unsigned inner,
+                      long long x_outer, long long x_step, long long y_outer, long long y_step) {
+    const Access at(columns, tiles, inner);
     float v[LANES];
-    load(v, x + at, elements - at);
+    load(v, x + at.in(x_outer, x_step), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) v[j] = positive(v[j]) * positive(v[j]);
-    store(y + at, v, elements - at);
+    store(y + at.in(y_outer, y_step), v, at.left);
 }
 
-KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long elements) {
-    const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
+KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long columns,
+                               unsigned tiles, unsigned inner, long long dy_outer,
+                               long long dy_step, long long x_outer, long long x_step,
+                               long long dx_outer, long long dx_step) {
+    const Access at(columns, tiles, inner);
     float d[LANES], v[LANES];
-    load(d, dy + at, elements - at);
-    load(v, x + at, elements - at);
+    load(d, dy + at.in(dy_outer, dy_step), at.left);
+    load(v, x + at.in(x_outer, x_step), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) d[j] *= 2 * positive(v[j]);
-    store(dx + at, d, elements - at);
+    store(dx + at.in(dx_outer, dx_step), d, at.left);
 }

@@ -10,33 +10,41 @@
 //               THREADS   of a block
 //
 //   The trick: one access of every array a thread, all loads before the first store, so that a
-//   result may lie over an operand: dgate over gate, dup over up.
+//   result may lie over an operand: dgate over gate, dup over up.  Arrays are read where they lie:
+//   gate and up may be halves of one array.
 #include "common/math.cuh"
+#include "common/rows.cuh"
 #include "common/vector.cuh"
 
-KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long elements) {
-    const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
+KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long columns, unsigned tiles,
+                       unsigned inner, long long gate_outer, long long gate_step,
+                       long long up_outer, long long up_step, long long y_outer,
+                       long long y_step) {
+    const Access at(columns, tiles, inner);
     float g[LANES], u[LANES];
-    load(g, gate + at, elements - at);
-    load(u, up + at, elements - at);
+    load(g, gate + at.in(gate_outer, gate_step), at.left);
+    load(u, up + at.in(up_outer, up_step), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] *= g[j] * sigmoid(g[j]);
-    store(y + at, u, elements - at);
+    store(y + at.in(y_outer, y_step), u, at.left);
 }
 
-KERNEL(THREADS) swiglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
-                                long long elements) {
-    const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * LANES;
+KERNEL(THREADS) swiglu_backward(
+    const T *dy, const T *gate, const T *up, T *dgate, T *dup, long long columns, unsigned tiles,
+    unsigned inner, long long dy_outer, long long dy_step, long long gate_outer,
+    long long gate_step, long long up_outer, long long up_step, long long dgate_outer,
+    long long dgate_step, long long dup_outer, long long dup_step) {
+    const Access at(columns, tiles, inner);
     float d[LANES], g[LANES], u[LANES];
-    load(d, dy + at, elements - at);
-    load(g, gate + at, elements - at);
-    load(u, up + at, elements - at);
+    load(d, dy + at.in(dy_outer, dy_step), at.left);
+    load(g, gate + at.in(gate_outer, gate_step), at.left);
+    load(u, up + at.in(up_outer, up_step), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float s = sigmoid(g[j]), silu = g[j] * s;
         g[j] = (s + silu * (1 - s)) * u[j] * d[j];
         u[j] = silu * d[j];
     }
-    store(dgate + at, g, elements - at);
-    store(dup + at, u, elements - at);
+    store(dgate + at.in(dgate_outer, dgate_step), g, at.left);
+    store(dup + at.in(dup_outer, dup_step), u, at.left);
 }

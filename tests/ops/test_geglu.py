@@ -21,6 +21,7 @@ class TestGeglu(KernelParity):
     cases = (
         Case("odd", axes=[2, 3, 13]),
         Case("odd, tanh", axes=[2, 3, 13], approximate=True),
+        Case("slices", axes=[2, 3, 40], gaps=True),
         Case("scalar", axes=[]),
         Case("empty", axes=[0, 4], approximate=True),
     )

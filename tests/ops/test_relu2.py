@@ -15,7 +15,12 @@ from .golden_cases import agree, both_dtypes, cast, golden
 
 class TestRelu2(KernelParity):
     op = "relu2"
-    cases = (Case("odd", axes=[2, 3, 13]), Case("scalar", axes=[]), Case("empty", axes=[0, 4]))
+    cases = (
+        Case("odd", axes=[2, 3, 13]),
+        Case("slices", axes=[2, 3, 40], gaps=True),
+        Case("scalar", axes=[]),
+        Case("empty", axes=[0, 4]),
+    )
 
 
 class TestRelu2InPlace(KernelParity):

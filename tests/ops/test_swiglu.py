@@ -10,6 +10,7 @@ from unsloth_cupy.ops.swiglu import swiglu_backward_over_
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelParity, emulator
+from ..stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
@@ -19,6 +20,7 @@ class TestSwiglu(KernelParity):
         Case("odd", axes=[2, 3, 13]),
         Case("one element", axes=[1]),
         Case("two blocks", axes=[5, 431]),
+        Case("slices", axes=[2, 3, 40], gaps=True),
         Case("scalar", axes=[]),
         Case("empty", axes=[0, 4]),
     )
@@ -60,6 +62,28 @@ def test_in_place(kernel: bool, strided: bool) -> None:
     for array, mine, wanted in zip(found, given, expected, strict=True):
         assert array is mine
         np.testing.assert_array_equal(array, wanted)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+@pytest.mark.parametrize("inner", [4, 2100])
+def test_halves_of_one_array_stay_where_they_lie(name: str, inner: int) -> None:
+    """As where one projection makes both: no copy, and their gradients beside each other."""
+    made, back = getattr(uc, name), getattr(uc, f"{name}_backward_")
+    both, dy = np.random.default_rng(0).standard_normal((2, 2, 3, 2 * inner), np.float32)
+    halves = both[..., :inner], both[..., inner:]
+    apart = [half.copy() for half in halves]
+    with emulator():
+        np.testing.assert_array_equal(made(*halves), made(*apart))
+        back(dy[..., inner:], *halves)
+        back(dy[..., inner:].copy(), *apart)
+    for half, alone in zip(halves, apart, strict=True):
+        np.testing.assert_array_equal(half, alone)
+    with gpu() as machine:
+        there = machine.array((2, 3, 2 * inner), "float16")
+        made(there[..., :inner], there[..., inner:])
+        back(there[..., :inner], there[..., :inner], there[..., inner:])
+        assert [launch.kernel for launch in machine.launches] == [name, f"{name}_backward"]
+        assert machine.functions == []
 
 
 def test_in_place_returns_what_it_was_given() -> None:

@@ -1,11 +1,13 @@
 """How kernels that go element by element are launched."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from .._arrays import lanes
+from .._arrays import lanes, packed
 from .._jit import load
 from .._source import Constants
+from ._rows import aligned, lie, walkable
 
 
 @cache
@@ -27,3 +29,39 @@ def launch_flat(
     kernel = load(file, name, lead, chosen)
     threads = chosen["THREADS"]
     kernel[-(-lead.size // (threads * chosen["LANES"])), threads](*arrays, lead.size, *scalars)
+
+
+def launch_rows(
+    file: str, name: str, given: Sequence[Any], made: Sequence[Any], **more: Any
+) -> None:
+    """Run a kernel whose parameters are arrays given and made, where they lie: see rows.cuh.
+
+    Arrays made must be packed, or walkable together with those given.
+    """
+    lead = made[0]
+    arrays: Sequence[Any] = (*given, *made)
+    columns, layout = lead.size, (1, *(0, 0) * len(arrays))
+    width = 16 // lead.dtype.itemsize
+    if not walkable(*arrays):
+        arrays = [packed(array) for array in arrays]
+    elif not all(array.flags.c_contiguous for array in arrays):
+        columns = lead.shape[-1]
+        arrays, layout = lie(*arrays)
+        width |= aligned(columns, layout)
+    chosen = constants(lead.dtype, lanes(width, *arrays), **more)
+    kernel = load(file, name, lead, chosen)
+    tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
+    rows = lead.size // columns
+    kernel[rows * tiles, chosen["THREADS"]](*arrays, columns, tiles, *layout)
+
+
+def launch_over(file: str, name: str, dy: Any, *changed: Any, **more: Any) -> bool:
+    """Run a backward kernel that writes over the arrays it is told to change.
+
+    Return whether it could: their rows must lie in an order that kernels walk.
+    """
+    dy = dy if walkable(dy, *changed) else packed(dy)
+    if not walkable(dy, *changed):
+        return False
+    launch_rows(file, name, (dy, *changed), changed, **more)
+    return True

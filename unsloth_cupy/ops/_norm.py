@@ -10,7 +10,7 @@ from .._jit import load
 from .._source import Constants
 from .._typing import Array
 from ._device import clusters, processors, shared_memory
-from ._rows import lie
+from ._rows import aligned, lie
 
 VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
 MOST = 32  # ... forward in 16 bits, where rows are longer and there is no residual
@@ -97,7 +97,7 @@ def forward(
     found = [empty(x.shape[:-1], np.float32, like=x) for _ in range(statistics)]
     (own_x, own_residual), layout = lie(x, residual)
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    most = lanes(_aligned(hidden, layout), own_x, own_residual, weight, bias)
+    most = lanes(aligned(hidden, layout), own_x, own_residual, weight, bias)
     chosen = constants(dtypes, hidden, most, residual is not None, clusters(x))
     threads = chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
@@ -125,7 +125,7 @@ def backward(
     dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
     (own_dy, own_dh, own_h), layout = lie(dy, dh, h)
     dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
-    most = lanes(_aligned(hidden, layout), own_h, own_dy, own_dh, weight)
+    most = lanes(aligned(hidden, layout), own_h, own_dy, own_dh, weight)
     shared = shared_memory(h)
     chosen = constants(dtypes, hidden, most, dh is not None, clusters(h), shared)
     threads, cluster, held = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
@@ -157,10 +157,3 @@ def column_sums(partial: Array, first: Array, second: Array | None) -> None:
 @cache
 def _sum_constants(first: Any, second: Any) -> Constants:
     return Constants(W=first, B=second)
-
-
-def _aligned(hidden: int, layout: tuple[int, ...]) -> int:
-    """Return a number whose powers of two all rows start at multiples of."""
-    for stride in layout[1:]:
-        hidden |= stride
-    return hidden

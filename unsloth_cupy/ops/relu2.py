@@ -7,11 +7,11 @@ So et al., Primer: Searching for Efficient Transformers for Language Modeling, 2
 
 import numpy as np
 
-from .._arrays import empty, packed
+from .._arrays import empty
 from .._op import op
 from .._typing import Array
-from ._flat import launch_flat
-from ._in_place import check_changeable, in_one_piece
+from ._flat import launch_over, launch_rows
+from ._in_place import check_changeable
 
 
 @op("x(*axes) -> y(*axes)")
@@ -38,8 +38,11 @@ def relu2(x: Array) -> Array:
 @relu2.kernel
 def _launch(x: Array) -> Array:
     y = empty(x.shape, x.dtype, like=x)
-    launch_flat("relu2.cu", "relu2", (x, y))
+    launch_rows("relu2.cu", "relu2", (x,), (y,))
     return y
+
+
+relu2.strided = ("x",)
 
 
 @relu2.gradient("dy(*axes), x(*axes) -> dx(*axes)")
@@ -54,8 +57,11 @@ def relu2_backward(dy: Array, x: Array) -> Array:
 @relu2_backward.kernel
 def _launch_backward(dy: Array, x: Array) -> Array:
     dx = empty(x.shape, x.dtype, like=x)
-    launch_flat("relu2.cu", "relu2_backward", (dy, x, dx))
+    launch_rows("relu2.cu", "relu2_backward", (dy, x), (dx,))
     return dx
+
+
+relu2_backward.strided = "dy", "x"
 
 
 def relu2_backward_(dy: Array, x: Array) -> Array:
@@ -98,7 +104,6 @@ def relu2_backward_over_(dy: Array, x: Array) -> Array:
 
 @relu2_backward_over_.kernel
 def _launch_backward_over(dy: Array, x: Array) -> Array:
-    if not in_one_piece(x):
+    if not launch_over("relu2.cu", "relu2_backward", dy, x):
         return relu2_backward_over_.definition(dy, x)
-    launch_flat("relu2.cu", "relu2_backward", (packed(dy), x, x))
     return x

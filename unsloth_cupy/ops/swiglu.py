@@ -7,11 +7,11 @@ Shazeer, GLU Variants Improve Transformer, 2020.
 
 import numpy as np
 
-from .._arrays import empty, packed
+from .._arrays import empty
 from .._op import op
 from .._typing import Array
-from ._flat import launch_flat
-from ._in_place import check_changeable, in_one_piece
+from ._flat import launch_over, launch_rows
+from ._in_place import check_changeable
 
 
 @op("gate(*axes), up(*axes) -> y(*axes)")
@@ -41,8 +41,11 @@ def swiglu(gate: Array, up: Array) -> Array:
 @swiglu.kernel
 def _launch(gate: Array, up: Array) -> Array:
     y = empty(gate.shape, gate.dtype, like=gate)
-    launch_flat("swiglu.cu", "swiglu", (gate, up, y))
+    launch_rows("swiglu.cu", "swiglu", (gate, up), (y,))
     return y
+
+
+swiglu.strided = "gate", "up"
 
 
 @swiglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
@@ -62,8 +65,11 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
 @swiglu_backward.kernel
 def _launch_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
-    launch_flat("swiglu.cu", "swiglu_backward", (dy, gate, up, dgate, dup))
+    launch_rows("swiglu.cu", "swiglu_backward", (dy, gate, up), (dgate, dup))
     return dgate, dup
+
+
+swiglu_backward.strided = "dy", "gate", "up"
 
 
 def swiglu_backward_(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
@@ -106,9 +112,8 @@ def swiglu_backward_over_(dy: Array, gate: Array, up: Array) -> tuple[Array, Arr
 
 @swiglu_backward_over_.kernel
 def _launch_backward_over(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    if not in_one_piece(gate, up):
+    if not launch_over("swiglu.cu", "swiglu_backward", dy, gate, up):
         return swiglu_backward_over_.definition(dy, gate, up)
-    launch_flat("swiglu.cu", "swiglu_backward", (packed(dy), gate, up, gate, up))
     return gate, up
 
 

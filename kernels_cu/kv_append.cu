@@ -14,6 +14,8 @@
 //                        multiples of
 //               THREADS  of a block
 //
+//   New tokens are read where they lie: they may be columns of a longer row.
+//
 //   The trick: where a row stands is read on the device, so a captured launch can be played again
 //   for every token.  Of tokens that would meet in one slot only the last is written; a token
 //   that has no slot is dropped.
@@ -22,21 +24,24 @@
 constexpr int VECTORS = ROW / LANES;  // of a token
 
 // One vector of a token, from its place among the new ones to its slot.
-__device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values, long long token,
-                                     long long slot, int column) {
-    const long long from = token * ROW + column, to = slot * ROW + column;
+__device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values, long long slot,
+                                     int column) {
+    const long long to = slot * ROW + column;
     Vector<T, LANES> key, value;
-    fetch(key, k + from);
-    fetch(value, v + from);
+    fetch(key, k + column);
+    fetch(value, v + column);
     put(keys + to, key);
     put(values + to, value);
 }
 
-// count   tokens of all rows
-// start   position of the first new token, without starts
+// count             tokens of all rows
+// start             position of the first new token, without starts
+// k_row .. v_token  values between neighbouring rows, and tokens of a row, of k and v
 KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
                            T *__restrict__ values, const P *__restrict__ starts, long long start,
-                           long long count, long long tokens, long long slots, long long sinks) {
+                           long long count, long long tokens, long long slots, long long sinks,
+                           long long k_row, long long k_token, long long v_row,
+                           long long v_token) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, row = token / tokens, ring = slots - sinks;
     if (token >= count) return;
@@ -48,14 +53,16 @@ KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *
         slot = sinks + (position - sinks) % ring;
     }
     if (slot < 0) return;
-    copy(k, v, keys, values, token, row * slots + slot, vector % VECTORS * LANES);
+    copy(k + row * k_row + token % tokens * k_token, v + row * v_row + token % tokens * v_token,
+         keys, values, row * slots + slot, vector % VECTORS * LANES);
 }
 
 KERNEL(THREADS) kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v,
                                  T *__restrict__ k_pages, T *__restrict__ v_pages,
                                  const G *__restrict__ page_table, const P *__restrict__ starts,
                                  long long count, long long tokens, long long pages, long long page,
-                                 long long row_pages) {
+                                 long long row_pages, long long k_row, long long k_token,
+                                 long long v_row, long long v_token) {
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, row = token / tokens;
     if (token >= count) return;
@@ -63,6 +70,6 @@ KERNEL(THREADS) kv_append_paged_(const T *__restrict__ k, const T *__restrict__ 
     if (position < 0 || index >= row_pages) return;
     const long long number = page_table[row * row_pages + index];
     if (number < 0 || number >= pages) return;
-    copy(k, v, k_pages, v_pages, token, number * page + position % page,
-         vector % VECTORS * LANES);
+    copy(k + row * k_row + token % tokens * k_token, v + row * v_row + token % tokens * v_token,
+         k_pages, v_pages, number * page + position % page, vector % VECTORS * LANES);
 }

@@ -9,6 +9,7 @@ from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops.kv_append import kv_append_, kv_append_paged_
 
 from ..parity import Case, KernelParity, emulator
+from ..stand_in import gpu
 
 SMALL = {"batch": 2, "kv_heads": 2, "dim": 8}
 
@@ -103,7 +104,15 @@ def test_emulated_kernels_of_arrays_as_they_lie(dtype: Any) -> None:
     """New tokens may be columns of a fused projection; a cache may be a part of another array."""
     rng = np.random.default_rng(0)
     both = rng.standard_normal((2, 3, 2, 24)).astype(dtype)
-    k, v = both[..., 8:16], both[..., 16:]
+    fused = rng.standard_normal((2, 3, 52)).astype(dtype)
+    _append(dtype, both[..., 8:16], both[..., 16:])  # packed first
+    _append(dtype, *(fused[..., n : n + 16].reshape(2, 3, 2, 8) for n in (16, 36)))
+    _append(dtype, *(fused[:, ::-1, n : n + 16].reshape(2, 3, 2, 8) for n in (16, 32)))
+    one = (fused[:1, :, n : n + 16].reshape(1, 3, 2, 8) for n in (0, 4))
+    _append(dtype, *(np.broadcast_to(each, (2, 3, 2, 8)) for each in one))
+
+
+def _append(dtype: Any, k: np.ndarray, v: np.ndarray) -> None:
     packed, strided = np.zeros((2, 2, 9, 2, 8), dtype), np.zeros((2, 2, 9, 2, 16), dtype)
     for keys, values in (packed, strided[..., ::2]):
         with emulator():
@@ -113,3 +122,14 @@ def test_emulated_kernels_of_arrays_as_they_lie(dtype: Any) -> None:
         np.testing.assert_array_equal(values[:, 6:], v)
         np.testing.assert_array_equal(keys[1, 2:5], v[1])
         np.testing.assert_array_equal(values[0, 1:4], k[0])
+
+
+def test_columns_of_a_fused_projection_are_not_copied() -> None:
+    with gpu() as machine:
+        fused = machine.array((2, 3, 4 * 16), "float16")
+        k, v = (fused[..., n : n + 16].reshape(2, 3, 2, 8) for n in (16, 40))
+        storage = [machine.array((2, 9, 2, 8), "float16") for _ in range(2)]
+        for _ in range(3):
+            kv_append_(k, v, *storage, start=2)
+        assert len(machine.launches) == 3
+        assert not machine.functions

@@ -8,6 +8,7 @@ slot(p) = sinks + (p - sinks) % (slots - sinks)
 A token without a slot is dropped; the caches that call these ops raise before.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from .._jit import load
 from .._op import op
 from .._source import Constants
 from .._typing import Array
+from ._rows import spanned
 
 NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"
 
@@ -71,14 +73,14 @@ def _launch(
 ) -> Any:
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
         return NotImplemented
-    k, v = packed(k), packed(v)
-    count, row = k.shape[0] * k.shape[1], k.shape[2] * k.shape[3]
-    wide = lanes(row, k, v, keys, values)
+    count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
+    k, v, apart = _lying(k, v)
+    wide = lanes(math.gcd(row, *apart), k, v, keys, values)
     constants = _constants(k.dtype, getattr(starts, "dtype", np.dtype("int32")), None, row, wide)
     kernel = load("kv_append.cu", "kv_append_", k, constants)
     threads = constants["THREADS"]
     kernel[-(-count * row // (wide * threads)), threads](
-        *(k, v, keys, values, starts, start, count, k.shape[1], keys.shape[1], sinks)
+        *(k, v, keys, values, starts, start, count, tokens, keys.shape[1], sinks, *apart)
     )
     return keys, values
 
@@ -110,17 +112,33 @@ def _launch_paged(
 ) -> Any:
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
         return NotImplemented
-    k, v, page_table, starts = (packed(a) for a in (k, v, page_table, starts))
-    count, row = k.shape[0] * k.shape[1], k.shape[2] * k.shape[3]
-    wide = lanes(row, k, v, k_pages, v_pages)
+    page_table, starts = packed(page_table), packed(starts)
+    count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
+    k, v, apart = _lying(k, v)
+    wide = lanes(math.gcd(row, *apart), k, v, k_pages, v_pages)
     constants = _constants(k.dtype, starts.dtype, page_table.dtype, row, wide)
     kernel = load("kv_append.cu", "kv_append_paged_", k, constants)
     threads = constants["THREADS"]
     kernel[-(-count * row // (wide * threads)), threads](
         *(k, v, k_pages, v_pages, page_table, starts),
-        *(count, k.shape[1], *k_pages.shape[:2], page_table.shape[1]),
+        *(count, tokens, *k_pages.shape[:2], page_table.shape[1], *apart),
     )
     return k_pages, v_pages
+
+
+def _lying(*arrays: Array) -> tuple[Any, ...]:
+    """Return the memory of k and v, and of each the values between rows and between tokens."""
+    found, apart = [], []
+    for given in arrays:
+        size, (tokens, heads, dim) = given.dtype.itemsize, given.shape[1:]
+        steps = given.strides[:2]
+        whole = given.strides[2:] == (dim * size, size)
+        readable = whole and min(steps) >= 0 and not any(step % size for step in steps)
+        array = given if readable else packed(given)
+        packed_steps = array.flags.c_contiguous  # where NumPy says nothing of axes of 1
+        apart += [tokens * heads * dim, heads * dim] if packed_steps else [s // size for s in steps]
+        found.append(array if packed_steps else spanned(array))
+    return *found, apart
 
 
 @cache

@@ -39,34 +39,34 @@ __device__ __forceinline__ float rise(float x, float s) {
 }
 
 KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, long long columns, unsigned tiles,
-                      unsigned inner, long long gate_outer, long long gate_step,
+                      long long inner, long long gate_outer, long long gate_step,
                       long long up_outer, long long up_step, long long y_outer,
                       long long y_step) {
-    const Access at(columns, tiles, inner);
+    const Access at(columns, tiles);
     float g[LANES], u[LANES];
-    load(g, gate + at.in(gate_outer, gate_step), at.left);
-    load(u, up + at.in(up_outer, up_step), at.left);
+    load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
+    load(u, up + at.in({inner, up_outer, up_step}), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] *= g[j] * share(g[j]);
-    store(y + at.in(y_outer, y_step), u, at.left);
+    store(y + at.in({inner, y_outer, y_step}), u, at.left);
 }
 
 KERNEL(THREADS) geglu_backward(
     const T *dy, const T *gate, const T *up, T *dgate, T *dup, long long columns, unsigned tiles,
-    unsigned inner, long long dy_outer, long long dy_step, long long gate_outer,
+    long long inner, long long dy_outer, long long dy_step, long long gate_outer,
     long long gate_step, long long up_outer, long long up_step, long long dgate_outer,
     long long dgate_step, long long dup_outer, long long dup_step) {
-    const Access at(columns, tiles, inner);
+    const Access at(columns, tiles);
     float d[LANES], g[LANES], u[LANES];
-    load(d, dy + at.in(dy_outer, dy_step), at.left);
-    load(g, gate + at.in(gate_outer, gate_step), at.left);
-    load(u, up + at.in(up_outer, up_step), at.left);
+    load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
+    load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
+    load(u, up + at.in({inner, up_outer, up_step}), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float s = share(g[j]), gelu = g[j] * s;
         g[j] = (s + rise(g[j], s)) * u[j] * d[j];
         u[j] = gelu * d[j];
     }
-    store(dgate + at.in(dgate_outer, dgate_step), g, at.left);
-    store(dup + at.in(dup_outer, dup_step), u, at.left);
+    store(dgate + at.in({inner, dgate_outer, dgate_step}), g, at.left);
+    store(dup + at.in({inner, dup_outer, dup_step}), u, at.left);
 }

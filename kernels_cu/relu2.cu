@@ -16,25 +16,25 @@
 // max(x, 0) that keeps a NaN
 __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
 
-KERNEL(THREADS) relu2(const T *x, T *y, long long columns, unsigned tiles, unsigned inner,
+KERNEL(THREADS) relu2(const T *x, T *y, long long columns, unsigned tiles, long long inner,
                       long long x_outer, long long x_step, long long y_outer, long long y_step) {
-    const Access at(columns, tiles, inner);
+    const Access at(columns, tiles);
     float v[LANES];
-    load(v, x + at.in(x_outer, x_step), at.left);
+    load(v, x + at.in({inner, x_outer, x_step}), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) v[j] = positive(v[j]) * positive(v[j]);
-    store(y + at.in(y_outer, y_step), v, at.left);
+    store(y + at.in({inner, y_outer, y_step}), v, at.left);
 }
 
 KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long columns,
-                               unsigned tiles, unsigned inner, long long dy_outer,
+                               unsigned tiles, long long inner, long long dy_outer,
                                long long dy_step, long long x_outer, long long x_step,
                                long long dx_outer, long long dx_step) {
-    const Access at(columns, tiles, inner);
+    const Access at(columns, tiles);
     float d[LANES], v[LANES];
-    load(d, dy + at.in(dy_outer, dy_step), at.left);
-    load(v, x + at.in(x_outer, x_step), at.left);
+    load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
+    load(v, x + at.in({inner, x_outer, x_step}), at.left);
 #pragma unroll
     for (int j = 0; j < LANES; j++) d[j] *= 2 * positive(v[j]);
-    store(dx + at.in(dx_outer, dx_step), d, at.left);
+    store(dx + at.in({inner, dx_outer, dx_step}), d, at.left);
 }

@@ -14,9 +14,11 @@
 //               KEEP          a row stays in registers
 //
 //   The trick: a row that fits is read once.  A longer one is read twice: every thread keeps the
-//   greatest value so far, and rescales its sum when that grows; the second pass divides.
+//   greatest value so far, and rescales its sum when that grows; the second pass divides.  Rows are
+//   read where they lie, in slices of wider arrays too.
 #include "common/math.cuh"
 #include "common/reduce.cuh"
+#include "common/rows.cuh"
 #include "common/vector.cuh"
 
 constexpr int ROWS = THREADS / ROW_THREADS;  // that a block holds
@@ -29,10 +31,11 @@ __device__ __forceinline__ bool inside(int column) {
 }
 
 // ---- forward ----------------------------------------------------------------------------------
-KERNEL(THREADS) softmax(const T *x, T *y, long long rows, float scale) {
+KERNEL(THREADS) softmax(const T *x, T *y, long long rows, long long inner, long long x_outer,
+                        long long x_step, float scale) {
     __shared__ float tops[WARPS], sums[WARPS];
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-    const long long start = row * COLUMNS;
+    const T *its_x = x + start(row, {inner, x_outer, x_step});
     const int first = threadIdx.x % ROW_THREADS * LANES;
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
@@ -41,7 +44,7 @@ KERNEL(THREADS) softmax(const T *x, T *y, long long rows, float scale) {
         const int column = first + k * STEP;
         if (row >= rows || !inside(column)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0];
-        load(v, x + start + column);
+        load(v, its_x + column);
         const float before = top;
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
@@ -80,21 +83,24 @@ KERNEL(THREADS) softmax(const T *x, T *y, long long rows, float scale) {
         if (!inside(column)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
-            load(v, x + start + column);
+            load(v, its_x + column);
 #pragma unroll
             for (int j = 0; j < LANES; j++) v[j] = exp_below(v[j] * scale - top);
         }
 #pragma unroll
         for (int j = 0; j < LANES; j++) v[j] *= share;
-        store(y + start + column, v);
+        store(y + row * COLUMNS + column, v);
     }
 }
 
 // ---- backward ---------------------------------------------------------------------------------
-KERNEL(THREADS) softmax_backward(const T *dy, const T *y, T *dx, long long rows, float scale) {
+KERNEL(THREADS) softmax_backward(const T *dy, const T *y, T *dx, long long rows, long long inner,
+                                 long long dy_outer, long long dy_step, long long y_outer,
+                                 long long y_step, float scale) {
     __shared__ float partial[WARPS];
     const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-    const long long start = row * COLUMNS;
+    const T *its_dy = dy + start(row, {inner, dy_outer, dy_step});
+    const T *its_y = y + start(row, {inner, y_outer, y_step});
     const int first = threadIdx.x % ROW_THREADS * LANES;
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
@@ -103,8 +109,8 @@ KERNEL(THREADS) softmax_backward(const T *dy, const T *y, T *dx, long long rows,
     for (int k = 0; k < DEPTH; k++) {
         const int column = first + k * STEP;
         if (row >= rows || !inside(column)) continue;
-        fetch(kept_dy[KEEP ? k : 0], dy + start + column);
-        fetch(kept_y[KEEP ? k : 0], y + start + column);
+        fetch(kept_dy[KEEP ? k : 0], its_dy + column);
+        fetch(kept_y[KEEP ? k : 0], its_y + column);
         float d[LANES], v[LANES];
         widen(d, kept_dy[KEEP ? k : 0]);
         widen(v, kept_y[KEEP ? k : 0]);
@@ -119,14 +125,14 @@ KERNEL(THREADS) softmax_backward(const T *dy, const T *y, T *dx, long long rows,
         const int column = first + k * STEP;
         if (!inside(column)) continue;
         if constexpr (!KEEP) {
-            fetch(kept_dy[0], dy + start + column);
-            fetch(kept_y[0], y + start + column);
+            fetch(kept_dy[0], its_dy + column);
+            fetch(kept_y[0], its_y + column);
         }
         float d[LANES], v[LANES];
         widen(d, kept_dy[KEEP ? k : 0]);
         widen(v, kept_y[KEEP ? k : 0]);
 #pragma unroll
         for (int j = 0; j < LANES; j++) d[j] = scale * v[j] * (d[j] - sum);
-        store(dx + start + column, d);
+        store(dx + row * COLUMNS + column, d);
     }
 }

@@ -31,6 +31,7 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
+#include "common/rows.cuh"
 #include "common/vector.cuh"
 
 constexpr int ROWS = THREADS / ROW_THREADS;         // that a block holds side by side
@@ -67,15 +68,6 @@ __device__ __forceinline__ void row_sums(float (&v)[N], float (*partial)[WARPS])
             v[i] = group_sum<32>(v[i]);
         }
     }
-}
-
-// Where rows of an array start: `inner` of them `step` values apart, and such groups `outer`.  Rows
-// that make several groups are fewer than 2^32.
-struct Layout { long long inner, outer, step; };
-
-__device__ __forceinline__ long long start(long long row, const Layout &of) {
-    const unsigned turn = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
-    return turn * of.outer + (row - turn * of.inner) * of.step;
 }
 
 // ---- forward ----------------------------------------------------------------------------------

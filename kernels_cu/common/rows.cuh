@@ -1,25 +1,29 @@
-// One access of a thread of a kernel that goes element by element over rows of arrays, which may
-// be slices of wider ones.
+// Rows of arrays that may be slices of wider ones, for kernels that read them where they lie.
 //
 //   constants   LANES, THREADS
-//
-// Tile i % tiles of row i / tiles is that of block i.  Row r of an array starts at r / inner *
-// outer + r % inner * step, with an outer and a step of its own; packed arrays are one row.
 #pragma once
 
-struct Access {
-    unsigned outer, inner;
-    long long column, left;  // left: columns from there on
+// Where rows of an array start: `inner` of them `step` values apart, and such groups `outer`.  Rows
+// that make several groups are fewer than 2^32.
+struct Layout { long long inner, outer, step; };
 
-    __device__ __forceinline__ Access(long long columns, unsigned tiles, unsigned rows) {
-        const unsigned row = blockIdx.x / tiles;
-        outer = row / rows;
-        inner = row % rows;
+__device__ __forceinline__ long long start(long long row, const Layout &of) {
+    const unsigned turn = row < of.inner ? 0 : (unsigned)row / (unsigned)of.inner;
+    return turn * of.outer + (row - turn * of.inner) * of.step;
+}
+
+// One access of a thread of a kernel that goes element by element: block i has tile i % tiles of row
+// i / tiles.  Packed arrays are one row.
+struct Access {
+    long long row, column, left;  // left: columns from there on
+
+    __device__ __forceinline__ Access(long long columns, unsigned tiles) {
+        row = blockIdx.x / tiles;
         column = ((long long)(blockIdx.x % tiles) * THREADS + threadIdx.x) * LANES;
         left = columns - column;
     }
 
-    __device__ __forceinline__ long long in(long long outer_step, long long step) const {
-        return outer * outer_step + inner * step + column;
+    __device__ __forceinline__ long long in(const Layout &of) const {
+        return start(row, of) + column;
     }
 };

@@ -22,6 +22,7 @@ class TestSoftmax(KernelParity):
         Case("scaled", rows=[3], columns=13, scale=-0.3),
         Case("one row", rows=[], columns=13),
         Case("one column", rows=[3], columns=1),
+        Case("slices", rows=[2, 3], columns=24, gaps=True),
         Case("no rows", rows=[0], columns=4),
         Case("no columns", rows=[3], columns=0),
         Case("hidden columns and a hidden row", arrays={"x": HIDDEN}, scale=2.0),
@@ -34,6 +35,8 @@ class TestSoftmaxLongRows(KernelParity):
         Case("a block a row", rows=[2], columns=1000),
         Case("a ragged block a row", rows=[2], columns=4104, scale=3.0),
         Case("read twice", rows=[1], columns=32776),
+        Case("read twice, one by one", rows=[1, 2], columns=32771, gaps=True),
+        Case("the longest", rows=[1], columns=131072),
         Case(
             "two columns tower", arrays={"x": lambda rng: rng.standard_normal((2, 1000)) + TOWERS}
         ),

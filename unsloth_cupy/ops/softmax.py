@@ -10,9 +10,8 @@ import numpy as np
 from .._arrays import empty, lanes
 from .._jit import load
 from .._op import op
-from .._source import Constants
 from .._typing import Array
-from ._rows import constants
+from ._rows import aligned, constants, lie
 
 
 @op("x(*rows, columns) -> y(*rows, columns)")
@@ -47,10 +46,12 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
 
 @softmax.kernel
 def _launch(x: Array, *, scale: float = 1.0) -> Array:
-    columns, y = x.shape[-1], empty(x.shape, x.dtype, like=x)
-    chosen = constants(x.dtype, columns, lanes(columns, x), 1)
-    _over_rows("softmax", chosen, x, y, scale)
+    y = empty(x.shape, x.dtype, like=x)
+    _launch_rows("softmax", (x,), y, scale)
     return y
+
+
+softmax.strided = ("x",)
 
 
 @softmax.gradient("dy(*rows, columns), y(*rows, columns) -> dx(*rows, columns)")
@@ -65,18 +66,25 @@ def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
 
 @softmax_backward.kernel
 def _launch_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
-    columns, dx = y.shape[-1], empty(y.shape, y.dtype, like=y)
-    chosen = constants(y.dtype, columns, lanes(columns, y, dy), 2)
-    _over_rows("softmax_backward", chosen, dy, y, dx, scale)
+    dx = empty(y.shape, y.dtype, like=y)
+    _launch_rows("softmax_backward", (dy, y), dx, scale)
     return dx
 
 
-def _over_rows(name: str, chosen: Constants, *arguments: Any) -> None:
-    """Launch with the rows of the first array shared out to blocks."""
-    rows = arguments[0].size // chosen["COLUMNS"]
-    blocks = -(-rows * chosen["ROW_THREADS"] // chosen["THREADS"])
-    kernel = load("softmax.cu", name, arguments[0], chosen)
-    kernel[blocks, chosen["THREADS"]](*arguments[:-1], rows, arguments[-1])
+softmax_backward.strided = "dy", "y"
+
+
+def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:
+    """Launch a kernel of softmax.cu, with the rows shared out to blocks."""
+    columns = made.shape[-1]
+    given, layout = lie(*given)
+    width = lanes(aligned(columns, layout), *given)
+    chosen = constants(made.dtype, columns, width, len(given))  # a register holds a value of each
+    rows, threads = made.size // columns, chosen["THREADS"]
+    kernel = load("softmax.cu", name, made, chosen)
+    kernel[-(-rows * chosen["ROW_THREADS"] // threads), threads](
+        *given, made, rows, *layout, scale
+    )
 
 
 def finite(top: Array) -> Array:

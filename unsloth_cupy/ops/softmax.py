@@ -82,9 +82,7 @@ def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> 
     chosen = constants(made.dtype, columns, width, len(given))  # a register holds a value of each
     rows, threads = made.size // columns, chosen["THREADS"]
     kernel = load("softmax.cu", name, made, chosen)
-    kernel[-(-rows * chosen["ROW_THREADS"] // threads), threads](
-        *given, made, rows, *layout, scale
-    )
+    kernel[-(-rows * chosen["ROW_THREADS"] // threads), threads](*given, made, rows, *layout, scale)
 
 
 def finite(top: Array) -> Array:

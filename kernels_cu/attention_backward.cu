@@ -113,19 +113,21 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         const X to{ring + stage * STAGE};
         const Y values{to.start + TILE * X::PITCH};
         const int head = BY_KEYS ? head_of(step) : row_head / group, here = other_of(step);
-        to.template copy<TILE, DIM, THREADS>(x + head * DIM, here, stop_other, other_heads * DIM);
-        values.template copy<TILE, VALUE_DIM, THREADS>(y + head * VALUE_DIM, here, stop_other,
-                                                       other_heads * VALUE_DIM);
+        to.template copy<TILE, DIM, THREADS, UNROLLED>(x + head * DIM, here, stop_other,
+                                                       other_heads * DIM);
+        values.template copy<TILE, VALUE_DIM, THREADS, UNROLLED>(
+            y + head * VALUE_DIM, here, stop_other, other_heads * VALUE_DIM);
     };
 
     const long long first = (BY_KEYS ? first_key : first_query) * row_heads + row_head;
     int step = seen_from(0);
     if (step < steps) {
-        own_x.copy<ROWS, DIM, THREADS>((BY_KEYS ? k : q) + first * DIM, first_row, real_rows,
-                                       row_heads * DIM);
+        own_x.copy<ROWS, DIM, THREADS, UNROLLED>((BY_KEYS ? k : q) + first * DIM, first_row,
+                                                 real_rows, row_heads * DIM);
         if constexpr (DX)
-            own_y.copy<ROWS, VALUE_DIM, THREADS>((BY_KEYS ? v : dout) + first * VALUE_DIM,
-                                                 first_row, real_rows, row_heads * VALUE_DIM);
+            own_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(
+                (BY_KEYS ? v : dout) + first * VALUE_DIM, first_row, real_rows,
+                row_heads * VALUE_DIM);
         load(step, 0);
     }
     cp_async_commit();
@@ -181,9 +183,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             const Y other_y{other_x.start + TILE * X::PITCH};
             float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
             Fragment<WARP_TILES> unkept[1];
-            row_by_row<false>(s, unkept, own_x, warp_row, other_x);
+            row_by_row<false, true>(s, unkept, own_x, warp_row, other_x);
             scores.score<BY_KEYS>(s, steep, head, top, here, edge);
-            if constexpr (DX) row_by_row<false>(g, unkept, own_y, warp_row, other_y);
+            if constexpr (DX) row_by_row<false, true>(g, unkept, own_y, warp_row, other_y);
             auto each = [&](int m, int half, int other, float ds) {
                 if constexpr (SUM) sum[m][half] += ds;
                 const int own = top + m * 16 + half * 8 + lane / 4;
@@ -207,8 +209,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
 #pragma unroll
                         for (int i = 0; i < 4; i++) g[m][n][i] *= steep[m][n][i];
             }
-            if constexpr (DY) add_product(sum_y, s, other_y);
-            if constexpr (DX) add_product(sum_x, g, other_x);
+            if constexpr (DY) add_product<true>(sum_y, s, other_y);
+            if constexpr (DX) add_product<true>(sum_x, g, other_x);
         }
         if constexpr (STAGES == 1) {
             __syncthreads();

@@ -64,14 +64,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
 
         __syncthreads();  // everyone has left the tiles of the pair before
         const long long row = (long long)batch * queries, key = (long long)batch * keys;
-        query_x.copy<ROWS, DIM, THREADS>(q + row * query_stride + head * DIM, first_row, queries,
-                                         query_stride);
-        query_y.copy<ROWS, VALUE_DIM, THREADS>(dout + row * out_stride + head * VALUE_DIM,
-                                               first_row, queries, out_stride);
-        key_x.copy<TILE, DIM, THREADS>(k + key * key_stride + kv_head * DIM, here, scores.length,
-                                       key_stride);
-        key_y.copy<TILE, VALUE_DIM, THREADS>(v + key * value_stride + kv_head * VALUE_DIM, here,
-                                             scores.length, value_stride);
+        query_x.copy<ROWS, DIM, THREADS, UNROLLED>(q + row * query_stride + head * DIM, first_row,
+                                                   queries, query_stride);
+        query_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(
+            dout + row * out_stride + head * VALUE_DIM, first_row, queries, out_stride);
+        key_x.copy<TILE, DIM, THREADS, UNROLLED>(k + key * key_stride + kv_head * DIM, here,
+                                                 scores.length, key_stride);
+        key_y.copy<TILE, VALUE_DIM, THREADS, UNROLLED>(v + key * value_stride + kv_head * VALUE_DIM,
+                                                       here, scores.length, value_stride);
         cp_async_commit();
         float2 stat[WARP_TILES][2];
 #pragma unroll
@@ -86,9 +86,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
 
         float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
         Fragment<WARP_TILES> unkept[1];
-        row_by_row<false>(s, unkept, query_x, warp_row, key_x);
+        row_by_row<false, true>(s, unkept, query_x, warp_row, key_x);
         scores.score<false>(s, steep, head, top, here, true);
-        row_by_row<false>(g, unkept, query_y, warp_row, key_y);
+        row_by_row<false, true>(g, unkept, query_y, warp_row, key_y);
         differentiate<true, false>(scores, s, g, stat, head, top, here,
                                    [](int, int, int, float) {});
 #pragma unroll

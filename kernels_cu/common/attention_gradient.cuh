@@ -4,6 +4,8 @@
 #pragma once
 #include "common/attention.cuh"
 
+constexpr int UNROLLED = 4;  // turns of a copy: sums leave few registers for their addresses
+
 // Of a query: lse, with FOLD times log2(e), +inf where it sees no key or is none; and delta.  A lane
 // holds those of its rows or, where columns are queries, of its two columns of each n.
 template <int M>

@@ -32,7 +32,7 @@ SMALL = (
     "--steps", str(STEPS), "--batch", "4", "--tokens", "16", "--layers", "1", "--hidden", "32",
     "--vocabulary", "300", "--evaluate-every", "20", "--save-every", "7", "--lr", "0.01",
 )  # fmt: skip
-TIMES = ("seconds", "tokens_per_second", "memory_bytes")
+TIMES = ("seconds", "tokens_per_second", "memory_bytes", "planned_bytes", "peak_bytes")
 
 
 def run(*arguments: object) -> click.testing.Result:

@@ -39,6 +39,16 @@ class TestHost:
         assert pool.transferred == {"to_host": 0, "to_device": 0}
         assert len(kept)
 
+    def test_arrays_that_are_there_already_are_counted_where_they_are_named(self) -> None:
+        before = mebibyte()
+        with memory_pool(held=[before, before]) as pool:
+            assert pool.allocated == pytest.approx(MIB, abs=20_000)  # Python's own objects
+            kept = mebibyte()
+            assert pool.peak == pytest.approx(2 * MIB, abs=20_000)  # Python's own objects
+        x = Tape().watch(kept)
+        with pytest.raises(DeviceMemoryError), memory_pool(3 * MIB // 2, held=[kept]):
+            add(x, x)
+
     def test_an_op_beyond_the_limit_raises(self) -> None:
         x = mebibyte()
 

@@ -11,6 +11,7 @@ which makes small ops up to twice as slow.
 import re
 import sys
 import tracemalloc
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ class Usage(NamedTuple):
 class MemoryPool:
     """What arrays hold inside a ``with`` block; see ``memory_pool``."""
 
-    def __init__(self, limit: int | None, device: int | None) -> None:
+    def __init__(self, limit: int | None, device: int | None, held: Iterable[Any]) -> None:
         self.limit, self.device = limit, device
+        self.held = {id(array): array.nbytes for array in held}
         self._source: Any = None
 
     def __enter__(self) -> "MemoryPool":
@@ -43,7 +45,8 @@ class MemoryPool:
             known = f"CuPy sees {count} GPUs; leave device out"
             raise ConfigError(f"memory_pool(device={self.device}): {known}")
         devices = range(count) if self.device is None else [self.device]
-        self._source = OnDevices(devices, self.limit) if count else OnHost(self.limit)
+        own = sum(self.held.values())
+        self._source = OnDevices(devices, self.limit) if count else OnHost(self.limit, own)
         self._source.start()
         return self
 
@@ -97,7 +100,9 @@ class MemoryPool:
         self._source.reset_peak()
 
 
-def memory_pool(limit: int | None = None, device: int | None = None) -> MemoryPool:
+def memory_pool(
+    limit: int | None = None, device: int | None = None, *, held: Iterable[Any] = ()
+) -> MemoryPool:
     """Return a context manager that counts the bytes of arrays, and keeps them below a limit.
 
     Parameters
@@ -107,6 +112,9 @@ def memory_pool(limit: int | None = None, device: int | None = None) -> MemoryPo
         NumPy computes, every op on a tape is looked at when it returns.
     device : int, optional
         The GPU to look at; None: all of them.
+    held : iterable of array
+        Arrays that are there already, such as a model's: NumPy cannot tell of those that it made
+        before the block.  CuPy's pool can, and counts all that it has handed out.
 
     Returns
     -------
@@ -125,14 +133,14 @@ def memory_pool(limit: int | None = None, device: int | None = None) -> MemoryPo
         raise ConfigError(f"memory_pool(limit={limit!r}): pass bytes, as in limit=8 << 30")
     if device is not None and (type(device) is not int or device < 0):
         raise ConfigError(f"memory_pool(device={device!r}): pass the number of a GPU, as device=0")
-    return MemoryPool(limit, device)
+    return MemoryPool(limit, device, held)
 
 
 class OnHost:
-    """Counts what Python and NumPy allocate, beyond what they held at the start."""
+    """Counts what Python and NumPy allocate, beyond what they held at the start but for some."""
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit, self.moved = limit, dict(_cupy.moved)
+    def __init__(self, limit: int | None, held: int = 0) -> None:
+        self.limit, self.held, self.moved = limit, held, dict(_cupy.moved)
         self.last: tuple[int, int] | None = None
 
     def start(self) -> None:
@@ -153,7 +161,7 @@ class OnHost:
 
     def _now(self) -> tuple[int, int]:
         now, peak = tracemalloc.get_traced_memory()
-        return max(0, now - self.before), max(0, peak - self.before)
+        return self.held + max(0, now - self.before), self.held + max(0, peak - self.before)
 
     def usage(self) -> dict[str, Usage]:
         """Return the bytes of the host."""

@@ -15,9 +15,10 @@ from .curve import draw_curve
 from .generate import stream_text
 from .interrupt import Interrupted
 from .lessons import Shape, of_records, of_text
+from .limit import Memory, Sizes, within
 from .machine import blas_threads
 from .new_model import SIZES, small_llama
-from .options import FILE, Device, Number, option
+from .options import FILE, Device, Number, Size, option
 from .records import SUFFIX, Records, read_records
 from .run_folder import RunFolder, load_model, model_folder, written_beside
 from .text import Text, read_text
@@ -40,6 +41,7 @@ class Request(NamedTuple):
     pack: bool | None
     find_nan: bool
     device: str | None
+    limit: int | None
 
 
 @click.command()
@@ -70,6 +72,7 @@ class Request(NamedTuple):
 )
 @option("--save-every", click.IntRange(1), "Steps between checkpoints.", 100)
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
 @option("--layers", click.IntRange(1), f"Of a new model.  [default: {SIZES['layers']}]")
 @option("--hidden", click.IntRange(1), f"Of a new model.  [default: {SIZES['hidden']}]")
@@ -93,6 +96,7 @@ def finetune(
     evaluate_every: int | None,
     save_every: int,
     device: str | None,
+    limit_memory: int | None,
     find_nan: bool,
     layers: int | None,
     hidden: int | None,
@@ -111,8 +115,9 @@ def finetune(
         raise ConfigError(f"--pack and --no-pack are for the lines of a {SUFFIX} file; leave them")
     pack = by_lines and pack is not False
     request = Request(
-        model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device
-    )
+        model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device,
+        limit_memory,
+    )  # fmt: skip
     source = None if model is None else model_folder(model)
     if source is not None and (layers or hidden or vocabulary):
         raise ConfigError(
@@ -208,6 +213,8 @@ def prepare(
         raise ConfigError(
             f"--tokens {request.tokens} is more than the {positions} positions of the model"
         )
+    sizes = Sizes(model.config, request.batch, request.tokens, request.device, source is not None)
+    memory = Memory(within(sizes, plan, request.limit), request.limit, request.device)
     pad = model.config.pad_token
     shape = Shape(
         request.batch, request.tokens, bool(request.pack),
@@ -218,7 +225,9 @@ def prepare(
     else:
         lessons = of_text(text, tokenizer, model.config, shape, plan.seed)
     files = chat.keep() if chatty else chat.files
-    trainer = Trainer(run, model, tokenizer, lessons, plan, files, find_nan=request.find_nan)
+    trainer = Trainer(
+        run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan
+    )
     if checkpoint is not None:
         trainer.resume(checkpoint)
         click.echo(f"going on from {checkpoint}", err=True)
@@ -259,7 +268,13 @@ def report(run: RunFolder) -> None:
     seconds = sum(line["seconds"] for line in steps)
     speed = sum(line["tokens_per_second"] * line["seconds"] for line in steps) / seconds
     table.add_row("time", f"{seconds:.0f} s in {len(steps)} steps, {speed:.0f} tokens/s")
-    table.add_row("peak memory", format_bytes(max(line["memory_bytes"] for line in steps)))
+    counted = [line for line in steps if "peak_bytes" in line]
+    if counted:
+        planned, peak = counted[-1]["planned_bytes"], counted[-1]["peak_bytes"]
+        off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
+        told = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
+        table.add_row("arrays of a step", told)
+    table.add_row("peak of the process", format_bytes(max(line["memory_bytes"] for line in steps)))
     table.add_row("model", str(run.model))
     table.add_row("loss curve", str(run.curve))
     table.add_row("numbers", str(run.log))

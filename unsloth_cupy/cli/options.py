@@ -34,7 +34,30 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
         return None if value == "cpu" else value
 
 
-METAVARS: dict[type, str] = {click.IntRange: "N", Number: "X", click.Path: "PATH", Device: "NAME"}
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """Bytes, as 2GiB, 1.5 GB or a number alone."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number of bytes, or fail with what it must be."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B?)", str(value), re.I)
+        size = 0
+        if found is not None:
+            power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
+            size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+        if size < 1:
+            self.fail(f"{value!r} is no size; write one as 2GiB, 500MiB or 1.5GB.", param, ctx)
+        return size
+
+
+METAVARS: dict[type, str] = {
+    click.IntRange: "N",
+    Number: "X",
+    click.Path: "PATH",
+    Device: "NAME",
+    Size: "SIZE",
+}
 
 
 def option(name: str, kind: Any, text: str, default: Any = None) -> Callable[..., Any]:

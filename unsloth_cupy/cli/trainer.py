@@ -18,12 +18,12 @@ from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..faults import check_errors
 from ..find_nan import NonFiniteError, find_nan, fine
-from ..gradients import measure_gradients
-from ..ops.cast import accumulate_, cast
+from ..gradients import measure_gradients, sum_gradients
 from ..optimizer import AdamW
 from ..precision import MixedPrecisionConfig, compute_copies
 from ..schedules import cosine_schedule
 from .interrupt import Interrupted, stop_request
+from .limit import Memory
 from .machine import peak_memory
 from .progress import Progress
 from .run_folder import RunFolder, written_beside
@@ -65,9 +65,11 @@ class Trainer:
         lessons: Lessons,
         plan: Plan,
         files: Mapping[str, str],
+        memory: Memory,
         *,
         find_nan: bool = False,
     ) -> None:
+        self.memory = memory
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
         self.masters = dict(model.trainable)
@@ -88,7 +90,13 @@ class Trainer:
         """Run the steps that are left; the log and the checkpoints tell of them."""
         self.run.trim(self.step if self.step else -1)
         started = time.perf_counter() - self.seconds
-        with stop_request() as stop, Progress(self.step, self.plan.steps) as progress:
+        arrays = (self.model.parameters, self.masters, self.optimizer.state())
+        held = [array for named in arrays for array in named.values()]
+        with (
+            stop_request() as stop,
+            Progress(self.step, self.plan.steps) as progress,
+            self.memory.watched(held),
+        ):
             if self.step == 0:
                 self._evaluate(progress)
             while self.step < self.plan.steps:
@@ -106,6 +114,7 @@ class Trainer:
 
     def _one_step(self, progress: Progress) -> None:
         started, scaler = time.perf_counter(), self.scaler
+        self.memory.begin_step()
         loss, count, gradients = self._gradients()
         check_errors()  # a loss that was read has been waited for
         found = measure_gradients(gradients, self.plan.max_norm, scaler=scaler)
@@ -137,6 +146,7 @@ class Trainer:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
+        line |= self.memory.end_step()
         self.run.append(line)
         progress.step(line)
 
@@ -146,19 +156,17 @@ class Trainer:
         numbers = range(first, first + self.plan.accumulate)
         batches = [self.lessons.batches.at(number) for number in numbers]
         asked = max(1, sum(batch.asked for batch in batches))
-        loss, sums = 0.0, dict[str, Array]()
-        for number, batch in zip(numbers, batches, strict=True):
-            with self._watched(number):
-                one, gradients = self.model.loss_and_gradients(
-                    **self._placed(batch), count=asked, scaler=self.scaler,
-                    checkpoint=self.checkpoint,
-                )  # fmt: skip
-            loss += float(one)
-            for name, gradient in gradients.items():
-                if name in sums:
-                    accumulate_(sums[name], gradient)
-                else:
-                    sums[name] = cast(gradient, dtype="float32") if len(batches) > 1 else gradient
+
+        def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
+            for number, batch in zip(numbers, batches, strict=True):
+                with self._watched(number):
+                    found = self.model.loss_and_gradients(
+                        **self._placed(batch), count=asked, scaler=self.scaler,
+                        checkpoint=self.checkpoint,
+                    )  # fmt: skip
+                yield found
+
+        loss, sums = sum_gradients(passes(), len(batches))
         return loss, sum(batch.real for batch in batches), sums
 
     def _evaluate(self, progress: Progress) -> None:

@@ -1,0 +1,138 @@
+"""``finetune --limit-memory``: what does not fit is known before training, and kept to in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from unsloth_cupy import DeviceMemoryError, plan_memory
+from unsloth_cupy.cli import finetune
+from unsloth_cupy.cli.limit import Memory, Sizes, within
+from unsloth_cupy.cli.options import Size
+from unsloth_cupy.cli.trainer import Plan
+from unsloth_cupy.models.parse import parse
+
+from .test_cli import run
+from .test_memory import LLAMA, SMALL
+
+MIB = 2**20
+PLAN = Plan(3, 1e-3, 0.1, 1.0, 0, 3, 100)
+TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
+
+
+def sizes(**changes: Any) -> Sizes:
+    given = {"config": parse(LLAMA), "batch": 4, "tokens": 128, "device": None, "exists": True}
+    return Sizes(**(given | changes))
+
+
+def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> None:
+    plan = plan_memory(LLAMA, batch=4, tokens=128, dtype="float32", device="cpu")
+    limit = int(0.8 * plan.total)
+    with pytest.raises(DeviceMemoryError) as error:
+        within(sizes(), PLAN, limit)
+    assert (error.value.required, error.value.available) == (plan.total, limit)
+    first = plan.beyond(limit)
+    assert first is not None
+    assert "layer " in str(first)
+    message = str(error.value)
+    for said in (f"do not fit in {first} already", "activations", "--checkpoint-every 1 saves"):
+        assert said in message
+    assert "and fits" in message
+
+
+def test_cures_are_named_together_where_none_is_enough() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"--lora 8 --\S.* saves .* MiB"):
+        within(sizes(), PLAN, 5 * MIB)
+    with pytest.raises(DeviceMemoryError) as error:
+        within(sizes(exists=False), PLAN._replace(checkpoint_every=1), 5 * MIB)
+    assert "--lora" not in str(error.value)
+    assert "--checkpoint-every" not in str(error.value)
+
+
+@pytest.mark.parametrize("switch", ["--checkpoint-every 1", "--dtype bfloat16", "--lora 8"])
+def test_a_cure_saves_what_it_says(switch: str) -> None:
+    options: dict[str, Any] = {"batch": 4, "tokens": 128, "dtype": "float32", "device": "cpu"}
+    whole = plan_memory(LLAMA, **options).total
+    name, value = switch.removeprefix("--").replace("-", "_").replace("lora", "rank").split()
+    less = plan_memory(LLAMA, **(options | {name: int(value) if value.isdigit() else value}))
+    with pytest.raises(DeviceMemoryError) as error:
+        within(sizes(), PLAN, whole - 1)
+    assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
+
+
+def test_what_fits_is_planned() -> None:
+    plan = within(sizes(), PLAN, 2**30)
+    assert plan == within(sizes(), PLAN, None)
+    assert plan.total < within(sizes(device="cuda:0"), PLAN._replace(accumulate=3), None).total
+
+
+def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
+    result = run(*TRAIN, "--limit-memory", "6MiB", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "--limit-memory 6.00 MiB: a step holds" in result.output
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
+    for limit, counted in ((), 2), (("--limit-memory", "1GiB"), 4):
+        out = tmp_path / f"run{counted}"
+        result = run(*TRAIN, *limit, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert "arrays of a step" in result.output
+        assert ", measured " in result.output
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if "peak_bytes" in line]
+        assert [line["step"] for line in lines] == [*range(1, counted + 1)]
+        for line in lines:
+            assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
+
+
+def test_the_limit_is_kept_to_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = plan_memory(SMALL, batch=1, tokens=8, dtype="float32", device="cpu")
+    monkeypatch.setattr(finetune, "within", lambda *_: small)  # a plan that was wrong
+    result = run(*TRAIN, "--limit-memory", "12MiB", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "arrays hold 12." in result.output
+    assert "raise the limit, or compute in smaller batches" in result.output
+
+
+def test_a_gpu_is_looked_at_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    plan = plan_memory(SMALL, batch=1, tokens=8, dtype="float32")
+
+    class Pool:
+        peak = 7
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def reset_peak(self) -> None: ...
+
+    def pool(*args: Any, **_: Any) -> Pool:
+        asked.append(args)
+        return Pool()
+
+    monkeypatch.setattr("unsloth_cupy.cli.limit.memory_pool", pool)
+    for device in ("cuda", "cuda:1"):
+        memory = Memory(plan, 100, device)
+        with memory.watched([]):
+            memory.begin_step()
+            assert memory.end_step() == {"planned_bytes": plan.total, "peak_bytes": 7}
+    assert asked == [(100, 0), (100, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2**31), ("1.5 GB", 1_500_000_000), ("64k", 64_000), ("10MiB", 10 * MIB), ("7", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.4", "-1MiB", "two", "1 parsec", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="write one as 2GiB"):
+        Size().convert(text, None, None)

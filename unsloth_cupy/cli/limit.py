@@ -1,0 +1,132 @@
+"""What a fine-tune takes, held against the memory that it may take."""
+
+import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._ledger import MemoryPlan
+from ..errors import DeviceMemoryError
+from ..memory import format_bytes
+from ..memory_plan import plan_memory
+from ..memory_pool import memory_pool
+
+if TYPE_CHECKING:
+    from ..models.config import Config
+    from .trainer import Plan
+
+COUNTED = 2  # steps without a limit: they take alike, and to count slows small ops down
+ADAPTER_RANK = 8  # of the adapters that are proposed
+
+
+class Sizes(NamedTuple):
+    """What a plan of memory needs to know of a run."""
+
+    config: "Config"
+    batch: int
+    tokens: int
+    device: str | None
+    exists: bool  # the model: adapters may be added
+
+    def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
+        """Return what a step takes, or would take with some changes."""
+        options = {
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "dtype": plan.dtype,
+            "rank": plan.lora,
+            "checkpoint_every": plan.checkpoint_every,
+            "accumulate": plan.accumulate,
+            "device": "cpu" if self.device is None else "cuda",
+        }
+        return plan_memory(self.config, **{**options, **changes})
+
+
+def within(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
+    """Return what a step takes; raise if that is more than the limit, naming where and the cures.
+
+    Raises
+    ------
+    DeviceMemoryError
+        ``required`` is the peak of a step, ``available`` the limit.
+    """
+    made = sizes.planned(plan)
+    first = None if limit is None else made.beyond(limit)
+    if limit is None or first is None:
+        return made
+    held = sorted(first.held.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
+    peak, over = f"{format_bytes(made.total)} at its peak", format_bytes(first.total - limit)
+    raise DeviceMemoryError(
+        f"--limit-memory {format_bytes(limit)}: a step holds {peak}, in {made.moments[made.peak]};"
+        f" {over} do not fit in {first} already ({listed}). {_cures(sizes, plan, made, limit)}",
+        made.total,
+        limit,
+    )
+
+
+def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
+    """Return what switches would save, the most first."""
+    changes: dict[str, dict[str, Any]] = {}
+    if plan.checkpoint_every != 1:
+        changes["--checkpoint-every 1"] = {"checkpoint_every": 1}
+    if plan.dtype == "float32":
+        changes["--dtype bfloat16"] = {"dtype": "bfloat16"}
+    if sizes.batch > 1:
+        batch, parts = -(-sizes.batch // 2), 2 * plan.accumulate
+        changes[f"--batch {batch} --accumulate {parts}"] = {"batch": batch, "accumulate": parts}
+    if sizes.tokens > 2:
+        changes[f"--tokens {sizes.tokens // 2}"] = {"tokens": sizes.tokens // 2}
+    if plan.lora is None and sizes.exists:
+        changes[f"--lora {ADAPTER_RANK}"] = {"rank": ADAPTER_RANK}
+    totals = {switch: sizes.planned(plan, **change).total for switch, change in changes.items()}
+    useful = sorted((total, switch) for switch, total in totals.items() if total < made.total)
+    if useful and useful[0][0] > limit:  # none is enough
+        together: dict[str, Any] = {}
+        for _, switch in useful:
+            together |= changes[switch]
+        name = " ".join(switch for _, switch in useful)
+        useful.append((sizes.planned(plan, **together).total, name))
+    told = [
+        f"{switch} saves {format_bytes(made.total - total)}" + " and fits" * (total <= limit)
+        for total, switch in useful
+    ]
+    raised = f"--limit-memory {made.total / 2**20 * 1.02:.0f}MiB would do"  # plans are that exact
+    return "; ".join([*told, raised])
+
+
+class Memory:
+    """Counts the arrays of a run: in all of its steps under a limit, else in the first ones."""
+
+    def __init__(self, planned: MemoryPlan, limit: int | None, device: str | None) -> None:
+        self.planned, self.limit, self.device = planned, limit, device
+        self.left = COUNTED
+
+    @contextmanager
+    def watched(self, arrays: Iterable[Any]) -> Iterator[None]:
+        """Count inside a ``with`` block, beside arrays that are there already."""
+        number = None
+        if self.device is None:  # what a first step imports is no array
+            importlib.import_module("scipy.sparse")
+            importlib.import_module("scipy.special")
+        else:
+            number = int(self.device.partition(":")[2] or 0)
+        self.pool = memory_pool(self.limit, number, held=arrays)
+        with ExitStack() as self.stack:
+            self.stack.enter_context(self.pool)
+            yield
+
+    def begin_step(self) -> None:
+        """Let the peak begin with what is held now."""
+        if self.left:
+            self.pool.reset_peak()
+
+    def end_step(self) -> dict[str, int]:
+        """Return the planned and the measured peak of a step, for its line of the log."""
+        if not self.left:
+            return {}
+        told = {"planned_bytes": self.planned.total, "peak_bytes": self.pool.peak}
+        self.left -= self.limit is None
+        if not self.left:
+            self.stack.close()
+        return told

@@ -1,24 +1,25 @@
-// Sums of the columns of float32 partial sums, in a fixed order: the last step of a gradient that
-// is summed over rows.
+// Sums of columns in float32, in a fixed order: the gradient of a bias, and the last step of any
+// gradient that is summed over rows.
 //
-//   first[c] = sum of partial[0, r, c] over r      second[c] = sum of partial[1, r, c] over r
+//   first[c] = sum of rows[0, r, c] over r      second[c] = sum of rows[1, r, c] over r
 //
-//   traffic     4 * rows * columns bytes per result, out of L2
-//   constants   W, B      dtypes of the results
+//   traffic     sizeof(T) * count * columns bytes per result; partial sums come out of L2
+//   constants   T         dtype of rows
+//               W, B      dtypes of the results
 //
-//   The trick: 32 columns a block, so that a warp reads 128 bytes; the warps share out the rows,
+//   The trick: 32 columns a block, so that a warp reads 64 or 128 bytes; the warps share out rows,
 //   then thread c of the first warp adds what the warps found.  blockIdx.y picks the result.
-KERNEL(1024) column_sum(const float *__restrict__ partial, W *__restrict__ first,
-                        B *__restrict__ second, int rows, int columns) {
+KERNEL(1024) column_sum(const T *__restrict__ rows, W *__restrict__ first, B *__restrict__ second,
+                        long long count, int columns) {
     __shared__ float found[32][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int column = blockIdx.x * 32 + lane;
-    const float *from = partial + (long long)blockIdx.y * rows * columns;
+    const T *from = rows + blockIdx.y * count * columns;
     float sum = 0;
     if (column < columns) {
 #pragma unroll 8
-        for (int row = warp; row < rows; row += warps)
-            sum += from[(long long)row * columns + column];
+        for (long long row = warp; row < count; row += warps)
+            sum += (float)from[row * columns + column];
     }
     found[warp][lane] = sum;
     __syncthreads();

@@ -225,7 +225,7 @@ def _compare_kernels(
     there = {name: None if a is None else place(a) for name, a in inputs.items()}
     if "forward" in sides:
         first, second = (run(lambda: _outputs(op, there, options)) for _ in range(2))
-        _within_rule(plain, exact, first, dtype)
+        within_rule(plain, exact, first, dtype)
         _equal_bits(first, second)
     if "backward" not in sides or op.backward is None or op.backward.launch is None:
         return
@@ -238,11 +238,12 @@ def _compare_kernels(
         _backward(op, inputs | plain | seeds, options),
     )
     first, second = (run(lambda: _backward(op, wired, options)) for _ in range(2))
-    _within_rule(plain, exact, first, dtype)
+    within_rule(plain, exact, first, dtype)
     _equal_bits(first, second)
 
 
-def _within_rule(plain: Arrays, exact: Arrays, kernel: Arrays, dtype: Any) -> None:
+def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays, dtype: Any) -> None:
+    """Raise where a kernel is farther from the exact result than plain computation allows."""
     for name, array in kernel.items():
         found = np.asarray(array.get() if hasattr(array, "get") else array)
         assert found.dtype == plain[name].dtype, name
@@ -351,7 +352,7 @@ def compare_far(name: str, row: int, blocks: int = 8, **sizes_and_options: Any) 
     assert any(
         array.size > 2**31 for array in (*far.values(), *found.values()) if array is not None
     )
-    _within_rule(
+    within_rule(
         _outputs(op, inputs, options),
         _outputs(op, _cast(op, inputs, np.float64), options),
         ends,

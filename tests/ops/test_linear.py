@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..parity import Case, Parity
+from ..parity import Case, Parity, emulator, within_rule
+from ..stand_in import gpu
 
 
 class TestLinear(Parity):
@@ -71,6 +73,29 @@ def test_a_float32_bias_of_narrow_rows_is_rounded_with_them() -> None:
 def test_a_float32_bias_of_float64_rows_takes_nothing_from_them() -> None:
     x, weight = np.full((1, 1), 1 + 2.0**-40), np.ones((1, 1))
     assert uc.linear(x, weight, np.zeros(1, np.float32))[0, 0] == 1 + 2.0**-40
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_gradient_of_a_bias_by_kernel(dtype: Any, rows: int) -> None:
+    """Summed in float32, in a fixed order, with any gaps between rows."""
+    rng = np.random.default_rng(0)
+    dy = rng.standard_normal((rows, 2, 40)).astype(np.float16).astype(dtype)[..., :37]
+    x, weight, bias = np.ones((rows, 2, 1), dtype), np.ones((37, 1), dtype), np.ones(37, dtype)
+
+    def sums(kind: Any) -> dict[str, np.ndarray]:
+        given = (array.astype(kind) for array in (dy, x, weight, bias))
+        return {"dbias": uc.linear_backward(*given, wanted={"bias"})[2]}
+
+    with emulator():
+        first, second = sums(dtype), sums(dtype)
+    within_rule(sums(dtype), sums(np.float64), first, dtype)
+    assert first["dbias"].tobytes() == second["dbias"].tobytes()
+    with gpu() as machine:
+        there = [machine.array(array.shape, dtype) for array in (dy, x, weight, bias)]
+        uc.linear_backward(*there, wanted={"bias"})
+        assert [launch.kernel for launch in machine.launches] == ["column_sum"]
+        assert machine.functions == []
 
 
 def test_16_bit_matrices_are_not_widened_whole() -> None:

@@ -9,6 +9,7 @@ from .._arrays import empty, lanes
 from .._jit import load
 from .._source import Constants
 from .._typing import Array
+from ._columns import column_sums
 from ._device import clusters, processors, shared_memory
 from ._rows import aligned, lie
 
@@ -143,17 +144,3 @@ def backward(
     )
     column_sums(partial, dweight, dbias)
     return dx, dweight, dbias
-
-
-def column_sums(partial: Array, first: Array, second: Array | None) -> None:
-    """Write the sums of partial[0], and of partial[1], over rows, in a fixed order."""
-    results, rows, columns = partial.shape
-    chosen = _sum_constants(first.dtype, (first if second is None else second).dtype)
-    kernel = load("column_sum.cu", "column_sum", partial, chosen)
-    warps = min(32, -(-rows // 2))  # a warp adds at least 2 rows
-    kernel[(-(-columns // 32), results), 32 * warps](partial, first, second, rows, columns)
-
-
-@cache
-def _sum_constants(first: Any, second: Any) -> Constants:
-    return Constants(W=first, B=second)

@@ -9,10 +9,10 @@ from collections.abc import Set
 import numpy as np
 
 from .._arrays import empty
-from .._dtypes import FLOAT32
 from .._gemm import gemm
 from .._op import op
 from .._typing import Array
+from ._columns import row_sum
 
 
 @op(
@@ -64,8 +64,7 @@ def linear_backward(
     if wanted is None or "weight" in wanted:
         dweight = gemm(rows.T, flat(x))
     if bias is not None and (wanted is None or "bias" in wanted):
-        dbias = rows.sum(axis=0, dtype=np.promote_types(dy.dtype, FLOAT32))
-        dbias = dbias.astype(bias.dtype, copy=False)
+        dbias = row_sum(rows, bias.dtype)
     return dx, dweight, dbias
 
 

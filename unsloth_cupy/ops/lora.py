@@ -19,6 +19,7 @@ from .._gemm import gemm, steps
 from .._op import op
 from .._typing import Array
 from ..tape import Var
+from ._columns import row_sum
 from .linear import flat
 
 
@@ -195,12 +196,12 @@ def raised_gradients(
     if "b" in asked:
         db = _times(gemm(made.T, low, dtype=b.dtype), scale)
     if bias is not None and "bias" in asked:
-        dbias = down.sum(axis=0, dtype=wide_of(down)).astype(bias.dtype, copy=False)
+        dbias = row_sum(down, bias.dtype)
     if factor is not None and "factor" in asked:
         y = gemm(seen, weight.T, dtype=wide_of(seen))
         gemm(low, _times(b, scale, seen.dtype).T, out=y, add=True)
         y *= down
-        dfactor = y.sum(axis=0).astype(factor.dtype, copy=False)
+        dfactor = row_sum(y, factor.dtype)
     return made, up, db, dbias, dfactor
 
 

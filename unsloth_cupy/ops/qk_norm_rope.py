@@ -21,8 +21,8 @@ from .._op import op
 from .._source import Constants
 from .._typing import Array
 from ..errors import ConfigError
+from ._columns import column_sums
 from ._device import processors
-from ._norm import column_sums
 from ._steps import stepped
 from .rms_norm import rms_norm_backward, rms_norm_forward
 from .rope import INT64, by_token, check_tables, reports, rotated

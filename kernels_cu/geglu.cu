@@ -11,6 +11,7 @@
 //   constants   T             dtype of every array
 //               LANES         values of one access: 16 bytes, or what the addresses are multiples of
 //               THREADS       of a block
+//               STRIDED       some array is a slice of a wider one: see rows.cuh
 //               APPROXIMATE   the formula with tanh
 //
 //   The trick: neither form of s cancels where x is far below 0, and the second costs one exp.
@@ -42,7 +43,7 @@ KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, long long columns, unsig
                       long long inner, long long gate_outer, long long gate_step,
                       long long up_outer, long long up_step, long long y_outer,
                       long long y_step) {
-    const Access at(columns, tiles);
+    const Access<STRIDED> at(columns, tiles);
     float g[LANES], u[LANES];
     load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
     load(u, up + at.in({inner, up_outer, up_step}), at.left);
@@ -56,7 +57,7 @@ KERNEL(THREADS) geglu_backward(
     long long inner, long long dy_outer, long long dy_step, long long gate_outer,
     long long gate_step, long long up_outer, long long up_step, long long dgate_outer,
     long long dgate_step, long long dup_outer, long long dup_step) {
-    const Access at(columns, tiles);
+    const Access<STRIDED> at(columns, tiles);
     float d[LANES], g[LANES], u[LANES];
     load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
     load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);

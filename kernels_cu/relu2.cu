@@ -7,6 +7,7 @@
 //   constants   T         dtype of every array
 //               LANES     values of one access: 16 bytes, or what the addresses are multiples of
 //               THREADS   of a block
+//               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
 //   The trick: one access of every array a thread, loads before the store, so that dx may lie over
 //   x or over dy.  Arrays are read where they lie.
@@ -18,7 +19,7 @@ __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
 
 KERNEL(THREADS) relu2(const T *x, T *y, long long columns, unsigned tiles, long long inner,
                       long long x_outer, long long x_step, long long y_outer, long long y_step) {
-    const Access at(columns, tiles);
+    const Access<STRIDED> at(columns, tiles);
     float v[LANES];
     load(v, x + at.in({inner, x_outer, x_step}), at.left);
 #pragma unroll
@@ -30,7 +31,7 @@ KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long columns
                                unsigned tiles, long long inner, long long dy_outer,
                                long long dy_step, long long x_outer, long long x_step,
                                long long dx_outer, long long dx_step) {
-    const Access at(columns, tiles);
+    const Access<STRIDED> at(columns, tiles);
     float d[LANES], v[LANES];
     load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
     load(v, x + at.in({inner, x_outer, x_step}), at.left);

@@ -8,6 +8,7 @@
 //   constants   T         dtype of every array
 //               LANES     values of one access: 16 bytes, or what the addresses are multiples of
 //               THREADS   of a block
+//               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
 //   The trick: one access of every array a thread, all loads before the first store, so that a
 //   result may lie over an operand: dgate over gate, dup over up.  Arrays are read where they lie:
@@ -20,7 +21,7 @@ KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long columns, unsi
                        long long inner, long long gate_outer, long long gate_step,
                        long long up_outer, long long up_step, long long y_outer,
                        long long y_step) {
-    const Access at(columns, tiles);
+    const Access<STRIDED> at(columns, tiles);
     float g[LANES], u[LANES];
     load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
     load(u, up + at.in({inner, up_outer, up_step}), at.left);
@@ -34,7 +35,7 @@ KERNEL(THREADS) swiglu_backward(
     long long inner, long long dy_outer, long long dy_step, long long gate_outer,
     long long gate_step, long long up_outer, long long up_step, long long dgate_outer,
     long long dgate_step, long long dup_outer, long long dup_step) {
-    const Access at(columns, tiles);
+    const Access<STRIDED> at(columns, tiles);
     float d[LANES], g[LANES], u[LANES];
     load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
     load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);

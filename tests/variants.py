@@ -56,6 +56,7 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "apply_rotary_embedding_forward": ROPE[:1],
     "linear_cross_entropy_forward": ({"hidden": 8}, {"hidden": 8, "vocab": 50257}),
     "swiglu_mlp": ({"hidden": 64, "inner": 256},),
+    **dict.fromkeys(("swiglu", "geglu", "relu2"), (*VECTORS, {"axes": (4, 4096), "gap": 8})),
     "embedding": ({"hidden": 4096, "rows": (128,)}, {"hidden": 7, "rows": (128,)}),
     "attention_forward": (
         *(
@@ -156,7 +157,10 @@ def call(op: Op[..., Any], form: Asked, machine: Machine) -> Call:
         if operand.kind == "int":
             choices = choices[::-1]  # int64 is the plain one
         dtype = choices[-1] if form.wide else choices[0]
-        return machine.array(shape_of(operand, known) or (), dtype, shift)
+        shape = shape_of(operand, known) or ()
+        if gap := form.sizes.get("gap", 0):  # a slice of a wider array
+            return machine.array((*shape[:-1], shape[-1] + gap), dtype)[..., : shape[-1]]
+        return machine.array(shape, dtype, shift)
 
     arrays = {operand.name: made(operand) for operand in op.contract.inputs}
     options = {name: known[name] for name in op.options & known.keys()}

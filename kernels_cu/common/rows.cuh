@@ -1,6 +1,6 @@
 // Rows of arrays that may be slices of wider ones, for kernels that read them where they lie.
 //
-//   constants   LANES, THREADS
+//   constants   LANES, THREADS and, for Access, STRIDED: some array is such a slice
 #pragma once
 
 // Where rows of an array start: `inner` of them `step` values apart, and such groups `outer`.  Rows
@@ -13,17 +13,21 @@ __device__ __forceinline__ long long start(long long row, const Layout &of) {
 }
 
 // One access of a thread of a kernel that goes element by element: block i has tile i % tiles of row
-// i / tiles.  Packed arrays are one row.
-struct Access {
-    long long row, column, left;  // left: columns from there on
+// i / tiles.  Packed arrays are one row, and one number says where all of them are read.
+template <bool STRIDED> struct Access {
+    long long row = 0, column, left;  // left: columns from there on
 
     __device__ __forceinline__ Access(long long columns, unsigned tiles) {
-        row = blockIdx.x / tiles;
-        column = ((long long)(blockIdx.x % tiles) * THREADS + threadIdx.x) * LANES;
+        unsigned tile = blockIdx.x;
+        if constexpr (STRIDED) {
+            row = tile / tiles;
+            tile %= tiles;
+        }
+        column = ((long long)tile * THREADS + threadIdx.x) * LANES;
         left = columns - column;
     }
 
     __device__ __forceinline__ long long in(const Layout &of) const {
-        return start(row, of) + column;
+        return STRIDED ? start(row, of) + column : column;
     }
 };

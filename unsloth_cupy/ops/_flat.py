@@ -44,11 +44,12 @@ def launch_rows(
     width = 16 // lead.dtype.itemsize
     if not walkable(*arrays):
         arrays = [packed(array) for array in arrays]
-    elif not all(array.flags.c_contiguous for array in arrays):
+    strided = not all(array.flags.c_contiguous for array in arrays)
+    if strided:
         columns = lead.shape[-1]
         arrays, layout = lie(*arrays)
         width |= aligned(columns, layout)
-    chosen = constants(lead.dtype, lanes(width, *arrays), **more)
+    chosen = constants(lead.dtype, lanes(width, *arrays), STRIDED=strided, **more)
     kernel = load(file, name, lead, chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns

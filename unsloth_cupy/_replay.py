@@ -161,3 +161,6 @@ def _recorded(run: Run, arrays: Sequence[Any], options: dict[str, Any]) -> Run:
         return recording.finished(run([*map(recording.enter, arrays)], options))
     except Exception:  # whatever it was, run meets it again
         return run
+    finally:  # or arrays would wait for the garbage collector: each knows its recording
+        recording.arrays.clear()
+        recording.starts.clear()

@@ -14,7 +14,7 @@ import pytest
 from unsloth_cupy.cli.chat import CHATML, Chat, Span
 from unsloth_cupy.cli.lessons import Example, Packed, Shape, encoded, in_order, of_records
 from unsloth_cupy.cli.records import Record, read_records
-from unsloth_cupy.cli.tokenizer import train_tokenizer
+from unsloth_cupy.cli.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
 
@@ -326,6 +326,16 @@ class TestLabels:
         tokens, labels = encoded(tokenizer, "abc", [Span(0, 3)], False, [0], Chat(None))
         assert tokens[0] == tokens[-1] == 0
         assert labels.tolist() == [-100, *tokens[1:]]
+
+    def test_a_tokenizer_cuts_nothing_and_fills_nothing_up(self, tmp_path: Path) -> None:
+        tokenizer = train_tokenizer("nothing but ASCII", 257)
+        tokenizer.enable_truncation(4)
+        tokenizer.enable_padding(length=9)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        tokens, _ = encoded(
+            load_tokenizer(tmp_path), "a longer text", [Span(0, 13)], False, [], Chat(None)
+        )
+        assert len(tokens) == 13
 
     def test_a_token_across_the_border_is_learned(self) -> None:
         tokenizer = train_tokenizer("The dog. " * 9, 290)

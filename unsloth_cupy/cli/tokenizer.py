@@ -25,9 +25,12 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} holds no {FILE}; copy it from the model's page into the folder"
         )
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no narrower class
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
+    tokenizer.no_truncation()  # some files keep the lengths of the last call that was made with them
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def train_tokenizer(text: str, vocabulary: int, special: Sequence[str] = ()) -> Any:

@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no narrower class
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
-    tokenizer.no_truncation()  # some files keep the lengths of the last call that was made with them
+    tokenizer.no_truncation()  # some files keep the lengths of an earlier call
     tokenizer.no_padding()
     return tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
+from unsloth_cupy import AdamW, LossScaler, clip_gradients, linear_backward, measure_gradients
 from unsloth_cupy._cases import Call, Scale, forward_ops, sizes
 from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES, allowed
 from unsloth_cupy._op import OPS, Op
@@ -195,9 +195,19 @@ def training_step(machine: Machine, dtype: Any, gradient: Any, bits: int, copies
     scaler.update(measured.finite)
 
 
+def bias_gradient(machine: Machine, dtype: Any, bias: Any) -> None:
+    """Sum the gradient of a bias; linear itself multiplies by cuBLAS and has no kernel."""
+    dy, x, weight = (machine.array(shape, dtype) for shape in ((64, 96), (64, 8), (96, 8)))
+    linear_backward(dy, x, weight, machine.array(96, bias), wanted={"bias"})
+
+
 def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
     """Return what launches kernels and is no op: its name, a form, and what does it."""
     for dtype in KERNEL_DTYPES:
+        for bias in dict.fromkeys((dtype, np.dtype("float32"))):
+            words = f"{dtype} bias {bias}"
+            run = functools.partial(bias_gradient, dtype=dtype, bias=bias)
+            yield "linear_backward", words, run
         narrow = dtype.itemsize == 2
         forms = [
             (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]

@@ -35,7 +35,7 @@ class Recorded:
 
     __array__ = __array_ufunc__ = __array_function__ = __bool__ = __eq__ = _refuse
     __hash__ = object.__hash__
-    __class__ = property(lambda self: type(self.array))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.array))
 
     def __init__(self, array: Any, recording: "Recording") -> None:
         self.array, self.recording = array, recording

@@ -74,10 +74,10 @@ def _launch_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
 softmax_backward.strided = "dy", "y"
 
 
-def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:
+def _launch_rows(name: str, arrays: tuple[Any, ...], made: Any, scale: float) -> None:
     """Launch a kernel of softmax.cu, with the rows shared out to blocks."""
     columns = made.shape[-1]
-    given, layout = lie(*given)
+    given, layout = lie(*arrays)
     width = lanes(aligned(columns, layout), *given)
     chosen = constants(made.dtype, columns, width, len(given))  # a register holds a value of each
     rows, threads = made.size // columns, chosen["THREADS"]

@@ -190,15 +190,16 @@ def test_what_kernels_take_is_counted_without_a_gpu() -> None:
 
 def test_no_array_waits_for_the_garbage_collector() -> None:
     """A second plan meets calls that are worked out; the first let go of as much, as early."""
+    deep = SMALL | {"num_hidden_layers": 4}
     gc.disable()
     try:
         plans = [
-            plan_memory(SMALL, batch=3, tokens=56, dtype="float16", checkpoint_every=1)
-            for _ in range(3)
+            plan_memory(deep, batch=3, tokens=56, dtype="bfloat16", checkpoint_every=1)
+            for _ in range(2)
         ]
     finally:
         gc.enable()
-    assert plans[0] == plans[1] == plans[2]
+    assert plans[0] == plans[1]
 
 
 def test_planning_a_large_model_takes_no_memory() -> None:

@@ -119,13 +119,17 @@ KERNEL(32 * WARPS) attention_decode(
         slope[half] = ALIBI ? (float)alibi[batch * alibi_batch + head[half]] * LOG2E : 0;
     }
 
+    if constexpr (!PAGED) {
+        k += batch * apart * kv_heads * DIM;
+        v += batch * apart * kv_heads * VALUE_DIM;
+    }
     auto load = [&](int first, int stage) {
         const KeyTile to{ring + stage * STAGE};
         const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
         const int key = first + lane;
         long long token = -1;  // where this key lies
         if (lane < TILE_KEYS && key < end) {
-            token = batch * apart + key;
+            token = key;
             if constexpr (PAGED) {
                 const long long number = page_table[(long long)batch * row_pages + key / page];
                 token = number < 0 || number >= pages ? -1 : number * page + key % page;

@@ -1,0 +1,87 @@
+"""What swiglu and geglu have in common: two arrays in, gradients over both of them."""
+
+import contextlib
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
+
+from ..parity import emulator
+from ..stand_in import gpu
+
+
+class Gate(NamedTuple):
+    """An op, its backward op and that in place, with their options."""
+
+    name: str
+    forward: Any
+    backward: Any
+    over: Any
+
+
+SWIGLU = Gate("swiglu", uc.swiglu, uc.swiglu_backward, uc.swiglu_backward_)
+GEGLU = Gate(
+    "geglu",
+    *(partial(f, approximate=True) for f in (uc.geglu, uc.geglu_backward, uc.geglu_backward_)),
+)
+each_gate = pytest.mark.parametrize("gate", [SWIGLU, GEGLU], ids=["swiglu", "geglu"])
+
+
+@each_gate
+def test_shapes_must_be_equal(gate: Gate) -> None:
+    with pytest.raises(ShapeError, match="up has axes="):
+        gate.forward(np.ones((2, 3), np.float32), np.ones((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["definition", "kernel"])
+@each_gate
+def test_in_place(gate: Gate, kernel: bool, strided: bool) -> None:
+    """The bits of the backward op, over both arrays."""
+    *both, dy = np.random.default_rng(0).standard_normal((3, 5, 7), np.float32)
+    with emulator() if kernel else contextlib.nullcontext():
+        expected = gate.backward(dy, *both)
+        given = [np.asfortranarray(x) if strided else x.copy() for x in both]
+        found = gate.over(dy, *given)
+    for array, mine, wanted in zip(found, given, expected, strict=True):
+        assert array is mine
+        np.testing.assert_array_equal(array, wanted)
+
+
+@pytest.mark.parametrize("inner", [4, 2100])
+@each_gate
+def test_halves_of_one_array_stay_where_they_lie(gate: Gate, inner: int) -> None:
+    """As where one projection makes both: no copy, and their gradients beside each other."""
+    both, dy = np.random.default_rng(0).standard_normal((2, 2, 3, 2 * inner), np.float32)
+    halves = both[..., :inner], both[..., inner:]
+    apart = [half.copy() for half in halves]
+    with emulator():
+        np.testing.assert_array_equal(gate.forward(*halves), gate.forward(*apart))
+        gate.over(dy[..., inner:], *halves)
+        gate.over(dy[..., inner:].copy(), *apart)
+    for half, alone in zip(halves, apart, strict=True):
+        np.testing.assert_array_equal(half, alone)
+    with gpu() as machine:
+        there = machine.array((2, 3, 2 * inner), "float16")
+        halves = there[..., :inner], there[..., inner:]
+        gate.forward(*halves)
+        gate.over(halves[0], *halves)
+        assert [launch.kernel for launch in machine.launches] == [
+            gate.name,
+            f"{gate.name}_backward",
+        ]
+        assert machine.functions == []
+
+
+@each_gate
+def test_in_place_needs_arrays_that_may_change(gate: Gate) -> None:
+    x = np.ones(3, np.float32)
+    with pytest.raises(GradientError, match=f"up is on a tape; call {gate.name}_backward"):
+        gate.over(x, x.copy(), uc.Tape().watch(x))
+    x.flags.writeable = False
+    with pytest.raises(ConfigError, match=f"gate is read-only; call {gate.name}_backward"):
+        gate.over(x, x, x.copy())

@@ -165,7 +165,7 @@ def numbers(variant: Variant) -> list[int]:
 
 def read() -> tuple[dict[str, Any], Lines]:
     """Return the head of the file, and its numbers by kernel, variant and architecture."""
-    head = {"pending": [], "spills": {}, **tomllib.loads(FILE.read_text())}
+    head = {"pending": [], **tomllib.loads(FILE.read_text())}
     lines = {
         kernel: {
             label: {arch: found for archs, found in by.items() for arch in archs.split()}
@@ -187,8 +187,6 @@ def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
         yield f"pending = {json.dumps(sorted(head['pending']))}"
     yield "\n[reasons]  # why no more than half of an SM's threads are resident"
     yield from (f"{kernel} = {json.dumps(why)}" for kernel, why in sorted(head["reasons"].items()))
-    yield "\n[spills]  # bytes that a thread of some variant may spill, and why; others spill none"
-    yield from (f"{kernel} = {json.dumps(most)}" for kernel, most in sorted(head["spills"].items()))
     for kernel in sorted(lines):
         yield f"\n[kernels.{kernel}]"
         for label, by in sorted(lines[kernel].items(), key=_order):
@@ -201,7 +199,7 @@ def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
 
 def write(kernels: Iterable[str] = ()) -> None:
     """Renew the lines of these kernels, or all."""
-    head, lines = read() if FILE.exists() else ({"pending": [], "reasons": {}, "spills": {}}, {})
+    head, lines = read() if FILE.exists() else ({"pending": [], "reasons": {}}, {})
     asked = [v for arch in ARCHITECTURES for v in variants(arch) if kept(v)]
     known = {v.kernel for v in asked}
     if strange := set(kernels) - known:

@@ -76,7 +76,7 @@ def test_the_hardware_is_told(kernel: str, tmp_path: Path) -> None:
     for variant in several if ALL else several[TODAY % len(several) :][:1]:
         found = instructions(variant, tmp_path)
         local = {name for name in found if name.startswith(("LDL", "STL"))}
-        assert not local or kernel in budget.read()[0]["spills"], variant
+        assert not local, variant
         wanted = OTHERS.get(kernel, (READ, WRITE))
         if constants(variant.launch.source).get("T") == "float":
             wanted = tuple(name for name in wanted if name != PRODUCT)  # FMAs, for accuracy

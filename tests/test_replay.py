@@ -1,5 +1,6 @@
 """A call like an earlier one: its launch is not worked out again, and does the same."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,25 @@ def test_scalars_are_handed_over_as_cupy_does() -> None:
         assert isinstance(ready, cupy.cuda.function.CPointer)
         assert ready.value == scalar
         assert ready.descr == scalar.dtype
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_no_call_keeps_memory(name: str) -> None:
+    """Not until the collector of cycles comes by, either."""
+    gc.disable()
+    try:
+        with gpu() as machine:
+            call = call_of(name, machine.place, np.dtype("float16"))
+            call()  # what is allocated once for a device
+            held, calls = machine.held, []
+            for _ in range(3):
+                machine.peak = machine.held
+                call()
+                calls.append(machine.peak - held)
+                assert machine.held == held
+            assert calls[0] == calls[1] == calls[2]
+    finally:
+        gc.enable()
 
 
 def test_a_plan_keeps_no_array(made: Any) -> None:

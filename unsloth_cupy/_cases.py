@@ -69,7 +69,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "columns": scale.hidden,
         "inputs": scale.hidden,
         "outputs": scale.hidden,
-        "rank": 16,
+        **dict.fromkeys(("rank", "rank2", "rank3"), 16),
         "half": scale.dim // 2,
         "value_dim": scale.dim,
         "batch": 1,

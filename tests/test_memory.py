@@ -1,7 +1,9 @@
 """Memory that is planned is the memory that is spent."""
 
+import functools
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +14,16 @@ from unsloth_cupy import (
     AdamW,
     CheckpointConfig,
     MemoryPlan,
+    _threads,
+    attention_forward,
     compute_copies,
     measure_gradients,
     memory_pool,
     models,
     tape,
 )
-from unsloth_cupy._planned import Planned, PlannedOnHost
+from unsloth_cupy._ledger import Ledger
+from unsloth_cupy._planned import Planned, PlannedOnHost, keeping
 from unsloth_cupy._planned_functions import reshaped
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.gradients import sum_gradients
@@ -111,6 +116,13 @@ WAYS: dict[str, dict[str, Any]] = {
 CASES = [(config, way) for config in (LLAMA, GEMMA) for way in WAYS] + [(PHI, "plain")]
 
 
+@pytest.fixture
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads' blocks of attention seldom have their peaks together, as a plan has them."""
+    monkeypatch.setattr(_threads, "count", lambda: 1)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(
     ("config", "way"), CASES, ids=lambda v: v if isinstance(v, str) else v["model_type"]
 )
@@ -123,6 +135,36 @@ def test_the_peak_is_as_planned(config: dict[str, Any], way: str) -> None:
     assert [moment.op for moment in moments] == [op for op, _ in ops]
     for moment, (_, held) in zip(moments, ops, strict=True):
         assert abs(moment.total - held) < 0.02 * planned.total, str(moment)
+
+
+@pytest.fixture
+def _own_threads() -> Iterator[None]:
+    """Threads of a test do not stay for the next one."""
+    _threads._pool.cache_clear()
+    yield
+    _threads._pool.cache_clear()
+
+
+@pytest.mark.usefixtures("_own_threads")
+def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"q": (4, 256, 6, 32), "k": (4, 256, 2, 32), "v": (4, 256, 2, 32)}
+    taken: dict[int, int] = {}
+    for count in (1, 2):
+        monkeypatch.setattr(_threads, "count", functools.partial(int, count))
+        ledger = Ledger(1)
+        with keeping(ledger):
+            made = [PlannedOnHost.of(shape, np.float32) for shape in shapes.values()]
+            out, lse = attention_forward(*made, causal=True)
+            ledger.note("attention_forward")
+        taken[count] = ledger.plan().total - sum(a.nbytes for a in (*made, out, lse))
+    block = 4 * 2 * 3 * 16 * 256 * 4  # batch, kv heads, their queries, keys: float32 scores
+    assert block < taken[1] < 1.5 * block
+    assert 2 * block < taken[2] < 3.5 * block  # and sums of tiles
+    arrays = [np.ones(shape, np.float32) for shape in shapes.values()]
+    attention_forward(*arrays, causal=True)
+    with memory_pool(held=arrays) as pool:
+        attention_forward(*arrays, causal=True)
+    assert pool.peak < 1.02 * ledger.plan().total
 
 
 def test_parts_add_up_to_the_peak() -> None:
@@ -186,6 +228,13 @@ def test_what_kernels_take_is_counted_without_a_gpu() -> None:
     backward = next(m for m in plan.moments if m.op == "attention_backward")
     assert backward.held["workspace"] >= stats
     assert all(size % 512 == 0 for moment in plan.moments for size in moment.held.values())
+
+
+def test_a_table_that_is_replaced_is_gone() -> None:
+    model = models.create(SMALL, seed=0)
+    table = weakref.ref(model.table)
+    model.parameters = compute_copies(model.parameters, "float16")
+    assert table() is None
 
 
 def test_no_array_waits_for_the_garbage_collector() -> None:

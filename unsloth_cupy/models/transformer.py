@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import linear_cross_entropy
+from .. import _arrays, linear_cross_entropy
+from .._dtypes import FLOAT32
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
@@ -51,9 +52,8 @@ class Transformer:
         self.config, self.parameters, self.texts = config, parameters, texts
         self.adapter: Adapter | None = None
         self.layout = layout or {SINGLE: list(parameters)}
-        self.tables = {
-            kind: rope_rows(rope, self.table) for kind, rope in sorted(config.ropes.items())
-        }
+        here = _arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
+        self.tables = {kind: rope_rows(rope, here) for kind, rope in sorted(config.ropes.items())}
         for tables in self.tables.values():
             tables(1)  # a broken rope_scaling shows now, not in the first call
 

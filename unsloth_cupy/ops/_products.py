@@ -20,7 +20,7 @@ def by_keys(a: Array, b: Array, width: int | None) -> Array:
     if width is None:
         return a @ b.transpose(0, 2, 3, 1)
     batch, keys, kv_heads, _ = b.shape
-    result = np.empty((batch, kv_heads, a.shape[2], keys), a.dtype)
+    result = np.empty_like(a, shape=(batch, kv_heads, a.shape[2], keys), order="C")
     even = keys - keys % width
     tiles = result[..., :even].reshape(*result.shape[:3], -1, width).transpose(0, 1, 3, 2, 4)
     np.matmul(a[:, :, None], _tiled(b, width).swapaxes(3, 4), out=tiles)
@@ -48,7 +48,7 @@ def for_keys(p: Array, a: Array, width: int | None) -> Array:
     if width is None:
         return (p.swapaxes(2, 3) @ a).transpose(0, 2, 1, 3)
     batch, kv_heads, rows, keys = p.shape
-    result = np.empty((batch, kv_heads, keys, a.shape[3]), p.dtype)
+    result = np.empty_like(p, shape=(batch, kv_heads, keys, a.shape[3]), order="C")
     even = keys - keys % width
     tiles = p[..., :even].reshape(batch, kv_heads, rows, -1, width).transpose(0, 1, 3, 4, 2)
     np.matmul(

@@ -31,6 +31,8 @@ class WholeLogits:
     """In the place of linear_cross_entropy_gradients: all logits at once, their gradient beside."""
 
     __name__ = "whole_logits"
+    contract = loss.linear_cross_entropy_gradients.contract
+    names = loss.linear_cross_entropy_gradients.names
 
     @staticmethod
     def call(arrays: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:

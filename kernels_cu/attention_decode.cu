@@ -9,7 +9,7 @@
 //               T, S             dtypes of q, k, v and out; of sinks
 //               G, PAGED         dtype of page_table; keys lie in pages
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
-//               WARPS            of a block
+//               WARPS, RESIDENT  of a block; blocks that an SM must hold
 //               TILE_KEYS        keys that a warp works on at a time
 //               CHUNK            keys of a block
 //
@@ -69,7 +69,7 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
 // chunks     of a sequence that the grid holds; row_pages, pages and page: of page_table, of k
 // parts      (sequences, chunks, rows, PITCH), with two chunks or more; arrived counts from 0
 // apart      tokens from the first key of a batch to that of the next, where not PAGED
-KERNEL(32 * WARPS) attention_decode(
+KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
     float *__restrict__ lse, float *parts, unsigned *arrived, int chunks, int row_pages, int pages,

@@ -30,6 +30,13 @@ class Tiles(NamedTuple):
     warps: int
     keys: int
 
+    def resident(self, size: int, shared: int) -> int:
+        """Return how many blocks of this size an SM is to hold: up to 8 warps, or 12 in fours.
+
+        As many as memory lets in leave the compiler all registers that these do not need.
+        """
+        return max(1, min(shared // size, 3 if self.warps == 4 else 8 // self.warps))
+
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
         """Return the shared memory of a block: queries and rings, later what the warps found."""
         row, value_row = (row_bytes(columns, itemsize) for columns in (dim, value_dim))
@@ -94,7 +101,8 @@ def launch_decode(
     kv_heads, value_dim = v.shape[2:]
     pages, page = v.shape[:2]
     keys = page if page_table is None else page_table.shape[1] * page
-    tiles = resolve(q.dtype.itemsize, dim, value_dim, shared_memory(q))
+    room = shared_memory(q)
+    tiles = resolve(q.dtype.itemsize, dim, value_dim, room)
     if tiles is None or max(queries * heads, keys) >= FARTHEST:
         return NotImplemented
     k, v, apart = by_batch(k, v)
@@ -103,8 +111,10 @@ def launch_decode(
     right = 0 if causal else right
     scale = 1 / math.sqrt(dim) if scale is None else scale
     int32 = np.dtype("int32")
+    size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     named = constants(
         tiles,
+        RESIDENT=tiles.resident(size, room),
         T=q.dtype,
         B=q.dtype if bias is None else bias.dtype,
         A=q.dtype if alibi is None else alibi.dtype,
@@ -136,7 +146,7 @@ def launch_decode(
         arrived = full_like(empty(sequences, np.dtype("uint32"), like=q), 0)
     starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
-    kernel[sequences * chunks, 32 * tiles.warps, tiles.bytes(q.dtype.itemsize, dim, value_dim)](
+    kernel[sequences * chunks, 32 * tiles.warps, size](
         *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks),
         *(keys // page, pages, page, heads, kv_heads, queries, keys),
         scale * LOG2E if softcap is None else scale / softcap,

@@ -183,9 +183,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             const Y other_y{other_x.start + TILE * X::PITCH};
             float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
             Fragment<WARP_TILES> unkept[1];
-            row_by_row<false, true>(s, unkept, own_x, warp_row, other_x);
+            row_by_row<false, WIDEST>(s, unkept, own_x, warp_row, other_x);
             scores.score<BY_KEYS>(s, steep, head, top, here, edge);
-            if constexpr (DX) row_by_row<false, true>(g, unkept, own_y, warp_row, other_y);
+            if constexpr (DX) row_by_row<false, WIDEST>(g, unkept, own_y, warp_row, other_y);
             auto each = [&](int m, int half, int other, float ds) {
                 if constexpr (SUM) sum[m][half] += ds;
                 const int own = top + m * 16 + half * 8 + lane / 4;
@@ -209,8 +209,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
 #pragma unroll
                         for (int i = 0; i < 4; i++) g[m][n][i] *= steep[m][n][i];
             }
-            if constexpr (DY) add_product<true>(sum_y, s, other_y);
-            if constexpr (DX) add_product<true>(sum_x, g, other_x);
+            if constexpr (DY) add_product<128>(sum_y, s, other_y);
+            if constexpr (DX) add_product<128>(sum_x, g, other_x);
         }
         if constexpr (STAGES == 1) {
             __syncthreads();

@@ -4,7 +4,10 @@
 #pragma once
 #include "common/attention.cuh"
 
-constexpr int UNROLLED = 4;  // turns of a copy: sums leave few registers for their addresses
+// What is unrolled, where sums and options leave few registers for addresses: turns of a copy, rows
+// of up to so many columns.
+constexpr int UNROLLED = sizeof(T) == 4 && (DIM > 128 || VALUE_DIM > 128) ? 2 : 4;
+constexpr int WIDEST = FOLD ? 128 : 64;
 
 // Of a query: lse, with FOLD times log2(e), +inf where it sees no key or is none; and delta.  A lane
 // holds those of its rows or, where columns are queries, of its two columns of each n.

@@ -84,9 +84,9 @@ __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS
 }
 
 // s = a @ b.T for rows of a from `row` on, with KEPT held as fragments, and 8 * N rows of b.
-// With SPARING, here and below, loops along wide rows stay loops: what is read ahead and its
-// addresses would take the registers that other sums fill.
-template <bool KEPT, bool SPARING = false, int M, int N, int STEPS, class E, int COLUMNS>
+// Here and below, loops along rows of more than WIDEST columns stay loops: what is read ahead and
+// its addresses would take the registers that other sums fill.
+template <bool KEPT, int WIDEST = 1024, int M, int N, int STEPS, class E, int COLUMNS>
 __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
                                            const Tile<E, COLUMNS> &a, int row,
                                            const Tile<E, COLUMNS> &b) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
                 }
             }
         };
-        if constexpr (SPARING && COLUMNS > 128) {
+        if constexpr (COLUMNS > WIDEST) {
 #pragma unroll 4
             for (int step = 0; step < COLUMNS / 16; step++) take(step);
         } else {
@@ -165,7 +165,7 @@ template <class E> __device__ __forceinline__ int column(int n) {
 }
 
 // o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.
-template <bool SPARING = false, int M, int K, int N, class E, int COLUMNS>
+template <int WIDEST = 1024, int M, int K, int N, class E, int COLUMNS>
 __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p)[M][K][4],
                                             const Tile<E, COLUMNS> &b) {
     static_assert(N == COLUMNS / 8);
@@ -227,7 +227,7 @@ __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p
         };
 #pragma unroll
         for (int k = 0; k < K; k++) {
-            if constexpr (SPARING && COLUMNS > 128) {
+            if constexpr (COLUMNS > WIDEST) {
 #pragma unroll 1
                 for (int quarter = 0; quarter < 4; quarter++) take(k, quarter);
             } else {

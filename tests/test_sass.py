@@ -102,9 +102,9 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     shown = OTHERS.get(kernel, (READ, WRITE))
     if given.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
-    if kernel in ("cross_entropy_backward", "cross_entropy_over_"):
-        size = SIZES[given["G"]] * int(given["LANES"])  # of a gradient that may be narrower
-        shown = READ, store(size)
+    narrow = {"cast": "U", "cross_entropy_backward": "G", "cross_entropy_over_": "G"}.get(kernel)
+    if narrow is not None:  # a result of another dtype: as many values
+        shown = READ, store(SIZES[given[narrow]] * int(given["LANES"]))
     return shown
 
 

@@ -4,22 +4,23 @@ Each kernel shows one variant for one architecture, always the same, so that onl
 kernel or of the compiler can fail; UNSLOTH_CUPY_ALL_VARIANTS=1 asks for all.
 """
 
-import functools
-import importlib.metadata
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from . import budget
+from .sass import PRODUCT, disassembled, instructions, loops, nvdisasm, rows
 from .variants import ALL, ARCHITECTURES, Variant, constants, declared, of_kernel
 
 if (reason := budget.missing()) is not None:
     pytest.skip(reason, allow_module_level=True)
+try:
+    nvdisasm()
+except LookupError as error:
+    pytest.skip(str(error), allow_module_level=True)
 
 SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
-COPY, PRODUCT = r"LDGSTS\.E.*128", r"HMMA\.16816"  # to shared memory, of 16 bytes; of tensor cores
+COPY = r"LDGSTS\.E.*128"  # to shared memory, of 16 bytes
 
 
 def load(size: int) -> str:
@@ -46,29 +47,6 @@ OTHERS = {
     "embedding_starts": (),  # one index a thread
     "column_sum": (),  # a warp reads 32 neighbouring columns of float32: 128 bytes all the same
 }
-
-
-@functools.cache
-def nvdisasm() -> Path:
-    """Return the disassembler of the wheel; skip without it."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("needs the extra `sass` (nvidia-cuda-nvdisasm)")
-    return Path(str(next(f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))))
-
-
-def instructions(variant: Variant, folder: Path) -> list[str]:
-    """Return the instructions of the kernel, with their modifiers and without their operands."""
-    cubin = folder / "unit.cubin"
-    with budget.without_a_device():
-        made, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
-    cubin.write_bytes(made + b"\0")  # CuPy drops the last byte, and nvdisasm misses it
-    command = [nvdisasm(), "-c", cubin]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    section = re.search(rf"\.text\.{variant.kernel}:\n(.*?)(?=^\.text\.|\Z)", text, re.M | re.S)
-    assert section is not None, text[:1000]
-    return re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)", section[1], re.M)
 
 
 def whole(variant: Variant) -> bool:
@@ -109,13 +87,12 @@ def wanted(variant: Variant) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("kernel", declared())
-def test_the_hardware_is_told(kernel: str, tmp_path: Path) -> None:
-    nvdisasm()
+def test_the_hardware_is_told(kernel: str) -> None:
     turn = declared().index(kernel) % len(ARCHITECTURES)
     archs = ARCHITECTURES if ALL else ARCHITECTURES[turn : turn + 1]
     several = [v for arch in archs for v in of_kernel(kernel, arch) if whole(v)]
     for variant in several if ALL else several[len(several) // 2 :][:1]:
-        found = instructions(variant, tmp_path)
+        found = instructions(disassembled(variant))
         local = {name for name in found if name.startswith(("LDL", "STL"))}
         assert not local, variant
         missing = [
@@ -124,8 +101,32 @@ def test_the_hardware_is_told(kernel: str, tmp_path: Path) -> None:
         assert not missing, f"{variant} lacks {missing}: {sorted({*found})}"
 
 
-def test_the_disassembler_is_read(tmp_path: Path) -> None:
+def test_the_disassembler_is_read() -> None:
     slow = next(v for v in of_kernel("add", "90") if not whole(v))
-    found = instructions(slow, tmp_path)
+    found = instructions(disassembled(slow))
     assert "EXIT" in found
     assert not any(re.match(f"{READ}|{WRITE}", name) for name in found)
+
+
+def test_loops_are_found() -> None:
+    text = """
+.L_x_1:
+        /*0000*/                   MOV R1, R2 ;
+.L_x_2:
+        /*0010*/              @!P0 HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0020*/               @P1 BRA `(.L_x_2) ;
+        /*0030*/               @P1 BRA `(.L_x_3) ;
+        /*0040*/                   BRA `(.L_x_1) ;
+.L_x_3:
+        /*0050*/                   EXIT ;
+"""
+    assert loops(text) == [(2, 1), (5, 1)]
+
+
+def test_the_page_says_what_attention_compiles_to() -> None:
+    head, _ = budget.read()
+    if head["compiler"] != budget.compiler_version():
+        pytest.skip("another compiler than the page speaks of")
+    page = budget.PAGE.read_text(encoding="utf-8").splitlines()
+    for arch in ARCHITECTURES if ALL else ("86",):
+        assert {*rows(arch)} <= {*page}, "python -m tests.sass --write"

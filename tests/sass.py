@@ -1,0 +1,116 @@
+"""The instructions of compiled kernels, as nvdisasm shows them (the extra ``sass`` has it).
+
+python -m tests.sass --write      renews what docs/performance.md says of attention's loops
+"""
+
+import functools
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from unsloth_cupy.cli.run_folder import written_beside
+
+from . import budget
+from .variants import ARCHITECTURES, Variant, constants, of_kernel
+
+BEGIN, END = "<!-- loops: begin -->", "<!-- loops: end -->"
+PRODUCT = r"HMMA\.16816"  # of tensor cores
+PLAIN = re.compile(r"(attention_forward )?bfloat16 queries=\d+ dim=(\d+) value_dim=\2( again)?")
+LOOPS = ("attention_forward", "attention_backward", "attention_decode")
+
+
+class Loop(NamedTuple):
+    """A loop of a kernel: all its instructions, and those that are products of tensor cores."""
+
+    instructions: int
+    products: int
+
+
+@functools.cache
+def nvdisasm() -> Path:
+    """Return the disassembler of the wheel; raise LookupError without it."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise LookupError("needs the extra `sass` (nvidia-cuda-nvdisasm)") from None
+    return Path(str(next(f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))))
+
+
+def disassembled(variant: Variant) -> str:
+    """Return the text of a variant's kernel."""
+    with budget.without_a_device():
+        made, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "unit.cubin"
+        cubin.write_bytes(made + b"\0")  # CuPy drops the last byte, and nvdisasm misses it
+        command = [nvdisasm(), "-c", cubin]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    section = re.search(rf"\.text\.{variant.kernel}:\n(.*?)(?=^\.text\.|\Z)", text, re.M | re.S)
+    assert section is not None, text[:1000]
+    return section[1]
+
+
+def instructions(text: str) -> list[str]:
+    """Return the instructions, with their modifiers and without their operands."""
+    return re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)", text, re.M)
+
+
+def loops(text: str) -> list[Loop]:
+    """Return the loops: from a label to a branch back to it."""
+    found, begins, so_far = [], dict[str, int](), list[str]()
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            begins[label[1]] = len(so_far)
+        so_far += instructions(line)
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if branch and branch[1] in begins:
+            body = so_far[begins[branch[1]] :]
+            found.append(Loop(len(body), sum(bool(re.match(PRODUCT, each)) for each in body)))
+    return found
+
+
+def tile_loop(text: str) -> Loop:
+    """Return the shortest of the loops with most products: what a warp does for each tile."""
+    return max(loops(text), key=lambda loop: (loop.products, -loop.instructions))
+
+
+def rows(arch: str) -> Iterator[str]:
+    """Return the lines of the table for an architecture."""
+    for kernel in LOOPS:
+        for variant in of_kernel(kernel, arch):
+            known = PLAIN.fullmatch(variant.label)
+            if known is None or known[2] not in ("64", "128"):
+                continue
+            given = constants(variant.launch.source)
+            by = {"true": " by keys", "false": " by queries"}.get(given.get("BY_KEYS", ""), "")
+            with budget.without_a_device():
+                registers, _, _, share = budget.numbers(variant)
+            loop = tile_loop(disassembled(variant))
+            cells = [f"sm_{arch}", f"`{kernel}`{by}", known[2], variant.launch.threads // 32]
+            cells += [given.get("TILE") or given["TILE_KEYS"], registers, f"{share} %", *loop]
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def write() -> None:
+    """Renew the table."""
+    text = budget.PAGE.read_text(encoding="utf-8")
+    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
+    lines = [
+        "| architecture | kernel | head dim | warps | tile | registers | occupancy |"
+        " instructions of a tile | `mma` |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(line for arch in ARCHITECTURES for line in rows(arch)),
+    ]
+    with written_beside(budget.PAGE) as partial:
+        partial.write_text("\n".join([f"{head}{BEGIN}", *lines, tail]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    write()

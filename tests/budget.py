@@ -165,7 +165,7 @@ def numbers(variant: Variant) -> list[int]:
 
 def read() -> tuple[dict[str, Any], Lines]:
     """Return the head of the file, and its numbers by kernel, variant and architecture."""
-    head = {"pending": [], **tomllib.loads(FILE.read_text())}
+    head = tomllib.loads(FILE.read_text())
     lines = {
         kernel: {
             label: {arch: found for archs, found in by.items() for arch in archs.split()}
@@ -183,8 +183,6 @@ def _order(line: tuple[str, Any]) -> list[Any]:
 
 def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
     yield HEAD + f'compiler = "{head["compiler"]}"'
-    if head["pending"]:  # of which it has no lines yet
-        yield f"pending = {json.dumps(sorted(head['pending']))}"
     yield "\n[reasons]  # why no more than half of an SM's threads are resident"
     yield from (f"{kernel} = {json.dumps(why)}" for kernel, why in sorted(head["reasons"].items()))
     for kernel in sorted(lines):
@@ -199,7 +197,7 @@ def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
 
 def write(kernels: Iterable[str] = ()) -> None:
     """Renew the lines of these kernels, or all."""
-    head, lines = read() if FILE.exists() else ({"pending": [], "reasons": {}}, {})
+    head, lines = read() if FILE.exists() else ({"reasons": {}}, {})
     asked = [v for arch in ARCHITECTURES for v in variants(arch) if kept(v)]
     known = {v.kernel for v in asked}
     if strange := set(kernels) - known:
@@ -207,7 +205,6 @@ def write(kernels: Iterable[str] = ()) -> None:
     chosen = set(kernels) or known
     lines = {kernel: table for kernel, table in lines.items() if kernel in known - chosen}
     head["compiler"] = compiler_version()
-    head["pending"] = [kernel for kernel in head["pending"] if kernel not in chosen]
     with without_a_device(), ThreadPoolExecutor(4) as pool:
         wanted = [v for v in asked if v.kernel in chosen]
         for variant, found in zip(wanted, pool.map(numbers, wanted), strict=True):

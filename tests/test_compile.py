@@ -79,8 +79,6 @@ def test_ptxas_is_content(kernel: str, arch: str, compiled: Callable[[Variant], 
         assert used.complaints == (), variant
         assert used.shared + launch.shared <= LIMITS[arch][3], variant
         found = budget.numbers(variant)
-        if kernel in HEAD["pending"]:
-            continue
         assert found[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in {FILE.name}"
         if same_compiler and budget.kept(
             variant
@@ -94,7 +92,7 @@ def test_the_budget_has_a_line_for_each_variant_and_no_other() -> None:
     several = [v for arch in ARCHITECTURES for v in variants(arch) if budget.kept(v)]
     asked = {(v.kernel, v.label, v.arch) for v in several}
     kept = {(k, v, a) for k, table in LINES.items() for v, by in table.items() for a in by}
-    changed = sorted({kernel for kernel, *_ in asked ^ kept} - {*HEAD["pending"]})
+    changed = sorted({kernel for kernel, *_ in asked ^ kept})
     assert not changed, f"python -m tests.budget --write {' '.join(changed)}"
 
 
@@ -104,7 +102,7 @@ def test_reasons_are_of_kernels_that_need_one() -> None:
         for kernel, table in LINES.items()
         if any(numbers[3] <= 50 for by in table.values() for numbers in by.values())
     }
-    assert HEAD["reasons"].keys() - {*HEAD["pending"]} == low
+    assert HEAD["reasons"].keys() == low
     assert all(len(why.split()) > 4 for why in HEAD["reasons"].values())
 
 

@@ -131,62 +131,6 @@ class TestWarpsLeaveTilesOut(KernelAlone):
         assert bytes_read(queries, 8) == all_pairs - hidden * tile
 
 
-def alone(count: int) -> dict[str, Any]:
-    """Return offsets of many sequences of 150 queries: a long one, then one token each, then 0."""
-    lengths = np.ones(count, np.int64)
-    lengths[0], lengths[-1] = 150 - count + 2, 0
-    k_offsets = np.array([0, 75, *[75] * (count - 1)])
-    return {"q_offsets": np.concatenate([[0], lengths.cumsum()]), "k_offsets": k_offsets}
-
-
-PACKED = {"tokens": 150, "key_tokens": 75, "heads": 4, "kv_heads": 2, "dim": 8, "value_dim": 16}
-OFFSETS = {
-    "q_offsets": np.array([0, 3, 3, 133, 150], np.int32),
-    "k_offsets": [0, 40, 53, 53, 75],
-}
-
-
-class TestAttentionVarlen(KernelParity):
-    op = "attention_varlen_forward"
-    test_gradient_matches_finite_differences = None  # test_attention_varlen.py
-    test_rounds_once = test_any_strides = None
-    cases = (
-        Case("sequences without queries or keys", **PACKED, arrays=OFFSETS, causal=True),
-        Case("many sequences", **PACKED, arrays=alone(70)),
-        Case(
-            "what hides and drops",
-            **PACKED,
-            arrays=OFFSETS | {"alibi": [0.5, 0.25, 0.1, 0.3]},
-            given=["sinks"],
-            window=(40, 3),
-            dropout=0.3,
-            seed=5,
-        ),
-        Case(
-            "all",
-            **PACKED,
-            sequences=4,
-            arrays=OFFSETS,
-            given=["alibi", "sinks"],
-            window=(9, 3),
-            softcap=2.0,
-            scale=0.4,
-            dropout=0.3,
-            seed=5,
-        ),
-    )
-
-
-@pytest.mark.parametrize("offsets", [[0, 150, 9], [-5, 80, 900], [7, 7, 7]])
-def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
-    """On a GPU nobody reads them first: no access leaves the arrays."""
-    q, k = drawn((150, 2, 8), (150, 2, 8))
-    launch = OPS["attention_varlen_forward"].launch
-    both = np.array(offsets), np.array(offsets[::-1])
-    with emulator():
-        launch(q, k, k, *both, causal=True)
-
-
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("number", [0, -1])
 def test_random_schedules(number: int, seed: int) -> None:

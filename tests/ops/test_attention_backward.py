@@ -59,6 +59,7 @@ class TestAttentionBackward(KernelParity):
         Case("rows of 32 chunks", **ALONE | {"dim": 72, "value_dim": 256}, queries=20, keys=20),
         Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 40]}),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [20, -5]}),
+        Case("no key for a query", **SMALL, arrays={"mask": np.arange(21)[:, None] != [5] * 45}),
         Case("bias by key", **SMALL, arrays={"bias": hides(45), "mask": tiles(45)}),
         Case("bias by query", **SMALL, arrays={"bias": normal(2, 1, 21, 1)}, window=(9, 9)),
         Case("one bias", **SMALL, arrays={"bias": normal(1)}, softcap=3.0),

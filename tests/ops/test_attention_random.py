@@ -141,7 +141,7 @@ def test_the_definition(first: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(COUNT) if ALL else range(A_DAY))
-def test_emulated_kernels(number: int) -> None:
+def test_kernels_of_random_calls(number: int) -> None:
     number = number if ALL else (TODAY * A_DAY + number) % COUNT
     arrays, options = made(number)
     case = Case(f"random call {number}", arrays=arrays, **options)

@@ -171,7 +171,8 @@ def test_an_overflow_of_scaled_gradients_is_silent(offsets: Any) -> None:
         ([0, 5, 24], {"mask": np.ones((2, 12), int)}, ConfigError, "leave mask out"),
         ([[0, 24]], {}, ShapeError, r"\(texts \+ 1,\)"),
         ([], {}, ShapeError, r"\(texts \+ 1,\)"),
-        ([0.0, 24.0], {}, DTypeError, "must be integers"),
+        (np.array([0.0, 24.0]), {}, DTypeError, "must be int32 or int64"),
+        (np.array([0, 24], np.uint64), {}, DTypeError, "must be int32 or int64"),
         ([0, 5, 23], {}, RangeError, "rise from 0 to 24"),
         ([1, 5, 24], {}, RangeError, "rise from 0 to 24"),
         ([0, 9, 5, 24], {}, RangeError, "falls in between"),
@@ -179,9 +180,9 @@ def test_an_overflow_of_scaled_gradients_is_silent(offsets: Any) -> None:
 )
 def test_wrong_offsets(offsets: Any, options: Any, error: Any, message: str) -> None:
     model = model_of("llama", "float32", None)
-    dtype = float if 24.0 in offsets and isinstance(offsets[0], float) else int
+    given = offsets if isinstance(offsets, np.ndarray) else np.array(offsets, int)
     with pytest.raises(error, match=message):
-        model.loss(TOKENS, LABELS, offsets=np.array(offsets, dtype), **options)
+        model.loss(TOKENS, LABELS, offsets=given, **options)
 
 
 @pytest.mark.parametrize("lengths", [[24], [0, 10, 0, 14, 0], [24, 0]])
@@ -194,6 +195,13 @@ def test_empty_texts_change_nothing(lengths: list[int]) -> None:
         assert whole == pytest.approx(
             float(model.loss(TOKENS.reshape(1, -1), LABELS.reshape(1, -1)))
         )
+
+
+def test_texts_without_a_token_have_no_loss() -> None:
+    model, none = model_of("llama", "float32", None), np.zeros((1, 0), int)
+    loss, gradients = model.loss_and_gradients(none, none, offsets=np.array([0, 0, 0]))
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "qwen3"])

@@ -124,6 +124,16 @@ def _append(dtype: Any, k: np.ndarray, v: np.ndarray) -> None:
         np.testing.assert_array_equal(values[0, 1:4], k[0])
 
 
+def test_emulated_kernel_of_starts_with_gaps() -> None:
+    """A kernel reads positions end to end, and its arguments are checked at the first launch."""
+    k = np.ones((2, 1, 2, 8), np.float32)
+    for starts in (np.array([1, 4]), np.array([1, 7, 4, 7])[::2]):
+        keys, values = np.zeros((2, 2, 9, 2, 8), np.float32)
+        with emulator():
+            kv_append_(k, k, keys, values, starts)
+        assert np.argwhere(keys[..., 0, 0]).tolist() == [[0, 1], [1, 4]]
+
+
 def test_columns_of_a_fused_projection_are_not_copied() -> None:
     with gpu() as machine:
         fused = machine.array((2, 3, 4 * 16), "float16")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _arrays
+from .._dtypes import KINDS
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
 from ..ops._sequences import check_offsets
@@ -54,8 +55,8 @@ def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: KVCache | None) 
         )
     if offsets.ndim != 1 or not len(offsets):
         raise ShapeError(f"Transformer: offsets are {offsets.shape}; they must be (texts + 1,)")
-    if offsets.dtype.kind not in "iu":
-        raise DTypeError(f"Transformer: offsets are {offsets.dtype}; they must be integers")
+    if offsets.dtype not in KINDS["int"]:
+        raise DTypeError(f"Transformer: offsets are {offsets.dtype}; they must be int32 or int64")
     if isinstance(offsets, np.ndarray):  # a GPU is not asked: it waits
         check_offsets("Transformer", "offsets", offsets, tokens.size)
 

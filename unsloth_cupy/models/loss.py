@@ -27,7 +27,7 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
         labels = labels.reshape(1, -1)
     shifted: Array = _arrays.full_like(labels, IGNORE)
     shifted[:, :-1] = labels[:, 1:]
-    if offsets is not None:
+    if offsets is not None and shifted.size:
         shifted[0, offsets[1:] - 1] = IGNORE
     return shifted
 

@@ -73,6 +73,7 @@ def _launch(
 ) -> Any:
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
         return NotImplemented
+    starts = packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     k, v, apart = _lying(k, v)
     wide = lanes(math.gcd(row, *apart), k, v, keys, values)

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from unsloth_cupy._cupy import CupyTarget
 from unsloth_cupy._op import OPS, Op, op
 from unsloth_cupy.ops._rows import spanned
 
+from .parity import emulator
 from .stand_in import gpu
 from .test_launches import LAUNCHED, call_of
 
@@ -220,6 +222,20 @@ def test_no_call_keeps_memory(name: str) -> None:
             assert calls[0] == calls[1] == calls[2]
     finally:
         gc.enable()
+
+
+def test_threads_call_an_op_at_once() -> None:
+    """Each gets its own numbers, whoever records the call; the emulator takes turns."""
+    softmax = OPS["softmax"]
+
+    def found(number: int) -> bool:
+        x = np.full((3, 8), number, np.float32)
+        x[number % 3] = -np.inf
+        alike = [softmax(x, scale=1.0 + turn % 2) for turn in range(30)]
+        return all((y.sum(axis=1) == (np.arange(3) != number % 3)).all() for y in alike)
+
+    with emulator(check=False), ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(found, range(8)))
 
 
 def test_a_plan_keeps_no_array(made: Any) -> None:

@@ -18,6 +18,7 @@ import re
 import shutil
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from .build import DYNAMIC_SHARED, HERE
 PATIENCE = 50_000_000  # accesses of a block between two collectives: seconds
 SECONDS = 60  # of CPU time for a launch
 KEPT = 30 * 86400  # seconds that a build is kept
+ONE = threading.Lock()  # launch at a time: kernels and the runtime have one shared memory
 GRID, BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)  # the largest, by axis
 GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
 GUARD = 0xCB
@@ -265,11 +267,17 @@ class Module:
             for arg in args
         ]
         values = (ctypes.c_void_p * max(self.arity, 1))(*(cell.ctypes.data for cell in cells))
+        with ONE:
+            self._run(seed, last, (grid, block, self.cluster), memory, values, shared)
+
+    def _run(
+        self, seed: int, last: int, shapes: Any, memory: _Memory, values: Any, shared: int
+    ) -> None:
         buffers = (_Buffer * max(len(memory.homes), 1))(
             *(_Buffer(a.base, a.size, a.name.encode(), a.writable) for a in memory.homes)
         )
         dynamic = self.library.emu_dynamic()
-        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block, self.cluster)]
+        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in shapes]
         self.runtime.emu_guards(self.guards, len(self.guards))
         counting = self.check and bool(traffic.open_counts)
         self.runtime.emu_count(counting)

@@ -1,5 +1,7 @@
 """The first value that is not finite is found: by op, result and layer."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -125,3 +127,24 @@ def test_blocks_stand_inside_each_other_and_end() -> None:
             raised.value
         )
     assert np.isinf(run().value).all()
+
+
+def test_each_thread_looks_at_its_own_ops() -> None:
+    """Blocks of two threads may end in any order; none is left looking."""
+    inside, left, bad = Event(), Event(), np.array([1, np.nan], np.float32)
+
+    def another() -> None:
+        with find_nan():
+            inside.set()
+            left.wait(10)
+            with pytest.raises(NonFiniteError):
+                relu2(Tape().watch(bad))
+
+    with ThreadPoolExecutor(1) as threads:
+        with find_nan():
+            done = threads.submit(another)
+            assert inside.wait(10)
+        relu2(Tape().watch(bad))
+        left.set()
+        done.result(10)
+    relu2(Tape().watch(bad))

@@ -121,11 +121,11 @@ class Ledger:
     @contextmanager
     def told_of_ops(self) -> Iterator[None]:
         """Be told of every op of a tape, inside a ``with`` block."""
-        others, tape.watch_results = tape.watch_results, self.told
+        token = tape.watch_results.set(self.told)
         try:
             yield
         finally:
-            tape.watch_results = others
+            tape.watch_results.reset(token)
 
     def told(self, op: Any, values: Any, result: Any) -> None:
         """Find the part of what an op has taken: results, gradients among them, and the rest."""

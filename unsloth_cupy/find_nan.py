@@ -54,10 +54,11 @@ def find_nan(
     Notes
     -----
     An ``lse`` of -inf is the sum over no key at all, and fine.  Each result is read once more,
-    and on a GPU the host waits for each; ops on no tape are not looked at.
+    and on a GPU the host waits for each; ops on no tape, and those of other threads, are not
+    looked at.
     """
     names = {id(array): name for name, array in (parameters or {}).items()}
-    others: Any = tape.watch_results
+    others = tape.watch_results.get()
     last: str | None = None
 
     def look(op: Any, values: Sequence[Any], result: Any) -> None:
@@ -73,11 +74,11 @@ def find_nan(
             if array is not None and (gradients or not gradient) and not fine(operand.name, array):
                 raise _error(op, operand.name, array, values, last, names)
 
-    tape.watch_results = look
+    token = tape.watch_results.set(look)
     try:
         yield
     finally:
-        tape.watch_results = others
+        tape.watch_results.reset(token)
 
 
 def fine(name: str, array: Any) -> bool:

@@ -10,6 +10,7 @@ and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating 
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -78,7 +79,8 @@ class Var:
 
 Gradients = dict[int, Any]  # by the index of a Var
 watch_memory: Callable[[str], None] | None = None  # told of every op when it has returned
-watch_results: Callable[[Any, Sequence[Any], Any], None] | None = None  # of op, values, result
+Watch = Callable[[Any, Sequence[Any], Any], None]  # (op, values, result)
+watch_results: ContextVar[Watch | None] = ContextVar("watch_results", default=None)  # of a thread
 
 
 class Entry(NamedTuple):
@@ -219,8 +221,9 @@ def called(op: Any, values: list[Any], options: dict[str, Any]) -> Any:
     result = op.call(values, options)
     if watch_memory is not None:
         watch_memory(op.__name__)
-    if watch_results is not None:
-        watch_results(op, values, result)
+    watch = watch_results.get()
+    if watch is not None:
+        watch(op, values, result)
     return result
 
 

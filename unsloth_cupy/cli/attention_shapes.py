@@ -155,7 +155,11 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
     peers = [n for n in dict.fromkeys(n for row in rows for n in row["microseconds"]) if n != OURS]
     made = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
     for title in ("shape", "", "", "time", "TFLOP/s", "memory", *peers):
-        made.add_column(title, justify="left" if title in ("shape", "") else "right", no_wrap=True)
+        made.add_column(
+            title,
+            justify="left" if title in ("shape", "") else "right",
+            no_wrap=title not in ("shape", "memory"),  # those fold where the terminal is narrow
+        )
     before = None
     for row in rows:
         sizes = " x ".join(str(row[name]) for name in ("batch", "heads", "tokens", "dim"))

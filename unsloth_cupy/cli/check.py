@@ -54,7 +54,7 @@ def check(ctx: click.Context, op: str | None) -> None:
 
     ops = chosen(op)
     gpus, reason = machine.gpus()
-    console = Console(highlight=False)
+    console = machine.console()
     if gpus:
         line = f"Kernels run on {gpus[0].name}; ops without one run their NumPy definition."
     else:

@@ -16,6 +16,7 @@ TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
     """Draw train loss, held-out loss and unigram baseline over the steps into a PNG file."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     train = np.array([(line["step"], line["loss"]) for line in lines if "loss" in line])
     held = np.array(
@@ -48,6 +49,7 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
     axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.lines:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     with written_beside(path) as partial:

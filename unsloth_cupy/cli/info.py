@@ -25,7 +25,6 @@ LIBRARIES = {
 @click.command()
 def info() -> None:
     """Show devices, versions, and where the ops will run."""
-    from rich.console import Console
     from rich.table import Table
 
     gpus, reason = machine.gpus()
@@ -66,4 +65,4 @@ def info() -> None:
             "CuPy arrays", "need a GPU and pip install 'unsloth_cupy[cuda12]' or [cuda13]"
         )
     table.add_row("kernel sources", str(_source.source_root()))
-    Console(highlight=False, markup=False).print(table)
+    machine.console(markup=False).print(table)

@@ -11,6 +11,7 @@ import numpy as np
 
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+WIDE = 120  # columns of what is no terminal: tables and paths stay whole
 
 
 class Gpu(NamedTuple):
@@ -19,6 +20,16 @@ class Gpu(NamedTuple):
     name: str
     capability: str
     memory: int
+
+
+def console(*, markup: bool = True) -> Any:
+    """Return where tables go: as wide as the terminal, or wide enough where there is none."""
+    from rich.console import Console
+
+    made = Console(highlight=False, markup=markup)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = WIDE
+    return made
 
 
 def peak_memory() -> int:

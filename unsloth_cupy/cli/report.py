@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .._op import OPS
 from ..errors import ConfigError
 from .curve import INK, SOFT
@@ -117,6 +119,10 @@ def draw_times(path: Path, report: Report) -> None:
             axes.set_xlabel("GB/s; dashed: a copy", color=INK)
         else:
             axes.set_xscale("log")
+            low, high = np.log10(axes.get_xlim())  # whole decades: their ticks can be read
+            axes.set_xlim(10 ** np.floor(low), 10 ** np.ceil(high))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
             axes.set_xlabel("milliseconds", color=INK)
         axes.set_title(dtype, loc="left", fontsize=10, color=INK)
         axes.set_yticks(range(len(ops)), ops)

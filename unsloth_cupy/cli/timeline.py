@@ -1,5 +1,6 @@
 """The memory of a step as a picture: what each part holds, op after op."""
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ COLOURS = {  # what stays through a step lies below what comes and goes
     "logits": "#d1495b",
     "workspace": "#8b95a1",
 }
+TITLE_WIDTH = 90  # characters that fit beside each other
 SIZES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
@@ -43,7 +45,8 @@ def draw_timeline(path: Path, plan: MemoryPlan, title: str) -> None:
         xytext=(-8 if left else 8, 6), textcoords="offset points", ha="right" if left else "left",
         fontsize=9,
     )  # fmt: skip
-    axes.set_title(title, loc="left", fontsize=10, color=INK, pad=10)
+    shown = textwrap.fill(title, TITLE_WIDTH, break_on_hyphens=False)
+    axes.set_title(shown, loc="left", fontsize=10, color=INK, pad=10)
     axes.set_xlabel("op of the step: forward, backward, optimizer", color=INK)
     axes.set_ylabel(unit, color=INK)
     axes.set_xlim(0.5, len(steps) + 0.5)

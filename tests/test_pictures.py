@@ -1,0 +1,94 @@
+"""Pictures of the command line: nothing is cut off, and labels can be read."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from unsloth_cupy import plan_memory
+from unsloth_cupy.cli.curve import draw_curve
+from unsloth_cupy.cli.report import draw_times
+from unsloth_cupy.cli.timeline import draw_timeline
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def kept(figure: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return figures
+
+
+def assert_legible(axes: Axes) -> None:
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    page = figure.bbox
+    title = axes.get_title(loc="left")
+    shown = [text for text in [*axes.texts, axes.xaxis.label, axes.yaxis.label] if text.get_text()]
+    boxes = [text.get_window_extent() for text in shown]
+    left = next(text for text in axes.get_children() if getattr(text, "_text", "") == title)
+    boxes.append(left.get_window_extent())
+    for box in boxes:
+        assert (page.min <= box.min).all(), title
+        assert (box.max <= page.max).all(), title
+    low, high = axes.get_xlim()
+    labels = [
+        tick.label1.get_window_extent()
+        for tick in axes.xaxis.get_major_ticks()
+        if low <= tick.get_loc() <= high and tick.label1.get_text()
+    ]
+    assert labels
+    assert all(one.x1 < next_.x0 for one, next_ in pairwise(labels))
+
+
+def test_a_curve_counts_whole_steps(tmp_path: Path, drawn: list[Figure]) -> None:
+    lines = [{"step": step, "loss": 5.0 - step} for step in range(1, 5)]
+    draw_curve(tmp_path / "curve.png", lines, "a run")
+    (axes,) = drawn[0].axes
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    assert_legible(axes)
+
+
+def test_a_timeline_has_room_for_its_title(tmp_path: Path, drawn: list[Figure]) -> None:
+    title = "models/of/a/folder/whose/name/is/long/config.json: 1 x 16 tokens" + ", lora 4" * 12
+    plan = plan_memory(CONFIG, batch=1, tokens=16, dtype="float32")
+    draw_timeline(tmp_path / "plan.png", plan, title)
+    assert_legible(drawn[0].axes[0])
+
+
+@pytest.mark.parametrize("times", [(7400.0, 8200.0), (31.0, 3100.0)])
+def test_times_can_be_read_off(
+    tmp_path: Path, drawn: list[Figure], times: tuple[float, float]
+) -> None:
+    rows = [
+        {
+            "op": f"op {n}", "dtype": dtype, "size": [2, 3], "microseconds": time, "peers": {},
+            "gb_per_s": 1.0, "bytes": 1,
+        }
+        for n, time in enumerate(times)
+        for dtype in ("float16", "bfloat16", "float32")
+    ]  # fmt: skip
+    report = {"copy_gb_per_s": None, "rows": rows, "machine": {"gpu": None}, "date": "2026-11-21"}
+    draw_times(tmp_path / "times.png", report)
+    for axes in drawn[0].axes:
+        assert_legible(axes)
+        low, high = np.log10(axes.get_xlim())
+        assert high - low >= 1, "two ticks at least say what the scale is"
+        assert not any(tick.label1.get_text() for tick in axes.xaxis.get_minor_ticks())

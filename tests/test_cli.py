@@ -14,8 +14,11 @@ from pathlib import Path
 import click.testing
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
+from unsloth_cupy.cli import machine
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.plan import Largest
 from unsloth_cupy.cli.run_folder import RunFolder
@@ -365,8 +368,6 @@ class TestGenerate:
         assert re.search(r"20 tokens in .* tokens/s", first.stderr)
 
     def test_greedy_tokens_are_those_of_the_model(self, finished: tuple[Path, str]) -> None:
-        from tokenizers import Tokenizer
-
         from unsloth_cupy import models
 
         folder = finished[0] / "model"
@@ -379,8 +380,6 @@ class TestGenerate:
     def test_it_stops_at_the_end_token(self, finished: tuple[Path, str], tmp_path: Path) -> None:
         folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
         written = run("generate", folder, "The dog", "--temperature", 0, "--max-new-tokens", 3)
-        from tokenizers import Tokenizer
-
         tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(written.stdout).ids
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": tokens}))
@@ -497,6 +496,7 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune --text latin.txt --out run", "is not UTF-8: byte 2 is 0xfc"),
         ("finetune --out full", "full is not empty and holds no run"),
         ("finetune --out empty.txt", "is a file"),
+        ("finetune --out empty.txt/run", "empty.txt/run: Not a directory; name another folder"),
         ("finetune --steps 0", "--steps"),
         ("finetune --lr -1", "--lr"),
         ("finetune --lr nan --out run", "--lr"),
@@ -523,6 +523,10 @@ def wrong(tmp_path: Path) -> Path:
         ("plan unknown", "choose from bitnet"),
         ("plan no-tokenizer --dtype int8", "'int8' is not one of"),
         ("plan no-tokenizer --batch 0", "--batch"),
+        ("plan no-tokenizer --plot no/a.png", "no is no folder; make it, or name another file"),
+        ("plan no-tokenizer --plot full", "full is a folder; name a file"),
+        ("bench relu2 --json no/a.json", "no is no folder"),
+        ("bench relu2 --plot no/a.png", "no is no folder"),
     ],
 )
 def test_wrong_input_is_one_clear_error(
@@ -530,7 +534,51 @@ def test_wrong_input_is_one_clear_error(
 ) -> None:
     monkeypatch.chdir(wrong)
     assert_one_clear_error(run(*arguments.split()), said)
-    assert not list(wrong.glob("run/checkpoint-*"))
+    assert not (wrong / "run").exists()
+
+
+def test_a_run_that_never_began_takes_back_what_it_made_alone(wrong: Path) -> None:
+    there = wrong / "there"
+    there.mkdir()
+    for out in (there, there / "a" / "b"):
+        result = run("finetune", wrong / "broken", "--out", out)
+        assert_one_clear_error(result, "copy it again")
+        assert not list(there.iterdir())
+
+
+def test_a_full_disk_is_one_clear_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", full)
+        assert_one_clear_error(run(*command), "No space left on device; make room on its disk")
+    assert run(*command).exit_code == 0
+
+
+def test_a_loss_above_the_baseline_is_called_so(text: Path, tmp_path: Path) -> None:
+    sizes = ("--layers", 1, "--hidden", 32, "--vocabulary", 300, "--tokens", 16)
+    result = run("finetune", "--text", text, "--out", tmp_path / "run", "--steps", 1, *sizes)
+    assert re.search(r"held-out loss .* nats per token, \d\.\d{3} above", result.output)
+
+
+def test_weights_that_explode_are_no_warnings(text: Path, tmp_path: Path) -> None:
+    command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
+    process = start(*command, "--lr", 1e6, "--max-norm", 1e9)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Warning" not in errors
+    assert "try a smaller --lr" in errors
+
+
+def test_tables_stay_whole_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert machine.console().width == machine.WIDE
+    monkeypatch.setenv("COLUMNS", "77")
+    assert machine.console().width == 77
 
 
 @pytest.mark.parametrize("command", ["finetune --out run", "generate full hello"])
@@ -573,6 +621,23 @@ def test_a_tokenizer_of_another_model_is_refused(
     shutil.copy(finished[0] / "model" / "tokenizer.json", tmp_path / "llama")
     result = run("finetune", tmp_path / "llama", "--text", text, "--out", tmp_path / "run")
     assert_one_clear_error(result, "they do not belong together")
+    result = run("generate", tmp_path / "llama", "The dog")
+    assert_one_clear_error(result, "they do not belong together")
+    assert not result.stdout
+
+
+def test_a_token_that_nobody_says_may_have_no_row(
+    finished: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rest = ("--text", text, "--out", tmp_path / "run", "--steps", 1, "--tokens", 16)
+    assert run("finetune", folder, *rest).exit_code == 0
+    assert run("generate", folder, "The dog", "--max-new-tokens", 1).exit_code == 0
+    result = run("generate", folder, "The <image>")
+    assert_one_clear_error(result, "'<image>'", "copy both from one place")
 
 
 def test_a_checkpoint_that_lost_its_optimizer_is_named(

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from unsloth_cupy import KVCache
+from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import create
 
@@ -41,6 +41,13 @@ def test_padding_changes_nothing(model, side):
     alone = model.generate(PROMPT[1][mask[1]][None], max_new_tokens=9, stop=())
     np.testing.assert_array_equal(made[1, 7:], alone[0, 4:])
     np.testing.assert_array_equal(made[:, :7], PROMPT)
+
+
+def test_a_broken_weight_is_no_text():
+    broken = create(CONFIG, seed=0)
+    broken.parameters["model.norm.weight"][0] = np.nan
+    with pytest.raises(NonFiniteError, match="the logits of new token 0 hold NaN"):
+        broken.generate(PROMPT, max_new_tokens=3)
 
 
 def test_draws_repeat_and_ignore_the_other_rows(model):

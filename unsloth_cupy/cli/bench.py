@@ -18,7 +18,7 @@ from .._version import __version__
 from ..errors import ConfigError
 from . import machine
 from .attention_shapes import draw_shapes, shape_rows, shape_table
-from .options import FILE
+from .options import FILE, NewFile
 from .report import check_markers, draw_times, table, write_block
 from .run_folder import written_beside
 from .stopwatch import DeviceClock, HostClock
@@ -68,8 +68,10 @@ OPERATIONS: dict[str, Callable[[dict[str, Any]], int]] = {
 @click.command()
 @click.argument("op", required=False)
 @click.option("--peers", is_flag=True, help="Time torch too; on a GPU torch.compile and Liger.")
-@click.option("--plot", type=FILE, metavar="PATH", help="Draw the times into a PNG file.")
-@click.option("--json", "numbers", type=FILE, metavar="PATH", help="Write the numbers as JSON.")
+@click.option("--plot", type=NewFile(), metavar="PATH", help="Draw the times into a PNG file.")
+@click.option(
+    "--json", "numbers", type=NewFile(), metavar="PATH", help="Write the numbers as JSON."
+)
 @click.option("--write", type=FILE, metavar="PATH", help="Renew the table of docs/performance.md.")
 def bench(
     op: str | None, peers: bool, plot: Path | None, numbers: Path | None, write: Path | None
@@ -91,7 +93,7 @@ def bench(
         _may_write(write, gpu, reason)
     if peers:
         _need_torch(gpu is not None)
-    console = Console(highlight=False)
+    console = machine.console()
     kernels = [each for each in ops if _launches(each)]
     if gpu is None:
         line = f"No GPU was found ({reason}): these are times of NumPy definitions on the CPU."

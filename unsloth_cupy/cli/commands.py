@@ -30,7 +30,8 @@ class Commands(click.Group):
             raise  # click ends quietly when the reader of a pipe is gone
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            raise click.ClickException(f"{where}{error.strerror or error}") from error
+            cure = "see that the disk has room and lets you write"
+            raise click.ClickException(f"{where}{error.strerror or error}; {cure}") from error
         except MemoryError as error:
             cure = "try a smaller --batch, fewer --tokens or a smaller model"
             raise click.ClickException(f"out of memory ({error}); {cure}") from error

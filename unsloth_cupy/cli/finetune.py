@@ -16,7 +16,7 @@ from .generate import stream_text
 from .interrupt import Interrupted
 from .lessons import Shape, of_records, of_text
 from .limit import Memory, Sizes, within
-from .machine import blas_threads
+from .machine import blas_threads, console
 from .new_model import SIZES, small_llama
 from .options import FILE, Device, Number, Size, option
 from .records import SUFFIX, Records, read_records
@@ -204,11 +204,6 @@ def prepare(
         if plan.lora is not None and model.adapter is None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     vocabulary, positions = model.config.vocab, model.config.positions
-    if tokenizer.get_vocab_size() > vocabulary:
-        raise ConfigError(
-            f"the tokenizer of {folder} has {tokenizer.get_vocab_size()} tokens, the model"
-            f" {vocabulary}; they do not belong together"
-        )
     if request.tokens > positions:
         raise ConfigError(
             f"--tokens {request.tokens} is more than the {positions} positions of the model"
@@ -252,7 +247,6 @@ def announce(trainer: Trainer) -> None:
 
 def report(run: RunFolder) -> None:
     """Print the result of a run."""
-    from rich.console import Console
     from rich.table import Table
 
     lines = run.lines()
@@ -263,7 +257,8 @@ def report(run: RunFolder) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
-    table.add_row("held-out loss", f"{loss:.3f} nats per token, {baseline - loss:.3f} below")
+    side = "below" if loss < baseline else "above"
+    table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
     table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
     seconds = sum(line["seconds"] for line in steps)
     speed = sum(line["tokens_per_second"] * line["seconds"] for line in steps) / seconds
@@ -278,7 +273,7 @@ def report(run: RunFolder) -> None:
     table.add_row("model", str(run.model))
     table.add_row("loss curve", str(run.curve))
     table.add_row("numbers", str(run.log))
-    Console(highlight=False, markup=False).print(table)
+    console(markup=False).print(table)
 
 
 def sample(trainer: Trainer, seed: int) -> None:

@@ -15,7 +15,7 @@ from .chat import Chat
 from .machine import blas_threads
 from .options import FILE, Device, Number, option
 from .run_folder import load_model, model_folder
-from .tokenizer import TextStream, load_tokenizer
+from .tokenizer import TextStream, check_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -83,6 +83,7 @@ def stream_text(
     tokens = list(tokens) or tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
     if not tokens:
         raise ConfigError("the tokenizer knows no token to start from; give a PROMPT")
+    check_tokens(tokenizer, tokens, model.config.vocab)
     if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     stream = TextStream(tokenizer, tokens)

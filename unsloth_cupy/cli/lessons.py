@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from .chat import Chat, Span
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Lessons, Text, held_out_rows, unigram_baseline
-from .tokenizer import encode
+from .tokenizer import check_tokens, encode
 
 if TYPE_CHECKING:
     from ..models.config import Config
@@ -116,6 +116,7 @@ def in_order(examples: list[Example], shape: Shape) -> list[Batch]:
 def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int) -> Lessons:
     """Return what is learned of running text: windows of it."""
     train, held_out = encode(tokenizer, text.train), encode(tokenizer, text.held_out)
+    check_tokens(tokenizer, [*train.tolist(), *held_out.tolist()], config.vocab)
     batches = Batches(train, batch=shape.batch, length=shape.length, seed=seed)
     rows = held_out_rows(held_out, batch=shape.batch, length=shape.length)
     baseline = unigram_baseline(train, held_out[1:], config.vocab)
@@ -142,6 +143,8 @@ def of_records(
                 f"--text {records.path}: no text that is {which} gets to its answer in --tokens"
                 f" {shape.length}; give more --tokens"
             )
+    whole = [int(example.tokens.max()) for example in [*train, *held_out]]
+    check_tokens(tokenizer, whole, config.vocab)
     batches = Packed(train, shape, seed, records.path.name)
     learned, asked = (
         np.concatenate([e.labels[e.labels != IGNORE] for e in part]) for part in (train, held_out)

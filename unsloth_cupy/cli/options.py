@@ -1,6 +1,7 @@
 """Options of the commands: a name, a kind, one line of help."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,21 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not finite.", param, ctx)
         return number
+
+
+class NewFile(click.Path):
+    """A file to write: where it cannot be, the command says so before it works for minutes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail with why no file can be written there."""
+        path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if path.is_dir():
+            self.fail(f"{path} is a folder; name a file.", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"{path.parent} is no folder; make it, or name another file.", param, ctx)
+        if not os.access(path.parent, os.W_OK):
+            self.fail(f"{path.parent} cannot be written to; name another file.", param, ctx)
+        return path
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
@@ -55,6 +71,7 @@ METAVARS: dict[type, str] = {
     click.IntRange: "N",
     Number: "X",
     click.Path: "PATH",
+    NewFile: "PATH",
     Device: "NAME",
     Size: "SIZE",
 }

@@ -11,7 +11,8 @@ from .._ledger import MemoryPlan
 from ..errors import ConfigError
 from ..memory import format_bytes
 from ..memory_plan import DEVICES, OPTIMIZERS, plan_memory
-from .options import FILE, option
+from . import machine
+from .options import FILE, NewFile, option
 from .run_folder import model_folder
 from .timeline import draw_timeline
 
@@ -39,7 +40,7 @@ HOLDS = {
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
-@option("--plot", FILE, "PNG file of the step's timeline.", "memory-plan.png")
+@option("--plot", NewFile(), "PNG file of the step's timeline.", "memory-plan.png")
 def plan(
     config: Path,
     batch: int,
@@ -57,8 +58,6 @@ def plan(
 
     CONFIG is a model folder or a config.json; no weights are read.
     """
-    from rich.console import Console
-
     from ..models.files import read_json
     from ..models.parse import parse
 
@@ -89,7 +88,7 @@ def plan(
     plain = {"lora": None, "checkpoint every": None, "accumulate": 1, "state bits": 32}
     also = "".join(f", {name} {value}" for name, value in told.items() if value != plain[name])
     title = f"{path}: {batch} x {tokens} tokens, {dtype}{also}"
-    console = Console(highlight=False)
+    console = machine.console()
     console.print(ledger(made, title))
     console.print(cards(planned, batch, tokens, parse(values).positions))
     draw_timeline(plot, made, title)

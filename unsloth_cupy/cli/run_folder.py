@@ -99,7 +99,13 @@ class RunFolder:
             raise ConfigError(
                 f"--out {self.folder} is not empty and holds no run; name a new folder"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--out {self.folder}: {error.strerror}; name another folder"
+            ) from None
         with locked(self.folder):
             if self.finished or self.newest_checkpoint():
                 self._compare(settings)
@@ -109,7 +115,19 @@ class RunFolder:
             for pattern in ("*" + PARTIAL, f".*{PARTIAL}-*"):  # the second is a model's own
                 for leftover in self.folder.glob(pattern):
                     remove(leftover)
-            yield
+            try:
+                yield
+            finally:
+                if not (self.log.exists() or self.newest_checkpoint() or self.finished):
+                    self._leave(made)
+
+    def _leave(self, made: list[Path]) -> None:
+        """Remove what was made for a run that never began."""
+        self.settings.unlink(missing_ok=True)
+        for folder in made:
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
 
     def _compare(self, settings: dict[str, Any]) -> None:
         try:

@@ -1,6 +1,6 @@
 """Text to tokens and back, through the ``tokenizers`` package."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,16 @@ def train_tokenizer(text: str, vocabulary: int, special: Sequence[str] = ()) -> 
 def encode(tokenizer: Any, text: str) -> Array:
     """Return the tokens of a text, as int64, with no token that marks its start or end."""
     return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+
+def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:
+    """Raise for a token that a model has no row for; one that no text needs may be there."""
+    most = max(tokens, default=0)
+    if most >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer's token {most} ({tokenizer.id_to_token(most)!r}) is beyond the model's"
+            f" vocabulary of {vocabulary}; they do not belong together: copy both from one place"
+        )
 
 
 class TextStream:

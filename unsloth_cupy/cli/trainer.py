@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
+
 from .. import _arrays
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
@@ -19,6 +21,7 @@ from ..errors import ConfigError
 from ..faults import check_errors
 from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients, sum_gradients
+from ..models.files import write_tensors
 from ..optimizer import AdamW
 from ..precision import MixedPrecisionConfig, compute_copies
 from ..schedules import cosine_schedule
@@ -96,6 +99,7 @@ class Trainer:
             stop_request() as stop,
             Progress(self.step, self.plan.steps) as progress,
             self.memory.watched(held),
+            np.errstate(over="ignore", invalid="ignore"),  # what is not finite is looked for
         ):
             if self.step == 0:
                 self._evaluate(progress)
@@ -227,8 +231,6 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this step; the one before it stays until the next step."""
-        from safetensors.numpy import save_file
-
         path = self.run.folder / f"checkpoint-{self.step:08d}"
         broken = [name for name, array in self.masters.items() if not fine(name, array)]
         if broken:
@@ -237,7 +239,7 @@ class Trainer:
             with written_beside(path) as partial:
                 self.save_model(partial)
                 averages = {n: _arrays.on_host(a) for n, a in self.optimizer.state().items()}
-                save_file(averages, partial / "optimizer.safetensors")
+                write_tensors(partial / "optimizer.safetensors", averages)
                 state = {
                     "step": self.step,
                     "seed": self.plan.seed,

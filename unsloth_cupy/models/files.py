@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; pass a folder that holds one") from None
     except (ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
     return values
@@ -156,7 +156,7 @@ def write_folder(
             tensors = {
                 name: np.ascontiguousarray(_arrays.on_host(parameters[name])) for name in names
             }
-            safetensors.numpy.save_file(tensors, beside / file, metadata={"format": "pt"})
+            write_tensors(beside / file, tensors)
         for file, values in texts.items():
             (beside / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         for path in beside.iterdir():
@@ -170,6 +170,14 @@ def write_folder(
             beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Array]) -> None:
+    """Write a safetensors file, or raise a ConfigError: the disk may be full."""
+    try:
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path} cannot be written: {error}; make room on its disk") from None
 
 
 def _weight_files(folder: Path) -> list[str]:

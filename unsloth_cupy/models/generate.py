@@ -13,6 +13,7 @@ import numpy as np
 from .. import _arrays
 from .._typing import Array
 from ..errors import ConfigError
+from ..find_nan import NonFiniteError
 from ..kv_cache import KVCache
 from .config import Config
 from .inputs import check
@@ -130,6 +131,12 @@ def _steps(
             x = model.hidden(model.parameters, _like(new, like), shown, cache)
             found = model.head(x[:, -1:])[:, 0]
         logits = _arrays.on_host(found).astype(np.float64)
+        if np.isnan(logits).any():
+            raise NonFiniteError(
+                f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"
+                " a new copy of the model mends a broken weight",
+                "generate", "logits", None,
+            )  # fmt: skip
         if step < options.min_new_tokens:
             logits[:, ends] = -np.inf
         chosen = _choose(logits, options, draws)

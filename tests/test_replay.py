@@ -71,6 +71,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             return NotImplemented
         if parts == 5:
             x = x * 1
+        if parts == 6:
+            shift = np.full((), len(calls))
         y = empty(x.shape, x.dtype, like=x)
         Kernel(target)[1, 1](x if parts != 7 else spanned(x), y, parts, shift)
         return y
@@ -133,6 +135,14 @@ def test_a_launch_that_computes_is_not_recorded(made: Any) -> None:
     halved, _, calls = made
     for number in range(4):
         assert halved(np.full(2, number, np.float32), parts=5)[0] == np.float32(number / 5)
+    assert len(calls) == 5, "the second call tries"
+
+
+def test_a_launch_that_makes_an_array_is_not_recorded(made: Any) -> None:
+    """Nor where it is of one value, and looks like a number."""
+    halved, _, calls = made
+    for _ in range(4):
+        assert halved(np.zeros(2, np.float32), parts=6).tolist() == [len(calls)] * 2
     assert len(calls) == 5, "the second call tries"
 
 

@@ -81,7 +81,8 @@ class Recording:
 
         def number_of(value: Any) -> int:
             if id(value) not in numbers:
-                if getattr(value, "shape", ()) and not faults.holds(value):
+                scalar = isinstance(value, np.generic) or not hasattr(value, "shape")
+                if not (scalar or faults.holds(value)):
                     _refuse()  # the next call may make another array
                 numbers[id(value)] = len(self.arrays) + len(fixed)
                 fixed.append(value)

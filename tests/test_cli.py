@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import numpy as np
@@ -269,14 +270,23 @@ class TestFinetune:
         settings.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
         assert_one_clear_error(run("generate", out, "the"), "base_model_name_or_path is")
 
-    def test_adapters_go_on_with_equal_bits(
+    @pytest.mark.parametrize(
+        ("changed", "written"),
+        [
+            (("--lora", 2), "adapter_model.safetensors"),
+            (("--state-bits", 8), "model.safetensors"),
+        ],
+    )
+    def test_other_states_go_on_with_equal_bits(
         self,
+        changed: tuple[Any, ...],
+        written: str,
         finished: tuple[Path, str],
         text: Path,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        options = ("--text", text, "--lora", 2, "--batch", 2, "--tokens", 8, "--steps", 6)
+        options = ("--text", text, *changed, "--batch", 2, "--tokens", 8, "--steps", 6)
         command = ("finetune", finished[0], *options, "--save-every", 2, "--out")
         assert run(*command, tmp_path / "whole").exit_code == 0
         step = Trainer._one_step
@@ -289,12 +299,12 @@ class TestFinetune:
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_one_step", stumbling)
             assert_one_clear_error(run(*command, tmp_path / "half"), "stumbled")
+        (state,) = (tmp_path / "half").glob("checkpoint-*/optimizer.safetensors")
+        kinds = {array.dtype for array in load_file(state).values()}
+        assert (np.dtype(np.uint8) in kinds) == ("--state-bits" in changed)
         again = run(*command, tmp_path / "half")
         assert "going on from" in again.output
-        found = [
-            (tmp_path / name / "model" / "adapter_model.safetensors").read_bytes()
-            for name in ("whole", "half")
-        ]
+        found = [(tmp_path / name / "model" / written).read_bytes() for name in ("whole", "half")]
         assert found[0] == found[1]
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -51,7 +51,9 @@ def test_cures_are_named_together_where_none_is_enough() -> None:
     assert "--checkpoint-every" not in str(error.value)
 
 
-@pytest.mark.parametrize("switch", ["--checkpoint-every 1", "--dtype bfloat16", "--lora 8"])
+@pytest.mark.parametrize(
+    "switch", ["--checkpoint-every 1", "--dtype bfloat16", "--lora 8", "--state-bits 8"]
+)
 def test_a_cure_saves_what_it_says(switch: str) -> None:
     options: dict[str, Any] = {"batch": 4, "tokens": 128, "dtype": "float32", "device": "cpu"}
     whole = plan_memory(LLAMA, **options).total
@@ -60,6 +62,12 @@ def test_a_cure_saves_what_it_says(switch: str) -> None:
     with pytest.raises(DeviceMemoryError) as error:
         within(sizes(), PLAN, whole - 1)
     assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
+
+
+def test_a_switch_that_is_on_is_no_cure() -> None:
+    with pytest.raises(DeviceMemoryError) as error:
+        within(sizes(), PLAN._replace(state_bits=8), 5 * MIB)
+    assert "--state-bits" not in str(error.value)
 
 
 def test_what_fits_is_planned() -> None:

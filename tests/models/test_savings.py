@@ -13,8 +13,8 @@ from typing import Any
 import click.testing
 import pytest
 
-from unsloth_cupy import AdamW, Tape, cross_entropy, linear, swiglu_mlp
-from unsloth_cupy.cli import finetune, lessons, trainer
+from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
+from unsloth_cupy.cli import finetune, lessons
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.text import held_out_rows
 from unsloth_cupy.models import block, loss
@@ -51,11 +51,6 @@ def chunked_mlp(call: block.Call, prefix: str, x: Any) -> Any:
     return swiglu_mlp(x, *(call.parameters[name] for name in names), chunk=BATCH * TOKENS // 8)
 
 
-def eight_bit_adamw(*args: Any, **options: Any) -> AdamW:
-    used.append("8 bits")
-    return AdamW(*args, **options, state_bits=8)
-
-
 def some_rows(tokens: Any, *, batch: int, length: int) -> Any:
     return held_out_rows(tokens, batch=batch, length=length)[: EVALUATED // batch]
 
@@ -71,16 +66,8 @@ def in_chunks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block, "_mlp", chunked_mlp)
 
 
-def eight_bits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trainer, "AdamW", eight_bit_adamw)
-
-
-def both(patch: pytest.MonkeyPatch) -> None:
-    in_chunks(patch)
-    eight_bits(patch)
-
-
 HALVES = ("--batch", str(BATCH // 2), "--accumulate", "2")
+EIGHT_BITS = ("--state-bits", "8")
 SAVINGS: dict[str, tuple[Patch | None, tuple[str, ...]]] = {
     "logits whole": (whole_logits, ()),  # the saving is on in all others
     "checkpoints": (None, ("--checkpoint-every", "1")),
@@ -88,9 +75,9 @@ SAVINGS: dict[str, tuple[Patch | None, tuple[str, ...]]] = {
     "swiglu_mlp": (in_chunks, ()),
     "bfloat16": (None, ("--dtype", "bfloat16")),
     "float16": (None, ("--dtype", "float16")),
-    "8-bit states": (eight_bits, ()),
+    "8-bit states": (None, EIGHT_BITS),
     "accumulated halves": (None, HALVES),
-    "all": (both, ("--checkpoint-every", "1", "--dtype", "bfloat16", *HALVES)),
+    "all": (in_chunks, ("--checkpoint-every", "1", "--dtype", "bfloat16", *EIGHT_BITS, *HALVES)),
 }
 
 

@@ -64,6 +64,7 @@ class Request(NamedTuple):
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
+@option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
 @option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
 @option(
     "--evaluate-every",
@@ -92,6 +93,7 @@ def finetune(
     lora: int | None,
     accumulate: int,
     checkpoint_every: int | None,
+    state_bits: str,
     seed: int,
     evaluate_every: int | None,
     save_every: int,
@@ -130,7 +132,7 @@ def finetune(
     often = evaluate_every or math.ceil(steps / 10)
     plan = Plan(
         steps, rate, weight_decay, max_norm, seed, often, save_every, dtype, lora, accumulate,
-        checkpoint_every,
+        checkpoint_every, int(state_bits),
     )  # fmt: skip
     words = read_records(text) if text is not None and by_lines else read_text(text)
     name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"

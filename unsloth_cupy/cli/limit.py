@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
             "batch": self.batch,
             "tokens": self.tokens,
             "dtype": plan.dtype,
+            "state_bits": plan.state_bits,
             "rank": plan.lora,
             "checkpoint_every": plan.checkpoint_every,
             "accumulate": plan.accumulate,
@@ -77,6 +78,8 @@ def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
         changes[f"--batch {batch} --accumulate {parts}"] = {"batch": batch, "accumulate": parts}
     if sizes.tokens > 2:
         changes[f"--tokens {sizes.tokens // 2}"] = {"tokens": sizes.tokens // 2}
+    if plan.state_bits == 32:
+        changes["--state-bits 8"] = {"state_bits": 8}
     if plan.lora is None and sizes.exists:
         changes[f"--lora {ADAPTER_RANK}"] = {"rank": ADAPTER_RANK}
     totals = {switch: sizes.planned(plan, **change).total for switch, change in changes.items()}

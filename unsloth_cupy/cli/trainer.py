@@ -55,6 +55,7 @@ class Plan(NamedTuple):
     lora: int | None = None
     accumulate: int = 1
     checkpoint_every: int | None = None
+    state_bits: int = 32
 
 
 class Trainer:
@@ -77,8 +78,9 @@ class Trainer:
         self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
         self.masters = dict(model.trainable)
         self.optimizer = AdamW(
-            self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay
-        )
+            self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
+            state_bits=plan.state_bits,
+        )  # fmt: skip
         self.copies = compute_copies(model.parameters, plan.dtype)
         if model.adapter is None:
             self.optimizer.keep_copies(self.copies)

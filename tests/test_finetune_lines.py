@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.cli.chat import CHATML, Chat, Span
-from unsloth_cupy.cli.lessons import Example, Packed, Shape, encoded, in_order, of_records
-from unsloth_cupy.cli.records import Record, read_records
+from unsloth_cupy.cli.lessons import (
+    Example,
+    Packed,
+    Shape,
+    _examples,
+    encoded,
+    in_order,
+    of_records,
+)
+from unsloth_cupy.cli.records import Record, Records, read_records
 from unsloth_cupy.cli.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
@@ -336,6 +344,19 @@ class TestLabels:
             load_tokenizer(tmp_path), "a longer text", [Span(0, 13)], False, [], Chat(None)
         )
         assert len(tokens) == 13
+
+    def test_texts_of_which_no_token_is_known_are_left_out(self, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        tokenizer = Tokenizer(models.BPE({each: n for n, each in enumerate("catdog")}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        asked = [("", "cat dog"), ("xyz", "uvw"), ("", "uvw"), ("cat", " dog")]
+        known = [Record(n, [], *each) for n, each in enumerate(asked, 1)]
+        found, long, lost = _examples(
+            Records(tmp_path, "", "", known, known), tokenizer, [], 8, Chat(None), known
+        )
+        assert [example.line for example in found] == [1, 4]
+        assert (long, lost) == (0, 1)
 
     def test_a_token_across_the_border_is_learned(self) -> None:
         tokenizer = train_tokenizer("The dog. " * 9, 290)

@@ -185,7 +185,7 @@ def _examples(
         for start in range(0, len(tokens) if running else 1, most):
             piece = slice(start, start + most)
             example = Example(tokens[piece], labels[piece].copy(), record.line)
-            example.labels[0] = IGNORE  # nothing comes before it
+            example.labels[:1] = IGNORE  # nothing comes before it
             if (example.labels != IGNORE).any():
                 found.append(example)
             elif not start:

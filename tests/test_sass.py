@@ -43,6 +43,7 @@ OTHERS = {
     "attention_bias": (COPY, PRODUCT),
     "attention_delta": (READ,),  # a row gives two numbers
     "attention_sum": (),  # a thread adds what neighbours of it read
+    "lora_gradients": (COPY, PRODUCT),
     "loss_scaler": (),  # three numbers
     "embedding_starts": (),  # one index a thread
     "column_sum": (),  # a warp reads 32 neighbouring columns of float32: 128 bytes all the same

@@ -21,6 +21,7 @@ from unsloth_cupy._op import OPS, Op
 from unsloth_cupy._planned import shape_of
 from unsloth_cupy._signature import Operand
 from unsloth_cupy._source import source_root
+from unsloth_cupy.ops.lora import lora_linear_backward
 
 from .stand_in import LIMITS, Launch, Machine, gpu
 
@@ -201,6 +202,14 @@ def bias_gradient(machine: Machine, dtype: Any, bias: Any) -> None:
     linear_backward(dy, x, weight, machine.array(96, bias), wanted={"bias"})
 
 
+def adapter_gradients(machine: Machine, dtype: Any, rank: int, shift: int, small: bool) -> None:
+    """Pass over dy for an adapter; lora_linear itself multiplies by cuBLAS and has no kernel."""
+    rows, outputs = (32, 64) if small else (4096, 4096)  # one block, or sums of several
+    shapes = (rows, outputs), (rows, 8), (outputs, 8), (rank, 8), (outputs, rank), (rows, rank)
+    dy, x, weight, a, b, low = (machine.array(shape, dtype, shift) for shape in shapes)
+    lora_linear_backward(dy, None, x, weight, a, b, None, None, low, wanted={"b"})
+
+
 def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
     """Return what launches kernels and is no op: its name, a form, and what does it."""
     for dtype in KERNEL_DTYPES:
@@ -208,6 +217,12 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
             words = f"{dtype} bias {bias}"
             run = functools.partial(bias_gradient, dtype=dtype, bias=bias)
             yield "linear_backward", words, run
+        for rank, shift, small in ((8, 0, 0), (16, 0, 1), (32, 0, 0), (64, 0, 0), (64, 1, 0)):
+            words = f"{dtype} rank={rank}{' shift=1' * shift}{' one block' * small}"
+            run = functools.partial(
+                adapter_gradients, dtype=dtype, rank=rank, shift=shift, small=bool(small)
+            )
+            yield "lora_linear_backward", words, run
         narrow = dtype.itemsize == 2
         forms = [
             (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]

@@ -20,6 +20,7 @@ from .._op import op
 from .._typing import Array
 from ..tape import Var
 from ._columns import row_sum
+from ._lora_gradients import rank_gradients
 from .linear import flat
 
 
@@ -192,9 +193,12 @@ def raised_gradients(
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
     """Return gradients, from that of y: of what factor scales, low, b, bias and factor."""
     made = down if factor is None else _times(down, factor)
-    up, db, dbias, dfactor = gemm(made, _times(b, scale, seen.dtype)), None, None, None
-    if "b" in asked:
-        db = _times(gemm(made.T, low, dtype=b.dtype), scale)
+    dbias = dfactor = None
+    up, db = rank_gradients(
+        made, _times(b, scale, seen.dtype), low, b.dtype if "b" in asked else None
+    )
+    if db is not None:
+        db = _times(db, scale)
     if bias is not None and "bias" in asked:
         dbias = row_sum(down, bias.dtype)
     if factor is not None and "factor" in asked:

@@ -1,0 +1,202 @@
+// The two products of a gradient dy with the low rank of an adapter, from one pass over dy.
+//
+//   up = dy @ b      db = dy.T @ low
+//
+//   traffic     dy once; low once a slab of columns, b once a group of rows, both out of L2; with
+//               several slabs or groups, float32 sums that are written here and read by column_sum:
+//               slabs * rows * rank and groups * outputs * rank of them
+//   constants   T       dtype of dy, b and low
+//               U, W    dtypes of up and db: float where they are sums of one slab, of one group
+//               RANK    16, 32 or 64: the rank, rounded up
+//               LANES   values of dy that are copied at a time: 16 bytes of them, or 1
+//
+//   The trick: a block owns a slab of columns and a group of rows, whose tiles pass by in a ring.
+//   db of the slab stays in registers until the end: a warp holds some columns and all of the rank.
+//   Of up of a tile a warp has 16 rows and 16 of the rank and, where there are more warps than
+//   that, a share of the columns; shares are added in a fixed order, as are the sums of blocks.
+#include "common/tile.cuh"
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 32;
+constexpr int COLUMNS = 512 / sizeof(T), WARP_COLUMNS = COLUMNS / WARPS;
+constexpr int PARTS = RANK / 16, SPLITS = WARPS / (ROWS / 16 * PARTS);
+constexpr int PITCH = RANK + 8, DEPTH = COLUMNS / SPLITS;
+constexpr int M = WARP_COLUMNS / 16, N = RANK / 8;
+// of an SM, as most have shared memory for
+constexpr int RESIDENT = RANK == 64 && sizeof(T) == 4 ? 1 : 2;
+using Slab = Tile<T, COLUMNS>;
+using Low = Tile<T, RANK>;
+constexpr int STAGE = ROWS * (Slab::PITCH + Low::PITCH);
+
+// Copy rows first .. first + COUNT of a matrix of `rank` columns, with 0 beyond either end.
+template <int COUNT>
+__device__ __forceinline__ void put_low(const Low &to, const T *from, long long first,
+                                        long long stop, int rank) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < COUNT * RANK; i += THREADS) {
+        const int row = i / RANK, column = i % RANK;
+        const bool inside = first + row < stop && column < rank;
+        to.at(row, column / Low::CHUNK)[column % Low::CHUNK] =
+            inside ? from[(first + row) * rank + column] : T(0.0f);
+    }
+}
+
+// sum += x * four values
+__device__ __forceinline__ void add_four(float (&sum)[4], float x, const float *four) {
+    const float4 y = *reinterpret_cast<const float4 *>(four);
+    sum[0] = fmaf(x, y.x, sum[0]);
+    sum[1] = fmaf(x, y.y, sum[1]);
+    sum[2] = fmaf(x, y.z, sum[2]);
+    sum[3] = fmaf(x, y.w, sum[3]);
+}
+
+// found += 16 rows of dy by 16 columns of b, over a share of the slab's columns.
+template <class E>
+__device__ __forceinline__ void add_up(float (&found)[2][4], const Tile<E, COLUMNS> &dy,
+                                       const Tile<E, RANK> &b, int row, int part, int split) {
+    const int lane = threadIdx.x % 32, first = split * DEPTH;
+    if constexpr (sizeof(E) == 2) {
+        const auto from = b.lane(lane % 16, lane / 16);
+#pragma unroll 4
+        for (int k = first; k < first + DEPTH; k += 16) {
+            Fragment<1> left;
+            uint32_t right[4];
+            fetch(left, dy, row, k / 16);
+            ldmatrix_x4_trans(right, from.at(k, part * 2));
+            const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
+            multiply(found[0], left[0], b0, E());
+            multiply(found[1], left[0], b1, E());
+        }
+    } else {
+#pragma unroll 4
+        for (int k = first; k < first + DEPTH; k++) {
+            const float x = dy.at(row + lane / 2, k / 4)[k % 4];
+#pragma unroll
+            for (int n = 0; n < 2; n++) add_four(found[n], x, b.at(k, part * 4 + lane % 2 * 2 + n));
+        }
+    }
+}
+
+// held += columns of a warp of dy, turned, by all of low.
+template <class E>
+__device__ __forceinline__ void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy,
+                                       const Tile<E, RANK> &low, int column) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(E) == 2) {
+        const auto turned = dy.lane(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        const auto from = low.lane(lane % 16, lane / 16);
+#pragma unroll
+        for (int k = 0; k < ROWS; k += 16) {
+            Fragment<M> left;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                ldmatrix_x4_trans(left[m], turned.at(k, column / 8 + m * 2));
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                uint32_t right[4];
+                ldmatrix_x4_trans(right, from.at(k, n));
+                const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply(held[m][n], left[m], b0, E());
+                    multiply(held[m][n + 1], left[m], b1, E());
+                }
+            }
+        }
+    } else {
+        const int own = column + lane / 2;
+#pragma unroll 2
+        for (int k = 0; k < ROWS; k++) {
+            const float x = dy.at(k, own / 4)[own % 4];
+#pragma unroll
+            for (int n = 0; n < N; n++) add_four(held[0][n], x, low.at(k, n * 2 + lane % 2));
+        }
+    }
+}
+
+KERNEL(32 * WARPS, RESIDENT) lora_gradients(
+    const T *__restrict__ dy, const T *__restrict__ b, const T *__restrict__ low,
+    U *__restrict__ up, W *__restrict__ db, long long rows, int outputs, int rank, int slabs,
+    int tiles) {
+    DYNAMIC_SHARED(T, memory);
+    const Low own_b{memory};
+    T *const ring = memory + COLUMNS * Low::PITCH;
+    float *const sums = reinterpret_cast<float *>(ring + 2 * STAGE);
+
+    const int first_column = blockIdx.x % slabs * COLUMNS, group = blockIdx.x / slabs;
+    const long long first = (long long)group * tiles * ROWS;
+    const long long left = (rows - first + ROWS - 1) / ROWS;
+    const int steps = left < tiles ? (int)left : tiles;
+    up += blockIdx.x % slabs * rows * rank;
+    db += (long long)group * outputs * rank;
+
+    auto load = [&](int step) {  // few at a time: addresses take registers
+        const Slab to{ring + step % 2 * STAGE};
+        const long long top = first + (long long)step * ROWS;
+#pragma unroll 2
+        for (int i = threadIdx.x; i < ROWS * COLUMNS / LANES; i += THREADS) {
+            const int row = i / (COLUMNS / LANES), column = i % (COLUMNS / LANES) * LANES;
+            const bool inside = top + row < rows && first_column + column < outputs;
+            const T *from = dy + (inside ? (top + row) * outputs + first_column + column : 0);
+            T *const there = to.at(row, column / Slab::CHUNK) + column % Slab::CHUNK;
+            if constexpr (LANES > 1) cp_async_16(there, from, inside);
+            else *there = inside ? *from : T(0.0f);
+        }
+        cp_async_commit();
+        put_low<ROWS>(Low{to.start + ROWS * Slab::PITCH}, low, top, rows, rank);
+    };
+    load(0);
+    put_low<COLUMNS>(own_b, b, first_column, outputs, rank);
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = warp % (ROWS / 16) * 16, part = warp / (ROWS / 16) % PARTS;
+    const int split = warp / (ROWS / 16 * PARTS);
+    float held[M][N][4] = {};
+    for (int step = 0; step < steps; step++) {
+        const Slab tile{ring + step % 2 * STAGE};
+        const Low lows{tile.start + ROWS * Slab::PITCH};
+        cp_async_wait<0>();
+        __syncthreads();
+        if (step + 1 < steps) load(step + 1);
+
+        float found[2][4] = {};
+        add_up(found, tile, own_b, row, part, split);
+        add_db(held, tile, lows, warp * WARP_COLUMNS);
+
+        float *const to = sums + (split * ROWS + row) * PITCH + part * 16;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const float *sum = found[n];
+            if constexpr (sizeof(T) == 2) {
+                float *const there = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
+                *reinterpret_cast<float2 *>(there) = make_float2(sum[0], sum[1]);
+                *reinterpret_cast<float2 *>(there + 8 * PITCH) = make_float2(sum[2], sum[3]);
+            } else {
+                float *const there = to + lane / 2 * PITCH + lane % 2 * 8 + n * 4;
+                *reinterpret_cast<float4 *>(there) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            }
+        }
+        __syncthreads();
+        const long long top = first + (long long)step * ROWS;
+        for (int i = threadIdx.x; i < ROWS * RANK; i += THREADS) {
+            const int here = i / RANK, column = i % RANK;
+            float sum = sums[here * PITCH + column];
+#pragma unroll
+            for (int s = 1; s < SPLITS; s++) sum += sums[(s * ROWS + here) * PITCH + column];
+            if (top + here < rows && column < rank) up[(top + here) * rank + column] = (U)sum;
+        }
+    }
+
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const bool narrow = sizeof(T) == 2;
+                const int beside = narrow ? m * 16 + lane / 4 + i / 2 * 8 : lane / 2;
+                const int column = first_column + warp * WARP_COLUMNS + beside;
+                const int at = n * 8 + (narrow ? lane % 4 * 2 + i % 2 : lane % 2 * 4 + i);
+                if (column < outputs && at < rank)
+                    db[(long long)column * rank + at] = (W)held[m][n][i];
+            }
+}

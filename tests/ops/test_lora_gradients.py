@@ -1,0 +1,140 @@
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy.ops import _lora_gradients
+from unsloth_cupy.ops.lora import lora_linear_backward
+from unsloth_cupy.ops.lora_shared import lora_up_backward
+
+from ..cuda_on_cpu.traffic import counted
+from ..parity import Arrays, Case, KernelAlone, _shifted, emulator, within_rule
+from ..stand_in import gpu
+
+
+def drawn(rows: int, outputs: int, rank: int, dtype: Any) -> list[np.ndarray]:
+    """Return dy, low and b, rounded to float16 before."""
+    rng = np.random.default_rng(0)
+    shapes = (rows, outputs), (rows, rank), (outputs, rank)
+    return [rng.standard_normal(shape).astype(np.float16).astype(dtype) for shape in shapes]
+
+
+def gradients(dy: np.ndarray, low: np.ndarray, b: np.ndarray, scale: float = 1.0) -> Arrays:
+    x, weight = (np.ones((len(array), 1), dy.dtype) for array in (low, b))
+    wanted = {"low", "b"}
+    *_, dlow, db, _, _ = lora_up_backward(
+        dy, x, weight, low, b, None, None, scale=scale, wanted=wanted
+    )
+    return {"dlow": dlow, "db": db}
+
+
+class TestLoraGradients(KernelAlone):
+    """Both products of dy with the low rank, from one launch."""
+
+    op = "lora_up"
+    cases = (
+        Case("one tile", rows=5, outputs=7, rank=1, scale=0.5),
+        Case("a slab and a bit", rows=33, outputs=264, rank=8),
+        Case("odd rows of dy", rows=40, outputs=261, rank=16),
+        Case("tiles in turn", rows=130, outputs=40, rank=33),
+        Case("off alignment", rows=64, outputs=64, rank=32, shift=1),
+        Case("slabs and groups", rows=160, outputs=520, rank=64, scale=2.0, processors=3),
+        Case("float32 b", rows=33, outputs=24, rank=4, wide=True),
+        Case("beyond the table", rows=9, outputs=8, rank=65, launches=0),
+    )
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        """Equal to two products, twice with equal bits."""
+        rows, outputs, rank, scale, shift, processors, launches = (
+            case.both.get(name, default)
+            for name, default in (
+                *(("rows", 0), ("outputs", 0), ("rank", 0)),
+                *(("scale", 1.0), ("shift", 0), ("processors", 1), ("launches", 1)),
+            )
+        )
+        given = drawn(rows, outputs, rank, dtype)
+        if case.both.get("wide"):
+            given[2] = given[2].astype(np.float32)
+        plain = gradients(*given, scale)
+        exact = gradients(*(array.astype(np.float64) for array in given), scale)
+        there = [_shifted(array) for array in given] if shift else given
+        many = mock.patch.object(_lora_gradients, "processors", return_value=processors)
+        load = mock.patch.object(_lora_gradients, "load", wraps=_lora_gradients.load)
+        with emulator(), many, load as loaded:
+            first, second = gradients(*there, scale), gradients(*there, scale)
+        assert loaded.call_count == 2 * launches
+        within_rule(plain, exact, first, dtype)
+        for name, array in first.items():
+            assert array.tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_dy_is_read_once(dtype: Any) -> None:
+    """Beside it low for every slab and b for every group, and sums of two slabs and two groups."""
+    dy, low, b = drawn(96, 1024 // dtype.itemsize, 16, dtype)
+    many = mock.patch.object(_lora_gradients, "processors", return_value=2)
+    with counted() as traffic, emulator(), many:
+        gradients(dy, low, b)
+    sums = 2 * 4 * (low.size + b.size)
+    read, written = (traffic.of("global", write=write) for write in (False, True))
+    assert read.bytes == dy.nbytes + 2 * low.nbytes + 2 * b.nbytes + sums
+    assert read.efficiency == 1
+    assert written.bytes == sums + low.nbytes + b.nbytes
+
+
+def test_shared_memory_has_no_conflicts() -> None:
+    dy, low, b = drawn(64, 256, 64, ml_dtypes.bfloat16)
+    with counted() as traffic, emulator():
+        gradients(dy, low, b)
+    for write in (False, True):
+        assert traffic.of("shared", write=write).efficiency == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0)], ids=str)
+def test_nothing_to_read(shape: tuple[int, int, int]) -> None:
+    dy, low, b = drawn(*shape, np.float32)
+    with emulator():
+        found = gradients(dy, low, b)
+    assert [array.shape for array in found.values()] == [low.shape, b.shape]
+    assert not any(array.any() for array in found.values())
+
+
+def test_a_gap_between_rows() -> None:
+    dy, low, b = drawn(12, 24, 3, np.float32)
+    with emulator():
+        wanted = gradients(dy[:, :17].copy(), low, b[:17])
+        found = gradients(dy[:, :17], low, b[:17])
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, wanted[name])
+
+
+def test_one_launch_takes_the_place_of_two_products() -> None:
+    """Where somebody wants both; for one alone there is nothing to share."""
+    with gpu() as machine:
+        dy, x, weight, a, b, low = (
+            machine.array(shape, np.float16)
+            for shape in ((64, 96), (64, 8), (96, 8), (4, 8), (96, 4), (64, 4))
+        )
+        given = dy, None, x, weight, a, b, None, None, low
+        lora_linear_backward(*given, wanted={"b"})
+        assert "lora_gradients" in [launch.kernel for launch in machine.launches]
+        assert machine.products == []
+        machine.launches.clear()
+        lora_linear_backward(*given, wanted={"a"})
+        assert machine.launches == []
+        assert len(machine.products) == 2
+
+
+def test_sums_fit_into_l2() -> None:
+    """Twice the rows, and the float32 sums of up are more than a second pass over dy is worth."""
+    with gpu() as machine:
+        for rows, products in ((8192, 0), (16384, 2)):
+            machine.products.clear()
+            shapes = (rows, 4096), (4096, 64), (rows, 64)
+            _lora_gradients.rank_gradients(
+                *(machine.array(shape, np.float16) for shape in shapes), np.dtype("float16")
+            )
+            assert len(machine.products) == products

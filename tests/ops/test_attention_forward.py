@@ -298,7 +298,10 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
         (ConfigError, "tile=8", lambda: AttentionConfig(tile=8)),
         (ConfigError, "block=1.5", lambda: AttentionConfig(block=1.5)),  # type: ignore[arg-type]
         (ConfigError, "options=3", lambda: AttentionConfig().resolve((90, 1), options=3)),
+        (ConfigError, "device=None", lambda: AttentionConfig().resolve(None)),
+        (ConfigError, "pass a GPU's number", lambda: AttentionConfig().resolve((86,))),
         (DTypeError, "float64", lambda: AttentionConfig().resolve((90, 1), dtype="float64")),
+        (DTypeError, "choose from float16", lambda: AttentionConfig().resolve(0, dtype="half_")),
         (KernelError, "dim=12", lambda: AttentionConfig().resolve((90, 2**18), dim=12)),
         (KernelError, "dim=520", lambda: AttentionConfig().resolve((90, 2**20), dim=520)),
         (KernelError, "shared=1000", lambda: AttentionConfig().resolve((90, 1000))),

@@ -101,13 +101,16 @@ class AttentionConfig:
         Raises
         ------
         ConfigError, DTypeError
-            options is no level; there is no kernel for the dtype.
+            device or options is nothing of the kind; there is no kernel for the dtype.
         KernelError
             No tiles fit: the definition runs there.
         """
         if options not in range(ANY + 1):
             raise ConfigError(f"AttentionConfig.resolve(options={options!r}): pass 0, 1 or 2")
-        kind = np.dtype(dtype)
+        try:
+            kind = np.dtype(dtype)
+        except TypeError:  # no name of a dtype
+            kind = np.dtype(object)
         if kind not in KERNEL_DTYPES:
             known = ", ".join(each.name for each in KERNEL_DTYPES)
             raise DTypeError(f"AttentionConfig.resolve(dtype={dtype!r}): choose from {known}")
@@ -140,8 +143,11 @@ def _begin(start: Start | None) -> None:
 
 
 def _limits(device: Any) -> Limits:
-    if isinstance(device, tuple):
-        return Limits(*device)
+    if isinstance(device, tuple) and len(device) == 2:
+        return Limits(*map(int, device))
+    if not isinstance(device, int | np.ndarray) and not hasattr(device, "device"):
+        known = "a GPU's number, an array on it, or (architecture, bytes)"
+        raise ConfigError(f"AttentionConfig.resolve(device={device!r}): pass {known}")
     if isinstance(device, np.ndarray) and target_of(device) is None:
         problem = "no kernel runs on an array of NumPy"
         raise KernelError(f"AttentionConfig.resolve: {problem}; pass a GPU's number or its limits")

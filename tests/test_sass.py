@@ -128,6 +128,14 @@ def test_the_page_says_what_attention_compiles_to() -> None:
     head, _ = budget.read()
     if head["compiler"] != budget.compiler_version():
         pytest.skip("another compiler than the page speaks of")
-    page = budget.PAGE.read_text(encoding="utf-8").splitlines()
+    written: dict[tuple[str, ...], list[str]] = {}
+    for line in budget.PAGE.read_text(encoding="utf-8").splitlines():
+        cells = line.strip("| ").split(" | ")
+        written[tuple(cells[:3])] = cells
     for arch in ARCHITECTURES if ALL else ("86",):
-        assert {*rows(arch)} <= {*page}, "python -m tests.sass --write"
+        for row in rows(arch):
+            cells = row.strip("| ").split(" | ")
+            told = written[tuple(cells[:3])]
+            assert [*cells[:5], cells[8]] == [*told[:5], told[8]], "python -m tests.sass --write"
+            for at in (5, 7):  # registers, instructions: NVRTC does not always give the same
+                assert int(cells[at]) == pytest.approx(int(told[at]), rel=0.05), row

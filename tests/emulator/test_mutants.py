@@ -30,7 +30,7 @@ from ..cuda_on_cpu import EmulatorError
 from ..parity import KernelAlone, KernelParity
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
-SAMPLE = 3  # of each kind, a day
+SAMPLE = 2  # of each kind, a day
 SYNCHRONISATION = re.compile(
     r"(?<!void )(__syncthreads|__syncwarp|__threadfence(_block)?|cp_async_(wait<\w+>|commit)"
     r"|mbarrier_(wait|arrive)(_cluster)?|cluster_(arrive|wait)|mbarrier_init_fence"

@@ -137,5 +137,6 @@ def test_the_page_says_what_attention_compiles_to() -> None:
             cells = row.strip("| ").split(" | ")
             told = written[tuple(cells[:3])]
             assert [*cells[:5], cells[8]] == [*told[:5], told[8]], "python -m tests.sass --write"
-            for at in (5, 7):  # registers, instructions: NVRTC does not always give the same
-                assert int(cells[at]) == pytest.approx(int(told[at]), rel=0.05), row
+            for at in (5, 7):  # registers and instructions
+                near = pytest.approx(int(told[at]), rel=0.05)  # NVRTC varies from run to run
+                assert int(cells[at]) == near, row

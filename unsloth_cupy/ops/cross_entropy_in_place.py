@@ -15,9 +15,8 @@ from .._arrays import empty, packed
 from .._dtypes import FLOAT32
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError, GradientError
-from ..tape import Var
 from ._cross_entropy_launch import launch_both
+from ._in_place import check_changeable
 from ._losses import check_labels, checked, losses, slopes
 
 
@@ -61,13 +60,7 @@ def cross_entropy_(
     RangeError, ShapeError, DTypeError
         As ``cross_entropy``; the logits are then unchanged.
     """
-    given: Any = logits
-    if isinstance(given, Var):
-        raise GradientError("cross_entropy_: logits are on a tape; call cross_entropy")
-    if not hasattr(given, "__setitem__") or (
-        isinstance(given, np.ndarray) and not given.flags.writeable
-    ):
-        raise ConfigError("cross_entropy_: logits are read-only; pass a copy")
+    check_changeable("cross_entropy_", "call cross_entropy", logits=logits)
     seeds: Any = dloss
     one = isinstance(seeds, numbers.Real)
     return cross_entropy_over_(

@@ -1,4 +1,7 @@
-"""How rms_norm and layer_norm are launched: kernels_cu/common/norm.cuh explains the constants."""
+"""What rms_norm and layer_norm share: the check of eps, and their launch.
+
+kernels_cu/common/norm.cuh explains the constants.
+"""
 
 from functools import cache
 from typing import Any
@@ -9,6 +12,7 @@ from .._arrays import empty, lanes
 from .._jit import load
 from .._source import Constants
 from .._typing import Array
+from ..errors import ConfigError
 from ._columns import column_sums
 from ._device import clusters, processors, shared_memory
 from ._rows import aligned, lie
@@ -80,6 +84,12 @@ def sums(chosen: Constants) -> int:
     step = chosen["CLUSTER"] * chosen["ROW_THREADS"] * chosen["LANES"]
     depth = -(-chosen["HIDDEN"] // step)
     return 4 * (1 + chosen["BIAS"]) * depth * chosen["LANES"] * chosen["THREADS"]
+
+
+def check_eps(call: str, eps: float) -> None:
+    """Raise where eps could make what the root is taken of negative."""
+    if eps < 0:
+        raise ConfigError(f"{call}(eps={eps}): eps must be 0 or more")
 
 
 def forward(

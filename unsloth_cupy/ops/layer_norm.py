@@ -9,7 +9,6 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError
 from . import _norm
 
 
@@ -69,7 +68,7 @@ def layer_norm_forward(
 
     Without a residual, h may lie in the memory of x: copy it before writing to either.
     """
-    _check(eps)
+    _norm.check_eps("layer_norm", eps)
     h = x if residual is None else x + residual
     hidden = max(1, x.shape[-1])
     mean = h.sum(axis=-1) / hidden
@@ -91,17 +90,12 @@ def _launch_forward(
     *,
     eps: float = 1e-5,
 ) -> tuple[Array, Array, Array, Array]:
-    _check(eps)
+    _norm.check_eps("layer_norm", eps)
     y, h, mean, rstd = _norm.forward("layer_norm", 2, x, weight, residual, bias, eps)
     return y, h, mean, rstd
 
 
 layer_norm_forward.strided = "x", "residual"
-
-
-def _check(eps: float) -> None:
-    if not eps >= 0:
-        raise ConfigError(f"layer_norm(eps={eps}): eps must be 0 or more")
 
 
 @layer_norm_forward.gradient(

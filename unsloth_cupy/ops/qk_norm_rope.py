@@ -20,9 +20,9 @@ from .._jit import load
 from .._op import op
 from .._source import Constants
 from .._typing import Array
-from ..errors import ConfigError
 from ._columns import column_sums
 from ._device import processors
+from ._norm import check_eps
 from ._steps import stepped
 from .rms_norm import rms_norm_backward, rms_norm_forward
 from .rope import INT64, by_token, check_tables, reports, rotated
@@ -104,7 +104,7 @@ def qk_norm_rope_forward(
     interleaved: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
     """Return q and k as qk_norm_rope does; rstd of each head, for the backward op."""
-    _check(eps)
+    check_eps("qk_norm_rope", eps)
     check_tables("qk_norm_rope", q, cos, positions)
     cos, sin = by_token(q, cos, sin, positions)
     normalised = rms_norm_forward.definition
@@ -168,7 +168,7 @@ def _launch_forward(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
-    _check(eps)
+    check_eps("qk_norm_rope", eps)
     check_tables("qk_norm_rope", q, cos, positions)
     if q.shape[3] > 32 * VALUES:
         return NotImplemented
@@ -212,11 +212,6 @@ def _chosen(
     sizes = batch * tokens, period, length, *q_steps, *k_steps
     kernel = load("qk_norm_rope.cu", name, q, constants)
     return (flat_q, flat_k, *arrays[2:]), constants, kernel, sizes
-
-
-def _check(eps: float) -> None:
-    if eps < 0:
-        raise ConfigError(f"qk_norm_rope(eps={eps}): eps must be 0 or more")
 
 
 @qk_norm_rope_forward.gradient(

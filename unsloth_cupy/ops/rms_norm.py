@@ -9,7 +9,6 @@ import numpy as np
 
 from .._op import op
 from .._typing import Array
-from ..errors import ConfigError
 from . import _norm
 
 
@@ -72,7 +71,7 @@ def rms_norm_forward(
 
     Without a residual, h may lie in the memory of x: copy it before writing to either.
     """
-    _check(eps)
+    _norm.check_eps("rms_norm", eps)
     h = x if residual is None else x + residual
     y = h * h
     rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
@@ -93,17 +92,12 @@ def _launch_forward(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    _check(eps)
+    _norm.check_eps("rms_norm", eps)
     y, h, rstd = _norm.forward("rms_norm", 1, x, weight, residual, bias, eps, offset)
     return y, h, rstd
 
 
 rms_norm_forward.strided = "x", "residual"
-
-
-def _check(eps: float) -> None:
-    if eps < 0:
-        raise ConfigError(f"rms_norm(eps={eps}): eps must be 0 or more")
 
 
 @rms_norm_forward.gradient(

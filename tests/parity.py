@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 
 import unsloth_cupy  # noqa: F401  every op registers itself
-from unsloth_cupy._dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES
+from unsloth_cupy._cases import Call
+from unsloth_cupy._dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES, allowed
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS, Op
+from unsloth_cupy._planned import shape_of
 from unsloth_cupy._signature import Operand
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -51,11 +53,8 @@ class Case:
         self.label, self.given, self.arrays, self.gaps = label, given, arrays or {}, gaps
         self.both = sizes_and_options
 
-    def options(self, op: Op) -> dict[str, Any]:
-        return {name: value for name, value in self.both.items() if name in op.options}
-
-    def draw(self, op: Op, dtype: Any) -> Arrays:
-        """Return inputs by name, read-only; floats of the dtype, rounded to float16 before."""
+    def draw(self, op: Op, dtype: Any) -> Call:
+        """Return a call of read-only arrays; floats of the dtype, rounded to float16 before."""
         rng = np.random.default_rng(0)
         drawn: Arrays = dict.fromkeys(op.names)
         for operand in op.contract.inputs:
@@ -67,17 +66,16 @@ class Case:
             else:
                 array = self._random(operand, rng)
             if array.dtype.kind == "f":
-                array = array.astype(np.float16).astype(_dtype(operand, dtype))
+                array = array.astype(np.float16).astype(allowed(operand.kind, np.dtype(dtype))[0])
                 array = _between_gaps(array) if self.gaps else array
             array.flags.writeable = False
             drawn[operand.name] = array
-        return drawn
+        options = {name: value for name, value in self.both.items() if name in op.options}
+        return Call(op, drawn, options)
 
     def _random(self, operand: Operand, rng: np.random.Generator) -> np.ndarray:
-        shape: list[int] = []
-        for axis in operand.axes:
-            size = int(axis) if axis.isdigit() else self.both[axis.strip("*?").split("|")[0]]
-            shape += size if axis.startswith("*") else [size]
+        shape = shape_of(operand, self.both)
+        assert shape is not None, f"{self.label}: give a size to every axis of {operand}"
         if operand.kind == "bool":
             return rng.random(shape) < 0.7
         if operand.kind == "int":
@@ -95,21 +93,21 @@ class Parity:
         """Every differentiable input, in one random direction, through every output."""
         op = OPS[self.op]
         assert op.backward is not None, f"{self.op} has no gradient: set `differentiable = False`"
-        inputs, options = case.draw(op, np.float64), case.options(op)
+        call = case.draw(op, np.float64)
         rng = np.random.default_rng(1)
-        made = _outputs(op, inputs, options)
+        made = outputs_of(call)
         seeds = _seeds(op, made, rng)
 
-        def loss(moved: Arrays) -> float:
-            outputs = _outputs(op, moved, options)
+        def loss(name: str, value: np.ndarray) -> float:
+            outputs = outputs_of(call._replace(arrays=call.arrays | {name: value}))
             return sum(
                 float((seed * outputs[name[1:]])[np.isfinite(outputs[name[1:]])].sum())
                 for name, seed in seeds.items()  # the lse of a row without keys stays -inf
             )
 
-        gradients = _backward(op, inputs | made | seeds, options)
+        gradients = outputs_of(call.backward(made, seeds))
         for operand in op.contract.inputs:
-            value = inputs[operand.name]
+            value = call.arrays[operand.name]
             if value is None or operand.kind not in DIFFERENTIABLE:
                 continue
             assert gradients["d" + operand.name].dtype == value.dtype, operand.name
@@ -118,8 +116,7 @@ class Parity:
             errors = []
             for step in (1e-4, 1e-5, 1e-6):  # truncation and rounding pull apart: one is small
                 ahead, behind = (
-                    loss(inputs | {operand.name: value + sign * step * direction})
-                    for sign in (1, -1)
+                    loss(operand.name, value + sign * step * direction) for sign in (1, -1)
                 )
                 slope = (ahead - behind) / (2 * step)
                 exact = float((gradients["d" + operand.name] * direction).sum())
@@ -130,20 +127,17 @@ class Parity:
     @pytest.mark.parametrize("dtype", [np.dtype("float16"), BFLOAT16], ids=str)
     def test_rounds_once(self, case: Case, dtype: Any) -> None:
         """In 16 bits a definition is off by one rounding and no more."""
-        op = OPS[self.op]
-        inputs, options = case.draw(op, dtype), case.options(op)
-        exact = _outputs(op, _cast(op, inputs, np.float64), options)
-        for name, plain in _outputs(op, inputs, options).items():
+        call = case.draw(OPS[self.op], dtype)
+        exact = outputs_of(call.cast(np.float64))
+        for name, plain in outputs_of(call).items():
             assert _error(plain, exact[name]) <= EPS[dtype.name] * _size(exact[name]), name
 
     def test_any_strides(self, case: Case) -> None:
         """Reversed, Fortran-ordered and read-only arrays give the same bits."""
-        op = OPS[self.op]
-        inputs, options = case.draw(op, np.float32), case.options(op)
-        expected = _outputs(op, inputs, options)
+        call = case.draw(OPS[self.op], np.float32)
+        expected = outputs_of(call)
         for view in (_reversed, _fortran):
-            viewed = {name: None if a is None else view(a) for name, a in inputs.items()}
-            for name, found in _outputs(op, viewed, options).items():
+            for name, found in outputs_of(call.mapped(view)).items():
                 scale = 4 * EPS["float32"] * _size(expected[name])
                 assert _error(found, expected[name].astype(np.float64)) <= scale, name
 
@@ -219,30 +213,30 @@ def _compare_kernels(
     place: Callable[[np.ndarray], Any],
     sides: Sequence[str] = KernelParity.sides,
 ) -> None:
-    inputs, options = case.draw(op, dtype), case.options(op)
-    wide = _cast(op, inputs, np.float64)
-    exact, plain = _outputs(op, wide, options), _outputs(op, inputs, options)
-    there = {name: None if a is None else place(a) for name, a in inputs.items()}
+    call = case.draw(op, dtype)
+    wide, there = call.cast(np.float64), call.mapped(place)
+    exact, plain = outputs_of(wide), outputs_of(call)
     if "forward" in sides:
-        first, second = (run(lambda: _outputs(op, there, options)) for _ in range(2))
-        within_rule(plain, exact, first, dtype)
+        first, second = (run(lambda: outputs_of(there)) for _ in range(2))
+        within_rule(plain, exact, first)
         _equal_bits(first, second)
     if "backward" not in sides or op.backward is None or op.backward.launch is None:
         return
     seeds = _seeds(op, plain, np.random.default_rng(1))
     wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
     seeds_there = {name: _between_gaps(a) if case.gaps else a for name, a in seeds.items()}
-    wired = there | {name: place(array) for name, array in (plain | seeds_there).items()}
-    exact, plain = (
-        _backward(op, wide | exact | wide_seeds, options),
-        _backward(op, inputs | plain | seeds, options),
+    wide, call, there = (
+        wide.backward(exact, wide_seeds),
+        call.backward(plain, seeds),
+        there.backward(*({n: place(a) for n, a in made.items()} for made in (plain, seeds_there))),
     )
-    first, second = (run(lambda: _backward(op, wired, options)) for _ in range(2))
-    within_rule(plain, exact, first, dtype)
+    exact, plain = outputs_of(wide), outputs_of(call)
+    first, second = (run(lambda: outputs_of(there)) for _ in range(2))
+    within_rule(plain, exact, first)
     _equal_bits(first, second)
 
 
-def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays, dtype: Any) -> None:
+def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays) -> None:
     """Raise where a kernel is farther from the exact result than plain computation allows."""
     for name, array in kernel.items():
         found = np.asarray(array.get() if hasattr(array, "get") else array)
@@ -257,23 +251,14 @@ def _equal_bits(first: Arrays, second: Arrays) -> None:
         assert first[name].tobytes() == second[name].tobytes(), f"{name} differs between two runs"
 
 
-def _outputs(op: Op, inputs: Arrays, options: dict[str, Any]) -> Arrays:
-    changes = op.__name__.endswith("_")  # its arrays, and that is its result
-    if changes:
-        inputs = {name: None if a is None else a.copy() for name, a in inputs.items()}
-    result = op.call([inputs[name] for name in op.names], dict(options))
-    result = result if isinstance(result, tuple) else (result,)
-    outputs = {o.name: a for o, a in zip(op.contract.outputs, result, strict=True)}
-    if changes:
-        outputs |= {o.name: inputs[o.name] for o in op.contract.inputs if o.kind != "int"}
-    return {name: array for name, array in outputs.items() if array is not None}
-
-
-def _backward(op: Op, wired: Arrays, options: dict[str, Any]) -> Arrays:
-    """Return the gradients, from inputs and outputs of a call and gradients of its outputs."""
-    backward = op.backward
-    kept = {name: value for name, value in options.items() if name in backward.options}
-    return _outputs(backward, {name: wired.get(name) for name in backward.names}, kept)
+def outputs_of(call: Call) -> Arrays:
+    """Return the results by name; and of an op that changes its arrays, these too."""
+    if not call.op.__name__.endswith("_"):
+        return call.run()
+    call = call.mapped(lambda array: array.copy())
+    kept = {o.name for o in call.op.contract.inputs if o.kind == "int"}
+    changed = {n: a for n, a in call.arrays.items() if n not in kept and a is not None}
+    return call.run() | changed
 
 
 def _seeds(op: Op, outputs: Arrays, rng: np.random.Generator) -> Arrays:
@@ -284,16 +269,6 @@ def _seeds(op: Op, outputs: Arrays, rng: np.random.Generator) -> Arrays:
         "d" + o.name: rng.standard_normal(outputs[o.name].shape).astype(outputs[o.name].dtype)
         for o in taken
     }
-
-
-def _cast(op: Op, inputs: Arrays, dtype: Any) -> Arrays:
-    floats = {o.name for o in op.contract.inputs if o.kind in (*DIFFERENTIABLE, "table")}
-    return {n: a.astype(dtype) if n in floats and a is not None else a for n, a in inputs.items()}
-
-
-def _dtype(operand: Operand, dtype: Any) -> Any:
-    narrow = np.dtype(dtype).itemsize < 4 and operand.kind == "stat"
-    return np.dtype("float32") if narrow else np.dtype(dtype)
 
 
 def _error(found: Any, exact: Any) -> float:
@@ -329,35 +304,30 @@ def compare_far(name: str, row: int, blocks: int = 8, **sizes_and_options: Any) 
 
     The op's leading axis is so long that its rows of ``row`` elements fill such an array.
     """
-    op, last, dtype = OPS[name], 3, np.dtype("float16")
+    op, last = OPS[name], 3
     rows = 2**31 // row + last
     case = Case("far", **{"rows": [last], "axes": [last, row], "batch": last}, **sizes_and_options)
-    inputs, options = case.draw(op, dtype), case.options(op)
+    call = case.draw(op, np.dtype("float16"))
 
     def leads(operand: Operand) -> bool:
         return bool(operand.axes) and operand.axes[0] in ("*rows", "*axes", "batch")
 
-    far = dict(inputs)
+    far = dict(call.arrays)
     for operand in op.contract.inputs:
-        few = inputs[operand.name]
+        few = call.arrays[operand.name]
         if few is not None and leads(operand):
             array = far[operand.name] = sparse((rows, *few.shape[1:]), few.dtype)
             array[-last:] = few
             array.flags.writeable = False
     with emulator(last=blocks):
-        found = _outputs(op, far, options)
+        found = outputs_of(call._replace(arrays=far))
     ends = {
         o.name: found[o.name][-last:] for o in op.contract.outputs if o.name in found and leads(o)
     }
     assert any(
         array.size > 2**31 for array in (*far.values(), *found.values()) if array is not None
     )
-    within_rule(
-        _outputs(op, inputs, options),
-        _outputs(op, _cast(op, inputs, np.float64), options),
-        ends,
-        dtype,
-    )
+    within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), ends)
 
 
 def _between_gaps(array: np.ndarray) -> np.ndarray:

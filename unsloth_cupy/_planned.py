@@ -276,7 +276,7 @@ def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | No
         name = parts(axis)[0]
         if name.isdigit() or name in sizes:
             size = size_of(axis, sizes)
-            shape += size if isinstance(size, tuple) else (size,)
+            shape += tuple(size) if axis.startswith("*") else (size,)
         elif not axis.endswith("?"):
             return None
     return shape

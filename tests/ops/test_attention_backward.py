@@ -24,12 +24,11 @@ from ..parity import (
     Case,
     KernelAlone,
     KernelParity,
-    _backward,
     _compare_kernels,
     _equal_bits,
-    _outputs,
     _seeds,
     emulator,
+    outputs_of,
 )
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles
 
@@ -192,13 +191,10 @@ def test_some_options_together(seed: int) -> None:
 def test_equal_bits_on_random_schedules(number: int) -> None:
     """Whatever order threads and blocks run in."""
     case, op = TestAttentionBackward.cases[number], OPS["attention_forward"]
-    inputs, options = case.draw(op, KERNEL_DTYPES[number]), case.options(op)
-    made = _outputs(op, inputs, options)
-    seeds = _seeds(op, made, np.random.default_rng(1))
-    first, *others = (
-        _within(lambda: _backward(op, inputs | made | seeds, options), seed=seed)
-        for seed in range(4)
-    )
+    call = case.draw(op, KERNEL_DTYPES[number])
+    made = outputs_of(call)
+    backward = call.backward(made, _seeds(op, made, np.random.default_rng(1)))
+    first, *others = (_within(lambda: outputs_of(backward), seed=seed) for seed in range(4))
     for other in others:
         _equal_bits(first, other)
 

@@ -89,7 +89,7 @@ def test_gradient_of_a_bias_by_kernel(dtype: Any, rows: int) -> None:
 
     with emulator():
         first, second = sums(dtype), sums(dtype)
-    within_rule(sums(dtype), sums(np.float64), first, dtype)
+    within_rule(sums(dtype), sums(np.float64), first)
     assert first["dbias"].tobytes() == second["dbias"].tobytes()
     with gpu() as machine:
         there = [machine.array(array.shape, dtype) for array in (dy, x, weight, bias)]

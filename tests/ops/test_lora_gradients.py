@@ -66,7 +66,7 @@ class TestLoraGradients(KernelAlone):
         with emulator(), many, load as loaded:
             first, second = gradients(*there, scale), gradients(*there, scale)
         assert loaded.call_count == 2 * launches
-        within_rule(plain, exact, first, dtype)
+        within_rule(plain, exact, first)
         for name, array in first.items():
             assert array.tobytes() == second[name].tobytes(), name
 

@@ -275,6 +275,7 @@ class TestFinetune:
         [
             (("--lora", 2), "adapter_model.safetensors"),
             (("--state-bits", 8), "model.safetensors"),
+            (("--chunked-mlp",), "model.safetensors"),
         ],
     )
     def test_other_states_go_on_with_equal_bits(
@@ -333,6 +334,29 @@ class TestFinetune:
         assert run(*options, tmp_path / "stopped").exit_code == 0
         assert numbers(tmp_path / "stopped") == log
         assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+    def test_chunked_mlps_learn_the_same(
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        """The switch is a setting of the run, and refused where it cannot be."""
+        out, options = tmp_path / "run", ("finetune", "--text", text, *SMALL)
+        assert run(*options, "--chunked-mlp", "--out", out).exit_code == 0
+        last, plain = numbers(out)[-1], numbers(finished[0])[-1]
+        assert last["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-2)  # as others
+        assert_one_clear_error(run(*options, "--out", out), "chunked_mlp True (now False)")
+        more = (
+            "finetune",
+            finished[0],
+            "--tokens",
+            8,
+            "--chunked-mlp",
+            "--out",
+            tmp_path / "other",
+        )
+        assert_one_clear_error(run(*more, "--lora", 2), "chunked_mlp: there is an adapter on")
+        assert not (tmp_path / "other").exists()
+        gemma = run("plan", GOLDEN / "models" / "gemma2", "--chunked-mlp")
+        assert_one_clear_error(gemma, "chunked_mlp: the MLP of a gemma2 model")
 
     def test_adapters_need_a_model(self, tmp_path: Path) -> None:
         done = run("finetune", "--lora", 4, "--out", tmp_path / "out")
@@ -408,9 +432,22 @@ class TestPlan:
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
+    def test_rows_are_no_longer_than_a_model_has_positions(self, tmp_path: Path) -> None:
+        """As in finetune; rows that nobody asked for have 2048 tokens, or all positions."""
+        config = json.loads((LLAMA / "config.json").read_text())
+        plot = ("--plot", tmp_path / "plan.png")
+        for positions, tokens in ((96, 96), (4096, 2048)):
+            written = json.dumps(config | {"max_position_embeddings": positions})
+            (tmp_path / "config.json").write_text(written)
+            assert f"1 x {tokens} tokens" in run("plan", tmp_path, *plot).output
+            said = f"--tokens {positions + 1} is more than the {positions} positions of the model"
+            longer = ("--tokens", positions + 1)
+            assert_one_clear_error(run("plan", tmp_path, *longer, *plot), said)
+
     def test_a_large_model_does_not_fit(self, tmp_path: Path) -> None:
         config = json.loads((LLAMA / "config.json").read_text())
         large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        large |= {"max_position_embeddings": 8192}
         (tmp_path / "config.json").write_text(json.dumps(config | large | {"head_dim": 128}))
         result = run("plan", tmp_path, "--tokens", 8192, "--plot", tmp_path / "plan.png")
         assert result.exit_code == 0, result.output
@@ -420,6 +457,7 @@ class TestPlan:
         config = json.loads((LLAMA / "config.json").read_text())
         wider = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4}
         wider |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+        wider |= {"max_position_embeddings": 512}
         (tmp_path / "config.json").write_text(json.dumps(config | wider))
         found = []
         for more in ([], ["--lora", 8, "--checkpoint-every", 1, "--state-bits", 8]):

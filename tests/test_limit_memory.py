@@ -15,7 +15,7 @@ from unsloth_cupy.cli.trainer import Plan
 from unsloth_cupy.models.parse import parse
 
 from .test_cli import run
-from .test_memory import LLAMA, SMALL
+from .test_memory import GEMMA, LLAMA, SMALL
 
 MIB = 2**20
 PLAN = Plan(3, 1e-3, 0.1, 1.0, 0, 3, 100)
@@ -52,22 +52,41 @@ def test_cures_are_named_together_where_none_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    "switch", ["--checkpoint-every 1", "--dtype bfloat16", "--lora 8", "--state-bits 8"]
+    "switch",
+    ["--checkpoint-every 1", "--chunked-mlp", "--dtype bfloat16", "--lora 8", "--state-bits 8"],
 )
 def test_a_cure_saves_what_it_says(switch: str) -> None:
     options: dict[str, Any] = {"batch": 4, "tokens": 128, "dtype": "float32", "device": "cpu"}
     whole = plan_memory(LLAMA, **options).total
-    name, value = switch.removeprefix("--").replace("-", "_").replace("lora", "rank").split()
-    less = plan_memory(LLAMA, **(options | {name: int(value) if value.isdigit() else value}))
+    name, _, value = switch.removeprefix("--").replace("-", "_").partition(" ")
+    change = {name.replace("lora", "rank"): int(value) if value.isdigit() else value or True}
+    less = plan_memory(LLAMA, **(options | change))
     with pytest.raises(DeviceMemoryError) as error:
         within(sizes(), PLAN, whole - 1)
     assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
 
 
-def test_a_switch_that_is_on_is_no_cure() -> None:
+def cures(plan: Plan, **changes: Any) -> str:
+    """Return what is said of a limit for which all switches together are not enough."""
     with pytest.raises(DeviceMemoryError) as error:
-        within(sizes(), PLAN._replace(state_bits=8), 5 * MIB)
-    assert "--state-bits" not in str(error.value)
+        within(sizes(**changes), plan, 5 * MIB)
+    return str(error.value).partition("). ")[2]
+
+
+def test_a_switch_that_is_on_is_no_cure() -> None:
+    assert "--state-bits" not in cures(PLAN._replace(state_bits=8))
+    assert "--chunked-mlp" not in cures(PLAN._replace(chunked_mlp=True))
+
+
+def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
+    *single, together, _ = cures(PLAN).split("; ")
+    assert any(cure.startswith("--chunked-mlp saves") for cure in single)
+    assert "--lora 8" in together
+    assert "--chunked-mlp" not in together, "adapters are on MLPs"
+    assert "--chunked-mlp" in cures(PLAN, exists=False).split("; ")[-2]
+    assert "--lora" not in cures(PLAN._replace(chunked_mlp=True))
+    assert "--chunked-mlp" not in cures(PLAN._replace(lora=8))
+    assert "--chunked-mlp" not in cures(PLAN, config=parse(GEMMA))
 
 
 def test_what_fits_is_planned() -> None:

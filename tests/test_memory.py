@@ -60,9 +60,11 @@ def training(
     rank: int | None = None,
     checkpoint_every: int | None = None,
     accumulate: int = 1,
+    chunked_mlp: bool = False,
 ) -> Callable[[], None]:
     """Return a step of training."""
     model = models.create(config, seed=0, dtype="float32")
+    model.chunked_mlp = chunked_mlp
     if rank is not None:
         model.add_adapter(rank)
     optimizer = AdamW(model.trainable, state_bits=state_bits)
@@ -113,7 +115,14 @@ WAYS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16", "rank": 8, "checkpoint_every": 1, "accumulate": 2, "state_bits": 8,
     },
 }  # fmt: skip
+CHUNKED: dict[str, dict[str, Any]] = {
+    "chunked MLP": {"chunked_mlp": True},
+    "chunked MLP, most others": {
+        "chunked_mlp": True, "dtype": "bfloat16", "checkpoint_every": 1, "accumulate": 2,
+    },
+}  # fmt: skip
 CASES = [(config, way) for config in (LLAMA, GEMMA) for way in WAYS] + [(PHI, "plain")]
+CASES += [(LLAMA, way) for way in CHUNKED] + [(PHI, "chunked MLP")]
 
 
 @pytest.fixture
@@ -127,9 +136,10 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ("config", "way"), CASES, ids=lambda v: v if isinstance(v, str) else v["model_type"]
 )
 def test_the_peak_is_as_planned(config: dict[str, Any], way: str) -> None:
-    options = {"dtype": "float32"} | WAYS[way]
+    given = (WAYS | CHUNKED)[way]
+    options = {"dtype": "float32"} | given
     planned = plan_memory(config, batch=BATCH, tokens=TOKENS, device="cpu", **options)
-    peak, ops = measured(config, **WAYS[way])
+    peak, ops = measured(config, **given)
     assert planned.total == pytest.approx(peak, rel=0.02)  # what plans promise
     moments = planned.moments[: len(ops)]
     assert [moment.op for moment in moments] == [op for op, _ in ops]
@@ -189,6 +199,17 @@ def test_activations_are_told_by_layer() -> None:
     assert less.layers["layer 0"] == kept
     assert less.activations < whole.activations
     assert str(less.moments[less.peak]).split(" of ")[1] in less.layers
+
+
+def test_chunked_mlps_keep_no_inner_activation() -> None:
+    whole, less = (
+        plan_memory(LLAMA, batch=2, tokens=64, dtype="float32", device="cpu", chunked_mlp=chunked)
+        for chunked in (False, True)
+    )
+    inner = 3 * 2 * 64 * 640 * 4  # gate, up, and what down reads, of a layer
+    assert whole.layers["layer 1"] - less.layers["layer 1"] == inner
+    with pytest.raises(ConfigError, match="chunked_mlp: the MLP of a gemma2 model has the activ"):
+        plan_memory(GEMMA, batch=2, tokens=64, dtype="float32", chunked_mlp=True)
 
 
 def test_logits_are_at_most_a_chunk() -> None:

@@ -43,6 +43,7 @@ def plan_memory(
     rank: int | None = None,
     checkpoint_every: int | None = None,
     accumulate: int = 1,
+    chunked_mlp: bool = False,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Return what a step of training holds, op by op, from a step on shapes alone.
@@ -68,6 +69,8 @@ def plan_memory(
         How many blocks make a part whose input alone is kept; None: all is kept.
     accumulate : int
         Forward passes whose gradients make one step.
+    chunked_mlp : bool
+        Whether ``swiglu_mlp`` computes the MLPs, by chunks of rows.
     device : str
         cuda counts what kernels take, in the pieces of CuPy's pool; cpu what NumPy allocates.
 
@@ -79,7 +82,7 @@ def plan_memory(
     Raises
     ------
     ConfigError
-        The config or an option makes no sense.
+        The config or an option makes no sense, or ``swiglu_mlp`` is not the model's MLP.
     """
     from .models.parse import parse
 
@@ -101,6 +104,7 @@ def plan_memory(
     ledger = Ledger(granule)
     with keeping(ledger), ledger.told_of_ops():
         model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, rank)
+        model.chunked_mlp = chunked_mlp
         ledger.begin()
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:

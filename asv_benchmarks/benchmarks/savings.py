@@ -57,6 +57,7 @@ class Saving(NamedTuple):
     bits: int = 32
     rank: int | None = None
     parts: int = 1
+    chunked: bool = False
 
 
 EACH, FOURTH = CheckpointConfig(), CheckpointConfig(checkpoint_every=4)
@@ -65,6 +66,8 @@ SAVINGS = {
     "checkpoint_every=1": Saving(EACH),
     "checkpoint_every=2": Saving(CheckpointConfig(checkpoint_every=2)),
     "checkpoint_every=4": Saving(FOURTH),
+    "chunked_mlp": Saving(chunked=True),
+    "chunked_mlp, checkpoint_every=1": Saving(EACH, chunked=True),
     "attention kept": Saving(CheckpointConfig(keep=("attention_forward",))),
     "4 accumulated rows": Saving(parts=BATCH),
     "bfloat16": Saving(dtype="bfloat16"),
@@ -80,6 +83,7 @@ class Training:
     def __init__(self, layers: int, saving: Saving) -> None:
         self.saving = saving
         self.model = models.create(CONFIG | {"num_hidden_layers": layers}, seed=0)
+        self.model.chunked_mlp = saving.chunked
         if saving.rank is not None:
             self.model.add_adapter(saving.rank)
         self.optimizer = AdamW(dict(self.model.trainable), state_bits=saving.bits)

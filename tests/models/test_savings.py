@@ -6,7 +6,6 @@ run); else there are few, of short rows.  ``-s`` shows the losses.
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 30)
 EVALUATED = 10**9 if FULL else 16  # rows of the held-out text, at most
 PROMISE = 1e-2  # the share of the held-out loss by which, as the guide says, no saving moves it
 
-used: list[str] = []  # what stands in for a saving, or for its absence, when it was called
+used: set[str] = set()  # what a run has called of the two whose use is looked at
 
 
 class WholeLogits:
@@ -36,7 +35,7 @@ class WholeLogits:
 
     @staticmethod
     def call(arrays: list[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-        used.append("whole logits")
+        used.add("whole logits")
         *given, labels, share = arrays
         tape = Tape()
         watched = [tape.watch(array) for array in given]
@@ -45,43 +44,34 @@ class WholeLogits:
         return losses.value, *tape.gradients(losses, watched, share)
 
 
-def chunked_mlp(call: block.Call, prefix: str, x: Any) -> Any:
-    used.append("swiglu_mlp")
-    names = (f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-    return swiglu_mlp(x, *(call.parameters[name] for name in names), chunk=BATCH * TOKENS // 8)
+def watched_mlp(*arrays: Any) -> Any:
+    used.add("swiglu_mlp")
+    return swiglu_mlp(*arrays)
 
 
 def some_rows(tokens: Any, *, batch: int, length: int) -> Any:
     return held_out_rows(tokens, batch=batch, length=length)[: EVALUATED // batch]
 
 
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def whole_logits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loss, "linear_cross_entropy_gradients", WholeLogits)
-
-
-def in_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block, "_mlp", chunked_mlp)
-
-
 HALVES = ("--batch", str(BATCH // 2), "--accumulate", "2")
 EIGHT_BITS = ("--state-bits", "8")
-SAVINGS: dict[str, tuple[Patch | None, tuple[str, ...]]] = {
-    "logits whole": (whole_logits, ()),  # the saving is on in all others
-    "checkpoints": (None, ("--checkpoint-every", "1")),
-    "checkpoints of 2 blocks": (None, ("--checkpoint-every", "2")),
-    "swiglu_mlp": (in_chunks, ()),
-    "bfloat16": (None, ("--dtype", "bfloat16")),
-    "float16": (None, ("--dtype", "float16")),
-    "8-bit states": (None, EIGHT_BITS),
-    "accumulated halves": (None, HALVES),
-    "all": (in_chunks, ("--checkpoint-every", "1", "--dtype", "bfloat16", *EIGHT_BITS, *HALVES)),
+CHUNKED = ("--chunked-mlp",)
+SAVINGS: dict[str, tuple[str, ...]] = {
+    "whole logits": (),  # the saving is on in all others
+    "checkpoints": ("--checkpoint-every", "1"),
+    "checkpoints of 2 blocks": ("--checkpoint-every", "2"),
+    "chunked MLP": CHUNKED,
+    "bfloat16": ("--dtype", "bfloat16"),
+    "float16": ("--dtype", "float16"),
+    "8-bit states": EIGHT_BITS,
+    "accumulated halves": HALVES,
+    "all": (*CHUNKED, "--checkpoint-every", "1", "--dtype", "bfloat16", *EIGHT_BITS, *HALVES),
 }
 
 
-def shorten(patch: pytest.MonkeyPatch) -> None:
+def prepare(patch: pytest.MonkeyPatch) -> None:
+    used.clear()
+    patch.setattr(block, "swiglu_mlp", watched_mlp)
     patch.setattr(finetune, "sample", lambda *_: None)
     patch.setattr(lessons, "held_out_rows", some_rows)
 
@@ -102,7 +92,7 @@ def held_out_loss(folder: Path, *more: str) -> float:
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The loss of a run in float32 with everything kept."""
     with pytest.MonkeyPatch.context() as patch:
-        shorten(patch)
+        prepare(patch)
         return held_out_loss(tmp_path_factory.mktemp("plain") / "run")
 
 
@@ -110,12 +100,12 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_a_saving_moves_no_held_out_loss(
     saving: str, wanted: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch, options = SAVINGS[saving]
-    shorten(monkeypatch)
-    used.clear()
-    if patch is not None:
-        patch(monkeypatch)
+    options, whole = SAVINGS[saving], saving == "whole logits"
+    prepare(monkeypatch)
+    if whole:
+        monkeypatch.setattr(loss, "linear_cross_entropy_gradients", WholeLogits)
     found = held_out_loss(tmp_path / "run", *options)
-    assert bool(used) == (patch is not None)
+    assert ("whole logits" in used) == whole
+    assert ("swiglu_mlp" in used) == ("--chunked-mlp" in options)
     print(f"\n{saving}: {found:.4f}, without {wanted:.4f}: {found / wanted - 1:+.3%}")
     assert abs(found - wanted) <= PROMISE * wanted

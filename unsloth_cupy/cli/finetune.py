@@ -15,7 +15,7 @@ from .curve import draw_curve
 from .generate import stream_text
 from .interrupt import Interrupted
 from .lessons import Shape, of_records, of_text
-from .limit import Memory, Sizes, within
+from .limit import Memory, Sizes, check_tokens, within
 from .machine import blas_threads, console
 from .new_model import SIZES, small_llama
 from .options import FILE, Device, Number, Size, option
@@ -64,6 +64,7 @@ class Request(NamedTuple):
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
+@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks, twice: less memory.")
 @option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
 @option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
 @option(
@@ -93,6 +94,7 @@ def finetune(
     lora: int | None,
     accumulate: int,
     checkpoint_every: int | None,
+    chunked_mlp: bool,
     state_bits: str,
     seed: int,
     evaluate_every: int | None,
@@ -132,7 +134,7 @@ def finetune(
     often = evaluate_every or math.ceil(steps / 10)
     plan = Plan(
         steps, rate, weight_decay, max_norm, seed, often, save_every, dtype, lora, accumulate,
-        checkpoint_every, int(state_bits),
+        checkpoint_every, int(state_bits), chunked_mlp,
     )  # fmt: skip
     words = read_records(text) if text is not None and by_lines else read_text(text)
     name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
@@ -206,10 +208,7 @@ def prepare(
         if plan.lora is not None and model.adapter is None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     vocabulary, positions = model.config.vocab, model.config.positions
-    if request.tokens > positions:
-        raise ConfigError(
-            f"--tokens {request.tokens} is more than the {positions} positions of the model"
-        )
+    check_tokens(request.tokens, positions)
     sizes = Sizes(model.config, request.batch, request.tokens, request.device, source is not None)
     memory = Memory(within(sizes, plan, request.limit), request.limit, request.device)
     pad = model.config.pad_token

@@ -2,11 +2,11 @@
 
 import importlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._ledger import MemoryPlan
-from ..errors import DeviceMemoryError
+from ..errors import ConfigError, DeviceMemoryError
 from ..memory import format_bytes
 from ..memory_plan import plan_memory
 from ..memory_pool import memory_pool
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COUNTED = 2  # steps without a limit: they take alike, and to count slows small ops down
 ADAPTER_RANK = 8  # of the adapters that are proposed
+ADAPTERS, CHUNKED = f"--lora {ADAPTER_RANK}", "--chunked-mlp"
 
 
 class Sizes(NamedTuple):
@@ -38,9 +39,16 @@ class Sizes(NamedTuple):
             "rank": plan.lora,
             "checkpoint_every": plan.checkpoint_every,
             "accumulate": plan.accumulate,
+            "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
         }
         return plan_memory(self.config, **{**options, **changes})
+
+
+def check_tokens(tokens: int, positions: int) -> None:
+    """Raise a ConfigError for rows that are longer than a model has positions."""
+    if tokens > positions:
+        raise ConfigError(f"--tokens {tokens} is more than the {positions} positions of the model")
 
 
 def within(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
@@ -68,6 +76,8 @@ def within(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
 
 def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
     """Return what switches would save, the most first."""
+    from ..models.block import check_chunked
+
     changes: dict[str, dict[str, Any]] = {}
     if plan.checkpoint_every != 1:
         changes["--checkpoint-every 1"] = {"checkpoint_every": 1}
@@ -80,16 +90,22 @@ def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
         changes[f"--tokens {sizes.tokens // 2}"] = {"tokens": sizes.tokens // 2}
     if plan.state_bits == 32:
         changes["--state-bits 8"] = {"state_bits": 8}
-    if plan.lora is None and sizes.exists:
-        changes[f"--lora {ADAPTER_RANK}"] = {"rank": ADAPTER_RANK}
+    if plan.lora is None and not plan.chunked_mlp:
+        with suppress(ConfigError):  # of an MLP that has no such form
+            check_chunked(sizes.config, None)
+            changes[CHUNKED] = {"chunked_mlp": True}
+    if plan.lora is None and sizes.exists and not plan.chunked_mlp:
+        changes[ADAPTERS] = {"rank": ADAPTER_RANK}
     totals = {switch: sizes.planned(plan, **change).total for switch, change in changes.items()}
     useful = sorted((total, switch) for switch, total in totals.items() if total < made.total)
     if useful and useful[0][0] > limit:  # none is enough
+        chosen = [switch for _, switch in useful]
+        if ADAPTERS in chosen and CHUNKED in chosen:  # of the two either: adapters are on MLPs
+            chosen.remove(CHUNKED)
         together: dict[str, Any] = {}
-        for _, switch in useful:
+        for switch in chosen:
             together |= changes[switch]
-        name = " ".join(switch for _, switch in useful)
-        useful.append((sizes.planned(plan, **together).total, name))
+        useful.append((sizes.planned(plan, **together).total, " ".join(chosen)))
     told = [
         f"{switch} saves {format_bytes(made.total - total)}" + " and fits" * (total <= limit)
         for total, switch in useful

@@ -12,12 +12,14 @@ from ..errors import ConfigError
 from ..memory import format_bytes
 from ..memory_plan import DEVICES, OPTIMIZERS, plan_memory
 from . import machine
+from .limit import check_tokens
 from .options import FILE, NewFile, option
 from .run_folder import model_folder
 from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
 GB = 2**30
+TOKENS = 2048  # in a row, as long as a model has positions for them
 HOLDS = {
     "weights": "what the model computes with, adapters too",
     "gradients": "of weights or adapters, and their sums",
@@ -32,24 +34,26 @@ HOLDS = {
 @click.command()
 @click.argument("config", type=FILE)
 @option("--batch", click.IntRange(1), "Rows of a forward pass.", 1)
-@option("--tokens", click.IntRange(1), "Tokens in a row.", 2048)
+@option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "To compute in.", "bfloat16")
 @option("--optimizer", click.Choice(OPTIMIZERS), "none: no optimizer.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many.")
+@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks of rows, and again.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
 @option("--plot", NewFile(), "PNG file of the step's timeline.", "memory-plan.png")
 def plan(
     config: Path,
     batch: int,
-    tokens: int,
+    tokens: int | None,
     dtype: str,
     optimizer: str,
     state_bits: str,
     lora: int | None,
     checkpoint_every: int | None,
+    chunked_mlp: bool,
     accumulate: int,
     device: str,
     plot: Path,
@@ -69,6 +73,7 @@ def plan(
         "state_bits": int(state_bits),
         "rank": lora,
         "checkpoint_every": checkpoint_every,
+        "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
         "device": device,
     }
@@ -78,6 +83,9 @@ def plan(
         return plan_memory(values, batch=rows, tokens=length, **options)  # type: ignore[arg-type]
 
     try:
+        positions = parse(values).positions
+        tokens = min(TOKENS, positions) if tokens is None else tokens
+        check_tokens(tokens, positions)
         made = planned(batch, tokens)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -87,10 +95,11 @@ def plan(
     }  # fmt: skip
     plain = {"lora": None, "checkpoint every": None, "accumulate": 1, "state bits": 32}
     also = "".join(f", {name} {value}" for name, value in told.items() if value != plain[name])
+    also += ", chunked MLP" * chunked_mlp
     title = f"{path}: {batch} x {tokens} tokens, {dtype}{also}"
     console = machine.console()
     console.print(ledger(made, title))
-    console.print(cards(planned, batch, tokens, parse(values).positions))
+    console.print(cards(planned, batch, tokens, positions))
     draw_timeline(plot, made, title)
     console.print(f"timeline: {plot}", markup=False)
 

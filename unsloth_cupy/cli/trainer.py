@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     accumulate: int = 1
     checkpoint_every: int | None = None
     state_bits: int = 32
+    chunked_mlp: bool = False
 
 
 class Trainer:
@@ -85,6 +86,7 @@ class Trainer:
         if model.adapter is None:
             self.optimizer.keep_copies(self.copies)
         model.parameters = model.parameters | self.copies  # an adapter's own stay float32
+        model.chunked_mlp = plan.chunked_mlp
         every = plan.checkpoint_every
         self.checkpoint = None if every is None else CheckpointConfig(checkpoint_every=every)
         self.scaler = MixedPrecisionConfig(plan.dtype).scaler()

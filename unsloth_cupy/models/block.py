@@ -30,9 +30,11 @@ from .. import (
     rope_tables,
     scale,
     swiglu,
+    swiglu_mlp,
 )
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
+from ..errors import ConfigError
 from ..kv_cache import KVCache
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     cache: KVCache | None = None
     adapter: Adapter | None = None  # its parameters are among the others
     seed: int | None = None  # of its dropout; None: there is none
+    chunked_mlp: bool = False
     step: "Step | None" = None  # of generation, in place of the cache
 
 
@@ -207,6 +210,8 @@ def _remembered(cache: KVCache, layer: int, new: int, window: int | None, mask: 
 def _mlp(call: Call, prefix: str, x: Any) -> Any:
     """Return the gated MLP branch of normed x."""
     config, here = call.config, prefix + "mlp."
+    if call.chunked_mlp:
+        return swiglu_mlp(x, *_mlp_weights(call, here))
     if config.fused:
         (both,) = _project(call, x, here + "gate_up_proj")
         gate, up = both[..., : config.inner], both[..., config.inner :]
@@ -222,3 +227,32 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
     if config.sub_norms:
         y = _norm(call, here, "ffn_sub_norm", y)
     return _project(call, y, here + "down_proj")[0]
+
+
+def _mlp_weights(call: Call, here: str) -> tuple[Any, Any, Any]:
+    """Return the weights of gate, up and down; a fused checkpoint has two of them in one."""
+    config, parameters = call.config, call.parameters
+    down = parameters[here + "down_proj.weight"]
+    if not config.fused:
+        return parameters[here + "gate_proj.weight"], parameters[here + "up_proj.weight"], down
+    shape, size = (config.inner, config.hidden), config.inner * config.hidden
+    both = parameters[here + "gate_up_proj.weight"].reshape(1, -1)  # a tape splits last axes alone
+    return both[..., :size].reshape(*shape), both[..., size:].reshape(*shape), down
+
+
+def check_chunked(config: Config, adapter: Adapter | None) -> None:
+    """Raise a ConfigError unless ``swiglu_mlp`` can be the MLP of such a model."""
+    adapted = [] if adapter is None else [name for name in adapter.scales if ".mlp." in name]
+    kind = f"the MLP of a {config.model_type} model"
+    if config.activation != "silu":
+        problem = f"{kind} has the activation {config.activation}, not silu"
+    elif config.sub_norms or config.mlp_bias:
+        problem = f"{kind} has {'a norm' if config.sub_norms else 'biases'} inside"
+    elif adapted:
+        problem = f"there is an adapter on {adapted[0]}, inside the MLP"
+    else:
+        return
+    raise ConfigError(
+        f"chunked_mlp: {problem}, which swiglu_mlp does not compute; leave it out, and checkpoint"
+        " every block instead"
+    )

@@ -22,7 +22,7 @@ from ..loss_scaler import LossScaler
 from ..tape import Tape
 from . import generate as generation
 from .adapter import Adapter, create_adapter
-from .block import Call, blocks, embedded, join, rope_rows
+from .block import Call, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
 from .files import SINGLE, Layout, write_folder
 from .inputs import check, places
@@ -40,6 +40,9 @@ class Transformer:
         Replace or change them in place: every call reads them anew.
     adapter : Adapter or None
         What is added to linear layers; the parameters are then frozen.
+    chunked_mlp : bool
+        Whether ``swiglu_mlp`` is the MLPs: by chunks of rows, and once more on the way back.  Off
+        at first.  Calls raise a ConfigError where an MLP has another activation, or more inside.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Transformer:
     ) -> None:
         self.config, self.parameters, self.texts = config, parameters, texts
         self.adapter: Adapter | None = None
+        self.chunked_mlp = False
         self.layout = layout or {SINGLE: list(parameters)}
         here = _arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
         self.tables = {kind: rope_rows(rope, here) for kind, rope in sorted(config.ropes.items())}
@@ -146,8 +150,10 @@ class Transformer:
             0 where no label counts.
         """
         x = self.hidden(self.parameters, tokens, mask, offsets=offsets)
-        losses = self.losses(self.parameters, x, tokens, labels, offsets)
-        return losses.sum(dtype=np.float64) / count_labels(next_labels(tokens, labels, offsets))
+        shifted, cap = next_labels(tokens, labels, offsets), self.config.logit_softcap
+        head = head_weight(self.config, self.parameters)
+        losses = linear_cross_entropy(x, head, shifted, ignore=IGNORE, softcap=cap)
+        return losses.sum(dtype=np.float64) / count_labels(shifted)
 
     def loss_and_gradients(
         self,
@@ -276,23 +282,19 @@ class Transformer:
         Texts that lie end to end are one row of it: (1, tokens, hidden).
         """
         check(tokens, mask, cache, offsets)
+        if self.chunked_mlp:
+            check_chunked(self.config, self.adapter)
         here = places(self, tokens, mask, cache, offsets)
         tokens = tokens if offsets is None else tokens.reshape(1, -1)
         branch = embedded(self.config, parameters, tokens)
         if self.adapter is not None:
             parameters = {**self.adapter.parameters, **parameters}
-        call = Call(self.config, parameters, *here, cache, self.adapter, seed)
+        call = Call(
+            self.config, parameters, *here, cache, self.adapter, seed, chunked_mlp=self.chunked_mlp
+        )
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
 
     def head(self, x: Array) -> Array:
         """Return the logits of normed hidden states."""
         return logits_of(self.config, self.parameters, x)
-
-    def losses(
-        self, parameters: Any, x: Any, tokens: Array, labels: Array, offsets: Any = None
-    ) -> Any:
-        """Return the loss of every position: (batch, tokens) float32."""
-        shifted, cap = next_labels(tokens, labels, offsets), self.config.logit_softcap
-        head = head_weight(self.config, parameters)
-        return linear_cross_entropy(x, head, shifted, ignore=IGNORE, softcap=cap)

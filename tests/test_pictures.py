@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from unsloth_cupy import plan_memory
+from unsloth_cupy.cli.attention_shapes import draw_shapes
 from unsloth_cupy.cli.curve import draw_curve
 from unsloth_cupy.cli.report import draw_times
 from unsloth_cupy.cli.timeline import draw_timeline
@@ -19,6 +20,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+CPU = {"machine": {"gpu": None, "cores": 2, "processor": "x86_64"}, "date": "2026-11-21T10:00:00"}
 
 
 @pytest.fixture
@@ -85,10 +87,27 @@ def test_times_can_be_read_off(
         for n, time in enumerate(times)
         for dtype in ("float16", "bfloat16", "float32")
     ]  # fmt: skip
-    report = {"copy_gb_per_s": None, "rows": rows, "machine": {"gpu": None}, "date": "2026-11-21"}
-    draw_times(tmp_path / "times.png", report)
+    draw_times(tmp_path / "times.png", CPU | {"copy_gb_per_s": None, "rows": rows})
+    assert drawn[0].get_suptitle() == "NumPy definitions on 2 cores, x86_64, 2026-11-21"
     for axes in drawn[0].axes:
         assert_legible(axes)
         low, high = np.log10(axes.get_xlim())
         assert high - low >= 1, "two ticks at least say what the scale is"
         assert not any(tick.label1.get_text() for tick in axes.xaxis.get_minor_ticks())
+
+
+def test_lengths_of_attention_name_their_machine(tmp_path: Path, drawn: list[Figure]) -> None:
+    rows = [
+        {
+            "name": str(tokens), "tokens": tokens, "causal": causal, "direction": direction,
+            "microseconds": {"unsloth_cupy": 500.0, "torch": 900.0}, "tflop_per_s": tokens / 512,
+        }
+        for tokens in (512, 1024, 2048)
+        for causal in (True, False)
+        for direction in ("forward", "backward")
+    ]  # fmt: skip
+    gpu = {"machine": {"gpu": "NVIDIA H200"}, "date": "2026-11-21T10:00:00"}
+    draw_shapes(tmp_path / "attention.png", gpu | {"attention": rows})
+    assert drawn[0].get_suptitle() == "NVIDIA H200, 2026-11-21"
+    for axes in drawn[0].axes:
+        assert_legible(axes)

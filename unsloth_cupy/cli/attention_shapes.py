@@ -13,11 +13,12 @@ from .. import attention_backward, attention_forward, memory_pool
 from .._dtypes import BFLOAT16, FLOAT32
 from ..memory import format_bytes
 from .curve import INK, SOFT
+from .report import OURS, headline
 from .run_folder import written_beside
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
-OURS, UNFUSED = "unsloth_cupy", "unfused"
+UNFUSED = "unfused"
 
 
 class Shape(NamedTuple):
@@ -210,5 +211,6 @@ def draw_shapes(path: Path, report: dict[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color=SOFT, alpha=0.25, linewidth=0.7)
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.suptitle(headline(report), x=0.01, ha="left", fontsize=11, color=INK)
     with written_beside(path) as partial:
         figure.savefig(partial, format="png")

@@ -80,6 +80,13 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def headline(report: Report) -> str:
+    """Return what a picture says above all: which machine took the times, and when."""
+    here = report["machine"]
+    where = here["gpu"] or f"NumPy definitions on {here['cores']} cores, {here['processor']}"
+    return f"{where}, {report['date'][:10]}"
+
+
 def draw_times(path: Path, report: Report) -> None:
     """Draw a PNG file: a panel for each dtype, a line for each op at the largest size it ran.
 
@@ -131,8 +138,7 @@ def draw_times(path: Path, report: Report) -> None:
         axes.spines[["left", "bottom"]].set_color(SOFT)
         axes.tick_params(colors=INK, labelsize=8)
         axes.grid(color=SOFT, alpha=0.25, linewidth=0.7)
-    where = report["machine"]["gpu"] or "NumPy definitions on a CPU"
-    figure.suptitle(f"{where}, {report['date'][:10]}", x=0.01, ha="left", fontsize=11, color=INK)
+    figure.suptitle(headline(report), x=0.01, ha="left", fontsize=11, color=INK)
     marks = [
         Line2D(
             [], [], color=COLOURS[name], marker="o", linestyle="",

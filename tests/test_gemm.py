@@ -4,6 +4,7 @@ The stand-in is reached as the library is, by address through C's calling conven
 by columns, as cuBLAS documents: a wrong order of arguments, flag or stride gives wrong numbers.
 """
 
+import contextlib
 import ctypes
 import tracemalloc
 import types
@@ -320,6 +321,17 @@ def test_a_library_gives_what_its_dependencies_hold() -> None:
     import _ctypes
 
     assert ctypes.CDLL(_ctypes.__file__).strlen(b"four") == 4
+
+
+def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the wheels of NVIDIA, that is: nothing else tells the loader of them."""
+    libraries = pytest.importorskip("cupy_backends.cuda.libs", reason="a part of CuPy")
+    asked: list[str] = []
+    monkeypatch.setattr(libraries._pathfinder, "load_nvidia_dynamic_lib", asked.append)
+    monkeypatch.delitem(vars(libraries), "cublas", raising=False)
+    with contextlib.suppress(ImportError):  # here it is not
+        _gemm.cublas.__wrapped__()
+    assert asked == ["cublas"]
 
 
 @pytest.mark.gpu

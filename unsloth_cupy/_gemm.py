@@ -175,8 +175,9 @@ def _handle() -> int:
 
 @functools.cache
 def cublas() -> Any:
-    """Return the cuBLAS that CuPy has loaded."""
-    loaded = importlib.import_module("cupy_backends.cuda.libs.cublas")
+    """Return the cuBLAS that CuPy loads."""
+    libraries = importlib.import_module("cupy_backends.cuda.libs")
+    loaded = libraries.cublas  # to ask for it finds it in wheels too; an import of it would not
     library = ctypes.CDLL(loaded.__file__)  # its dependencies are searched too
     declare(library)
     return library

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -95,9 +96,8 @@ class OnHost:
             here.wait_event(OnHost.last.done)
             OnHost.last.array = None
         self.side.wait_event(here.record())
-        cuda.runtime.memcpyAsync(self.memory.ptr, array.data.ptr, self.size, TO_HOST, self.side.ptr)
+        self.done = self._copied(self.memory.ptr, array.data.ptr, TO_HOST)
         moved["to_host"] += self.size
-        self.done: Any = self.side.record()
         self.array: Any = array
         OnHost.last = self
 
@@ -108,15 +108,23 @@ class OnHost:
         cupy = sys.modules["cupy"]
         array, here = cupy.empty(self.shape, self.dtype), cupy.cuda.get_current_stream()
         self.side.wait_event(here.record())
-        cupy.cuda.runtime.memcpyAsync(
-            array.data.ptr, self.memory.ptr, self.size, TO_DEVICE, self.side.ptr
-        )
-        here.wait_event(self.side.record())
+        here.wait_event(self._copied(array.data.ptr, self.memory.ptr, TO_DEVICE))
         moved["to_device"] += self.size
         return array
 
+    def _copied(self, target: int, source: int, kind: int) -> Any:
+        """Copy by the stream of its own; return the event after it."""
+        runtime = sys.modules["cupy"].cuda.runtime
+        runtime.memcpyAsync(target, source, self.size, kind, self.side.ptr)
+        done = self.side.record()
+        _copying.append((done, self.memory))  # or the pool gives it to the next who asks
+        while _copying and _copying[0][0].done:
+            _copying.popleft()
+        return done
+
 
 TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
+_copying: deque[tuple[Any, Any]] = deque()  # pinned memory, and the event that ends its copy
 
 
 @functools.cache

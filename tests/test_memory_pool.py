@@ -140,6 +140,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     class MemoryHook:
         def __enter__(self) -> None:
+            if self.name in [hook.name for hook in hooks]:
+                raise KeyError(f"memory hook {self.name} already exists")  # as CuPy does
             hooks.append(self)
 
         def __exit__(self, *_: object) -> None:
@@ -177,6 +179,11 @@ class TestDevices:
         cupy.allocate(0, 512)
         assert pool.allocated == 2024
         assert pool.efficiency == 2024 / 8192
+
+    def test_pools_inside_each_other(self, cupy: Any) -> None:
+        with memory_pool() as outer, memory_pool() as inner:
+            cupy.allocate(0, 512)
+            assert (outer.allocated, inner.allocated) == (1512, 1512)
 
     def test_the_limit_holds_inside_alone(self, cupy: Any) -> None:
         cupy.pool.limits = [7, 8]
@@ -218,3 +225,21 @@ def test_one_block_at_a_time() -> None:
     pool: MemoryPool = memory_pool()
     with pool, pytest.raises(ConfigError, match="in use; make another"):
         pool.__enter__()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()  # what is there already needs no leave
+    with memory_pool(limit=64 * MIB) as outer:
+        x = Tape().watch(cupy.ones(MIB, np.float32))
+        with memory_pool() as inner:
+            y = add(x, x)
+        assert inner.peak == inner.allocated == outer.allocated
+        assert outer.peak - outer.allocated < MIB
+        assert y.value.nbytes == 4 * MIB
+    del x, y
+    cupy.get_default_memory_pool().free_all_blocks()
+    with pytest.raises(DeviceMemoryError, match="more do not fit beside"), memory_pool(2 * MIB):
+        cupy.ones(16 * MIB, np.float32)

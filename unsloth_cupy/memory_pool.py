@@ -252,7 +252,7 @@ def _hook(count: OnDevices) -> Any:
     """Return a hook of CuPy's memory that tells of every block that is handed out or comes back."""
 
     class Hook(count.cupy.cuda.MemoryHook):  # type: ignore[misc,name-defined]
-        name = "unsloth_cupy"
+        name = f"unsloth_cupy {id(count)}"  # CuPy takes each name once, and pools may be nested
 
         def malloc_postprocess(self, **about: Any) -> None:
             count.note(about["device_id"], about["mem_size"])

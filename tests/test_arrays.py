@@ -13,7 +13,7 @@ from unsloth_cupy._arrays import common, framework_of
 from unsloth_cupy._cupy import on_one_device
 from unsloth_cupy._op import Op, op
 from unsloth_cupy.errors import DTypeError, FrameworkError
-from unsloth_cupy.interop.exchange import FRAMEWORKS, full_like
+from unsloth_cupy.interop.exchange import FRAMEWORKS, Stream, full_like
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -148,6 +148,11 @@ class TestJax:
     def test_full_like(self) -> None:
         array = self.jax.numpy.ones((2, 3), "bfloat16")
         assert (full_like(array, 2) == 2 * array).all()
+
+
+def test_streams_of_torch_are_taken_by_cupy() -> None:
+    cupy = pytest.importorskip("cupy", reason="it is what takes them")
+    assert cupy.cuda.Stream.from_external(Stream(4096)).ptr == 4096
 
 
 class TestNumPy:
@@ -312,3 +317,26 @@ def test_reshape_of_a_torch_view_is_a_view() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays go in and come back")
     x = torch.arange(6.0)
     assert reshape(x, shape=(2, 3)).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_torch_on_a_gpu(dtype: str) -> None:
+    """On torch's stream, whichever it is: nobody waits for another."""
+    torch = pytest.importorskip("torch", reason="whose arrays go in and come back")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    x = torch.randn((4096, 1024), device="cuda", dtype=getattr(torch, dtype))
+    weight = torch.ones(1024, device="cuda", dtype=x.dtype)
+    expected = rms_norm(x, weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        made = torch.zeros_like(x)
+        for _ in range(20):
+            made += x
+        made /= 20
+        found = rms_norm(made - made + x, weight)
+    stream.synchronize()
+    assert (found.device, found.dtype) == (x.device, x.dtype)
+    assert torch.equal(found, expected)

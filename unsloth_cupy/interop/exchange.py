@@ -29,6 +29,16 @@ class Framework(NamedTuple):
     stream: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # of an operand
 
 
+class Stream(NamedTuple):
+    """A stream as CuPy takes it; torch's own speak this protocol from 2.10 on."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and the stream."""
+        return 0, self.address
+
+
 def _plain(array: Any) -> Any:
     if isinstance(array, np.ma.MaskedArray):
         raise FrameworkError("has a mask, which would be lost; pass its .filled(value)")
@@ -70,7 +80,7 @@ def _torch_stream(tensor: Any) -> Iterator[None]:
         return
     import torch
 
-    cuda, stream = cupy().cuda, torch.cuda.current_stream(tensor.device)
+    cuda, stream = cupy().cuda, Stream(torch.cuda.current_stream(tensor.device).cuda_stream)
     with cuda.Device(tensor.device.index), cuda.Stream.from_external(stream):
         yield
 

@@ -106,7 +106,7 @@ def test_is_one_graph(padded):
     mask[1, 4:] = not padded
     options = {"max_new_tokens": 12, "stop": ()}
     expected = model.generate(PROMPT, mask=mask, **options)
-    there = create(config("mistral") | {"head_dim": 8}, seed=0, device=0)
+    there = create(config("mistral") | {"head_dim": 8}, seed=0, device="cuda")
     made = []
 
     class Watched(Step):

@@ -185,6 +185,17 @@ class KernelParity(Parity):
         _compare_kernels(OPS[self.op], case, dtype, run, cupy.asarray, self.sides)
 
 
+class KernelInPlace(KernelParity):
+    """A KernelParity of an op that writes over its arguments: nothing can ask for its gradient.
+
+    Its arguments are copied before each call, so how they lie is for the op's own tests.
+    """
+
+    test_gradient_matches_finite_differences = None
+    test_any_strides = None
+    test_emulated_kernels_off_alignment = None
+
+
 class KernelAlone(KernelParity):
     """What a kernel does where its definition raises or a rule is too wide: see ``prove``."""
 

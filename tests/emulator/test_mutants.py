@@ -27,7 +27,7 @@ from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import KernelError
 
 from ..cuda_on_cpu import EmulatorError
-from ..parity import KernelAlone, KernelParity
+from ..parity import KernelAlone, KernelInPlace, KernelParity
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
 SAMPLE = 2  # of each kind, a day
@@ -132,7 +132,7 @@ def proofs(file: str) -> dict[str, list[type[KernelParity]]]:
             for value in vars(importlib.import_module(f"tests.ops.test_{name}")).values()
             if isinstance(value, type)
             and issubclass(value, KernelParity)
-            and value not in (KernelParity, KernelAlone)
+            and value not in (KernelParity, KernelInPlace, KernelAlone)
         ]
         for name in provers(file)
     }

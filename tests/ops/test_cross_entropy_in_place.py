@@ -10,12 +10,12 @@ from unsloth_cupy.ops.cross_entropy_in_place import cross_entropy_over_
 
 from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..parity import Case, KernelAlone, KernelInPlace, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import EVERYTHING, LABELS, reported
 
 
-class TestCrossEntropyOver(KernelParity):
+class TestCrossEntropyOver(KernelInPlace):
     op = "cross_entropy_over_"
     cases = (
         Case("odd", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, given=["dloss"]),
@@ -27,12 +27,9 @@ class TestCrossEntropyOver(KernelParity):
         Case("one word", rows=[2], vocab=1, arrays={"labels": [0, 0]}),
         Case("no rows", rows=[0], vocab=7, arrays={"labels": np.zeros(0, int)}),
     )
-    test_gradient_matches_finite_differences = None  # it is a gradient; a tape would remember ...
-    test_any_strides = None  # test_any_strides_in_place
-    test_emulated_kernels_off_alignment = None  # test_off_alignment
 
 
-class TestCrossEntropyOverLongRows(KernelParity):
+class TestCrossEntropyOverLongRows(KernelInPlace):
     op = "cross_entropy_over_"
     cases = (
         Case("in registers", rows=[2], vocab=4200, arrays={"labels": [4199, -100]}),
@@ -40,9 +37,6 @@ class TestCrossEntropyOverLongRows(KernelParity):
         Case("and shared memory", rows=[1], vocab=41001, arrays={"labels": [40960]}),
         Case("and read again", rows=[1], vocab=92001, arrays={"labels": [92000]}, smoothing=0.1),
     )
-    test_gradient_matches_finite_differences = None
-    test_any_strides = None
-    test_emulated_kernels_off_alignment = None
 
 
 @both_dtypes

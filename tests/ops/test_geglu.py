@@ -8,7 +8,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.ops.geglu import geglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import EPS, Case, KernelAlone, KernelParity, emulator
+from ..parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 EXTREMES = np.array([-3e38, -1e20, -1e4, -41, -13, -1e-30, 0, 1e-30, 13, 41, 1e4, 1e20, 3e38])
@@ -25,12 +25,9 @@ class TestGeglu(KernelParity):
     )
 
 
-class TestGegluInPlace(KernelParity):
+class TestGegluInPlace(KernelInPlace):
     op = "geglu_backward_over_"
     cases = (TestGeglu.cases[0], TestGeglu.cases[1], TestGeglu.cases[-1])
-    test_gradient_matches_finite_differences = None  # it is a gradient itself
-    test_any_strides = None  # test_in_place
-    test_emulated_kernels_off_alignment = None
 
 
 @both_dtypes

@@ -9,7 +9,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, GradientError
 from unsloth_cupy.ops.relu2 import relu2_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity, emulator
+from ..parity import Case, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
@@ -23,12 +23,9 @@ class TestRelu2(KernelParity):
     )
 
 
-class TestRelu2InPlace(KernelParity):
+class TestRelu2InPlace(KernelInPlace):
     op = "relu2_backward_over_"
     cases = (TestRelu2.cases[0], TestRelu2.cases[1], TestRelu2.cases[-1])
-    test_gradient_matches_finite_differences = None  # it is a gradient itself
-    test_any_strides = None  # test_in_place
-    test_emulated_kernels_off_alignment = None
 
 
 @both_dtypes

@@ -11,7 +11,7 @@ from unsloth_cupy.ops.rope import launch_rope
 from unsloth_cupy.ops.rope_qk import rope_qk_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelAlone, KernelParity, emulator
+from ..parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
@@ -45,12 +45,9 @@ class TestRopeQK(KernelParity):
     )
 
 
-class TestRopeQKInPlace(KernelParity):
+class TestRopeQKInPlace(KernelInPlace):
     op = "rope_qk_over_"
     cases = (TestRopeQK.cases[2], TestRopeQK.cases[5])
-    test_gradient_matches_finite_differences = None  # a tape would remember what is gone
-    test_any_strides = None  # test_kernel_in_place
-    test_emulated_kernels_off_alignment = None
 
 
 class TestApplyRotaryEmbedding(KernelParity):

@@ -6,7 +6,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.ops.swiglu import swiglu_backward_over_
 
 from ..golden.golden import OpCase
-from ..parity import Case, KernelParity
+from ..parity import Case, KernelInPlace, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
 
@@ -22,12 +22,9 @@ class TestSwiglu(KernelParity):
     )
 
 
-class TestSwigluInPlace(KernelParity):
+class TestSwigluInPlace(KernelInPlace):
     op = "swiglu_backward_over_"
     cases = (TestSwiglu.cases[0], TestSwiglu.cases[1], TestSwiglu.cases[-1])
-    test_gradient_matches_finite_differences = None  # it is a gradient itself
-    test_any_strides = None  # test_in_place
-    test_emulated_kernels_off_alignment = None
 
 
 @both_dtypes

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
-from .._dtypes import FLOAT32, FLOATS
+from .._dtypes import FLOAT32, FLOATS, allowed
 from .._typing import Array
 from ..errors import ConfigError
 from ..ops.lora import row_norms
@@ -70,7 +70,7 @@ class Adapter:
     ) -> list[Any]:
         """Return linear layers of x with what adapters they have; parameters hold both, by name.
 
-        Without dropout the adapters read x together.
+        Without dropout the adapters read x together; with it each has its own: ``lora_linears``.
         """
         dropout = self.dropout if seed is not None else 0.0
         mine = {name: self._layer(parameters, name) for name in modules if name in self.scales}
@@ -199,9 +199,12 @@ def create_adapter(
 def read_adapter(
     folder: str | PathLike[str],
     config: Config,
+    dtype: np.dtype[Any],
     place: Callable[[Array], Array] = lambda array: array,
 ) -> Adapter:
     """Return the adapter of a folder, each tensor checked against the model it is for.
+
+    Tensors that do not go with the model's dtype become float32, which goes with any.
 
     Raises
     ------
@@ -226,7 +229,8 @@ def read_adapter(
                 )
             if array.dtype not in FLOATS:
                 raise ConfigError(f"{path / WEIGHTS}: tensor {name!r} is {array.dtype}, no float")
-            parameters[name] = array if array.flags.writeable else array.copy()
+            fits = array.dtype in allowed("param", dtype)
+            parameters[name] = array.astype(array.dtype if fits else FLOAT32)
     modules = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in parameters}
     if not modules:
         raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")

@@ -34,13 +34,17 @@ class LoraLayer(NamedTuple):
 def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     """Return ``lora_linear`` of x by each layer; their adapters share the pass over x.
 
+    There is no dropout.  With it each adapter has a mask of its own, as in peft, and so an x of its
+    own: the three are no columns of one product ``x [a; a2; a3]^T``.  A product of cuBLAS reads x
+    as it lies and draws no masks, so it would read three masked copies, and on the way back ``da``
+    and ``dx`` would meet the masks again: ``lora_linear`` layer by layer reads no more than that.
+
     Parameters
     ----------
     x : (*rows, inputs) float
         Rows; any number of leading axes.
     layers : sequence of LoraLayer
-        Of (weight, a, b, scale, bias, magnitude), as ``lora_linear`` takes them.  There is no
-        dropout: with it, each adapter sees an x of its own.
+        Of (weight, a, b, scale, bias, magnitude), as ``lora_linear`` takes them.
 
     Returns
     -------

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
+from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, adapter, create, load
 
@@ -68,6 +69,29 @@ def test_written_as_it_was_read(model: Transformer, tmp_path: Path) -> None:
     assert all((found[name] == array).all() for name, array in wanted.items())
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings == json.loads((FOLDER / "adapter_config.json").read_text())
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float64"])
+def test_stored_in_another_dtype_than_the_model_it_is_float32(stored: str, tmp_path: Path) -> None:
+    dtype = {"bfloat16": BFLOAT16}.get(stored) or np.dtype(stored)
+    file = "adapter_model.safetensors"
+    rounded = {name: a.astype(dtype) for name, a in load_file(FOLDER / file).items()}
+    for folder, tensors in (
+        ("adapter", rounded),
+        ("wide", {name: a.astype(np.float32) for name, a in rounded.items()}),
+    ):
+        shutil.copytree(FOLDER, tmp_path / folder)
+        save_file(tensors, tmp_path / folder / file)
+    model, wide = (load(LLAMA, dtype="float32", lora=tmp_path / n) for n in ("adapter", "wide"))
+    np.testing.assert_array_equal(model.logits(TOKENS), wide.logits(TOKENS))
+    _, gradients = model.loss_and_gradients(TOKENS, LABELS)
+    assert {array.dtype.name for array in gradients.values()} == {"float32"}
+    model.merge_adapter()
+    assert model.parameters["model.layers.0.self_attn.q_proj.weight"].dtype == np.float32
+    narrow = load(LLAMA, dtype="bfloat16", lora=tmp_path / "adapter")
+    kept = stored if stored == "bfloat16" else "float32"  # the model's own dtype is left alone
+    assert {array.dtype.name for array in narrow.trainable.values()} == {kept}
+    assert narrow.logits(TOKENS).dtype == BFLOAT16
 
 
 def small(model_type: str = "llama") -> Transformer:

@@ -43,6 +43,7 @@ def load(
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None: NumPy.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
+        What is stored in a dtype other than the model's is read as float32.
 
     Returns
     -------
@@ -75,7 +76,7 @@ def load(
         parameters = {name: place(array) for name, array in parameters.items()}
         model = Transformer(config, parameters, texts, layout)
         if lora is not None:
-            model.adapter = read_adapter(lora, config, place)
+            model.adapter = read_adapter(lora, config, model.table.dtype, place)
         return model
 
 

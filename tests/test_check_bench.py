@@ -253,6 +253,24 @@ def test_bench_times_definitions_without_a_gpu(name: str, no_gpu: None, tmp_path
         assert rows[-1]["bytes"] == 0, "both gradients are dc itself"
 
 
+def test_bench_keeps_what_it_has_after_each_op(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, numbers = tmp_path / "performance.md", tmp_path / "times.json"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n")
+    times = bench.timed
+
+    def dies_at_the_second(op: Any, *given: Any) -> Any:
+        if op.__name__ == "add":
+            raise KeyboardInterrupt
+        return times(op, *given)
+
+    monkeypatch.setattr(bench, "timed", dies_at_the_second)
+    assert run("bench", "scale", "add", "--json", numbers, "--write", page).exit_code == 1
+    assert json.loads(numbers.read_text())["ops"] == ["scale"]
+    assert "| `scale` | Fake 9, 2" in page.read_text()
+
+
 def test_bytes_of_what_is_not_every_array_once() -> None:
     def moved(name: str) -> tuple[dict[str, int], int]:
         call = draw(OPS[name], SMALL)

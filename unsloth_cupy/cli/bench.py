@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Callable[[dict[str, Any]], int]] = {
 
 
 @click.command()
-@click.argument("op", required=False)
+@click.argument("names", nargs=-1, metavar="[OP]...")
 @click.option("--peers", is_flag=True, help="Time torch too; on a GPU torch.compile and Liger.")
 @click.option("--plot", type=NewFile(), metavar="PATH", help="Draw the times into a PNG file.")
 @click.option(
@@ -74,19 +74,24 @@ OPERATIONS: dict[str, Callable[[dict[str, Any]], int]] = {
 )
 @click.option("--write", type=FILE, metavar="PATH", help="Renew the table of docs/performance.md.")
 def bench(
-    op: str | None, peers: bool, plot: Path | None, numbers: Path | None, write: Path | None
+    names: tuple[str, ...],
+    peers: bool,
+    plot: Path | None,
+    numbers: Path | None,
+    write: Path | None,
 ) -> None:
     """Time ops on this machine, forward and backward, in every dtype.
 
-    OP is one op; attention is timed at known shapes and at a grid of lengths too.  Without OP all
+    OP is an op; attention is timed at known shapes and at a grid of lengths too.  Without OP all
     are timed: on a GPU those that have a kernel, by device events; without a GPU the NumPy
-    definitions, by wall time on the CPU.
+    definitions, by wall time on the CPU.  Files are renewed after each op.
     """
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import track
 
-    ops = chosen(op)
+    ops = [*dict.fromkeys(each for name in names or (None,) for each in chosen(name))]
+    shapes = bool(names) and chosen("attention")[0] in ops
     gpus, reason = machine.gpus()
     gpu = gpus[0].name if gpus else None
     if write is not None:
@@ -101,7 +106,7 @@ def bench(
         line = f"Kernels on {gpu}, by device events."
         ops = kernels
     else:
-        line = f"{op} has no kernel: these are times of its NumPy definition on the CPU."
+        line = f"No kernel for {', '.join(names)}: these are times of NumPy definitions on the CPU."
         gpu = None
     console.print(escape(line))
     clock = HostClock() if gpu is None else DeviceClock()
@@ -114,6 +119,7 @@ def bench(
         "method": clock.method,
         "copy_gb_per_s": clock.copy_rate() / 1e9 if isinstance(clock, DeviceClock) else None,
         "product_tflop_per_s": {},
+        "ops": [],
         "rows": [],
         "notes": [],
     }
@@ -123,19 +129,25 @@ def bench(
             rows.append(row | _shares(row, report, clock))
             report["notes"] += [note for note in notes if note not in report["notes"]]
         report["rows"] += sorted(rows, key=lambda row: row["op"] != each.__name__)
+        report["ops"].append(each.__name__)
+        _keep(report, numbers)
+        if write is not None:
+            write_block(write, report)
     console.print(table(report))
-    if op is not None and ops == chosen("attention"):
+    if shapes:
         report["attention"] = [*shape_rows(clock, gpu is not None, peers)]
         console.print(shape_table(report["attention"], gpu is not None))
+        _keep(report, numbers)
     for text in (*report["notes"], f"Method: {report['method']}."):
         console.print(escape(text))
+    if plot is not None:
+        (draw_shapes if shapes else draw_times)(plot, report)
+
+
+def _keep(report: dict[str, Any], numbers: Path | None) -> None:
     if numbers is not None:
         with written_beside(numbers) as partial:
             partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        (draw_shapes if "attention" in report else draw_times)(plot, report)
-    if write is not None:
-        write_block(write, report)
 
 
 def _shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str, float | None]:

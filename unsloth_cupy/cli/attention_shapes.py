@@ -110,8 +110,8 @@ def torch_calls(
 
     q, k, v = leaves = [tensor(a).transpose(1, 2).requires_grad_(backward) for a in arrays]
     seed = tensor(dout).transpose(1, 2)
-    hidden = torch.ones(len(seed[0, 0]), len(seed[0, 0]), dtype=torch.bool).triu(1)
-    hidden = hidden.to(seed.device)
+    tokens = seed.shape[2]
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=seed.device).triu(1)
 
     def fused(backend: Any) -> Any:
         with nullcontext() if backend is None else torch_attention.sdpa_kernel(backend):
@@ -128,14 +128,20 @@ def torch_calls(
         flash, cudnn = backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION
         ways = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
         ways[UNFUSED] = chain
-    calls: Calls = {}
-    for name, way in ways.items():
+
+    def tried(way: Callable[[], Any]) -> Callable[[], Any] | None:
         try:
             made = way()
+            gradient = partial(torch.autograd.grad, made, leaves, seed, retain_graph=True)
+            call = gradient if backward else way
+            call()
         except (RuntimeError, torch.OutOfMemoryError):  # this backend, or this much, is not here
-            continue
-        gradient = partial(torch.autograd.grad, made, leaves, seed, retain_graph=True)
-        calls[name] = gradient if backward else way
+            return None
+        return call
+
+    calls = {name: call for name, way in ways.items() if (call := tried(way)) is not None}
+    if on_gpu:
+        torch.cuda.empty_cache()  # what did not fit is no longer torch's: CuPy needs memory too
     return calls
 
 

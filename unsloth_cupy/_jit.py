@@ -62,7 +62,7 @@ class Kernel:
         self.casts = [(i, dtype.type) for i, dtype in scalars]
         self.checked = False
         self.launch = target.compile(name, translation_unit(file, constants))
-        self.ready = getattr(target, "ready", lambda scalar: scalar)
+        self.ready = getattr(target, "ready", lambda scalar: scalar)  # for replays
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Callable[..., None]:
         """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""

@@ -59,7 +59,7 @@ class Op(Generic[P, R]):
         self.backward: Op[..., Any] | None = None
         self.plans: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
         call, self.key = _call.written_for(self)
-        self.__class__ = type("Op", (Op,), {"__call__": staticmethod(call)})  # where Python looks
+        self.__class__ = type("Op", (Op,), {"__call__": staticmethod(call)})  # calls ask the class
         OPS[self.__name__] = self
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class Op(Generic[P, R]):
         launchable = launch and self.launch and bound.dtype in KERNEL_DTYPES and not empty
         kernel = bool(launchable) and _jit.target_of(lead) is not None
         function: Any = self.launch if kernel else self.definition
-        narrow = [i for i, f in given if f.dtype in FLOATS[:2] and self.widen]
+        narrow = [i for i, f in given if f.dtype in FLOATS[:2] and self.widen]  # 16 bits
         pack = [i for i, _ in given if kernel and self.widen and self.names[i] not in self.strided]
         keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
         kind: Any = type(lead)

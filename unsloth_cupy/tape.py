@@ -97,14 +97,14 @@ class Entry(NamedTuple):
         op, backward = self.op, self.op.backward
         if backward is None:
             raise GradientError(f"{op.__name__} has no gradient; keep it off the way to the loss")
-        wired = self.values | {"d" + name: grad for name, grad in take.items()}
+        known = self.values | {"d" + name: grad for name, grad in take.items()}
         for operand in backward.contract.inputs:
-            if wired.get(operand.name) is None and not operand.optional:
-                wired[operand.name] = _arrays.full_like(self.values[operand.name[1:]], 0)
+            if known.get(operand.name) is None and not operand.optional:  # nobody used that output
+                known[operand.name] = _arrays.full_like(self.values[operand.name[1:]], 0)
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
-        result = called(backward, [wired.get(name) for name in backward.names], options)
+        result = called(backward, [known.get(name) for name in backward.names], options)
         result = result if type(result) is tuple else (result,)
         found = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
         for operand in op.contract.inputs:

@@ -56,6 +56,21 @@ def wait_for_lines(log: Path, count: int, process: "subprocess.Popen[str]") -> N
         time.sleep(0.001)
 
 
+def killed_and_ended(folder: Path, moments: list[int], *arguments: object) -> None:
+    """Kill a run at each moment, in lines of its log, and start it again; then let it end."""
+    command, kills = ("finetune", "--out", folder, *arguments), 0
+    for lines in sorted(moments):
+        process = start(*command)
+        wait_for_lines(folder / "log.jsonl", lines, process)
+        time.sleep(random.uniform(0, 0.02))
+        process.kill()
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert kills
+
+
 def numbers(folder: Path) -> list[dict[str, float]]:
     """The log, which must be whole, without what depends on the machine."""
     text = (folder / "log.jsonl").read_text()
@@ -180,17 +195,8 @@ class TestFinetune:
     def test_equal_bits_after_sigkill(
         self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
-        folder, kills = tmp_path / "killed", 0
-        for lines in sorted(random.sample(range(1, STEPS), 3)):
-            process = start("finetune", "--text", text, "--out", folder, *SMALL)
-            wait_for_lines(folder / "log.jsonl", lines, process)
-            time.sleep(random.uniform(0, 0.02))
-            process.kill()
-            process.communicate()
-            kills += process.returncode == -signal.SIGKILL
-        result = run("finetune", "--text", text, "--out", folder, *SMALL)
-        assert result.exit_code == 0, result.output
-        assert kills
+        folder = tmp_path / "killed"
+        killed_and_ended(folder, random.sample(range(1, STEPS), 3), "--text", text, *SMALL)
         assert weights(folder) == weights(finished[0])
         assert numbers(folder) == numbers(finished[0])
 

@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,9 @@ from unsloth_cupy.models import create, load
 from .test_cli import (
     LLAMA,
     assert_one_clear_error,
+    killed_and_ended,
     numbers,
     run,
-    start,
-    wait_for_lines,
     weights,
 )
 
@@ -478,17 +475,8 @@ class TestFinetune:
         assert settings["chat_template"] == CHATML
 
     def test_equal_bits_after_sigkill(self, finished: Path, file: Path, tmp_path: Path) -> None:
-        folder, kills = tmp_path / "killed", 0
-        for lines in sorted(random.sample(range(3, 24), 2)):
-            process = start("finetune", "--text", file, "--out", folder, *SMALL)
-            wait_for_lines(folder / "log.jsonl", lines, process)
-            time.sleep(random.uniform(0, 0.02))
-            process.kill()
-            process.communicate()
-            kills += process.returncode == -signal.SIGKILL
-        result = run("finetune", "--text", file, "--out", folder, *SMALL)
-        assert result.exit_code == 0, result.output
-        assert kills
+        folder = tmp_path / "killed"
+        killed_and_ended(folder, random.sample(range(3, 24), 2), "--text", file, *SMALL)
         assert weights(folder) == weights(finished)
         assert numbers(folder) == numbers(finished)
 

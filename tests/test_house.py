@@ -38,6 +38,8 @@ NO_GRADIENT = {
     "kv_append_": "it changes a cache, which only inference has",
     "kv_append_paged_": "it changes a cache, which only inference has",
     "adamw_": "it is what gradients are for",
+    "lora_merge": "it ends the training of an adapter",
+    "row_norms": "they are constants to DoRA",
     "linear_cross_entropy_gradients": "it returns them",
     "cross_entropy_over_": "it is a gradient, and changes what a tape would remember",
 }

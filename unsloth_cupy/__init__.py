@@ -73,7 +73,7 @@ from .ops.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
 from .ops.lora import lora_linear as lora_linear
 from .ops.lora import lora_linear_backward as lora_linear_backward
 from .ops.lora import lora_linear_forward as lora_linear_forward
-from .ops.lora import lora_merge as lora_merge
+from .ops.lora_merge import lora_merge as lora_merge
 from .ops.lora_shared import LoraLayer as LoraLayer
 from .ops.lora_shared import lora_linears as lora_linears
 

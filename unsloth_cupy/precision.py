@@ -41,7 +41,7 @@ POLICY: Mapping[str, str] = dict.fromkeys(
     (
         # products: tensor cores multiply 16 bits, and add in float32
         *("linear", "linear_cross_entropy", "swiglu_mlp", "embedding"),
-        *("lora_linear", "lora_down", "lora_up"),
+        *("lora_linear", "lora_down", "lora_up", "lora_merge", "row_norms"),
         *("attention", "attention_varlen", "attention_paged", "merge_attention"),
         # bound by memory: half the bytes, arithmetic and statistics in float32
         *("rms_norm", "layer_norm", "qk_norm_rope", "apply_rotary_embedding"),

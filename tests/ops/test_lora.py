@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
+from unsloth_cupy.ops.lora_merge import row_norms
 from unsloth_cupy.ops.lora_shared import lora_down
 
 from ..parity import Case, Parity
@@ -255,6 +256,13 @@ def test_a_row_of_zeros_has_no_direction() -> None:
     assert not tape.gradients(y, [magnitude], np.ones((2, 3)))[0].any()
 
 
+def test_norms_are_of_the_rows_of_what_is_merged() -> None:
+    rng = np.random.default_rng(0)
+    weight, a, b = (rng.standard_normal(shape) for shape in [(7, 300), (2, 300), (7, 2)])
+    wanted = np.linalg.norm(uc.lora_merge(weight, a, b, scale=0.5), axis=1)
+    np.testing.assert_allclose(row_norms(weight, a, b, scale=0.5), wanted, rtol=1e-14)
+
+
 def test_wrong_calls() -> None:
     x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
     with pytest.raises(ShapeError, match=r"b has rank=1; it must be 2"):
@@ -263,3 +271,46 @@ def test_wrong_calls() -> None:
         uc.lora_linear(x, weight, a, b, dropout=1.5, seed=0)
     with pytest.raises(ConfigError, match=r"pass seed=0"):
         uc.lora_linear(x, weight, a, b, dropout=0.5)
+
+
+def test_wrong_calls_of_dora_and_of_merging() -> None:
+    """Norms are taken before lora_linear itself sees its arrays."""
+    x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
+    short, ones = np.ones((2, 1)), np.ones(3)
+    for call in (
+        lambda b, **options: uc.lora_linear(x, weight, a, b, magnitude=ones, **options),
+        lambda b, **options: uc.lora_linears(x, [uc.LoraLayer(weight, a, b, magnitude=ones)]),
+        lambda b, **options: uc.lora_merge(weight, a, b, **options),
+    ):
+        with pytest.raises(ShapeError, match=r"b has outputs=2; it must be 3"):
+            call(short)
+        with pytest.raises(DTypeError, match=r"b is no array but list"):
+            call(b.tolist())
+    with pytest.raises(ShapeError, match=r"magnitude has outputs=4; it must be 3"):
+        uc.lora_merge(weight, a, b, magnitude=np.ones(4))
+    with pytest.raises(ConfigError, match=r"lora_merge\(scale='2'\)"):
+        uc.lora_merge(weight, a, b, scale="2")
+    for layers in (None, [weight], weight):
+        with pytest.raises(ConfigError, match=r"lora_linears: pass LoraLayer\(weight, a, b"):
+            uc.lora_linears(x, layers)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_torch_arrays_come_back_as_such(dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="whose arrays are given")
+    rng = np.random.default_rng(0)
+    shapes = (2, 8), (5, 8), (2, 8), (5, 2), (5,)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    x, weight, a, b, magnitude = (torch.from_numpy(array) for array in arrays)
+    for found, wanted in (
+        (
+            uc.lora_linear(x, weight, a, b, magnitude=magnitude),
+            uc.lora_linear(*arrays[:4], magnitude=arrays[4]),
+        ),
+        (
+            uc.lora_merge(weight, a, b, magnitude=magnitude),
+            uc.lora_merge(*arrays[1:4], magnitude=arrays[4]),
+        ),
+    ):
+        assert type(found) is torch.Tensor
+        np.testing.assert_array_equal(found.numpy(), wanted)

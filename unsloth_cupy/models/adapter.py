@@ -22,7 +22,7 @@ from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
 from .._dtypes import FLOAT32, FLOATS, allowed
 from .._typing import Array
 from ..errors import ConfigError
-from ..ops.lora import row_norms
+from ..ops.lora_merge import row_norms
 from .config import Config
 from .files import opened, read_json, write_folder
 

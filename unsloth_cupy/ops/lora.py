@@ -8,20 +8,17 @@ whose section 4.3 takes the norm for a constant in the backward pass, as is done
 """
 
 from collections.abc import Set
-from typing import Any
 
 import numpy as np
 
 from .. import _philox
-from .._arrays import empty
-from .._dtypes import FLOAT32
-from .._gemm import gemm, steps
+from .._gemm import gemm
 from .._op import op
 from .._typing import Array
-from ..tape import Var
 from ._columns import row_sum
 from ._lora_gradients import rank_gradients
 from .linear import flat
+from .lora_merge import factor_of, times, wide_of
 
 
 def lora_linear(
@@ -170,9 +167,9 @@ def raised(
 ) -> Array:
     """Return y of rows, of which the adapter saw ``seen`` and made ``low``."""
     y = gemm(rows if factor is None else seen, weight.T)
-    gemm(low, _times(b, scale, rows.dtype).T, out=y, add=True)
+    gemm(low, times(b, scale, rows.dtype).T, out=y, add=True)
     if factor is not None:
-        y = _times(y, factor)
+        y = times(y, factor)
         if seen is not rows:
             gemm(rows - seen, weight.T, out=y, add=True)
     if bias is not None:
@@ -192,92 +189,21 @@ def raised_gradients(
     asked: Set[str],
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
     """Return gradients, from that of y: of what factor scales, low, b, bias and factor."""
-    made = down if factor is None else _times(down, factor)
+    made = down if factor is None else times(down, factor)
     dbias = dfactor = None
     up, db = rank_gradients(
-        made, _times(b, scale, seen.dtype), low, b.dtype if "b" in asked else None
+        made, times(b, scale, seen.dtype), low, b.dtype if "b" in asked else None
     )
     if db is not None:
-        db = _times(db, scale)
+        db = times(db, scale)
     if bias is not None and "bias" in asked:
         dbias = row_sum(down, bias.dtype)
     if factor is not None and "factor" in asked:
         y = gemm(seen, weight.T, dtype=wide_of(seen))
-        gemm(low, _times(b, scale, seen.dtype).T, out=y, add=True)
+        gemm(low, times(b, scale, seen.dtype).T, out=y, add=True)
         y *= down
         dfactor = row_sum(y, factor.dtype)
     return made, up, db, dbias, dfactor
-
-
-def factor_of(weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
-    """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
-    if magnitude is None:
-        return None
-    norms = row_norms(*map(_plain, (weight, a, b)), scale=scale)
-    return dora_factor(magnitude, norms.astype(wide_of(magnitude), copy=False))
-
-
-@op("magnitude(outputs), norm(outputs): table -> factor(outputs)")
-def dora_factor(magnitude: Array, norm: Array) -> Array:
-    """Return ``magnitude / norm``: what DoRA scales each column of y by; 0 for a row of zeros."""
-    return magnitude * _inverse(norm)
-
-
-@dora_factor.gradient(
-    "dfactor(outputs), norm(outputs): table -> dmagnitude(outputs), dnorm(outputs): none"
-)
-def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
-    """Return the gradient of the magnitude; the norm is a constant."""
-    return dfactor * _inverse(norm), None
-
-
-def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
-    """Return the norm of each row of ``weight + scale * b @ a``: (outputs,) float32."""
-    wide, (outputs, inputs) = wide_of(weight), weight.shape
-    norms = empty((outputs,), wide, like=weight)
-    step = steps(outputs, inputs, inputs)[0]
-    for top in range(0, outputs, step):
-        part = slice(top, top + step)
-        rows = gemm(_times(b[part], scale, a.dtype), a, dtype=wide)
-        rows += weight[part]
-        norms[part] = np.sqrt(np.square(rows, out=rows).sum(axis=1))
-    return norms
-
-
-def lora_merge(
-    weight: Array, a: Array, b: Array, *, scale: float = 1.0, magnitude: Array | None = None
-) -> Array:
-    """Return ``weight + scale * b @ a``, its rows scaled to magnitude's norms where given.
-
-    A new array in the dtype of weight, rounded once: a linear layer with it gives what
-    ``lora_linear`` gives with the parts.
-    """
-    wide = wide_of(weight)
-    merged = weight.astype(wide)
-    gemm(_times(b, scale, wide), a.astype(wide, copy=False), out=merged, add=True)
-    if magnitude is not None:
-        norms = row_norms(weight, a, b, scale=scale)
-        merged *= dora_factor(magnitude, norms.astype(wide_of(magnitude), copy=False))[:, None]
-    return merged.astype(weight.dtype, copy=False)
-
-
-def _plain(array: Any) -> Any:
-    return array.value if type(array) is Var else array
-
-
-def wide_of(array: Any) -> Any:
-    """Return the dtype that sums of an array have."""
-    return np.promote_types(array.dtype, FLOAT32)
-
-
-def _times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
-    """Return the product, computed in float32 and rounded once."""
-    made = array.astype(wide_of(array), copy=False) * factor
-    return made.astype(array.dtype if dtype is None else dtype, copy=False)
-
-
-def _inverse(norm: Array) -> Array:
-    return np.where(norm > 0, 1, 0) / np.where(norm > 0, norm, 1)
 
 
 def _dropped(rows: Array, dropout: float, seed: int | None) -> Array:
@@ -286,4 +212,4 @@ def _dropped(rows: Array, dropout: float, seed: int | None) -> Array:
         return rows
     number = np.arange(len(rows), like=rows)
     kept = _philox.kept(int(seed or 0), dropout, (0 * number, 0 * number, number), 0, rows.shape[1])
-    return _times(rows * kept, 1 / (1 - dropout))
+    return times(rows * kept, 1 / (1 - dropout))

@@ -14,8 +14,10 @@ import numpy as np
 from .._gemm import gemm
 from .._op import op
 from .._typing import Array
+from ..errors import ConfigError
 from .linear import flat
-from .lora import factor_of, raised, raised_gradients, wide_of
+from .lora import raised, raised_gradients
+from .lora_merge import factor_of, wide_of
 
 TOGETHER = 3  # layers whose adapters lora_down takes
 
@@ -52,9 +54,15 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
 
     Raises
     ------
+    ConfigError
+        layers is no sequence of such.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
+    given: Any = layers
+    each_is_one = isinstance(given, tuple | list) and all(isinstance(n, tuple) for n in given)
+    if not each_is_one or any(not 3 <= len(n) <= len(LoraLayer._fields) for n in given):
+        raise ConfigError("lora_linears: pass LoraLayer(weight, a, b, ...) of each, in a list")
     ys = []
     for first in range(0, len(layers), TOGETHER):
         some = [LoraLayer(*layer) for layer in layers[first : first + TOGETHER]]

@@ -96,7 +96,7 @@ class OnHost:
             here.wait_event(OnHost.last.done)
             OnHost.last.array = None
         self.side.wait_event(here.record())
-        self.done = self._copied(self.memory.ptr, array.data.ptr, TO_HOST)
+        self.done: Any = self._copied(self.memory.ptr, array.data.ptr, TO_HOST)
         moved["to_host"] += self.size
         self.array: Any = array
         OnHost.last = self

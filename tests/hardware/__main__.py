@@ -1,21 +1,26 @@
 """Run every primitive on the GPU at hand: ``python -m tests.hardware [NAME ...]``.
 
+With ``--all FOLDER`` all tests that need a GPU run, and then the times: see ``session``.
+
 A bare checkout with NumPy and CuPy is enough.  Each primitive runs in a process of its own, so
 that a fault or a hang is one line of the table.  The GPU must give the bits of plain arithmetic,
 which the emulator's tests ask of the emulator; where g++ is at hand, the emulator runs beside it.
 What agrees is written to fixtures.json, with the date, the device and a digest of the launch.
 """
 
+import argparse
 import ctypes
 import subprocess
 import sys
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .fixtures import ROOT, Fixture, digest, read, write
 from .primitives import PRIMITIVES, Launch, Tile, launch, runs_on
+from .session import everything
 
 SECONDS = 120  # for one primitive, with its compilation
 
@@ -116,18 +121,27 @@ def confirm(name: str) -> None:
 
 def main() -> None:
     """Run the primitives that are named, or all, each in a process of its own."""
-    if sys.argv[1:2] == ["--one"]:
-        return confirm(sys.argv[2])
-    if unknown := set(sys.argv[1:]) - set(PRIMITIVES):
+    parser = argparse.ArgumentParser(prog="python -m tests.hardware", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a primitive; none: all")
+    parser.add_argument("--one", action="store_true", help="run it in this process")
+    told = "run all tests that need a GPU, then time the ops; keep what they said in FOLDER"
+    parser.add_argument("--all", type=Path, metavar="FOLDER", help=told)
+    parser.add_argument("--minutes", type=float, default=60, help="that --all may take (60)")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(PRIMITIVES):
         sys.exit(f"no primitive is called {sorted(unknown)}; there are: {', '.join(PRIMITIVES)}")
+    if given.one:
+        return confirm(given.names[0])
     try:
         import cupy
 
         capability = int(cupy.cuda.Device().compute_capability)
     except (ImportError, RuntimeError) as error:
         sys.exit(f"tests.hardware needs a GPU and CuPy: {error}")
+    if given.all is not None:
+        return everything(given.all.resolve(), given.minutes)
     failed = 0
-    for name in sys.argv[1:] or PRIMITIVES:
+    for name in given.names or PRIMITIVES:
         if not runs_on(name, capability):
             print(f"{name}: needs compute capability {PRIMITIVES[name][0]}, skipped", flush=True)
             continue

@@ -99,7 +99,7 @@ def bench(
     if peers:
         _need_torch(gpu is not None)
     console = machine.console()
-    kernels = [each for each in ops if _launches(each)]
+    kernels = [each for each in ops if launches(each)]
     if gpu is None:
         line = f"No GPU was found ({reason}): these are times of NumPy definitions on the CPU."
     elif kernels:
@@ -184,7 +184,8 @@ def _need_torch(gpu: bool) -> None:
         )
 
 
-def _launches(op: Op[..., Any]) -> bool:
+def launches(op: Op[..., Any]) -> bool:
+    """Say whether an op or its backward op has a kernel."""
     return op.launch is not None or (op.backward is not None and op.backward.launch is not None)
 
 

@@ -1,0 +1,354 @@
+"""All that a GPU can confirm, in a box of time: ``python -m tests.hardware --all FOLDER``.
+
+The tests that are marked ``gpu`` come first: primitives, one of each kind and dtype, the rest;
+then what broke a process once more under compute-sanitizer, then times beside peers.  Processes
+share the GPU for all but the times, as compiling takes cores.
+
+What was tried is a line of FOLDER/results.jsonl at once, and report.md shows it, so that a run that
+is cut off tells what it saw.  Called again with the same folder, a session goes on: what passed is
+not run again unless kernels or library have changed since; then what failed comes first.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import IO, Any
+
+from .fixtures import FILE, ROOT, Fixture, digest, read, write
+from .primitives import PRIMITIVES, launch
+
+Line = dict[str, Any]
+
+START = 120  # seconds for a process to collect the tests
+SECONDS = 120  # for one test, with its compilation
+QUIET = 240  # for the times of one op
+LOOKS = 4  # under compute-sanitizer, which is slow
+LIBRARY = ("numpy", "scipy", "ml_dtypes", "safetensors", "cupy")
+NEEDS = {
+    "tests": (*LIBRARY, "pytest"),
+    "times": (*LIBRARY, "click", "rich"),
+    "peers": ("torch",),
+}
+DONE = ("passed", "skipped")
+DTYPES = ("float16", "bfloat16", "float32")
+HERE = "tests/hardware/test_hardware.py::test_on_a_gpu"  # primitives
+BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
+FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
+OPTIONS = ("-m", "gpu", "-W", "default", "-p", "no:cacheprovider")  # of pytest
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins have nothing to say here
+    "OMP_NUM_THREADS": "1",  # there are as many processes as cores
+}
+
+
+def state() -> str:
+    """Return a hash of the kernels and the library: what results are of."""
+    files = [*(ROOT / "kernels_cu").rglob("*.cu*"), *(ROOT / "unsloth_cupy").rglob("*.py")]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:12]
+
+
+def in_order(names: Sequence[str], failed: Container[str], before: Container[str]) -> list[str]:
+    """Return tests, the most telling first: primitives, then one of each kind and dtype.
+
+    What failed before, as things were then, goes ahead; what failed as they are now is last.
+    """
+    seen: set[tuple[str, str]] = set()
+
+    def rank(name: str) -> int:
+        kind, _, parameters = name.partition("[")
+        dtype = next((d for d in DTYPES if d in parameters.rstrip("]").split("-")), "")
+        later = (kind, dtype) in seen
+        seen.add((kind, dtype))
+        return 3 if name in failed else 0 if kind == HERE or name in before else 1 + later
+
+    ranks = {name: rank(name) for name in names}
+    return sorted(names, key=ranks.__getitem__)  # which keeps the order within a rank
+
+
+class Results:
+    """What was tried, by name, kept in a folder as it comes."""
+
+    def __init__(self, folder: Path, now: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.now, self.shown = folder, now, 0.0
+        self.lines: dict[str, Line] = {}
+        self.failed_before: set[str] = set()  # in another state
+        self.lock = threading.Lock()
+        self.file = folder / "results.jsonl"
+        for text in self.file.read_text().splitlines() if self.file.exists() else ():
+            with contextlib.suppress(ValueError):  # a line that was cut off
+                line = json.loads(text)
+                if line["state"] == now:
+                    self.lines[line["name"]] = line
+                elif line["outcome"] not in DONE:
+                    self.failed_before.add(line["name"])
+
+    def add(self, name: str, outcome: str, seconds: float = 0, said: str = "", **more: Any) -> None:
+        """Keep one result; renew the report now and then."""
+        line = {"name": name, "outcome": outcome, "seconds": round(seconds, 2), "said": said}
+        with self.lock:
+            self.lines[name] = line | more | {"state": self.now}
+            with self.file.open("a") as file:  # the last line may be half of one
+                file.write(f"\n{json.dumps(self.lines[name])}")
+            if outcome not in DONE:
+                print(f"{name}: {outcome}: {said.splitlines()[0] if said else ''}", flush=True)
+            if time.monotonic() > self.shown + 5:
+                self.show()
+
+    def show(self) -> None:
+        """Write report.md."""
+        beside = self.folder / "report.md.partial"
+        beside.write_text(report(self.lines), encoding="utf-8")
+        beside.replace(self.folder / "report.md")
+        self.shown = time.monotonic()
+
+    def waiting(self, names: Sequence[str]) -> list[str]:
+        """Return those that neither passed nor were skipped."""
+        return [n for n in names if self.lines.get(n, {}).get("outcome") not in DONE]
+
+
+def report(lines: dict[str, Line]) -> str:
+    """Return counts by file, errors with the tests that gave them, warnings, the slowest."""
+    machine = lines.get("machine", {}).get("said", "")
+    tried = {name: line for name, line in lines.items() if name != "machine"}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    errors: dict[str, list[str]] = defaultdict(list)
+    warned: Counter[str] = Counter()
+    for name, line in tried.items():
+        group = name.split("::")[0].split(" ")[0]
+        counts[group].update({line["outcome"]: 1, "seconds": round(line["seconds"])})
+        warned.update(line.get("warned", ()))
+        if line["outcome"] not in DONE:
+            errors[f"{line['outcome']}: {line['said']}"].append(name)
+    columns = ("passed", "failed", "hung", "crashed", "skipped", "seconds")
+    text = ["# What a GPU said", "", machine, "", f"| | {' | '.join(columns)} |"]
+    text += ["|---|" + "--:|" * len(columns)]
+    for group, found in sorted(counts.items()):
+        text.append(f"| {group} | {' | '.join(str(found[c]) for c in columns)} |")
+    for said, names in sorted(errors.items(), key=lambda pair: -len(pair[1])):
+        text += ["", f"## {len(names)} x {names[0]}", "", "```text", said, "```", *names[1:6]]
+    text += ["", "## Warnings", "", *(f"{n} x {said}" for said, n in warned.most_common(20))]
+    slowest = sorted(tried, key=lambda name: -tried[name]["seconds"])[:10]
+    text += ["", "## Slowest", "", *(f"{tried[name]['seconds']:.1f} s {name}" for name in slowest)]
+    return "\n".join([*text, ""])
+
+
+class Worker:
+    """A process of ``worker``, which runs one test after another until it is lost."""
+
+    def __init__(self, root: Path, paths: Sequence[str]) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by end()
+        self.process: Any = subprocess.Popen(
+            [sys.executable, "-m", "tests.hardware.worker", *paths, *OPTIONS],
+            cwd=root,
+            env=ENVIRONMENT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
+
+    def answer(self, seconds: float) -> Line:
+        """Return the next line; where none comes, the process is "hung" or "crashed"."""
+        late = threading.Event()
+        timer = threading.Timer(seconds, lambda: (late.set(), self.process.kill()))
+        timer.start()
+        text = self.process.stdout.readline()
+        timer.cancel()
+        if text and not late.is_set():
+            line: Line = json.loads(text)
+            return line
+        self.process.kill()
+        status = self.process.wait()
+        if late.is_set():
+            said = f"no end in {seconds:.0f} s"
+            return {"outcome": "hung", "said": said, "seconds": seconds, "lost": True}
+        said = "\n".join([f"ended with {status}", *tail(self.errors)])
+        return {"outcome": "crashed", "said": said, "lost": True}
+
+    def ask(self, name: str, seconds: float) -> Line:
+        """Run one test."""
+        with contextlib.suppress(BrokenPipeError):  # it is gone, as answer() will say
+            print(name, file=self.process.stdin, flush=True)
+        return self.answer(seconds)
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        for file in (self.process.stdin, self.process.stdout, self.errors):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+
+
+def tail(errors: IO[bytes]) -> list[str]:
+    """Return the last lines of what a process said, or the first of what Python died of."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    fatal = (at for at, line in enumerate(lines) if line.startswith("Fatal Python error"))
+    start = next(fatal, max(0, len(lines) - 8))
+    return lines[start : start + 8]
+
+
+class Session:
+    """The steps of a session, until its time is over."""
+
+    def __init__(self, results: Results, seconds: float, workers: int, root: Path = ROOT) -> None:
+        self.results, self.workers, self.root = results, workers, root
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return max(0.0, self.end - time.monotonic())
+
+    def tests(self, *paths: str) -> None:
+        """Run the tests under paths, in processes that take one after another."""
+        first = Worker(self.root, paths)
+        found = first.answer(min(START, self.left()))
+        for path, said in found.get("errors", {}).items():
+            self.results.add(path, "failed", 0, f"its tests are not collected: {said}")
+        if "said" in found and self.left():
+            self.results.add("collecting", found["outcome"], 0, found["said"])
+        names = self.results.waiting(found.get("tests", ()))
+        ordered = in_order(names, self.results.lines, self.results.failed_before)
+        files = [*dict.fromkeys(name.split("::")[0] for name in ordered)]
+        waiting, lock = iter(ordered), threading.Lock()
+
+        def work(worker: Worker | None) -> None:
+            while self.left():
+                with lock:
+                    name = next(waiting, None)
+                if name is None:
+                    break
+                line: Line = {}
+                if worker is None:
+                    worker = Worker(self.root, files)
+                    line = worker.answer(min(START, self.left()))
+                if "said" not in line:
+                    line = worker.ask(name, min(SECONDS, self.left()))
+                if line["outcome"] == "hung" and not self.left():
+                    break  # cut off
+                self.results.add(name, **line)
+                if line["lost"]:
+                    worker = worker.end()
+            if worker is not None:
+                worker.end()
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            list(pool.map(work, [first, *[None] * (self.workers - 1)]))
+
+    def closer(self) -> None:
+        """Run tests that broke their process under compute-sanitizer, one of each kind."""
+        tool, lines = shutil.which("compute-sanitizer"), self.results.lines
+        lost = {n.partition("[")[0]: n for n in reversed(lines) if lines[n].get("lost")}
+        names = [n for n in lost.values() if f"compute-sanitizer {n}" not in lines]
+
+        def look(name: str) -> None:
+            command = [str(tool), "--print-limit", "2", sys.executable, "-m", "pytest", *OPTIONS]
+            with tempfile.TemporaryFile() as out, contextlib.suppress(subprocess.TimeoutExpired):
+                given: Any = {"cwd": self.root, "env": ENVIRONMENT, "stdout": out, "stderr": out}
+                given["timeout"] = min(SECONDS, self.left())
+                subprocess.run([*command, name], check=False, **given)
+                out.seek(0)
+                told = [text.decode() for text in out if text.startswith(b"=========")]
+                self.results.add(f"compute-sanitizer {name}", "told", 0, "".join(told[:12]))
+
+        with ThreadPoolExecutor(LOOKS) as pool:
+            list(pool.map(look, names[:LOOKS] if tool else ()))
+
+    def times(self, ops: Sequence[str], *options: str) -> None:
+        """Time ops, alone on the GPU; what ends the process is left out of the next."""
+        waiting = [n.partition(" ")[2] for n in self.results.waiting([f"time {op}" for op in ops])]
+        numbers, idle = self.results.folder / "bench.json", 0
+        while waiting and self.left() and idle < 2:
+            numbers.unlink(missing_ok=True)
+            with tempfile.TemporaryFile() as errors:
+                process = subprocess.Popen(
+                    [*BENCH, *waiting, "--json", str(numbers), *options],
+                    **{"cwd": self.root, "stdout": subprocess.DEVNULL, "stderr": errors},
+                )
+                told, outcome = self._watched(process, len(waiting), numbers)
+                process.kill()
+                if (process.wait() or told < len(waiting)) and outcome:
+                    name = [*waiting, "attention's shapes"][told]
+                    self.results.add(f"time {name}", outcome, 0, "\n".join(tail(errors)))
+            idle, waiting = 0 if told else idle + 1, waiting[told + 1 :]
+
+    def _watched(self, process: Any, ops: int, numbers: Path) -> tuple[int, str]:
+        """Return how many ops were timed, and what became of the process: "" if time was over."""
+        told, last = 0, time.monotonic()
+        while self.left():
+            ended = process.poll() is not None
+            done = json.loads(numbers.read_text())["ops"] if numbers.exists() else []
+            for op in done[told:]:
+                self.results.add(f"time {op}", "passed", time.monotonic() - last)
+                last = time.monotonic()
+            told = len(done)
+            if ended:
+                return told, "failed"
+            if told < ops and time.monotonic() > last + QUIET:
+                return told, "hung"
+            time.sleep(0.1)
+        return told, ""
+
+
+def keep_fixtures(lines: dict[str, Line], device: str) -> None:
+    """Enter the primitives that passed into fixtures.json."""
+    today = date.today().isoformat()
+    passed = [n for n in PRIMITIVES if lines.get(f"{HERE}[{n}]", {}).get("outcome") == "passed"]
+    if passed:
+        write(read() | {n: Fixture(today, device, digest(launch(n))) for n in passed})
+
+
+def everything(folder: Path, minutes: float) -> None:
+    """Do all steps that this machine has the packages for; say first what it lacks."""
+    found = {name: importlib.util.find_spec(name) for names in NEEDS.values() for name in names}
+    lacking = {what: [n for n in names if not found[n]] for what, names in NEEDS.items()}
+    missing = [f"no {what} without {', '.join(names)}" for what, names in lacking.items() if names]
+    print("\n".join(missing), flush=True)
+    import cupy
+
+    runtime, cores = cupy.cuda.runtime, len(os.sched_getaffinity(0))
+    about, version = runtime.getDeviceProperties(0), cupy.cuda.nvrtc.getVersion()
+    workers = max(1, min(cores, about["totalGlobalMem"] >> 32))  # 4 GiB for each
+    results = Results(folder, state())
+    session = Session(results, minutes * 60, workers)
+    device = about["name"].decode()
+    said = [device, f"driver {runtime.driverGetVersion()}", f"CuPy {cupy.__version__}"]
+    said += [f"NVRTC {version}", f"Python {sys.version.split()[0]}", f"{workers} processes"]
+    results.add("machine", "passed", 0, "; ".join([*said, f"state {results.now}", *missing]))
+    try:
+        if not lacking["tests"]:
+            session.tests("tests")
+            keep_fixtures(results.lines, device)
+            session.closer()
+        if not lacking["times"]:
+            from unsloth_cupy._cases import chosen
+            from unsloth_cupy.cli.bench import launches
+
+            for page in (ROOT / "docs").glob("performance.*"):
+                if not (folder / page.name).exists():
+                    shutil.copy(page, folder)
+            ops = [op for name in (*FIRST, None) for op in chosen(name) if launches(op)]
+            options = ["--write", str(folder / "performance.md")]
+            options += [] if lacking["peers"] else ["--peers"]
+            session.times([*dict.fromkeys(op.__name__ for op in ops)], *options)
+    finally:
+        results.show()
+        if FILE.exists():
+            shutil.copy(FILE, folder)
+        print(f"{folder / 'report.md'}; {session.left():.0f} s were left", flush=True)

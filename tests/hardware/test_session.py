@@ -1,0 +1,205 @@
+"""A session, rehearsed without a GPU: tests that pass, fail, hang, crash and lose the device."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import fixtures, session
+from .fixtures import read
+from .session import HERE, Results, Session, in_order, keep_fixtures, report
+
+CUPY = """
+lost = False
+
+class cuda:
+    is_available = staticmethod(lambda: True)
+
+    class runtime:
+        @staticmethod
+        def deviceSynchronize():
+            if lost:
+                raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
+"""
+TESTS = """
+import os, time, warnings
+import cupy
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("case", "abc")
+def test_passes(case, dtype):
+    assert not cupy.lost, "the process should not be used again"
+    warnings.warn("an old name")
+
+def test_fails():
+    assert 1 + 1 == 3, "sums"
+
+def test_hangs():
+    time.sleep(60)
+
+def test_crashes():
+    os.abort()
+
+def test_loses_the_device():
+    cupy.lost = True
+
+def test_skips():
+    pytest.skip("needs another GPU")
+
+def test_ends():
+    assert not cupy.lost
+"""
+BENCH = """
+import json, sys, time
+at = sys.argv.index("--json")
+ops, done = sys.argv[1:at], []
+for op in ops:
+    if op == "breaks":
+        sys.exit("it broke")
+    if op == "waits":
+        time.sleep(60)
+    done.append(op)
+    with open(sys.argv[at + 1], "w") as file:
+        json.dump({"ops": done}, file)
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a project with tests of its own, and a CuPy of its own."""
+    for name, text in (("cupy", CUPY), ("test_one", TESTS), ("bench", BENCH)):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\nfilterwarnings = error\n")
+    (tmp_path / "test_two.py").write_text("import no_such_package\n")
+    monkeypatch.setattr(session, "BENCH", (sys.executable, str(tmp_path / "bench.py")))
+    return tmp_path
+
+
+def outcomes(results: Results) -> dict[str, str]:
+    return {name.partition("::")[2]: line["outcome"] for name, line in results.lines.items()}
+
+
+def test_every_end_is_told_and_the_rest_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "SECONDS", 2)
+    results = Results(root / "found", "now")
+    Session(results, 300, 2, root).tests(".")
+    found = outcomes(results)
+    assert found == {
+        **{f"test_passes[{c}-{d}]": "passed" for c in "abc" for d in ("float16", "float32")},
+        **{"test_fails": "failed", "test_hangs": "hung", "test_crashes": "crashed"},
+        **{"test_loses_the_device": "failed", "test_skips": "skipped", "test_ends": "passed"},
+        "": "failed",  # test_two.py
+    }
+    results.show()
+    text = (root / "found" / "report.md").read_text()
+    assert "| test_one.py | 7 | 2 | 1 | 1 | 1 |" in text
+    for said in (
+        "AssertionError: sums",
+        "no end in 2 s",
+        "ended with -6",
+        "Fatal Python error: Aborted",
+        "cudaErrorIllegalAddress: an illegal memory access",
+        "not collected: ModuleNotFoundError: No module named 'no_such_package'",
+        "6 x UserWarning: an old name",
+    ):
+        assert said in text, text
+    assert "test_one.py::test_fails: failed: AssertionError: sums" in capsys.readouterr().out
+
+    again = Results(root / "found", "now")  # only what did not pass
+    (root / "test_one.py").write_text(TESTS.replace("1 + 1", "1 + 2").replace("(60)", "(0)"))
+    Session(again, 300, 1, root).tests(".")
+    lines = (root / "found" / "results.jsonl").read_text().split()
+    assert sum("test_passes" in line for line in lines) == 6
+    assert outcomes(again)["test_hangs"] == outcomes(again)["test_fails"] == "passed"
+
+
+def test_a_session_that_is_cut_off_goes_on_where_it_stopped(root: Path) -> None:
+    results = Results(root, "now")
+    Session(results, 0, 2, root).tests(".")
+    assert outcomes(results) == {}, "there was no time to collect"
+    with (root / "results.jsonl").open("a") as file:
+        file.write('{"name": "test_one.py::te')  # as a process that is killed leaves it
+    done = Results(root, "now")
+    done.add("test_one.py::test_ends", "passed")
+    assert Results(root, "now").waiting(["test_one.py::test_ends", "x"]) == ["x"]
+    assert Results(root, "later").waiting(["test_one.py::test_ends"]) != [], "things changed"
+
+
+def test_what_is_cut_off_by_the_end_is_no_failure(root: Path) -> None:
+    (root / "test_one.py").write_text(
+        "import pytest, time\n@pytest.mark.gpu\ndef test_long():\n    time.sleep(60)\n"
+    )
+    results = Results(root, "now")
+    begun = Session(results, 2, 1, root)
+    begun.tests("test_one.py")
+    assert begun.left() == 0
+    assert "test_long" not in outcomes(results)
+
+
+def test_the_most_telling_come_first() -> None:
+    names = ["t.py::a[x-float16]", "t.py::a[y-float16]", "t.py::a[x-float32]", "t.py::b"]
+    names += [f"{HERE}[dp4a]", "t.py::c[1]", "t.py::c[2]", "t.py::d"]
+    assert in_order(names, {"t.py::b"}, {"t.py::d"}) == [
+        *(f"{HERE}[dp4a]", "t.py::d", "t.py::a[x-float16]", "t.py::a[x-float32]", "t.py::c[1]"),
+        *("t.py::a[y-float16]", "t.py::c[2]", "t.py::b"),
+    ]
+
+
+def test_what_failed_before_a_change_is_told_from_what_fails_now(tmp_path: Path) -> None:
+    results = Results(tmp_path, "before")
+    results.add("a", "failed", 1, "wrong")
+    results.add("b", "passed")
+    changed = Results(tmp_path, "after")
+    assert changed.failed_before == {"a"}
+    assert changed.lines == {}
+
+
+def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "QUIET", 2)
+    results = Results(root, "now")
+    results.add("time known", "passed")
+    Session(results, 300, 1, root).times(["one", "breaks", "two", "known", "waits", "three"])
+    found = {name.partition(" ")[2]: line["outcome"] for name, line in results.lines.items()}
+    assert found == {
+        **dict.fromkeys(("known", "one", "two", "three"), "passed"),
+        **{"breaks": "failed", "waits": "hung"},
+    }
+    assert results.lines["time breaks"]["said"] == "it broke"
+
+
+def test_times_end_where_nothing_can_be_timed(root: Path) -> None:
+    results = Results(root, "now")
+    (root / "bench.py").write_text("raise SystemExit('no GPU')")
+    Session(results, 300, 1, root).times(["one", "two", "three"])
+    assert [*results.lines] == ["time one", "time two"]
+
+
+def test_lost_devices_are_looked_at_closer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = root / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho noise\necho ========= Invalid __global__ write of size 2\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(root), prepend=":")
+    results = Results(root, "now")
+    for name, lost in (("t::a[1]", True), ("t::a[2]", True), ("t::b", False)):
+        results.add(name, "failed", 0, "wrong", lost=lost)
+    Session(results, 300, 1, root).closer()
+    assert {n: line["said"] for n, line in results.lines.items() if " " in n} == {
+        "compute-sanitizer t::a[1]": "========= Invalid __global__ write of size 2\n"
+    }
+    assert "========= Invalid" in report(results.lines)
+
+
+def test_primitives_that_passed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixtures, "FILE", tmp_path / "fixtures.json")
+    lines: dict[str, Any] = {f"{HERE}[dp4a]": {"outcome": "passed"}}
+    lines[f"{HERE}[mma s8]"] = {"outcome": "failed"}
+    keep_fixtures(lines, "a GPU")
+    assert {name: kept.device for name, kept in read().items()} == {"dp4a": "a GPU"}
+    assert json.loads((tmp_path / "fixtures.json").read_text())["dp4a"]["digest"]

@@ -200,7 +200,9 @@ class TestNumPy:
         ):
             add(swapped, swapped)
 
-    @pytest.mark.parametrize("bad", [[1.0], 1.0, True, "x", object()], ids=lambda bad: type(bad).__name__)
+    @pytest.mark.parametrize(
+        "bad", [[1.0], 1.0, True, "x", object()], ids=lambda bad: type(bad).__name__
+    )
     def test_what_is_no_array_raises(self, bad) -> None:
         with pytest.raises(DTypeError, match=r"add: b is no array but \w+; wrap it in numpy"):
             add(np.ones(1), bad)

@@ -10,7 +10,7 @@ from unsloth_cupy import (
     attention_layer_backward,
     rope_tables,
 )
-from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
+from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
 
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, DIM = 2, 7, 12, 4, 2, 6
 
@@ -80,12 +80,21 @@ def test_goes_on_from_a_cache(window: int | None) -> None:
     whole = attention_layer(*arrays, cos, sin, heads=HEADS, **limits)
     parts = [
         attention_layer(
-            arrays[0][:, start:stop], *arrays[1:], cos, sin, heads=HEADS, cache=cache, layer=1
+            arrays[0][:, start:stop], *arrays[1:], cos, sin, heads=HEADS, cache=cache, layer=layer
         )
         for start, stop in ((0, 4), (4, 5), (5, 7))
+        for layer in (0, 1)
     ]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-10, atol=1e-12)
-    assert cache.filled == [0, 7]
+    for layer in (0, 1):  # each counts the tokens of its own
+        found = np.concatenate(parts[layer::2], axis=1)
+        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
+    assert cache.filled == [7, 7]
+
+
+def test_no_rows_give_no_rows() -> None:
+    (x, *weights), (cos, sin) = drawn(), tables()
+    assert attention_layer(x[:0], *weights, cos, sin, heads=HEADS).shape == x[:0].shape
+    assert attention_layer(x[:, :0], *weights, cos, sin, heads=HEADS).shape == x[:, :0].shape
 
 
 def test_bad_input() -> None:
@@ -95,6 +104,14 @@ def test_bad_input() -> None:
             attention_layer(*arrays, cos, sin, heads=heads)
     with pytest.raises(ShapeError):
         attention_layer(arrays[0][..., :5], *arrays[1:], cos, sin, heads=HEADS)
+    with pytest.raises(ConfigError, match="v_weight"):
+        attention_layer(*arrays[:3], arrays[3][:-1], arrays[4], cos, sin, heads=HEADS)
+    with pytest.raises(ShapeError, match=r"x is \(.*\); it must have \(batch, tokens, hidden\)"):
+        attention_layer(arrays[0][0], *arrays[1:], cos, sin, heads=HEADS)
+    with pytest.raises(ShapeError, match="cos is"):
+        attention_layer(*arrays, cos[0], sin, heads=HEADS)
+    with pytest.raises(DTypeError, match="q_weight is no array but list"):
+        attention_layer(arrays[0], arrays[1].tolist(), *arrays[2:], cos, sin, heads=HEADS)
     cache, x = KVCache(1, BATCH, 8, KV_HEADS, DIM, dtype="float64"), Tape().watch(arrays[0])
     with pytest.raises(GradientError, match="cache"):
         attention_layer(x, *arrays[1:], cos, sin, heads=HEADS, cache=cache)

@@ -6,8 +6,9 @@ y = attention(q, k, v) o_weight^T
 
 from typing import Any
 
+from .._arrays import common
 from .._typing import Array
-from ..errors import ConfigError, GradientError
+from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
 from ..tape import Tape, Var
 from .attention import attention
@@ -78,18 +79,21 @@ def attention_layer(
     -----
     Vaswani and others, Attention Is All You Need, 2017.  Su and others, RoFormer, 2021.
     """
-    rows = q_weight.shape[0]
-    if type(heads) is not int or heads < 1 or rows % heads or k_weight.shape[0] % (rows // heads):
-        given = f"q_weight {tuple(q_weight.shape)}, k_weight {tuple(k_weight.shape)}"
-        cure = "the rows of q_weight are heads * dim, those of k_weight kv_heads * dim"
+    weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    _check_axes(x=x, **weights, o_weight=o_weight, cos=cos, sin=sin)
+    rows, *kv_rows = (weight.shape[0] for weight in weights.values())
+    dim = rows // heads if type(heads) is int and heads > 0 else 0
+    if not dim or rows % heads or kv_rows[0] % dim or kv_rows[0] != kv_rows[1]:
+        given = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
+        cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {given}")
-    projected = (linear(x, weight) for weight in (q_weight, k_weight, v_weight))
-    shape = (*x.shape[:2], -1, rows // heads)
-    q, k, v = (each.reshape(*shape) for each in projected)
-    if cache is not None and positions is None:
-        cos, sin = (table[cache.length : cache.length + x.shape[1]] for table in (cos, sin))
-    elif positions is None:
-        cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
+    q, k, v = (
+        linear(x, weight).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
+        for weight in weights.values()
+    )
+    if positions is None:
+        start = 0 if cache is None or layer not in range(len(cache.filled)) else cache.filled[layer]
+        cos, sin = (table[start : start + x.shape[1]] for table in (cos, sin))
     q, k = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
     if cache is not None:
         if Var in map(type, (k, v)):
@@ -99,6 +103,17 @@ def attention_layer(
         options["mask"] = seen if mask is None else mask if seen is None else mask & seen
     out = attention(q, k, v, causal=causal, **options)
     return linear(out.reshape(*x.shape[:2], rows), o_weight)
+
+
+def _check_axes(**arrays: Any) -> None:
+    """Raise unless these are arrays, or Vars, of as many axes as are looked at here."""
+    values = [array.value if type(array) is Var else array for array in arrays.values()]
+    common("attention_layer", [*arrays], values)
+    for name, value in zip(arrays, values, strict=True):
+        axes, shape = 3 if name == "x" else 2, tuple(value.shape)
+        if len(shape) != axes:
+            cure = "it must have (batch, tokens, hidden)" if name == "x" else "it must have 2 axes"
+            raise ShapeError(f"attention_layer: {name} is {shape}; {cure}")
 
 
 def attention_layer_backward(

@@ -177,10 +177,14 @@ class KernelParity(Parity):
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_gpu_kernels(self, case: Case, dtype: Any) -> None:
         """The same on a GPU."""
-        import cupy
+        _compare_kernels(OPS[self.op], case, dtype, _as_it_is, on_gpu, self.sides)
 
-        run = lambda function: function()  # noqa: E731
-        _compare_kernels(OPS[self.op], case, dtype, run, cupy.asarray, self.sides)
+    @pytest.mark.gpu
+    def test_gpu_kernels_off_alignment(self) -> None:
+        """The same on a GPU, which takes no wide access to such an address."""
+        op, case, dtype = OPS[self.op], self.cases[0], KERNEL_DTYPES[0]
+        shifted = lambda array: on_gpu(_shifted(array))  # noqa: E731
+        _compare_kernels(op, case, dtype, _as_it_is, shifted, self.sides)
 
 
 class KernelInPlace(KernelParity):
@@ -203,6 +207,7 @@ class KernelAlone(KernelParity):
     test_any_strides = None
     test_emulated_kernels_off_alignment = None
     test_gpu_kernels = None
+    test_gpu_kernels_off_alignment = None
 
     def prove(self, case: Case, dtype: Any) -> None:
         """Raise unless the kernels, run by ops within ``emulator()``, do it."""
@@ -212,6 +217,21 @@ class KernelAlone(KernelParity):
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
         """The kernels, run on the CPU, do what the class says."""
         self.prove(case, dtype)
+
+
+def on_gpu(array: np.ndarray) -> Any:
+    """Return an array of CuPy that lies as this one does: strides, and the place in its memory."""
+    import cupy
+
+    array = np.asarray(array)
+    root = array if array.base is None else array.base
+    memory = cupy.asarray(root.ravel(order="K")).data
+    start = memory + (array.ctypes.data - root.ctypes.data) if array.size else memory
+    return cupy.ndarray(array.shape, array.dtype, start, array.strides)
+
+
+def _as_it_is(function: Callable[[], Arrays]) -> Arrays:
+    return function()
 
 
 def _compare_kernels(
@@ -252,7 +272,7 @@ def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays) -> None:
         assert found.dtype == plain[name].dtype, name
         eps = EPS[found.dtype.name]
         budget = 2 * _error(plain[name], exact[name]) + 4 * eps * _size(exact[name])
-        assert _error(found, exact[name]) <= budget, f"{name}: {_error(found, exact[name])}"
+        assert _error(found, exact[name]) <= budget, f"{name}: {_worst(found, exact[name], budget)}"
 
 
 def _equal_bits(first: Arrays, second: Arrays) -> None:
@@ -283,12 +303,29 @@ def _seeds(op: Op, outputs: Arrays, rng: np.random.Generator) -> Arrays:
 def _error(found: Any, exact: Any) -> float:
     """Return the largest difference; infinities must be equal, and nothing may be NaN."""
     found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
-    assert not np.isnan(found).any()
+    assert not np.isnan(found).any(), _first(np.isnan(found), "NaN")
     assert not np.isnan(exact).any()
     finite = np.isfinite(exact)
-    assert (found[~finite] == exact[~finite]).all()
+    assert (found[~finite] == exact[~finite]).all(), _first(
+        ~finite & (found != exact), "no such infinity"
+    )
     error = np.subtract(found, exact, where=finite, out=np.zeros(exact.shape))
     return float(np.abs(error).max(initial=0))
+
+
+def _first(wrong: np.ndarray, what: str) -> str:
+    """Say how many elements are wrong, and where the first is."""
+    at = tuple(int(axis[0]) for axis in np.nonzero(np.atleast_1d(wrong)))
+    return f"{wrong.sum()} of {wrong.size} are {what}, the first at {at}"
+
+
+def _worst(found: Any, exact: Any, budget: float) -> str:
+    """Say how many elements are off, and where the worst is."""
+    found, exact = np.atleast_1d(np.asarray(found, np.float64), np.asarray(exact, np.float64))
+    off = np.subtract(found, exact, where=np.isfinite(exact), out=np.zeros(exact.shape))
+    at = tuple(map(int, np.unravel_index(np.abs(off).argmax(), off.shape)))
+    told = _first(np.abs(off) > budget, f"off by more than {budget:.3g}")
+    return f"{told}; the worst at {at} is {found[at]:.9g}, not {exact[at]:.9g}"
 
 
 def _shifted(array: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from unsloth_cupy._dtypes import BFLOAT16, FLOATS
 from unsloth_cupy._gemm import gemm
 from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
 
-from .parity import EPS
+from .parity import EPS, on_gpu
 
 NAMES = {number: dtype for dtype, number in _gemm.DTYPES.items()}
 NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
@@ -339,17 +339,9 @@ def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("how_b", WAYS)
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_on_a_gpu(how_a: str, how_b: str, dtype: Any) -> None:
-    import cupy
-
     a, b = draw(5, 7, dtype=dtype), draw(7, 3, dtype=dtype, seed=1)
     exact = a.astype(np.float64) @ b.astype(np.float64)
-
-    def there(view: np.ndarray) -> Any:
-        root = view if view.base is None else view.base
-        start = cupy.asarray(root).data + (view.ctypes.data - root.ctypes.data)
-        return cupy.ndarray(view.shape, view.dtype, start, view.strides)
-
-    found = gemm(there(lying(a, how_a)), there(lying(b, how_b)))
+    found = gemm(on_gpu(lying(a, how_a)), on_gpu(lying(b, how_b)))
     check(found.get(), exact, 7)
 
 

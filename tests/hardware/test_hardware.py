@@ -1,14 +1,18 @@
 """The fixtures that GPUs left are of today's primitives; with a GPU, each primitive runs on it."""
 
+import ctypes
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ..cuda_on_cpu import missing
+from ..parity import on_gpu, within_rule
 from . import fixtures
 from .__main__ import KINDS, emulated, run
 from .fixtures import FILE, ROOT, Fixture, digest, read, table, write
@@ -90,3 +94,55 @@ def test_on_a_gpu(name: str) -> None:
     for position, found in run(made).items():
         wanted = made.expected[position]
         np.testing.assert_array_equal(found.view(wanted.dtype), wanted)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: a,
+        lambda a: a[1:, ::2],
+        lambda a: a.T,
+        lambda a: a[::-1, 3:],
+        lambda a: a.ravel()[5:].reshape(5, 11),
+        lambda a: np.broadcast_to(a[2], (3, 10)),
+        lambda a: a[:0],
+        lambda a: a[2, 3, ...],
+        lambda a: a.T.copy(order="K"),
+        lambda a: np.float32(3),
+    ],
+)
+def test_arrays_lie_on_a_gpu_as_they_do_here(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is played by another one of the host."""
+    copies = []
+
+    def asarray(array: Any) -> Any:
+        copies.append(array.copy())
+        return types.SimpleNamespace(data=copies[-1].ctypes.data)
+
+    def ndarray(shape: Any, dtype: Any, start: int, strides: Any) -> np.ndarray:
+        room = (ctypes.c_byte * copies[-1].nbytes).from_address(copies[-1].ctypes.data)
+        return np.ndarray(shape, dtype, room, start - copies[-1].ctypes.data, strides)
+
+    cupy = types.SimpleNamespace(asarray=asarray, ndarray=ndarray)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    here = view(np.arange(60, dtype=np.float32).reshape(6, 10))
+    there = on_gpu(here)
+    np.testing.assert_array_equal(there, here)
+    assert there.strides == here.strides
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (2.5, r"y: 1 of 6 are off by more than 5.96e-06, .* at \(1, 2\) is 2.5, not 5"),
+        (np.nan, r"1 of 6 are NaN, the first at \(1, 2\)"),
+    ],
+)
+def test_a_difference_is_told_by_its_place(wrong: float, says: str) -> None:
+    exact = {"y": np.arange(6.0).reshape(2, 3)}
+    plain = {"y": exact["y"].astype(np.float32)}
+    found = {"y": plain["y"].copy()}
+    within_rule(plain, exact, found)
+    found["y"][1, 2] = wrong
+    with pytest.raises(AssertionError, match=says):
+        within_rule(plain, exact, found)

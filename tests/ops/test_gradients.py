@@ -1,5 +1,6 @@
 """The kernels that see all gradients of a step; tests/test_gradients.py judges the definition."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,13 @@ from unsloth_cupy.ops import gradients as launches
 
 from .. import stand_in
 from ..cuda_on_cpu.traffic import counted
-from ..parity import EPS, Case, KernelAlone, emulator
+from ..parity import EPS, Case, KernelAlone, emulator, on_gpu
 
 # several chunks for a block, tails in a span and in an access, one value, none
 SHAPES = {"many": (11, 6200), "span": (1100,), "few": (3,), "one": (), "none": (0, 4)}
 
 
-def drawn(case: Case, dtype: Any, place: Callable[[Any], Any] = np.array) -> dict[str, Any]:
+def drawn(case: Case, dtype: Any, place: Callable[[Any], Any] = np.asarray) -> dict[str, Any]:
     """Return gradients; of three dtypes where the case is mixed."""
     rng, both = np.random.default_rng(0), case.both
     found = {}
@@ -52,7 +53,7 @@ class TestGradients(KernelAlone):
 
     def prove(self, case: Case, dtype: Any) -> None:
         """Norm, factor, scaled and divided gradients equal those of the definition."""
-        self.compare(case, dtype, emulator, np.array)
+        self.compare(case, dtype, emulator, np.asarray)
         gradients = drawn(case, dtype)
         next(iter(gradients.values())).reshape(-1)[-1] = np.inf
         before = {name: array.tobytes() for name, array in gradients.items()}
@@ -63,13 +64,7 @@ class TestGradients(KernelAlone):
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        import contextlib
-
-        import cupy
-
-        if case.both.get("offset"):
-            pytest.skip("CuPy's own arrays are aligned")
-        self.compare(case, dtype, contextlib.nullcontext, cupy.asarray)
+        self.compare(case, dtype, contextlib.nullcontext, on_gpu)
 
     def compare(self, case: Case, dtype: Any, where: Any, place: Callable[[Any], Any]) -> None:
         wide = {n: g.astype(np.float64) for n, g in drawn(case, dtype).items()}

@@ -23,11 +23,13 @@ from unsloth_cupy import (
     softmax,
     swiglu,
 )
-from unsloth_cupy._cases import Call, Scale, draw, forward_ops
+from unsloth_cupy._cases import Call, Scale, draw, forward_ops, sizes
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._op import OPS, op
 
-from .stand_in import GRAIN, METHODS, Function, HostReadError, HostWriteError, gpu
+from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
+from .variants import Asked, constants, turned
+from .variants import call as call_of_zeros
 
 SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
 LAUNCHED = [
@@ -204,6 +206,29 @@ def test_memory_is_counted_until_it_is_let_go() -> None:
         assert (machine.held, machine.peak) == (0, 1536 + 1024)
 
 
+def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
+    """Return what ``bench`` launches for an op and its backward op, each kernel once."""
+    bench = pytest.importorskip("unsloth_cupy.cli.bench", reason="needs the extra `cli`")
+    found: dict[tuple[str, str], Launch] = {}
+    for scale in bench.DEVICE_SCALES:
+        with gpu(capability) as machine:
+            form = Asked(sizes(scale), (), dtype, False, {})
+            call = call_of_zeros(OPS[name], form, machine)
+            outputs = call.run()
+            backward = call.op.backward
+            if backward is not None and backward.launch is not None:
+                turned(call, outputs, machine, form).launches()
+            found |= {(launch.kernel, launch.source): launch for launch in machine.launches}
+    return [*found.values()]
+
+
+def test_what_bench_asks_for_is_known_before() -> None:
+    launches = asked_by_bench("rms_norm_forward", KERNEL_DTYPES[0], "90")
+    found = {(each.kernel, constants(each.source).get("HIDDEN")) for each in launches}
+    ways = "rms_norm_forward", "rms_norm_backward"
+    assert {(way, hidden) for way in ways for hidden in ("2048", "4096")} <= found
+
+
 # ---- with a GPU -------------------------------------------------------------------------------
 def redrawn(call: Call) -> Call:
     """Return the call with other values: its rows the other way round."""
@@ -285,3 +310,22 @@ def test_a_small_call_takes_the_host_8_microseconds_at_most() -> None:
         cupy.cuda.Device().synchronize()
         rounds.append(timeit.timeit(lambda: rms_norm(x, weight), number=200) / 200 * 1e6)
     assert min(rounds) <= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in forward_ops() if name in LAUNCHED])
+def test_what_bench_asks_for_compiles_and_can_be_launched(name: str, dtype: Any) -> None:
+    """CuPy keeps it, so that ``bench`` does not wait for the compiler of one core."""
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    if capability not in LIMITS:
+        pytest.skip(f"the stand-in has no machine of capability {capability}")
+    for launch in asked_by_bench(name, dtype, capability):
+        kernel = cupy.RawModule(code=launch.source, options=launch.options).get_function(
+            launch.kernel
+        )
+        if launch.shared > 48 << 10:
+            kernel.max_dynamic_shared_size_bytes = launch.shared
+        assert kernel.max_threads_per_block >= launch.threads, launch.kernel

@@ -134,7 +134,7 @@ def test_arrays_lie_on_a_gpu_as_they_do_here(view: Any, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (2.5, r"y: 1 of 6 are off by more than 5.96e-06, .* at \(1, 2\) is 2.5, not 5"),
+        (2.5, r"y: 1 of 6 are off by more than 2.38e-06, .* at \(1, 2\) is 2.5, not 5"),
         (np.nan, r"1 of 6 are NaN, the first at \(1, 2\)"),
     ],
 )

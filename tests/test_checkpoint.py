@@ -172,7 +172,7 @@ def test_the_tape_keeps_one_input_a_part() -> None:
     assert parts < whole / 5
 
 
-@pytest.mark.parametrize("bad", ["attention", "attention_forward", ("nothing",)])
+@pytest.mark.parametrize("bad", ["attention", "attention_forward", ("nothing",), None, 1, ([],)])
 def test_names_that_are_no_ops(bad: Any) -> None:
     with pytest.raises(ConfigError, match="pass names of ops"):
         checkpoint(rms_norm, np.ones(2), np.ones(2), keep=bad)

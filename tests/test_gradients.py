@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import Tape, add, clip_gradients, multiply, rms_norm
+from unsloth_cupy import Tape, add, clip_gradients, measure_gradients, multiply, rms_norm
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError
 
 from .conftest import FOLDER
@@ -83,6 +83,8 @@ def test_bad_gradients_raise_before_anything_changes() -> None:
 
 
 def test_gradients_come_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"scaler=2\.0\): pass a LossScaler"):
+        measure_gradients({}, scaler=2.0)
     with pytest.raises(DTypeError, match=r"clip_gradients: pass \{name: array\}, not list"):
         clip_gradients([np.ones(3)], 1.0)
 

@@ -151,10 +151,18 @@ def test_bad_input():
         cache.reorder(np.zeros(2))
     with pytest.raises(RangeError, match="index"):
         cache.reorder(np.array([0, 2]))
-    with pytest.raises(ConfigError, match="dtype"):
-        KVCache(1, 1, 1, 1, 1, dtype="int8")
-    with pytest.raises(ConfigError, match="negative"):
-        KVCache(1, -1, 1, 1, 1, dtype="float32")
+    with pytest.raises(ShapeError, match="index is None"):
+        cache.reorder([0, 1])
+    with pytest.raises(ShapeError, match="k is None"):
+        cache.append(0, None, v)
+    with pytest.raises(RangeError, match=r"layer 0\.5"):
+        cache.append(0.5, k, v)
+    for dtype in ("int8", "floating", None, 3, (1, 2, 3)):
+        with pytest.raises(ConfigError, match=r"dtype=.*; choose from float16"):
+            KVCache(1, 1, 1, 1, 1, dtype=dtype)
+    for size in (-1, 1.5, "2", None, True):
+        with pytest.raises(ConfigError, match="integers, none of them negative"):
+            KVCache(1, size, 1, 1, 1, dtype="float32")
     for window in (0, 2.5, True, [3], [3, -1]):
         with pytest.raises(ConfigError, match="window"):
             KVCache(2, 1, 8, 1, 1, dtype="float32", window=window)

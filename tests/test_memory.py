@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
@@ -394,5 +395,25 @@ def test_wrong_options_are_named(change: dict[str, Any], said: str) -> None:
     options: dict[str, Any] = {"batch": 1, "tokens": 8, "dtype": "float32"} | change
     with pytest.raises(ConfigError, match=said):
         plan_memory(SMALL, **options)
-    with pytest.raises(ConfigError, match="pass sizes"):
-        estimate_training_memory(0, 1, 1)
+
+
+@pytest.mark.parametrize("size", [0, -1, "1", None, math.nan, math.inf, [2]], ids=repr)
+def test_formulas_name_what_is_no_size(size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model_params=.*: pass sizes of 1 or more"):
+        estimate_training_memory(size, 1, 1)
+    with pytest.raises(ConfigError, match=r"checkpoint_every=.*: pass sizes"):
+        estimate_forward_memory(1, 2, 3, 4, checkpoint_every=size)
+    for estimate in (estimate_attention_memory, estimate_flash_attention_memory):
+        with pytest.raises(ConfigError, match=r"num_heads=.*: pass sizes"):
+            estimate(1, 2, 3, size)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8", "x", 1, (1, 2, 3), object()], ids=repr)
+def test_formulas_name_what_is_no_dtype(dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="choose from float16, bfloat16, float32"):
+        estimate_training_memory(1, 1, 1, dtype)
+
+
+def test_what_is_no_number_of_bytes() -> None:
+    with pytest.raises(ConfigError, match="pass a number of bytes"):
+        format_bytes("1 GiB")  # type: ignore[arg-type]

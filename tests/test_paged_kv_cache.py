@@ -172,7 +172,16 @@ def test_bad_input() -> None:
     for call in (cache.free, cache.fork, lambda s: cache.page_table([s])):
         with pytest.raises(RangeError, match="no sequence 0"):
             call(one)
-    with pytest.raises(ConfigError, match="dtype"):
-        PagedKVCache(1, 1, 1, 1, 1, dtype="int8")
-    with pytest.raises(ConfigError, match="page"):
-        PagedKVCache(1, 1, 0, 1, 1, dtype="float32")
+    with pytest.raises(ConfigError, match="pass a list"):
+        cache.append(0, one, k, v)
+    with pytest.raises(ShapeError, match="v is None"):
+        cache.append(0, [cache.allocate(1)], k, None)
+    for tokens in ("4", 1.5, None):
+        with pytest.raises(ConfigError, match="tokens"):
+            cache.allocate(tokens)
+    for dtype in ("int8", None):
+        with pytest.raises(ConfigError, match="dtype"):
+            PagedKVCache(1, 1, 1, 1, 1, dtype=dtype)
+    for size in (0, -1, 1.5, None):
+        with pytest.raises(ConfigError, match="nor page be 0"):
+            PagedKVCache(1, 1, size, 1, 1, dtype="float32")

@@ -219,6 +219,8 @@ def test_defaults() -> None:
         (lambda: TrainingConfig(batch_size=0), "batch_size=0.*pass an integer, 1 or more"),
         (lambda: TrainingConfig(max_seq_len="long"), "max_seq_len='long'"),
         (lambda: TrainingConfig(gradient_accumulation_steps=1.5), "steps=1.5"),
+        (lambda: TrainingConfig(batch_size=float("nan")), "batch_size=nan"),
+        (lambda: TrainingConfig(batch_size=float("inf")), "batch_size=inf"),
     ],
 )
 def test_bad_configurations_raise(make, cure) -> None:

@@ -136,6 +136,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def is_integer(value: Any, least: int = 0) -> bool:
+    """Say whether value is an integer of Python or NumPy, no bool, and not below the least."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return bool(whole and value >= least)
+
+
 def _fit(op: str, parameters: Mapping[str, inspect.Parameter], name: str, value: Any) -> Any:
     """Return NumPy's number as Python's; raise ConfigError for what does not fit."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))

@@ -1,10 +1,12 @@
 """The dtypes that operands of each kind may have."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from .errors import ConfigError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
@@ -36,3 +38,15 @@ def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
     if kind == "stat":
         return (FLOATS[3],) if dtype == FLOATS[3] else (FLOAT32,)
     return KINDS[kind]
+
+
+def float_dtype(call: str, given: Any, known: Sequence[np.dtype[Any]] = FLOATS) -> np.dtype[Any]:
+    """Return a dtype that is among those known; raise ConfigError for another."""
+    try:
+        dtype = np.dtype(object if given is None else given)
+    except (TypeError, ValueError):
+        dtype = np.dtype(object)
+    if dtype not in known:
+        names = ", ".join(each.name for each in known)
+        raise ConfigError(f"{call}: dtype={given!r}; choose from {names}")
+    return dtype

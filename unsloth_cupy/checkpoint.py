@@ -198,8 +198,9 @@ class _Again(Tape):
         return self.results.popleft() if kept else super().run(op, values, options)
 
 
-def _check_names(call: str, keep: Collection[str]) -> None:
-    if isinstance(keep, str) or not set(keep) <= OPS.keys():
+def _check_names(call: str, keep: Any) -> None:
+    listed = isinstance(keep, Collection) and not isinstance(keep, str)
+    if not listed or not all(isinstance(name, str) and name in OPS for name in keep):
         raise ConfigError(f"{call}(keep={keep!r}): pass names of ops, as ('attention_forward',)")
 
 

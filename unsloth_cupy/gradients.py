@@ -116,6 +116,8 @@ def measure_gradients(
     """
     _check_norm("measure_gradients", max_norm)
     check_floats("measure_gradients", gradients)
+    if scaler is not None and not hasattr(scaler, "on_device"):
+        raise ConfigError(f"measure_gradients(scaler={scaler!r}): pass a LossScaler, or None")
     arrays = list(gradients.values())
     if launchable(arrays):
         divisor = None if scaler is None else scaler.on_device(arrays[0]).scale

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._dtypes import FLOATS
+from ._call import is_integer
+from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, DTypeError, RangeError, ShapeError
 from .ops.kv_append import kv_append_
@@ -71,17 +72,15 @@ class KVCache:
         sinks: int = 0,
     ) -> None:
         shape = (layers, batch, capacity, kv_heads, dim)
-        if min(shape) < 0:
-            raise ConfigError(f"KVCache{shape}: sizes must not be negative")
-        if np.dtype(dtype) not in FLOATS:
-            names = ", ".join(known.name for known in FLOATS)
-            raise ConfigError(f"KVCache(dtype={dtype!r}): choose from {names}")
+        if not all(map(is_integer, shape)):
+            raise ConfigError(f"KVCache{shape}: sizes must be integers, none of them negative")
+        kind = float_dtype("KVCache", dtype)
         windows = list(window) if isinstance(window, Sequence) else [window] * layers
-        whole = all(w is None or (_is_int(w) and w > 0) for w in windows)
+        whole = all(w is None or is_integer(w, 1) for w in windows)
         if len(windows) != layers or not whole:
             cure = "pass how many tokens stay, 1 or more, None for all, or one such for each layer"
             raise ConfigError(f"KVCache(window={window!r}): {cure}")
-        if not _is_int(sinks) or sinks < 0:
+        if not is_integer(sinks):
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
             )
@@ -91,9 +90,9 @@ class KVCache:
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
-        self.keys = [_arrays.empty(each, np.dtype(dtype), place) for each in shapes]
-        self.values = [_arrays.empty(each, np.dtype(dtype), place) for each in shapes]
-        self.shape, self.dtype = (batch, kv_heads, dim), np.dtype(dtype)
+        self.keys = [_arrays.empty(each, kind, place) for each in shapes]
+        self.values = [_arrays.empty(each, kind, place) for each in shapes]
+        self.shape, self.dtype = (batch, kv_heads, dim), kind
         self.real = _arrays.empty((batch, capacity), np.dtype(bool), place)
         self.filled = [0] * layers
         self.reset()
@@ -145,13 +144,15 @@ class KVCache:
         ShapeError, DTypeError
             k or v do not fit the storage.
         """
-        if not 0 <= layer < len(self.keys):
+        if layer not in range(len(self.keys)):
             raise RangeError(f"KVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}")
         batch, kv_heads, dim = self.shape
+        tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
         for name, array in (("k", k), ("v", v)):
-            if array.shape != (batch, k.shape[1] if k.ndim > 1 else 0, kv_heads, dim):
+            shape = getattr(array, "shape", None)
+            if shape != (batch, tokens, kv_heads, dim):
                 wanted = f"(batch={batch}, tokens, kv_heads={kv_heads}, dim={dim})"
-                raise ShapeError(f"KVCache.append: {name} is {array.shape}; it must be {wanted}")
+                raise ShapeError(f"KVCache.append: {name} is {shape}; it must be {wanted}")
             if array.dtype != self.dtype:
                 cure = f"make the cache with dtype={array.dtype.name!r}"
                 raise DTypeError(
@@ -255,8 +256,9 @@ class KVCache:
             index is not (batch,) integers in 0 .. batch - 1; on a GPU its values are not read.
         """
         batch = self.shape[0]
-        if index.shape != (batch,):
-            raise ShapeError(f"KVCache.reorder: index is {index.shape}; it must be ({batch},)")
+        shape = getattr(index, "shape", None)
+        if shape != (batch,):
+            raise ShapeError(f"KVCache.reorder: index is {shape}; it must be an array ({batch},)")
         if index.dtype.kind not in "iu":
             raise DTypeError(f"KVCache.reorder: index is {index.dtype}; it must hold integers")
         read = batch and isinstance(index, np.ndarray)
@@ -266,7 +268,3 @@ class KVCache:
             for storage in (keys, values):  # one at a time: the copy stays small
                 storage[:, :filled] = storage[index, :filled]
         self.real[...] = self.real[index]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

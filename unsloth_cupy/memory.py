@@ -4,12 +4,12 @@ Training holds the weights, a gradient for each, the optimizer's averages, a flo
 16-bit weights, what the tape keeps of the forward pass for the backward one, and the logits.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ._dtypes import FLOAT32, FLOATS
+from ._call import is_number
+from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from .errors import ConfigError
 
 AVERAGES = 2  # that AdamW keeps of every weight, in float32
@@ -43,18 +43,17 @@ def estimate_training_memory(
     ``weights = 12 * layers * hidden**2``, 18 arrays of the hidden size kept per layer, 32,000
     tokens in the vocabulary.  ``plan_memory`` counts instead, given a config.
     """
-    if min(model_params, batch_size, seq_len) < 1:
-        sizes = f"({model_params}, {batch_size}, {seq_len})"
-        raise ConfigError(f"estimate_training_memory{sizes}: pass sizes of 1 or more")
-    kind, rows = dtype_of("estimate_training_memory", dtype), batch_size * seq_len
+    sizes = {"model_params": model_params, "batch_size": batch_size, "seq_len": seq_len}
+    itemsize = _itemsize("estimate_training_memory", dtype, **sizes)
+    rows = batch_size * seq_len
     hidden = (model_params * 128 / 12) ** (1 / 3)
-    narrow = kind.itemsize < FLOAT32.itemsize
+    narrow = itemsize < FLOAT32.itemsize
     return MemoryEstimate(
-        weights=model_params * kind.itemsize,
-        gradients=model_params * kind.itemsize,
+        weights=model_params * itemsize,
+        gradients=model_params * itemsize,
         optimizer=model_params * AVERAGES * FLOAT32.itemsize,
         master=model_params * FLOAT32.itemsize * narrow,
-        activations=int(rows * hidden * (hidden / 128) * 18) * kind.itemsize,
+        activations=int(rows * hidden * (hidden / 128) * 18) * itemsize,
         logits=rows * 32_000 * FLOAT32.itemsize,
     )
 
@@ -71,8 +70,10 @@ def estimate_forward_memory(
 
     ``batch_size * seq_len * hidden_size * itemsize * ceil(num_layers / checkpoint_every)``
     """
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
+    sizes |= {"num_layers": num_layers, "checkpoint_every": checkpoint_every}
+    itemsize = _itemsize("estimate_forward_memory", dtype, **sizes)
     kept = -(-num_layers // checkpoint_every)
-    itemsize = dtype_of("estimate_forward_memory", dtype).itemsize
     return batch_size * seq_len * hidden_size * itemsize * kept
 
 
@@ -83,7 +84,8 @@ def estimate_attention_memory(
 
     ``(4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize``
     """
-    itemsize = dtype_of("estimate_attention_memory", dtype).itemsize
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
+    itemsize = _itemsize("estimate_attention_memory", dtype, **sizes, num_heads=num_heads)
     return (4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize
 
 
@@ -94,12 +96,15 @@ def estimate_flash_attention_memory(
 
     ``(4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len``
     """
-    itemsize = dtype_of("estimate_flash_attention_memory", dtype).itemsize
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
+    itemsize = _itemsize("estimate_flash_attention_memory", dtype, **sizes, num_heads=num_heads)
     return (4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len
 
 
 def format_bytes(count: float) -> str:
     """Return a number of bytes with its binary unit: ``format_bytes(3 << 29)`` is 1.50 GiB."""
+    if not is_number(count):
+        raise ConfigError(f"format_bytes({count!r}): pass a number of bytes")
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             break
@@ -107,10 +112,9 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
 
 
-def dtype_of(call: str, given: Any) -> np.dtype[Any]:
-    """Return a dtype that training computes in; raise ConfigError for another."""
-    known = {dtype.name: dtype for dtype in FLOATS[:3]}
-    name = given if isinstance(given, str) else np.dtype(given).name
-    if name not in known:
-        raise ConfigError(f"{call}: dtype={name!r}; choose from {', '.join(known)}")
-    return known[name]
+def _itemsize(call: str, dtype: Any, **sizes: Any) -> int:
+    """Return the bytes of an element; raise for a dtype or for sizes that make no sense."""
+    for name, size in sizes.items():
+        if not is_number(size) or not 1 <= size < math.inf:
+            raise ConfigError(f"{call}({name}={size!r}): pass sizes of 1 or more")
+    return float_dtype(call, dtype, KERNEL_DTYPES).itemsize

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._dtypes import FLOAT32
+from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
 from ._planned import Planned, PlannedOnHost, keeping
 from .checkpoint import CheckpointConfig
 from .errors import ConfigError
 from .gradients import measure_gradients, sum_gradients
-from .memory import dtype_of
 from .optimizer import AdamW
 from .precision import compute_copies
 
@@ -86,7 +85,7 @@ def plan_memory(
     """
     from .models.parse import parse
 
-    kind = dtype_of("plan_memory", dtype)
+    kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
     sizes |= {} if rank is None else {"rank": rank}
     for name, size in sizes.items():

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._dtypes import FLOATS
+from ._call import is_integer
+from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
 from .ops.kv_append import kv_append_paged_
@@ -62,14 +63,13 @@ class PagedKVCache:
         like: Array | None = None,
     ) -> None:
         shape = (layers, pages, page, kv_heads, dim)
-        if min(shape) < 0 or page == 0:
-            raise ConfigError(f"PagedKVCache{shape}: no size may be negative, nor page be 0")
-        if np.dtype(dtype) not in FLOATS:
-            names = ", ".join(known.name for known in FLOATS)
-            raise ConfigError(f"PagedKVCache(dtype={dtype!r}): choose from {names}")
+        if not all(map(is_integer, shape)) or page == 0:
+            cure = "sizes must be integers, none of them negative, nor page be 0"
+            raise ConfigError(f"PagedKVCache{shape}: {cure}")
+        kind = float_dtype("PagedKVCache", dtype)
         place = np.empty(0) if like is None else like
-        self.keys = _arrays.empty(shape, np.dtype(dtype), place)
-        self.values = _arrays.empty(shape, np.dtype(dtype), place)
+        self.keys = _arrays.empty(shape, kind, place)
+        self.values = _arrays.empty(shape, kind, place)
         self.uses = [0] * pages  # sequences that have a page
         self.free_pages = list(range(pages))[::-1]
         self.tables: dict[int, list[int]] = {}  # pages of a sequence
@@ -88,8 +88,9 @@ class PagedKVCache:
         ConfigError
             tokens is negative.
         """
-        if tokens < 0:
-            raise ConfigError(f"PagedKVCache.allocate(tokens={tokens}): pass 0 or more")
+        if not is_integer(tokens):
+            cure = "pass an integer, 0 or more"
+            raise ConfigError(f"PagedKVCache.allocate(tokens={tokens!r}): {cure}")
         wanted = -(-tokens // self.keys.shape[2])
         self._check_free("allocate", wanted)
         sequence = next(self.numbers)
@@ -125,21 +126,20 @@ class PagedKVCache:
         ShapeError, DTypeError
             k or v do not fit the sequences and the storage.
         """
-        if not 0 <= layer < len(self.keys):
+        if layer not in range(len(self.keys)):
             raise RangeError(
                 f"PagedKVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}"
             )
         self._check("append", sequences)
         if len(set(sequences)) < len(sequences):
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
+        tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
         for name, array in (("k", k), ("v", v)):
-            tokens = k.shape[1] if k.ndim > 1 else 0
-            if array.shape != (len(sequences), tokens, *self.keys.shape[3:]):
+            shape = getattr(array, "shape", None)
+            if shape != (len(sequences), tokens, *self.keys.shape[3:]):
                 kv_heads, dim = self.keys.shape[3:]
                 wanted = f"(sequences={len(sequences)}, tokens, kv_heads={kv_heads}, dim={dim})"
-                raise ShapeError(
-                    f"PagedKVCache.append: {name} is {array.shape}; it must be {wanted}"
-                )
+                raise ShapeError(f"PagedKVCache.append: {name} is {shape}; it must be {wanted}")
             if array.dtype != self.keys.dtype:
                 raise DTypeError(
                     f"PagedKVCache.append: {name} is {array.dtype}, not {self.keys.dtype};"
@@ -241,9 +241,12 @@ class PagedKVCache:
         if not self.uses[page]:
             self.free_pages.append(page)
 
-    def _check(self, call: str, sequences: Sequence[int]) -> None:
+    def _check(self, call: str, sequences: Any) -> None:
+        if not hasattr(sequences, "__len__") or isinstance(sequences, str):
+            cure = "pass a list of what allocate or fork returned"
+            raise ConfigError(f"PagedKVCache.{call}: sequences are {sequences!r}; {cure}")
         for sequence in sequences:
-            if sequence not in self.tables:
+            if not is_integer(sequence) or sequence not in self.tables:
                 cure = "pass what allocate or fork returned, before it is freed"
                 raise RangeError(f"PagedKVCache.{call}: there is no sequence {sequence!r}; {cure}")
 

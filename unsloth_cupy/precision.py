@@ -15,6 +15,7 @@ be given.  (Micikevicius and others, Mixed Precision Training, 2018.)
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +144,8 @@ class TrainingConfig:
         """Check the numbers."""
         for name in ("batch_size", "max_seq_len", "gradient_accumulation_steps"):
             number = getattr(self, name)
-            if not is_number(number) or number != int(number) or number < 1:
+            whole = is_number(number) and 1 <= number < math.inf and number == int(number)
+            if not whole:
                 raise ConfigError(f"TrainingConfig({name}={number!r}): pass an integer, 1 or more")
 
     @property

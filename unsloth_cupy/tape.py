@@ -165,6 +165,7 @@ class Tape:
         if seed is None and of.shape != ():
             raise ShapeError(f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape")
         seed = _arrays.full_like(of.value, 1) if seed is None else seed
+        _arrays.framework_of(seed, "Tape.gradients: seed")  # a number too is none
         _arrays.common("Tape.gradients", ("of", "seed"), (of.value, seed))
         if tuple(seed.shape) != tuple(of.shape):
             raise ShapeError(

@@ -108,6 +108,8 @@ def test_bad_input() -> None:
         attention_layer(*arrays[:3], arrays[3][:-1], arrays[4], cos, sin, heads=HEADS)
     with pytest.raises(ShapeError, match=r"x is \(.*\); it must have \(batch, tokens, hidden\)"):
         attention_layer(arrays[0][0], *arrays[1:], cos, sin, heads=HEADS)
+    with pytest.raises(ShapeError, match=r"o_weight is \(\); it must have 2 axes"):
+        attention_layer(*arrays[:4], None, cos, sin, heads=HEADS)
     with pytest.raises(ShapeError, match="cos is"):
         attention_layer(*arrays, cos[0], sin, heads=HEADS)
     with pytest.raises(DTypeError, match="q_weight is no array but list"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import FLOAT32, FLOATS
+from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
 from ..errors import ConfigError
 from .adapter import read_adapter
@@ -70,7 +70,7 @@ def load(
             end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
             pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
         )
-    wanted = None if dtype is None else _dtype("load", dtype)
+    wanted = None if dtype is None else float_dtype("load", dtype)
     with on_device("load", device) as place:
         parameters, layout = read_tensors(path, config, wanted)
         parameters = {name: place(array) for name, array in parameters.items()}
@@ -106,7 +106,7 @@ def create(
     ConfigError
         The config or an option makes no sense.
     """
-    parsed, kind = parse(config), _dtype("create", dtype)
+    parsed, kind = parse(config), float_dtype("create", dtype)
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
     with on_device("create", device) as place:
@@ -124,17 +124,6 @@ def create(
                 array = array.astype(kind)
             parameters[name] = place(array)
         return Transformer(parsed, parameters, {"config.json": dict(text_config(config))})
-
-
-def _dtype(call: str, given: Any) -> np.dtype[Any]:
-    try:
-        dtype = np.dtype(given)
-    except TypeError:
-        dtype = np.dtype(object)
-    if dtype not in FLOATS:
-        known = ", ".join(known.name for known in FLOATS)
-        raise ConfigError(f"{call}: dtype={given!r}; choose from {known}")
-    return dtype
 
 
 @contextmanager

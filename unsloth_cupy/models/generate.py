@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _arrays
+from .._call import is_integer, is_number
 from .._typing import Array
 from ..errors import ConfigError
 from ..find_nan import NonFiniteError
@@ -37,22 +38,22 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens"):
-            self._require(name, _is_int(getattr(self, name), 0), "be an integer, 0 or more")
+            self._require(name, is_integer(getattr(self, name), 0), "be an integer, 0 or more")
         self._require(
             "min_new_tokens",
             self.min_new_tokens <= self.max_new_tokens,
             f"not exceed max_new_tokens={self.max_new_tokens}",
         )
-        warm = _is_number(self.temperature) and 0 <= self.temperature < float("inf")
+        warm = is_number(self.temperature) and 0 <= self.temperature < float("inf")
         self._require("temperature", warm, "be a number, 0 (greedy) or more")
         self._require(
-            "top_k", self.top_k is None or _is_int(self.top_k, 1), "be 1 or more, or None"
+            "top_k", self.top_k is None or is_integer(self.top_k, 1), "be 1 or more, or None"
         )
-        share = self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1)
+        share = self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1)
         self._require("top_p", share, "be in (0, 1], or None")
         drawn = self.temperature == 0 and self.seed is None
         self._require(
-            "seed", drawn or _is_int(self.seed, 0), "be an integer, as in seed=0, to draw"
+            "seed", drawn or is_integer(self.seed, 0), "be an integer, as in seed=0, to draw"
         )
 
     def _require(self, name: str, fine: bool, must: str) -> None:
@@ -65,7 +66,7 @@ class Options:
         if stop is None:
             return np.array([token for token in config.end_tokens if token < config.vocab], int)
         listed = list(stop) if isinstance(stop, Sequence) else [stop]
-        if not all(_is_int(token, 0) for token in listed):
+        if not all(is_integer(token, 0) for token in listed):
             raise ConfigError(f"generate: stop={stop!r} must be a token, a list of them, or None")
         if any(token >= config.vocab for token in listed):
             raise ConfigError(
@@ -190,12 +191,3 @@ def _like(array: Array, like: Any) -> Any:
     there = _arrays.empty(array.shape, array.dtype, like)
     there.set(np.ascontiguousarray(array))
     return there
-
-
-def _is_int(value: Any, least: int) -> bool:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return bool(whole and value >= least)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating))

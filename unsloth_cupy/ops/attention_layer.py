@@ -110,7 +110,7 @@ def _check_axes(**arrays: Any) -> None:
     values = [array.value if type(array) is Var else array for array in arrays.values()]
     common("attention_layer", [*arrays], values)
     for name, value in zip(arrays, values, strict=True):
-        axes, shape = 3 if name == "x" else 2, tuple(value.shape)
+        axes, shape = 3 if name == "x" else 2, tuple(getattr(value, "shape", ()))
         if len(shape) != axes:
             cure = "it must have (batch, tokens, hidden)" if name == "x" else "it must have 2 axes"
             raise ShapeError(f"attention_layer: {name} is {shape}; {cure}")

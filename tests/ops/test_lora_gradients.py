@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ from unsloth_cupy.ops.lora import lora_linear_backward
 from unsloth_cupy.ops.lora_shared import lora_up_backward
 
 from ..cuda_on_cpu.traffic import counted
-from ..parity import Arrays, Case, KernelAlone, _shifted, emulator, within_rule
+from ..parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule
 from ..stand_in import gpu
 
 
@@ -23,7 +24,7 @@ def drawn(rows: int, outputs: int, rank: int, dtype: Any) -> list[np.ndarray]:
 
 
 def gradients(dy: np.ndarray, low: np.ndarray, b: np.ndarray, scale: float = 1.0) -> Arrays:
-    x, weight = (np.ones((len(array), 1), dy.dtype) for array in (low, b))
+    x, weight = (np.ones((len(array), 1), dy.dtype, like=dy) for array in (low, b))
     wanted = {"low", "b"}
     *_, dlow, db, _, _ = lora_up_backward(
         dy, x, weight, low, b, None, None, scale=scale, wanted=wanted
@@ -48,11 +49,21 @@ class TestLoraGradients(KernelAlone):
 
     def prove(self, case: Case, dtype: Any) -> None:
         """Equal to two products, twice with equal bits."""
-        rows, outputs, rank, scale, shift, processors, launches = (
+        processors = mock.Mock(return_value=case.both.get("processors", 1))
+        with emulator(), mock.patch.object(_lora_gradients, "processors", processors):
+            self.compare(case, dtype, np.asarray)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
+        self.compare(case, dtype, on_gpu)
+
+    def compare(self, case: Case, dtype: Any, place: Callable[[Any], Any]) -> None:
+        rows, outputs, rank, scale, shift, launches = (
             case.both.get(name, default)
             for name, default in (
                 *(("rows", 0), ("outputs", 0), ("rank", 0)),
-                *(("scale", 1.0), ("shift", 0), ("processors", 1), ("launches", 1)),
+                *(("scale", 1.0), ("shift", 0), ("launches", 1)),
             )
         )
         given = drawn(rows, outputs, rank, dtype)
@@ -60,10 +71,9 @@ class TestLoraGradients(KernelAlone):
             given[2] = given[2].astype(np.float32)
         plain = gradients(*given, scale)
         exact = gradients(*(array.astype(np.float64) for array in given), scale)
-        there = [_shifted(array) for array in given] if shift else given
-        many = mock.patch.object(_lora_gradients, "processors", return_value=processors)
+        there = [place(_shifted(array) if shift else array) for array in given]
         load = mock.patch.object(_lora_gradients, "load", wraps=_lora_gradients.load)
-        with emulator(), many, load as loaded:
+        with load as loaded:
             first, second = gradients(*there, scale), gradients(*there, scale)
         assert loaded.call_count == 2 * launches
         within_rule(plain, exact, first)

@@ -36,6 +36,7 @@ from unsloth_cupy import (
 )
 
 LAYERS, BATCH, TOKENS, ROUNDS = 12, 4, 256, 9
+ROWS = 2048  # of one fused op
 MIB = 2**20
 CONFIG = {
     "model_type": "llama",
@@ -178,7 +179,7 @@ class Fused:
     def setup(self, op: str) -> None:
         """Draw what both take."""
         rng = np.random.default_rng(0)
-        rows, hidden, inner, vocab = (2048, 256, 688, 8192)
+        rows, hidden, inner, vocab = (ROWS, 256, 688, 8192)
         shapes = {
             "swiglu_mlp": [(rows, hidden), (inner, hidden), (inner, hidden), (hidden, inner)],
             "linear_cross_entropy": [(rows, hidden), (vocab, hidden)],

@@ -9,6 +9,11 @@ raises ``HostReadError``, as that would stall a GPU; an array that it sends ther
 ``HostWriteError``, as a graph would send it again and again; both would end the capture of a graph.
 """
 
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import scipy.special
 
 from unsloth_cupy import _gemm, faults
 from unsloth_cupy._dtypes import BFLOAT16
@@ -37,6 +43,26 @@ METHODS = {
     *("astype", "copy", "fill", "max", "mean", "min", "ravel", "reshape", "sum", "swapaxes"),
     "transpose",
 }
+
+
+REAL = importlib.import_module("cupy") if importlib.util.find_spec("cupy") else None
+
+
+@functools.cache
+def _signature(path: str) -> str:
+    """Return what a function of CuPy takes, by its name there."""
+    made = functools.reduce(getattr, path.split("."), REAL)
+    try:
+        return str(inspect.signature(made))
+    except (TypeError, ValueError):  # it is compiled, and says so in words
+        return (made.__doc__ or "").partition("\n")[0]
+
+
+def _check(path: str, given: Any) -> None:
+    """Raise where CuPy would, as it has no such function or parameter."""
+    lacking = [word for word in given if REAL and not re.search(rf"\b{word}\b", _signature(path))]
+    if lacking:
+        raise TypeError(f"{path} of CuPy takes no {', '.join(lacking)}")
 
 
 class HostReadError(AssertionError):
@@ -143,7 +169,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         if name in ("shape", "dtype", "size", "ndim", "nbytes", "itemsize", "strides", "flags"):
             return getattr(self.values, name)
         if name in METHODS:
-            return lambda *args, **more: self._own(getattr(self.values, name), args, more)
+
+            def method(*args: Any, **more: Any) -> Any:
+                _check(f"ndarray.{name}", more)
+                return self._own(getattr(self.values, name), args, more)
+
+            return method
         raise AttributeError(name)
 
     @property
@@ -164,7 +195,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(p, Array) and p.dtype == np.bool_ for p in parts):
+        masks = any(isinstance(p, Array) and p.dtype == np.bool_ for p in parts)
+        if masks and self.memory.machine.strict:
             raise HostReadError("a mask selects, and the size of what it selects is a value")
         return self._wrapped(self.values[self._inside(index)], "getitem")
 
@@ -175,7 +207,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._own(getattr(ufunc, method), inputs, more)
 
     def __array_function__(self, function: Any, _: Any, args: Any, more: Any) -> Any:
-        if function.__name__ in WAITS:
+        _check(".".join([*function.__module__.split(".")[1:], function.__name__]), more)
+        if function.__name__ in WAITS and self.memory.machine.strict:
             raise HostReadError(f"np.{function.__name__} gives as many values as it finds")
         return self._own(function, args, more)
 
@@ -296,6 +329,9 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy.lib": {},
         "cupy.lib.stride_tricks": {"as_strided": strided},
         "cupy.cuda.compiler": {"CompileException": CompileException},
+        "cupyx": {},
+        "cupyx.scipy": {},
+        "cupyx.scipy.special": {"erfc": scipy.special.erfc},
         "cupy._core": {},
         "cupy._core._scalar": {"CScalar": lambda scalar: scalar},
     }

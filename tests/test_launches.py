@@ -63,6 +63,22 @@ def test_no_value_is_read_and_none_is_sent(name: str, optional: bool) -> None:
             machine.launches.clear()
 
 
+@pytest.mark.parametrize("optional", [False, True], ids=["plain", "with options"])
+@pytest.mark.parametrize("name", [name for name in forward_ops() if name != "embedding"])
+def test_definitions_call_cupy_as_it_can_be_called(name: str, optional: bool) -> None:
+    """They run on a GPU where a kernel does not: in float64.  Embedding's counts tokens first."""
+    with gpu() as machine:
+        machine.strict = False
+        forward = draw(OPS[name], SMALL, optional=optional).cast(np.float64)
+        found = forward.mapped(machine.place).run()
+        if OPS[name].backward is not None:
+            outputs = forward.mapped(np.copy).run()
+            back = forward.backward(outputs, forward.seeds(outputs, every=optional))
+            back.mapped(machine.place).run()
+        assert not machine.launches
+        assert found
+
+
 def test_a_training_step_stays_on_the_device() -> None:
     """From the second on: the first sends the tables of its tensors."""
     with gpu() as machine:
@@ -126,6 +142,14 @@ def loops(x: Any) -> Any:
     return [row * 2 for row in x]
 
 
+def asks_cupy_for_a_parameter_that_it_lacks(x: Any) -> Any:
+    return x.max(initial=0)
+
+
+def asks_cupy_for_a_parameter_that_numpy_adds(x: Any) -> Any:
+    return np.ones(4, like=x)
+
+
 def sends_a_table(x: Any) -> Any:
     return x * np.ones(4, np.float32)
 
@@ -154,6 +178,8 @@ def computes_where_it_lives(x: Any) -> Any:
         (fetches, HostReadError),
         (formats, HostReadError),
         (loops, HostReadError),
+        (asks_cupy_for_a_parameter_that_it_lacks, TypeError),
+        (asks_cupy_for_a_parameter_that_numpy_adds, TypeError),
         (sends_a_table, HostWriteError),
         (sends_an_array, HostWriteError),
         (computes_where_it_lives, None),

@@ -24,7 +24,7 @@ def drawn(rows: int, outputs: int, rank: int, dtype: Any) -> list[np.ndarray]:
 
 
 def gradients(dy: np.ndarray, low: np.ndarray, b: np.ndarray, scale: float = 1.0) -> Arrays:
-    x, weight = (np.ones((len(array), 1), dy.dtype, like=dy) for array in (low, b))
+    x, weight = (np.full_like(dy, 1, shape=(len(array), 1)) for array in (low, b))
     wanted = {"low", "b"}
     *_, dlow, db, _, _ = lora_up_backward(
         dy, x, weight, low, b, None, None, scale=scale, wanted=wanted

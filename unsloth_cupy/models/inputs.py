@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import _arrays
 from .._dtypes import KINDS
+from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
 from ..ops._sequences import check_offsets
@@ -24,9 +25,21 @@ class Places(NamedTuple):
     offsets: Any = None  # (texts + 1,) where texts start that share a row
 
 
-def check(tokens: Any, mask: Any = None, cache: KVCache | None = None, offsets: Any = None) -> None:
+def check(
+    tokens: Any, mask: Any = None, cache: Any = None, offsets: Any = None, checkpoints: Any = None
+) -> None:
     """Raise unless tokens, mask and offsets are arrays that fit each other and the cache."""
-    _arrays.common("Transformer", ("tokens", "mask", "offsets"), (tokens, mask, offsets))
+    given = {"tokens": tokens, "mask": mask, "offsets": offsets}
+    for name, array in given.items():
+        if array is not None or name == "tokens":
+            _arrays.framework_of(array, f"Transformer: {name}")  # a number too is none
+    _arrays.common("Transformer", [*given], [*given.values()])
+    for name, value, kind in (
+        ("cache", cache, KVCache),
+        ("checkpoint", checkpoints, CheckpointConfig),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"Transformer: {name} is {value!r}; pass a {kind.__name__}, or None")
     if tokens.ndim != 2:
         cure = "pass tokens[None]" if tokens.ndim == 1 else "pass (batch, tokens)"
         raise ShapeError(f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}")
@@ -83,7 +96,7 @@ def places(
         counted = real.cumsum(axis=1)[:, start:] - 1
         positions = counted * (counted > 0)
         if _by_length(model):
-            length = int(positions.max(initial=0)) + 1
+            length = int(positions.max()) + 1 if positions.size else 1
     rows = slice(None) if real is not None else slice(start, start + new)
     found: dict[str, Any] = {
         kind: tuple(table[rows] for table in tables(max(length, 1)))

@@ -165,7 +165,7 @@ def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
     """Return out and lse: softmax of the scores, block by block, times v."""
     q, v, group = scores.q, scores.v, scores.group
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
-    lse = np.full((scores.batch, scores.heads, scores.queries), -math.inf, q.dtype, like=q)
+    lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
     if sinks is not None:
         sinks = sinks.astype(q.dtype)
         lse[:] = sinks[:, None]
@@ -182,7 +182,7 @@ def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
         if not scores.on_host or top.any():  # reading top would stall a device
             by_head -= top
         np.exp(p, out=p)
-        total = (by_head[..., None, :] @ np.ones((p.shape[3], 1), p.dtype, like=p))[..., 0]
+        total = (by_head[..., None, :] @ np.full_like(p, 1, shape=(p.shape[3], 1)))[..., 0]
         if sinks is not None:
             total += np.exp(sink - top)
         empty = total == 0

@@ -11,6 +11,7 @@ dynamic shared memory, and the share of an SM's threads that can be resident, in
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 import threading
@@ -137,7 +138,7 @@ def resources(launch: Launch, arch: str) -> Resources:
         if key not in _memo:
             log = cache_folder() / f"ptxas-{key}.txt"
             if not log.exists():
-                partial = log.with_suffix(f".{threading.get_ident()}")
+                partial = log.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
                 partial.write_text(cubin(launch.source, launch.options, arch)[1])
                 partial.replace(log)
             _memo[key] = read_log(log.read_text())

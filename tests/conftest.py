@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy: as many processes as cores share them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # tests: more are the suite
 

@@ -9,8 +9,7 @@ another every day; UNSLOTH_CUPY_ALL_VARIANTS=1 asks for all.
 import importlib
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from unsloth_cupy._cupy import CupyTarget
 from unsloth_cupy.errors import KernelError
 
 from . import budget
-from .budget import FILE, Resources
+from .budget import FILE
 from .hardware.primitives import PRIMITIVES, launch
 from .stand_in import LIMITS
 from .variants import (
@@ -58,23 +57,13 @@ def _without_a_device() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def compiled(_without_a_device: None) -> Iterator[Callable[[Variant], Resources]]:
-    """Compile on all cores, ahead of the tests: NVRTC lets go of Python's lock."""
-    # all are known before the first compiles: finding them puts a stand-in in the place of CuPy
-    wanted = [v for kernel in declared() for arch in ARCHITECTURES for v in asked(kernel, arch)]
-    with ThreadPoolExecutor() as pool:
-        ahead = {str(v): pool.submit(budget.resources, v.launch, v.arch) for v in wanted}
-        yield lambda variant: ahead[str(variant)].result()
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", declared())
-def test_ptxas_is_content(kernel: str, arch: str, compiled: Callable[[Variant], Resources]) -> None:
+def test_ptxas_is_content(kernel: str, arch: str) -> None:
     same_compiler = HEAD["compiler"] == budget.compiler_version()
     for variant in asked(kernel, arch):
-        used, launch = compiled(variant), variant.launch
+        launch = variant.launch
+        used = budget.resources(launch, variant.arch)
         assert used.spilled == used.local == 0, variant
         assert used.complaints == (), variant
         assert used.shared + launch.shared <= LIMITS[arch][3], variant

@@ -108,6 +108,7 @@ def test_create():
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "choose from default, linear"),
         ({"rope_scaling": 3}, "must be dicts"),
+        ({"rope_parameters": {"full_attention": 3}}, "a dict for each type of layers"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"quantization_config": {"bits": 4}}, "plain weights"),

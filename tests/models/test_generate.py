@@ -1,5 +1,6 @@
 """Generation: what must hold whatever the model says."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -217,6 +218,9 @@ def test_bad_options(model, options, message):
     ("tokens", "mask", "error"),
     [
         (PROMPT.tolist(), None, DTypeError),
+        (None, None, DTypeError),
+        (3, None, DTypeError),
+        (PROMPT, 1, DTypeError),
         (PROMPT.astype(np.float32), None, DTypeError),
         (PROMPT[0], None, ShapeError),
         (PROMPT + 90, None, RangeError),
@@ -239,6 +243,24 @@ def test_bad_labels(model):
         model.loss(PROMPT, PROMPT.astype(np.float32))
     with pytest.raises(RangeError):
         model.loss(PROMPT, PROMPT + 90)
+    for labels in (None, 3, PROMPT.tolist()):
+        with pytest.raises(DTypeError, match="labels is no array"):
+            model.loss(PROMPT, labels)
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "scaler", "count", "cache"])
+@pytest.mark.parametrize("value", ["on", 0, [1]], ids=repr)
+def test_bad_options_of_a_step(model, option, value):
+    call = (
+        model.logits if option == "cache" else functools.partial(model.loss_and_gradients, PROMPT)
+    )
+    with pytest.raises(ConfigError, match=option):
+        call(PROMPT, **{option: value})
+
+
+def test_no_rows_give_no_logits(model):
+    assert model.logits(PROMPT[:0]).shape == (0, 7, 97)
+    assert model.logits(PROMPT[:, :0]).shape == (2, 0, 97)
 
 
 @pytest.mark.parametrize("kind", [bool, np.int8, np.int32, np.int64])

@@ -11,35 +11,25 @@ A folder holds adapter_config.json and adapter_model.safetensors.  The tensors o
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike, fspath
+from collections.abc import Collection, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
-from .._dtypes import FLOAT32, FLOATS, allowed
+from .._call import is_integer, is_number
+from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError
 from ..ops.lora_merge import row_norms
 from .config import Config
-from .files import opened, read_json, write_folder
+from .files import write_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-# What other adapters do, and these do not: each must be absent, or mean nothing.
-UNUSED = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "layer_replication": None,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "use_qalora": False,
-}
 
 
 class Adapter:
@@ -62,7 +52,7 @@ class Adapter:
     def _scale(self, module: str) -> float:
         rank = self.parameters[f"{module}.{DOWN}"].shape[0]
         patterns = self.settings.get("alpha_pattern") or {}
-        alpha = _by_pattern(patterns, module, self.settings.get("lora_alpha", 8))
+        alpha = by_pattern(patterns, module, self.settings.get("lora_alpha", 8))
         return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
     def linears(
@@ -157,22 +147,27 @@ def create_adapter(
         Equal seeds give equal adapters.
     base : str, optional
         The folder of the model, for those who read the adapter.
+
+    Raises
+    ------
+    ConfigError
+        An option makes no sense, or names no linear layer of the blocks.
     """
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"create_adapter(rank={rank!r}): pass 1 or more")
+    _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed)
     known = linear_layers(config)
     words = sorted({name.rpartition(".")[2] for name in known})
-    targets = words if targets is None else list(targets)
-    if strange := [word for word in targets if word not in words]:
-        listed = ", ".join(words)
-        raise ConfigError(f"create_adapter(targets={targets}): no {strange[0]!r}; choose {listed}")
+    chosen: Any = words if targets is None else targets
+    listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
+    if not listed or not all(word in words for word in chosen):
+        cure = f"pass a list of some of {', '.join(words)}"
+        raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(targets),
+        "target_modules": sorted(chosen),
         "use_rslora": rslora,
         "use_dora": dora,
         "bias": "none",
@@ -182,7 +177,7 @@ def create_adapter(
     }
     parameters: dict[str, Array] = {}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
-        if module.rpartition(".")[2] not in targets:
+        if module.rpartition(".")[2] not in chosen:
             continue
         draw, bound = np.random.default_rng([seed, index]), 1 / math.sqrt(inputs)
         a, weight = draw.uniform(-bound, bound, (rank, inputs)), weights[f"{module}.weight"]
@@ -196,47 +191,15 @@ def create_adapter(
     return Adapter(settings, parameters)
 
 
-def read_adapter(
-    folder: str | PathLike[str],
-    config: Config,
-    dtype: np.dtype[Any],
-    place: Callable[[Array], Array] = lambda array: array,
-) -> Adapter:
-    """Return the adapter of a folder, each tensor checked against the model it is for.
-
-    Tensors that do not go with the model's dtype become float32, which goes with any.
-
-    Raises
-    ------
-    ConfigError
-        A file is missing or broken, asks for what is not LoRA, or is for another model.
-    """
-    path = Path(fspath(folder))
-    if not path.is_dir():
-        raise ConfigError(f"load(lora={str(path)!r}) is no folder; pass one that holds {CONFIG}")
-    settings = read_json(path / CONFIG)
-    _check(path / CONFIG, settings)
-    known = linear_layers(config)
-    parameters: dict[str, Array] = {}
-    with opened(path / WEIGHTS) as tensors:
-        for name in sorted(tensors.keys()):
-            array = tensors.get_tensor(name)
-            module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
-            if not name.startswith(PREFIX) or module not in known:
-                raise ConfigError(
-                    f"{path / WEIGHTS}: tensor {name!r} belongs to no linear layer of the"
-                    f" {config.model_type}'s blocks; pass the model that the adapter is for"
-                )
-            if array.dtype not in FLOATS:
-                raise ConfigError(f"{path / WEIGHTS}: tensor {name!r} is {array.dtype}, no float")
-            fits = array.dtype in allowed("param", dtype)
-            parameters[name] = array.astype(array.dtype if fits else FLOAT32)
-    modules = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in parameters}
-    if not modules:
-        raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
-    for module in sorted(modules):
-        _check_shapes(path, settings, module, known[module], parameters)
-    return Adapter(settings, {name: place(array) for name, array in parameters.items()})
+def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
+    for name, value, fine, cure in (
+        ("rank", rank, is_integer(rank, 1), "1 or more"),
+        ("alpha", alpha, alpha is None or (is_number(alpha) and alpha > 0), "a number above 0"),
+        ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "a share in 0 .. 1"),
+        ("seed", seed, is_integer(seed), "an integer, 0 or more"),
+    ):
+        if not fine:
+            raise ConfigError(f"create_adapter({name}={value!r}): pass {cure}")
 
 
 def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
@@ -248,46 +211,7 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
     }
 
 
-def _check(path: Path, settings: Mapping[str, Any]) -> None:
-    if settings.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA")
-    for key, nothing in UNUSED.items():
-        value = settings.get(key, nothing)
-        if value != nothing and value not in (None, [], {}, False):
-            raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; it must be off")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(settings.get(key, 8), int | float) or settings.get(key, 8) <= 0:
-            raise ConfigError(f"{path}: {key} is {settings[key]!r}; it must be positive")
-    dropout = settings.get("lora_dropout") or 0.0
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ConfigError(f"{path}: lora_dropout is {dropout!r}; it must be in 0 .. 1")
-
-
-def _check_shapes(
-    folder: Path,
-    settings: Mapping[str, Any],
-    module: str,
-    shape: tuple[int, int],
-    parameters: Mapping[str, Array],
-) -> None:
-    """Raise unless the tensors of a layer are all there, in shapes that fit its weight."""
-    prefix = f"{PREFIX}{module}."
-    rank = _by_pattern(settings.get("rank_pattern") or {}, module, settings.get("r", 8))
-    wanted: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
-    if settings.get("use_dora"):
-        wanted[MAGNITUDE] = (shape[0],)
-    found = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
-    if found != wanted.keys():
-        odd = sorted(found ^ wanted.keys())[0]
-        state = "missing" if odd in wanted else "not part of it"
-        raise ConfigError(f"{folder / WEIGHTS}: {module} has {odd} {state}; copy the adapter again")
-    for part, size in wanted.items():
-        if parameters[prefix + part].shape != size:
-            given = parameters[prefix + part].shape
-            raise ConfigError(f"{folder / WEIGHTS}: {prefix + part} is {given}; it must be {size}")
-
-
-def _by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+def by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
     """Return the value of the first pattern that the end of a module's name matches."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):

@@ -13,7 +13,7 @@ import numpy as np
 from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
 from ..errors import ConfigError
-from .adapter import read_adapter
+from .adapter_folder import read_adapter
 from .files import read_json, read_tensors
 from .parse import parse, text_config, token_ids
 from .transformer import Transformer

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _arrays, linear, linear_cross_entropy_gradients
+from .._call import is_number
 from .._dtypes import FLOAT32
 from .._typing import Array
-from ..errors import DTypeError, ShapeError
+from ..errors import ConfigError, DTypeError, ShapeError
 from ..loss_scaler import LossScaler
 from ..tape import Gradients, Var, add_up
 from .config import Config
@@ -18,6 +19,7 @@ IGNORE = -100  # the label of a token that does not count
 
 def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     """Return what each token is to predict: the label after it, or IGNORE at its text's end."""
+    _arrays.framework_of(labels, "loss: labels")  # None and a number are none
     _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
         raise ShapeError(f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal")
@@ -77,6 +79,10 @@ def loss_on_tape(
 
     The gradient of a mean is known before the losses are, which is what saves a product.
     """
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise ConfigError(f"loss_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
+    if not hasattr(count, "dtype") and not (is_number(count) and count > 0):
+        raise ConfigError(f"loss_and_gradients(count={count!r}): pass how many labels, 1 or more")
     tape, head = x.tape, head_weight(config, parameters)
     values = {"x": x.value, "weight": getattr(head, "value", head)}
     wide = np.promote_types(x.dtype, FLOAT32)

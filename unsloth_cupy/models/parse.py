@@ -200,6 +200,8 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
     if not isinstance(given, Mapping) or not isinstance(scaling, Mapping):
         raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
     nested = FULL in given or SLIDING in given
+    if nested and not all(isinstance(given.get(name) or {}, Mapping) for name in (FULL, SLIDING)):
+        raise ConfigError("config: rope_parameters must hold a dict for each type of layers")
     parameters = dict(given.get(kind) or {}) if nested else {} if local else {**given, **scaling}
     parameters.setdefault("rope_theta", read.get("rope_local_base_freq" if local else "rope_theta"))
     base = Reader(parameters, read.family).number("rope_theta")

@@ -119,7 +119,7 @@ class Transformer:
             There are offsets and a mask, or a cache.
         """
         x = self.hidden(self.parameters, tokens, mask, cache, offsets=offsets)
-        return self.head(x).reshape(*tokens.shape, -1)
+        return self.head(x).reshape(*tokens.shape, self.config.vocab)
 
     def loss(
         self,
@@ -281,7 +281,7 @@ class Transformer:
 
         Texts that lie end to end are one row of it: (1, tokens, hidden).
         """
-        check(tokens, mask, cache, offsets)
+        check(tokens, mask, cache, offsets, checkpoints)
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
         here = places(self, tokens, mask, cache, offsets)

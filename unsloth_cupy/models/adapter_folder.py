@@ -1,0 +1,148 @@
+"""Adapters from folders of peft: every file, setting and tensor is checked before one is used."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._call import is_number
+from .._dtypes import FLOAT32, FLOATS, allowed
+from .._typing import Array
+from ..errors import ConfigError
+from .adapter import (
+    CONFIG,
+    DOWN,
+    MAGNITUDE,
+    PREFIX,
+    UP,
+    WEIGHTS,
+    Adapter,
+    by_pattern,
+    linear_layers,
+)
+from .config import Config
+from .files import opened, read_json
+
+# What other adapters do, and these do not: each must be absent, or mean nothing.
+UNUSED = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "kasa_config": None,
+    "layer_replication": None,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+    "velora_config": None,
+}
+# Ways to begin that take what the adapter begins with off the base.
+RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
+
+
+def read_adapter(
+    folder: str | PathLike[str],
+    config: Config,
+    dtype: np.dtype[Any],
+    place: Callable[[Array], Array] = lambda array: array,
+) -> Adapter:
+    """Return the adapter of a folder, each tensor checked against the model it is for.
+
+    Tensors that do not go with the model's dtype become float32, which goes with any.
+
+    Raises
+    ------
+    ConfigError
+        A file is missing or broken, asks for what is not LoRA, or is for another model.
+    """
+    path = Path(fspath(folder))
+    if not path.is_dir():
+        raise ConfigError(f"load(lora={str(path)!r}) is no folder; pass one that holds {CONFIG}")
+    settings = read_json(path / CONFIG)
+    _check(path / CONFIG, settings)
+    known = linear_layers(config)
+    parameters: dict[str, Array] = {}
+    with opened(path / WEIGHTS) as tensors:
+        for name in sorted(tensors.keys()):
+            array = tensors.get_tensor(name)
+            module = name.removeprefix(PREFIX).rpartition(".lora_")[0]
+            if not name.startswith(PREFIX) or module not in known:
+                raise ConfigError(
+                    f"{path / WEIGHTS}: tensor {name!r} belongs to no linear layer of the"
+                    f" {config.model_type}'s blocks; pass the model that the adapter is for"
+                )
+            if array.dtype not in FLOATS:
+                raise ConfigError(f"{path / WEIGHTS}: tensor {name!r} is {array.dtype}, no float")
+            fits = array.dtype in allowed("param", dtype)
+            parameters[name] = array.astype(array.dtype if fits else FLOAT32)
+    modules = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in parameters}
+    if not modules:
+        raise ConfigError(f"{path / WEIGHTS} holds no tensor; copy the adapter again")
+    for module in sorted(modules):
+        _check_shapes(path, settings, module, known[module], parameters)
+    return Adapter(settings, {name: place(array) for name, array in parameters.items()})
+
+
+def _check(path: Path, settings: Mapping[str, Any]) -> None:
+    if settings.get("peft_type") != "LORA":
+        raise ConfigError(f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA")
+    for key, nothing in UNUSED.items():
+        value = settings.get(key, nothing)
+        if value != nothing and value not in (None, [], {}, False):
+            raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; it must be off")
+    begun = settings.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith(RESIDUAL):
+        cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        raise ConfigError(f"{path}: it goes with a base that {begun!r} changed; {cure}")
+    for key in ("r", "lora_alpha"):
+        _check_number(path, key, settings.get(key, 8))
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            raise ConfigError(f"{path}: {key} is {patterns!r}; it must be a dict")
+        for pattern, value in patterns.items():
+            _check_number(path, f"{key}[{pattern!r}]", value)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{path}: {key} has {pattern!r}, with {error}") from None
+    dropout = settings.get("lora_dropout") or 0.0
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        raise ConfigError(f"{path}: lora_dropout is {dropout!r}; it must be in 0 .. 1")
+
+
+def _check_number(path: Path, key: str, value: Any) -> None:
+    if not is_number(value) or not 0 < value < math.inf:
+        raise ConfigError(f"{path}: {key} is {value!r}; it must be positive")
+
+
+def _check_shapes(
+    folder: Path,
+    settings: Mapping[str, Any],
+    module: str,
+    shape: tuple[int, int],
+    parameters: Mapping[str, Array],
+) -> None:
+    """Raise unless the tensors of a layer are all there, in shapes that fit its weight."""
+    prefix = f"{PREFIX}{module}."
+    rank = by_pattern(settings.get("rank_pattern") or {}, module, settings.get("r", 8))
+    wanted: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
+    if settings.get("use_dora"):
+        wanted[MAGNITUDE] = (shape[0],)
+    found = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
+    if found != wanted.keys():
+        odd = sorted(found ^ wanted.keys())[0]
+        state = "missing" if odd in wanted else "not part of it"
+        raise ConfigError(f"{folder / WEIGHTS}: {module} has {odd} {state}; copy the adapter again")
+    for part, size in wanted.items():
+        if parameters[prefix + part].shape != size:
+            given = parameters[prefix + part].shape
+            raise ConfigError(f"{folder / WEIGHTS}: {prefix + part} is {given}; it must be {size}")

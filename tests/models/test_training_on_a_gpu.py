@@ -1,0 +1,68 @@
+"""A whole model on a GPU: its gradients, and what ``finetune`` makes of it there."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import CheckpointConfig
+from unsloth_cupy.models import create
+
+from ..parity import within_rule
+from .peers import CONFIGS, SIZES
+
+KINDS = ("llama", "gemma2", "qwen3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_definition(kind: str, offload: bool) -> None:
+    import cupy
+
+    config = SIZES | {"head_dim": 16} | CONFIGS[kind]
+    drawn = np.random.default_rng(0).integers(3, 97, (2, 48))
+    weights = create(config, seed=0).parameters
+    found: dict[str, dict[str, Any]] = {}
+    for name, dtype in (("exact", "float64"), ("plain", "float32"), ("kernels", "float32")):
+        there = name == "kernels"
+        model = create(config, seed=0, dtype=dtype, device="cuda" if there else None)
+        place = cupy.asarray if there else np.asarray
+        model.parameters = {n: place(a.astype(dtype)) for n, a in weights.items()}
+        tokens = place(drawn)
+        checkpoint = CheckpointConfig(offload=offload) if there else None
+        loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=checkpoint)
+        found[name] = {"loss": np.asarray([float(loss)], dtype), **gradients}
+    within_rule(found["plain"], found["exact"], found["kernels"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--dtype", "bfloat16", "--state-bits", 8, "--checkpoint-every", 1],
+        ["--dtype", "float16", "--accumulate", 2, "--chunked-mlp"],
+    ],
+    ids=str,
+)
+def test_finetune_learns(options: list[Any], tmp_path: Path) -> None:
+    testing = pytest.importorskip("click.testing", reason="needs the extra `cli`")
+    pytest.importorskip("tokenizers", reason="needs the extra `cli`")
+    from unsloth_cupy.cli.commands import group
+
+    draw = random.Random(0)
+    words = [["cat", "dog", "fish"], ["sees", "hears", "likes"], ["birds", "horses", "mice"]]
+    lines = [" ".join([f"{i}. The", *map(draw.choice, words)]) for i in range(600)]
+    (tmp_path / "text.txt").write_text("\n\n".join(lines))
+    sizes = ["--layers", 2, "--hidden", 64, "--vocabulary", 300, "--tokens", 32, "--steps", 60]
+    given = ["--text", tmp_path / "text.txt", "--out", tmp_path / "run", *sizes, *options]
+    told = testing.CliRunner().invoke(group, [*map(str, ["finetune", "--device", "cuda", *given])])
+    assert told.exit_code == 0, told.output
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [line["held_out_loss"] for line in log if "held_out_loss" in line]
+    baseline = [line["unigram_baseline"] for line in log if "unigram_baseline" in line][0]
+    assert losses[-1] < baseline < losses[0]

@@ -64,5 +64,5 @@ def test_finetune_learns(options: list[Any], tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     losses = [line["held_out_loss"] for line in log if "held_out_loss" in line]
-    baseline = [line["unigram_baseline"] for line in log if "unigram_baseline" in line][0]
+    baseline = next(line["unigram_baseline"] for line in log if "unigram_baseline" in line)
     assert losses[-1] < baseline < losses[0]

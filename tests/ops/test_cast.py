@@ -108,3 +108,11 @@ def test_accumulate_refuses() -> None:
     total.flags.writeable = False
     with pytest.raises(ConfigError, match="total is read-only; call add"):
         uc.accumulate_(total, x)
+
+
+def test_arrays_of_jax_never_change() -> None:
+    jax = pytest.importorskip("jax", reason="whose arrays are given")
+    ones = jax.numpy.ones(3)
+    with pytest.raises(ConfigError, match="total is read-only; call add"):
+        uc.accumulate_(ones, ones)
+    np.testing.assert_array_equal(ones, 1)

@@ -13,9 +13,10 @@ def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:
     for name, array in arrays.items():
         if isinstance(array, Var):
             raise GradientError(f"{call}: {name} is on a tape; {otherwise}, which leaves it")
-        if not hasattr(array, "__setitem__") or (
-            isinstance(array, np.ndarray) and not array.flags.writeable
-        ):
+        never = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
+        if isinstance(array, np.ndarray):
+            never = not array.flags.writeable
+        if never or not hasattr(array, "__setitem__"):
             raise ConfigError(f"{call}: {name} is read-only; {otherwise}, or pass a copy")
 
 

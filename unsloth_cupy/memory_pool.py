@@ -10,22 +10,14 @@ which makes small ops up to twice as slow.
 
 import re
 import sys
-import tracemalloc
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import _cupy, tape
+from . import _cupy
+from ._host_memory import OnHost, Usage
 from .errors import ConfigError, DeviceMemoryError
 from .memory import format_bytes
-
-
-class Usage(NamedTuple):
-    """Bytes on one device: held by arrays now, held at most, and reserved by the pool now."""
-
-    allocated: int
-    peak: int
-    reserved: int
 
 
 class MemoryPool:
@@ -134,60 +126,6 @@ def memory_pool(
     if device is not None and (type(device) is not int or device < 0):
         raise ConfigError(f"memory_pool(device={device!r}): pass the number of a GPU, as device=0")
     return MemoryPool(limit, device, held)
-
-
-class OnHost:
-    """Counts what Python and NumPy allocate, beyond what they held at the start but for some."""
-
-    def __init__(self, limit: int | None, held: int = 0) -> None:
-        self.limit, self.held, self.moved = limit, held, dict(_cupy.moved)
-        self.last: tuple[int, int] | None = None
-
-    def start(self) -> None:
-        """Begin to count."""
-        self.mine = not tracemalloc.is_tracing()
-        if self.mine:
-            tracemalloc.start()
-        self.before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        self.others, tape.watch_memory = tape.watch_memory, self.check
-
-    def stop(self) -> None:
-        """Keep the last numbers."""
-        self.last = self._now()
-        tape.watch_memory = self.others
-        if self.mine:
-            tracemalloc.stop()
-
-    def _now(self) -> tuple[int, int]:
-        now, peak = tracemalloc.get_traced_memory()
-        return self.held + max(0, now - self.before), self.held + max(0, peak - self.before)
-
-    def usage(self) -> dict[str, Usage]:
-        """Return the bytes of the host."""
-        now, peak = self.last or self._now()
-        return {"cpu": Usage(now, peak, now)}
-
-    def peak(self) -> int:
-        """Return the most bytes."""
-        return (self.last or self._now())[1]
-
-    def reset_peak(self) -> None:
-        """Begin with what is held now."""
-        tracemalloc.reset_peak()
-
-    def check(self, op: str) -> None:
-        """Raise if the limit is passed after an op."""
-        if self.others is not None:
-            self.others(op)
-        held = self._now()[0]
-        if self.limit is not None and held > self.limit:
-            raise DeviceMemoryError(
-                f"memory_pool(limit={self.limit}): after {op} arrays hold {format_bytes(held)};"
-                " raise the limit, or compute in smaller batches",
-                held,
-                self.limit,
-            )
 
 
 class OnDevices:

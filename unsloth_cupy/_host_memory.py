@@ -1,0 +1,117 @@
+"""What NumPy's arrays hold, by tracemalloc: see ``memory_pool.py``.
+
+tracemalloc tells at once how many bytes are held, and how many at most, but Python's own objects
+are among them.  Which bytes are theirs a walk over all of them finds.  Objects change slowly, so
+the last walk is believed until the peak has grown.
+"""
+
+import tracemalloc
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from . import _cupy, tape
+from .errors import DeviceMemoryError
+from .memory import format_bytes
+
+GROWN = 1.25  # a peak higher by a quarter is worth another walk
+
+
+class Usage(NamedTuple):
+    """Bytes on one device: held by arrays now, held at most, and reserved by the pool now."""
+
+    allocated: int
+    peak: int
+    reserved: int
+
+
+class OnHost:
+    """Counts what arrays hold, beyond what they held at the start but for some."""
+
+    active: ClassVar[list["OnHost"]] = []  # pools inside each other
+    objects: ClassVar[int] = 0  # bytes of Python's own, by the last walk
+    walked: ClassVar[int] = 0  # bytes of everything that it was believed for
+
+    def __init__(self, limit: int | None, held: int = 0) -> None:
+        self.limit, self.held, self.moved = limit, held, dict(_cupy.moved)
+        self.before = self.most = 0
+        self.last: tuple[int, int] | None = None
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.mine = not tracemalloc.is_tracing()
+        if self.mine:
+            tracemalloc.start()
+        self._settle()  # of pools around this one
+        self.before = self._walk()
+        self.active.append(self)
+        self.reset_peak()
+        self.others, tape.watch_memory = tape.watch_memory, self.check
+
+    def stop(self) -> None:
+        """Keep the last numbers."""
+        self.last = self._now(), self.peak()
+        self.active.remove(self)
+        tape.watch_memory = self.others
+        if self.mine:
+            tracemalloc.stop()
+
+    def _walk(self) -> int:
+        """Return the bytes of arrays; what else is held are Python's own objects."""
+        traces, numpy = tracemalloc.take_snapshot().traces, np.lib.tracemalloc_domain
+        arrays = sum(trace.size for trace in traces if trace.domain == numpy)
+        del traces
+        tracemalloc.reset_peak()  # the walk itself was a part of it
+        OnHost.walked = tracemalloc.get_traced_memory()[0]
+        OnHost.objects = OnHost.walked - arrays
+        return arrays
+
+    def _settle(self) -> None:
+        """Hold the peak since the last time against those that the pools know."""
+        peak = tracemalloc.get_traced_memory()[1]
+        if self.held + peak > GROWN * (self.held + OnHost.walked):
+            self._walk()
+            OnHost.walked = peak
+        for pool in self.active:
+            pool.most = max(pool.most, peak - OnHost.objects)
+
+    def _now(self) -> int:
+        self._settle()
+        return self._beyond(self._walk())
+
+    def _beyond(self, arrays: int) -> int:
+        return self.held + max(0, arrays - self.before)
+
+    def usage(self) -> dict[str, Usage]:
+        """Return the bytes of the host."""
+        now, peak = self.last or (self._now(), self.peak())
+        return {"cpu": Usage(now, peak, now)}
+
+    def peak(self) -> int:
+        """Return the most bytes."""
+        if self.last is not None:
+            return self.last[1]
+        self._settle()
+        return self._beyond(self.most)
+
+    def reset_peak(self) -> None:
+        """Begin with what is held now."""
+        self._settle()  # of pools around this one
+        self.most, OnHost.walked = 0, tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+
+    def check(self, op: str) -> None:
+        """Raise if the limit is passed after an op."""
+        if self.others is not None:
+            self.others(op)
+        self._settle()
+        held = self._beyond(tracemalloc.get_traced_memory()[0] - self.objects)
+        if self.limit is not None and held > self.limit:
+            held = self._now()  # a part may be new objects
+        if self.limit is not None and held > self.limit:
+            raise DeviceMemoryError(
+                f"memory_pool(limit={self.limit}): after {op} arrays hold {format_bytes(held)};"
+                " raise the limit, or compute in smaller batches",
+                held,
+                self.limit,
+            )

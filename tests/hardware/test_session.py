@@ -1,11 +1,14 @@
 """A session, rehearsed without a GPU: tests that pass, fail, hang, crash and lose the device."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from unsloth_cupy.cli.report import check_markers
 
 from . import fixtures, session
 from .fixtures import read
@@ -203,3 +206,42 @@ def test_primitives_that_passed_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     keep_fixtures(lines, "a GPU")
     assert {name: kept.device for name, kept in read().items()} == {"dp4a": "a GPU"}
     assert json.loads((tmp_path / "fixtures.json").read_text())["dp4a"]["digest"]
+
+
+@pytest.mark.parametrize("lacks", [(), ("torch",), ("click",), ("pytest", "rich")])
+def test_what_a_machine_lacks_is_said_first_and_left_out(
+    lacks: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cupy = pytest.importorskip("cupy", reason="what it can be asked is no invention")
+    about = {"name": b"GPU", "totalGlobalMem": 80 << 30}
+    done: list[Any] = []
+
+    def noted(name: str) -> Any:
+        return lambda self, *given: done.append((name, *given))
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda number: about)
+    monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: 13000)
+    monkeypatch.setattr(session, "FILE", tmp_path / "fixtures.json")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in lacks else importlib.util
+    )
+    for step in ("tests", "closer", "times"):
+        monkeypatch.setattr(Session, step, noted(step))
+    folder = tmp_path / "found"
+    session.everything(folder, 1)
+    steps = [name for name, *_ in done]
+    printed = capsys.readouterr().out
+    assert ("no tests without pytest" in printed) == ("tests" not in steps) == ("pytest" in lacks)
+    untimed = bool({"click", "rich"} & {*lacks})
+    assert ("no times without" in printed) == ("times" not in steps) == untimed
+    assert "GPU; driver 13000; CuPy 1" in (folder / "report.md").read_text()
+    if "times" in steps:
+        ops, *options = done[-1][1:]
+        assert ops[:2] == ["attention_forward", "cross_entropy_forward"]
+        assert len(ops) == len({*ops}) > 20
+        assert options[:2] == ["--write", str(folder / "performance.md")]
+        assert options[2:] == ([] if lacks else ["--peers"])
+        assert check_markers(folder / "performance.md") is None

@@ -91,7 +91,6 @@ def bench(
     from rich.progress import track
 
     ops = [*dict.fromkeys(each for name in names or (None,) for each in chosen(name))]
-    shapes = bool(names) and chosen("attention")[0] in ops
     gpus, reason = machine.gpus()
     gpu = gpus[0].name if gpus else None
     if write is not None:
@@ -129,25 +128,26 @@ def bench(
             rows.append(row | _shares(row, report, clock))
             report["notes"] += [note for note in notes if note not in report["notes"]]
         report["rows"] += sorted(rows, key=lambda row: row["op"] != each.__name__)
+        if names and each in chosen("attention"):
+            report["attention"] = [*shape_rows(clock, gpu is not None, peers)]
         report["ops"].append(each.__name__)
-        _keep(report, numbers)
-        if write is not None:
-            write_block(write, report)
+        _keep(report, numbers, write)
     console.print(table(report))
-    if shapes:
-        report["attention"] = [*shape_rows(clock, gpu is not None, peers)]
+    if "attention" in report:
         console.print(shape_table(report["attention"], gpu is not None))
-        _keep(report, numbers)
     for text in (*report["notes"], f"Method: {report['method']}."):
         console.print(escape(text))
     if plot is not None:
-        (draw_shapes if shapes else draw_times)(plot, report)
+        (draw_shapes if "attention" in report else draw_times)(plot, report)
 
 
-def _keep(report: dict[str, Any], numbers: Path | None) -> None:
+def _keep(report: dict[str, Any], numbers: Path | None, page: Path | None) -> None:
+    """Write what is known so far."""
     if numbers is not None:
         with written_beside(numbers) as partial:
             partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if page is not None:
+        write_block(page, report)
 
 
 def _shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str, float | None]:

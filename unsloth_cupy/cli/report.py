@@ -164,7 +164,8 @@ def check_markers(page: Path) -> None:
 def write_block(page: Path, report: Report) -> None:
     """Keep what kernels showed in the JSON file beside a page, and renew the page's table."""
     check_markers(page)
-    facts = {name: value for name, value in report.items() if name != "rows"}
+    found_here = ("ops", "rows", "attention")
+    facts = {name: value for name, value in report.items() if name not in found_here}
     found: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         if row["ran_as"].startswith("kernel"):

@@ -2,8 +2,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import KVCache, attention
-from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+from unsloth_cupy import KVCache, PagedKVCache, attention
+from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
 
 from .parity import emulator
 
@@ -160,6 +160,8 @@ def test_bad_input():
     for dtype in ("int8", "floating", None, 3, (1, 2, 3)):
         with pytest.raises(ConfigError, match=r"dtype=.*; choose from float16"):
             KVCache(1, 1, 1, 1, 1, dtype=dtype)
+    with pytest.raises(DTypeError, match="like is no array but str"):
+        KVCache(1, 1, 1, 1, 1, dtype="float32", like="cuda")
     for size in (-1, 1.5, "2", None, True):
         with pytest.raises(ConfigError, match="integers, none of them negative"):
             KVCache(1, size, 1, 1, 1, dtype="float32")
@@ -169,3 +171,10 @@ def test_bad_input():
     for sinks in (-1, 1.5):
         with pytest.raises(ConfigError, match="sinks"):
             KVCache(2, 1, 8, 1, 1, dtype="float32", window=2, sinks=sinks)
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_a_cache_lives_where_kernels_reach_it(kind) -> None:
+    torch = pytest.importorskip("torch", reason="whose arrays a cache cannot be made of")
+    with pytest.raises(FrameworkError, match="like comes from torch; pass an array of NumPy"):
+        kind(1, 1, 1, 1, 1, dtype="float32", like=torch.ones(1))

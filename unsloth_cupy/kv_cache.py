@@ -16,7 +16,7 @@ from . import _arrays
 from ._call import is_integer
 from ._dtypes import float_dtype
 from ._typing import Array
-from .errors import ConfigError, DTypeError, RangeError, ShapeError
+from .errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
 from .ops.kv_append import kv_append_
 
 
@@ -84,7 +84,7 @@ class KVCache:
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
             )
-        place = np.empty(0) if like is None else like
+        place = home_of("KVCache", like)
         self.capacity, self.sinks = capacity, int(sinks)
         # a window that the capacity does not reach is none
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
@@ -268,3 +268,13 @@ class KVCache:
             for storage in (keys, values):  # one at a time: the copy stays small
                 storage[:, :filled] = storage[index, :filled]
         self.real[...] = self.real[index]
+
+
+def home_of(call: str, like: Any) -> Any:
+    """Return an array that lives where a cache is to live; raise for libraries that have none."""
+    if like is None:
+        return np.empty(0)
+    library = _arrays.framework_of(like, f"{call}: like")
+    if library not in ("numpy", "cupy"):
+        raise FrameworkError(f"{call}: like comes from {library}; pass an array of NumPy or CuPy")
+    return like

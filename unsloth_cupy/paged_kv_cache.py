@@ -19,6 +19,7 @@ from ._call import is_integer
 from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
+from .kv_cache import home_of
 from .ops.kv_append import kv_append_paged_
 
 
@@ -67,7 +68,7 @@ class PagedKVCache:
             cure = "sizes must be integers, none of them negative, nor page be 0"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype)
-        place = np.empty(0) if like is None else like
+        place = home_of("PagedKVCache", like)
         self.keys = _arrays.empty(shape, kind, place)
         self.values = _arrays.empty(shape, kind, place)
         self.uses = [0] * pages  # sequences that have a page

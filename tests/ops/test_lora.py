@@ -263,6 +263,17 @@ def test_norms_are_of_the_rows_of_what_is_merged() -> None:
     np.testing.assert_allclose(row_norms(weight, a, b, scale=0.5), wanted, rtol=1e-14)
 
 
+@pytest.mark.parametrize(("outputs", "inputs", "rank"), [(0, 4, 2), (3, 0, 2), (3, 4, 0)])
+def test_empty_axes(outputs: int, inputs: int, rank: int) -> None:
+    weight, a, b = (np.ones(shape) for shape in [(outputs, inputs), (rank, inputs), (outputs, rank)])
+    magnitude = np.full(outputs, 4.0)
+    np.testing.assert_array_equal(row_norms(weight, a, b), np.full(outputs, inputs**0.5))
+    merged = uc.lora_merge(weight, a, b, magnitude=magnitude)
+    np.testing.assert_array_equal(merged, 2 * weight)
+    y = uc.lora_linear(np.ones((2, inputs)), weight, a, b, magnitude=magnitude)
+    np.testing.assert_array_equal(y, np.full((2, outputs), 2.0 * inputs))
+
+
 def test_wrong_calls() -> None:
     x, weight, a, b = (np.ones(shape) for shape in [(2, 5), (3, 5), (1, 5), (3, 1)])
     with pytest.raises(ShapeError, match=r"b has rank=1; it must be 2"):

@@ -64,6 +64,9 @@ def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array
     """Return the norm of each row of ``weight + scale * b @ a``."""
     wide, (outputs, inputs) = wide_of(weight), weight.shape
     norms = empty((outputs,), wide, like=weight)
+    if not weight.size:
+        norms[...] = 0
+        return norms
     step = steps(outputs, inputs, inputs)[0]
     for top in range(0, outputs, step):
         part = slice(top, top + step)

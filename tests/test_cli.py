@@ -276,6 +276,26 @@ class TestFinetune:
         settings.write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
         assert_one_clear_error(run("generate", out, "the"), "base_model_name_or_path is")
 
+    def test_adapters_go_on_to_learn(
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
+    ) -> None:
+        options = ("--text", text, "--steps", 2, "--batch", 8, "--tokens", 64)
+        first = ("finetune", finished[0], "--lora", 4, *options, "--out", tmp_path / "first")
+        assert run(*first).exit_code == 0
+        more = ("finetune", tmp_path / "first", *options, "--out", tmp_path / "more")
+        again = run(*more)
+        assert again.exit_code == 0, again.output
+        assert "adapters of" in again.output
+        for folder in ("first", "more"):
+            for line in (tmp_path / folder / "log.jsonl").read_text().splitlines():
+                if "peak_bytes" in line:
+                    found = json.loads(line)
+                    assert found["planned_bytes"] == pytest.approx(
+                        found["peak_bytes"],
+                        rel=0.02,  # what plans promise
+                    )
+        assert_one_clear_error(run(*more[:-1], tmp_path / "other", "--lora", 4), "leave --lora out")
+
     @pytest.mark.parametrize(
         ("changed", "written"),
         [

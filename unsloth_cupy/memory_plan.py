@@ -23,6 +23,7 @@ from .precision import compute_copies
 
 if TYPE_CHECKING:
     from .models import Transformer
+    from .models.adapter import Adapter
     from .models.config import Config
 
 OPTIMIZERS = ("adamw", "none")
@@ -43,6 +44,7 @@ def plan_memory(
     checkpoint_every: int | None = None,
     accumulate: int = 1,
     chunked_mlp: bool = False,
+    adapter: "Adapter | None" = None,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Return what a step of training holds, op by op, from a step on shapes alone.
@@ -70,6 +72,8 @@ def plan_memory(
         Forward passes whose gradients make one step.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs, by chunks of rows.
+    adapter : Adapter, optional
+        ``model.adapter``, in place of a rank: trained as it is, on the layers that it has.
     device : str
         cuda counts what kernels take, in the pieces of CuPy's pool; cpu what NumPy allocates.
 
@@ -102,7 +106,8 @@ def plan_memory(
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with keeping(ledger), ledger.told_of_ops():
-        model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, rank)
+        given = _new_adapter(parsed, rank) if rank is not None else adapter
+        model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, given)
         model.chunked_mlp = chunked_mlp
         ledger.begin()
 
@@ -126,6 +131,18 @@ def plan_memory(
         return ledger.plan()
 
 
+def _new_adapter(config: "Config", rank: int) -> "Adapter":
+    """Return adapters of all linear layers, outside of the plan."""
+    from .models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
+
+    parameters = {}
+    with keeping(Ledger(1)):
+        for name, (outputs, inputs) in linear_layers(config).items():
+            parameters[f"{PREFIX}{name}.{DOWN}"] = Planned.of((rank, inputs), FLOAT32)
+            parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
+    return Adapter({"r": rank}, parameters)
+
+
 def _trained(
     ledger: "Ledger",
     config: "Config",
@@ -133,10 +150,10 @@ def _trained(
     kind: Any,
     optimizer: str,
     state_bits: int,
-    rank: int | None,
+    adapter: "Adapter | None",
 ) -> "tuple[Transformer, AdamW | None]":
     """Return a model as it is before a step, and its optimizer."""
-    from .models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
+    from .models.adapter import Adapter
     from .models.transformer import Transformer
 
     def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
@@ -145,16 +162,13 @@ def _trained(
             for name, shape in shapes.items()
         }
 
-    learns_all = rank is None and optimizer != "none"
+    learns_all = adapter is None and optimizer != "none"
     parameters = made(config.shapes(), narrow=not learns_all, all_axes=optimizer == "none")
     ledger.enter(WEIGHTS, parameters)
     model = Transformer(config, parameters, {})
-    if rank is not None:
-        shapes = {}
-        for name, (outputs, inputs) in linear_layers(config).items():
-            shapes[f"{PREFIX}{name}.{DOWN}"] = (rank, inputs)
-            shapes[f"{PREFIX}{name}.{UP}"] = (outputs, rank)
-        model.adapter = Adapter({"r": rank}, made(shapes, narrow=False))
+    if adapter is not None:
+        shapes = {name: array.shape for name, array in adapter.parameters.items()}
+        model.adapter = Adapter(adapter.settings, made(shapes, narrow=False))
         ledger.enter(WEIGHTS, model.adapter.parameters)
     if optimizer == "none":
         return model, None

@@ -205,11 +205,18 @@ def prepare(
     else:
         tokenizer = load_tokenizer(folder)
         model = load_model(folder, dtype="float32", device=request.device)
-        if plan.lora is not None and model.adapter is None:
+        if plan.lora is not None and folder == source:
+            if model.adapter is not None:
+                raise ConfigError(
+                    f"{source} holds adapters, which go on to learn; leave --lora out"
+                )
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     vocabulary, positions = model.config.vocab, model.config.positions
     check_tokens(request.tokens, positions)
-    sizes = Sizes(model.config, request.batch, request.tokens, request.device, source is not None)
+    sizes = Sizes(
+        model.config, request.batch, request.tokens, request.device, source is not None,
+        model.adapter,
+    )  # fmt: skip
     memory = Memory(within(sizes, plan, request.limit), request.limit, request.device)
     pad = model.config.pad_token
     shape = Shape(
@@ -236,7 +243,7 @@ def announce(trainer: Trainer) -> None:
     model, lessons = trainer.model, trainer.lessons
     count = sum(array.size for array in model.parameters.values())
     learned = sum(array.size for array in model.trainable.values())
-    adapted = f", adapters of {learned:,}" if trainer.plan.lora else ""
+    adapted = f", adapters of {learned:,}" if model.adapter else ""
     if lessons.told:
         click.echo(lessons.told, err=True)
     click.echo(

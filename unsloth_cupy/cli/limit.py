@@ -12,6 +12,7 @@ from ..memory_plan import plan_memory
 from ..memory_pool import memory_pool
 
 if TYPE_CHECKING:
+    from ..models.adapter import Adapter
     from ..models.config import Config
     from .trainer import Plan
 
@@ -28,6 +29,7 @@ class Sizes(NamedTuple):
     tokens: int
     device: str | None
     exists: bool  # the model: adapters may be added
+    adapter: "Adapter | None" = None  # that it has
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return what a step takes, or would take with some changes."""
@@ -36,7 +38,8 @@ class Sizes(NamedTuple):
             "tokens": self.tokens,
             "dtype": plan.dtype,
             "state_bits": plan.state_bits,
-            "rank": plan.lora,
+            "rank": None if self.adapter else plan.lora,
+            "adapter": self.adapter,
             "checkpoint_every": plan.checkpoint_every,
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
@@ -90,11 +93,12 @@ def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
         changes[f"--tokens {sizes.tokens // 2}"] = {"tokens": sizes.tokens // 2}
     if plan.state_bits == 32:
         changes["--state-bits 8"] = {"state_bits": 8}
-    if plan.lora is None and not plan.chunked_mlp:
+    adapted = plan.lora is not None or sizes.adapter is not None
+    if not (adapted or plan.chunked_mlp):
         with suppress(ConfigError):  # of an MLP that has no such form
             check_chunked(sizes.config, None)
             changes[CHUNKED] = {"chunked_mlp": True}
-    if plan.lora is None and sizes.exists and not plan.chunked_mlp:
+    if sizes.exists and not (adapted or plan.chunked_mlp):
         changes[ADAPTERS] = {"rank": ADAPTER_RANK}
     totals = {switch: sizes.planned(plan, **change).total for switch, change in changes.items()}
     useful = sorted((total, switch) for switch, total in totals.items() if total < made.total)

@@ -265,7 +265,8 @@ def test_norms_are_of_the_rows_of_what_is_merged() -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs", "rank"), [(0, 4, 2), (3, 0, 2), (3, 4, 0)])
 def test_empty_axes(outputs: int, inputs: int, rank: int) -> None:
-    weight, a, b = (np.ones(shape) for shape in [(outputs, inputs), (rank, inputs), (outputs, rank)])
+    shapes = (outputs, inputs), (rank, inputs), (outputs, rank)
+    weight, a, b = map(np.ones, shapes)
     magnitude = np.full(outputs, 4.0)
     np.testing.assert_array_equal(row_norms(weight, a, b), np.full(outputs, inputs**0.5))
     merged = uc.lora_merge(weight, a, b, magnitude=magnitude)

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,8 @@ from .primitives import PRIMITIVES, launch
 Line = dict[str, Any]
 
 START = 120  # seconds for a process to collect the tests
-SECONDS = 120  # for one test, with its compilation
+SECONDS = 60  # for one test, with its compilation: a second or two
+BREAKS = 3  # processes that tests of one kind may break; the others of the kind are left out
 QUIET = 300  # for the times of one op
 LOOKS = 4  # under compute-sanitizer, which is slow
 LIBRARY = ("numpy", "scipy", "ml_dtypes", "safetensors", "cupy")
@@ -134,7 +136,7 @@ def report(lines: dict[str, Line]) -> str:
         warned.update(line.get("warned", ()))
         if line["outcome"] not in DONE:
             errors[f"{line['outcome']}: {line['said']}"].append(name)
-    columns = ("passed", "failed", "hung", "crashed", "skipped", "seconds")
+    columns = ("passed", "failed", "hung", "crashed", "left out", "skipped", "seconds")
     text = ["# What a GPU said", "", machine, "", f"| | {' | '.join(columns)} |"]
     text += ["|---|" + "--:|" * len(columns)]
     for group, found in sorted(counts.items()):
@@ -165,7 +167,14 @@ class Worker:
     def answer(self, seconds: float) -> Line:
         """Return the next line; where none comes, the process is "hung" or "crashed"."""
         late = threading.Event()
-        timer = threading.Timer(seconds, lambda: (late.set(), self.process.kill()))
+
+        def stop() -> None:
+            late.set()
+            self.process.send_signal(signal.SIGUSR1)  # it says where it is
+            time.sleep(0.3)
+            self.process.kill()
+
+        timer = threading.Timer(seconds, stop)
         timer.start()
         text = self.process.stdout.readline()
         timer.cancel()
@@ -173,12 +182,10 @@ class Worker:
             line: Line = json.loads(text)
             return line
         self.process.kill()
-        status = self.process.wait()
-        if late.is_set():
-            said = f"no end in {seconds:.0f} s"
-            return {"outcome": "hung", "said": said, "seconds": seconds, "lost": True}
-        said = "\n".join([f"ended with {status}", *tail(self.errors)])
-        return {"outcome": "crashed", "said": said, "lost": True}
+        status, hung = self.process.wait(), late.is_set()
+        why = f"no end in {seconds:.0f} s" if hung else f"ended with {status}"
+        line = {"outcome": "hung" if hung else "crashed", "lost": True}
+        return line | {"said": "\n".join([why, *tail(self.errors)]), "seconds": hung * seconds}
 
     def ask(self, name: str, seconds: float) -> Line:
         """Run one test."""
@@ -199,7 +206,8 @@ def tail(errors: IO[bytes]) -> list[str]:
     """Return the last lines of what a process said, or the first of what Python died of."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
-    fatal = (at for at, line in enumerate(lines) if line.startswith("Fatal Python error"))
+    marks = ("Fatal Python error", "Stack (most recent")
+    fatal = (at for at, line in enumerate(lines) if line.startswith(marks))
     start = next(fatal, max(0, len(lines) - 8))
     return lines[start : start + 8]
 
@@ -226,7 +234,7 @@ class Session:
         names = self.results.waiting(found.get("tests", ()))
         ordered = in_order(names, self.results.lines, self.results.failed_before)
         files = [*dict.fromkeys(name.split("::")[0] for name in ordered)]
-        waiting, lock = iter(ordered), threading.Lock()
+        waiting, lock, broke = iter(ordered), threading.Lock(), Counter[str]()
 
         def work(worker: Worker | None) -> None:
             while self.left():
@@ -234,7 +242,10 @@ class Session:
                     name = next(waiting, None)
                 if name is None:
                     break
-                line: Line = {}
+                kind, line = name.partition("[")[0], Line()
+                if broke[kind] >= BREAKS:
+                    self.results.add(name, "left out", 0, f"{BREAKS} like it broke their process")
+                    continue
                 if worker is None:
                     worker = Worker(self.root, files)
                     line = worker.answer(min(START, self.left()))
@@ -243,8 +254,10 @@ class Session:
                 if line["outcome"] == "hung" and not self.left():
                     break  # cut off
                 self.results.add(name, **line)
+                broke[kind] += line["lost"]
                 if line["lost"]:
-                    worker = worker.end()
+                    worker.end()
+                    worker = None
             if worker is not None:
                 worker.end()
 
@@ -261,7 +274,7 @@ class Session:
             command = [str(tool), "--print-limit", "2", sys.executable, "-m", "pytest", *OPTIONS]
             with tempfile.TemporaryFile() as out, contextlib.suppress(subprocess.TimeoutExpired):
                 given: Any = {"cwd": self.root, "env": ENVIRONMENT, "stdout": out, "stderr": out}
-                given["timeout"] = min(SECONDS, self.left())
+                given["timeout"] = min(2 * SECONDS, self.left())
                 subprocess.run([*command, name], check=False, **given)
                 out.seek(0)
                 told = [text.decode() for text in out if text.startswith(b"=========")]
@@ -322,7 +335,8 @@ def everything(folder: Path, minutes: float) -> None:
     found = {name: importlib.util.find_spec(name) for names in NEEDS.values() for name in names}
     lacking = {what: [n for n in names if not found[n]] for what, names in NEEDS.items()}
     missing = [f"no {what} without {', '.join(names)}" for what, names in lacking.items() if names]
-    print("\n".join(missing), flush=True)
+    for line in missing:
+        print(line, flush=True)
     import cupy
 
     runtime, cores = cupy.cuda.runtime, len(os.sched_getaffinity(0))

@@ -5,8 +5,10 @@ names of tests from its input: one line in, one line out.  After an error that l
 unusable it says so and ends, as every later test of the process would fail.
 """
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from typing import IO, Any
@@ -84,6 +86,7 @@ def lost() -> str:
 def main() -> None:
     """Keep the channels for the session; what tests print or read goes nowhere."""
     asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    faulthandler.register(signal.SIGUSR1, os.dup(2), all_threads=False)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)

@@ -45,7 +45,7 @@ SMALL = {
     "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 256, "tie_word_embeddings": True,
 }  # fmt: skip
-# beside these arrays Python's own objects, which tracemalloc counts too, are few
+# beside these arrays Python's own objects, which a pool counts now and then alone, are few
 SIZES = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "head_dim": 32}
 LLAMA = SMALL | SIZES
 GEMMA = LLAMA | {"model_type": "gemma2", "query_pre_attn_scalar": 32}

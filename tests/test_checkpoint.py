@@ -206,5 +206,6 @@ def test_config() -> None:
     for every in (0, -1, 1.5, True):
         with pytest.raises(ConfigError, match="checkpoint_every="):
             CheckpointConfig(checkpoint_every=every)
-    with pytest.raises(ConfigError, match="1 layer or more"):
-        CheckpointConfig().memory_reduction_factor(0)
+    for layers in (0, -3, "12", None, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="1 layer or more"):
+            CheckpointConfig().memory_reduction_factor(layers)

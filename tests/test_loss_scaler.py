@@ -102,6 +102,8 @@ def test_bad_options_raise(options) -> None:
 
 
 def test_bad_gradients_raise() -> None:
+    with pytest.raises(ConfigError, match=r"finite=.*; pass True or False"):
+        LossScaler().update(np.ones(2, bool))
     with pytest.raises(DTypeError, match="pass float arrays"):
         LossScaler().unscale({"w": np.ones(2, int)})
     with pytest.raises(DTypeError, match=r"pass \{name: array\}"):

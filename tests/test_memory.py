@@ -413,6 +413,8 @@ def test_wrong_options_are_named(change: dict[str, Any], said: str) -> None:
     options: dict[str, Any] = {"batch": 1, "tokens": 8, "dtype": "float32"} | change
     with pytest.raises(ConfigError, match=said):
         plan_memory(SMALL, **options)
+    with pytest.raises(ConfigError, match=r"config: is \w+; it must be a dict"):
+        plan_memory(None, batch=1, tokens=8, dtype="float32")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [0, -1, "1", None, math.nan, math.inf, [2]], ids=repr)

@@ -268,6 +268,11 @@ def test_bad_parameters_raise() -> None:
         AdamW([draw(3)])
     with pytest.raises(DTypeError, match=r"AdamW.step: pass \{name: array\}, not NoneType"):
         AdamW({"w": draw(3)}).step(None)
+    optimizer = AdamW({"w": np.ones(2)})
+    for option, value in (("factor", "2"), ("factor", np.ones(2)), ("finite", np.ones(2, bool))):
+        with pytest.raises(ConfigError, match=f"{option}=.*; pass"):
+            optimizer.step({"w": np.ones(2)}, **{option: value})
+    assert optimizer.steps == 0
     with pytest.raises(ConfigError, match="lr=high; pass a finite number"):
         AdamW({"w": draw(3)}).step({"w": draw(3)}, lr="high")
     with pytest.raises(DTypeError, match=r"AdamW.load_state: pass \{name: array\}"):

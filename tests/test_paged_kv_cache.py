@@ -156,6 +156,9 @@ def test_bad_input() -> None:
     k, v = draw(1, 1)
     with pytest.raises(RangeError, match="layer 2"):
         cache.append(2, [one], k, v)
+    for layer in (2, -1, 0.5, None):
+        with pytest.raises(RangeError, match=f"layer {layer} is not in 0"):
+            cache.lengths([one], layer)
     with pytest.raises(RangeError, match="no sequence 7"):
         cache.append(0, [7], k, v)
     with pytest.raises(RangeError, match="twice"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from ._call import is_number
 from ._cupy import OnHost, on_host
 from ._op import OPS
 from .errors import ConfigError, GradientError
@@ -63,8 +64,8 @@ class CheckpointConfig:
         layer, so the factor is a lower bound: ``layers / (ceil(layers / every) + every)``, and
         at least 1.
         """
-        if layers < 1:
-            raise ConfigError(f"memory_reduction_factor({layers}): pass 1 layer or more")
+        if not is_number(layers) or not 1 <= layers < math.inf:
+            raise ConfigError(f"memory_reduction_factor({layers!r}): pass 1 layer or more")
         if not self.enabled:
             return 1.0
         every = min(self.checkpoint_every, layers)

@@ -144,7 +144,7 @@ class KVCache:
         ShapeError, DTypeError
             k or v do not fit the storage.
         """
-        if layer not in range(len(self.keys)):
+        if not is_integer(layer) or layer >= len(self.keys):
             raise RangeError(f"KVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}")
         batch, kv_heads, dim = self.shape
         tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0

@@ -183,6 +183,8 @@ class LossScaler:
         finite : bool, or bool array of shape ()
             Of an array on a GPU the host learns nothing, and does not wait.
         """
+        if getattr(finite, "shape", ()) != ():
+            raise ConfigError(f"LossScaler.update: finite={finite!r}; pass True or False")
         if self.device is not None and target_of(finite) is not None:
             kernel = load("loss_scaler.cu", "loss_scaler", finite, CONSTANTS)
             kernel[1, 1](

@@ -87,6 +87,7 @@ def plan_memory(
     ConfigError
         The config or an option makes no sense, or ``swiglu_mlp`` is not the model's MLP.
     """
+    from .models.config import Config
     from .models.parse import parse
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
@@ -101,7 +102,7 @@ def plan_memory(
     ):
         if value not in known:
             raise ConfigError(f"plan_memory: {name}={value!r}; choose from {', '.join(known)}")
-    parsed = parse(config) if isinstance(config, Mapping) else config
+    parsed = config if isinstance(config, Config) else parse(config)
     parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)

@@ -127,10 +127,7 @@ class PagedKVCache:
         ShapeError, DTypeError
             k or v do not fit the sequences and the storage.
         """
-        if layer not in range(len(self.keys)):
-            raise RangeError(
-                f"PagedKVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}"
-            )
+        self._check_layer("append", layer)
         self._check("append", sequences)
         if len(set(sequences)) < len(sequences):
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
@@ -177,9 +174,10 @@ class PagedKVCache:
         Raises
         ------
         RangeError
-            There is no such sequence.
+            There is no such sequence, or no such layer.
         """
         self._check("lengths", sequences)
+        self._check_layer("lengths", layer)
         return self._placed([self.filled[sequence][layer] for sequence in sequences])
 
     def fork(self, sequence: int) -> int:
@@ -241,6 +239,11 @@ class PagedKVCache:
         self.uses[page] -= 1
         if not self.uses[page]:
             self.free_pages.append(page)
+
+    def _check_layer(self, call: str, layer: Any) -> None:
+        if not is_integer(layer) or layer >= len(self.keys):
+            last = len(self.keys) - 1
+            raise RangeError(f"PagedKVCache.{call}: layer {layer} is not in 0 .. {last}")
 
     def _check(self, call: str, sequences: Any) -> None:
         if not hasattr(sequences, "__len__") or isinstance(sequences, str):

@@ -49,7 +49,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 HERE = "tests/hardware/test_hardware.py::test_on_a_gpu"  # primitives
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
 FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
-OPTIONS = ("-m", "gpu", "-W", "default", "-p", "no:cacheprovider")  # of pytest
+OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins have nothing to say here

@@ -58,6 +58,12 @@ def test_skips():
 def test_ends():
     assert not cupy.lost
 """
+SETTINGS = """
+[pytest]
+markers = gpu
+filterwarnings = error
+addopts = -n auto
+"""
 BENCH = """
 import json, sys, time
 at = sys.argv.index("--json")
@@ -78,9 +84,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a project with tests of its own, and a CuPy of its own."""
     for name, text in (("cupy", CUPY), ("test_one", TESTS), ("bench", BENCH)):
         (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\nmarkers = gpu\nfilterwarnings = error\naddopts = -n auto\n"
-    )
+    (tmp_path / "pytest.ini").write_text(SETTINGS)
     (tmp_path / "test_two.py").write_text("import no_such_package\n")
     monkeypatch.setattr(session, "BENCH", (sys.executable, str(tmp_path / "bench.py")))
     return tmp_path

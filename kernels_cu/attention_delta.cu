@@ -92,7 +92,7 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restric
             }
         }
     if constexpr (!KEEP_ROWS) {
-        sum = block_sum<THREADS>(sum, partial);
+        sum = row_sum<THREADS>(sum, partial);
         if (threadIdx.x == 0) to[blockIdx.x] = (G)sum;
     } else if (first < rows) {
         to[(long long)(blockIdx.x / blocks) * rows + first] = (G)sum;

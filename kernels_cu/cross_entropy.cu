@@ -118,10 +118,8 @@ __device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, fl
 
 // From the sums of every thread to those of the row, which all of its threads get.
 __device__ __forceinline__ void reduce_row(Sums &s) {
-    __shared__ float tops[WARPS], sums[WARPS], totals[WARPS];
-    const float mine = s.top;
-    s.top = row_max<ROW_THREADS>(s.top, tops);
-    s.sum = row_sum<ROW_THREADS>(s.sum * exp_below(mine - s.top), sums);
+    __shared__ float partial[2 * WARPS], totals[WARPS];
+    row_exp_sum<ROW_THREADS>(s.top, s.sum, partial);
     if constexpr (SMOOTHING) s.total = row_sum<ROW_THREADS>(s.total, totals);
     if (s.sum == 0) s.top = 0;  // nothing but -inf
 }

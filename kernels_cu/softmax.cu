@@ -5,46 +5,51 @@
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T) * (KEEP ? 2 : 3)
 //               backward  rows * COLUMNS * sizeof(T) * (KEEP ? 3 : 5)
+//               without KEEP, with clusters, what is read twice may lie in L2 yet
 //   constants   T             dtype of every array
 //               COLUMNS       length of a row
 //               LANES         values of one access: 16 bytes, or what COLUMNS and the addresses
 //                             are multiples of
-//               ROW_THREADS   threads of a row: a power of two up to 32, or the block
+//               ROW_THREADS   threads of a block that share a row: a power of two up to 32, or all
 //               THREADS       of a block
+//               CLUSTER       blocks that share a row: 1, or up to 8 from sm_90 on
+//               RESIDENT      blocks that an SM holds at least
 //               KEEP          a row stays in registers
 //
-//   The trick: a row that fits is read once.  A longer one is read twice: every thread keeps the
-//   greatest value so far, and rescales its sum when that grows; the second pass divides.  Rows are
-//   read where they lie, in slices of wider arrays too.
+//   The trick: a row that fits is read once.  Every thread takes exp(value - its own greatest), so
+//   that threads tell each other the greatest value and the sum in one exchange: in a warp, through
+//   shared memory, or through that of the other blocks of a cluster.  A longer row is read twice:
+//   a thread rescales its sum when its greatest value grows.  Rows are read where they lie, in
+//   slices of wider arrays too.
+//
+//   Registers hold a row, and not shared memory, at every length.  Two blocks whose threads fill 32
+//   of them keep 128 KiB on an SM, and while one waits for the sum of its row the other loads or
+//   stores.  Shared memory has 227 KiB on sm_90, 99 KiB on sm_86, 89 and 120: a row of more than
+//   half of it has the SM for itself, which idles in every exchange, where a cluster would hold
+//   that row by halves.  Before sm_90 it would save the second reading of a few lengths alone:
+//   those of 16 bits from 32,768 to 50,000 columns, or 80,000 on sm_80.
 #include "common/math.cuh"
-#include "common/reduce.cuh"
+#include "common/row_threads.cuh"
 #include "common/rows.cuh"
 #include "common/vector.cuh"
 
-constexpr int ROWS = THREADS / ROW_THREADS;  // that a block holds
-constexpr int STEP = ROW_THREADS * LANES;    // columns between two vectors of a thread
-constexpr int DEPTH = (COLUMNS + STEP - 1) / STEP;
-constexpr int WARPS = THREADS / 32;
-
-__device__ __forceinline__ bool inside(int column) {
-    return COLUMNS % STEP == 0 || column < COLUMNS;
-}
-
 // ---- forward ----------------------------------------------------------------------------------
-KERNEL(THREADS) softmax(const T *x, T *y, long long rows, long long inner, long long x_outer,
-                        long long x_step, float scale) {
-    __shared__ float tops[WARPS], sums[WARPS];
-    const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-    const T *its_x = x + start(row, {inner, x_outer, x_step});
-    const int first = threadIdx.x % ROW_THREADS * LANES;
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
+    const T *x, T *y, long long rows, long long inner, long long x_outer, long long x_step,
+    float scale) {
+    __shared__ float partial[2 * WARPS];
+    const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
+    const int first = column_of(0);
+    const T *its_x = x + start(row, {inner, x_outer, x_step}) + first;
+    T *its_y = y + row * COLUMNS + first;
+    enter<CLUSTER>();
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
-        const int column = first + k * STEP;
-        if (row >= rows || !inside(column)) continue;
+        if (row >= rows || !inside(first + k * STEP, k)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0];
-        load(v, its_x + column);
+        load(v, its_x + k * STEP);
         const float before = top;
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
@@ -57,82 +62,75 @@ KERNEL(THREADS) softmax(const T *x, T *y, long long rows, long long inner, long 
             for (int j = 0; j < LANES; j++) sum += exp_below(v[j] - top);
         }
     }
-    const float mine = top;
-    top = row_max<ROW_THREADS>(top, tops);
-    if constexpr (KEEP) {
 #pragma unroll
-        for (int k = 0; k < DEPTH; k++) {
-            if (row < rows && inside(first + k * STEP)) {
+    for (int k = 0; KEEP && k < DEPTH; k++) {
+        if (row >= rows || !inside(first + k * STEP, k)) continue;
 #pragma unroll
-                for (int j = 0; j < LANES; j++) {
-                    kept[k][j] = exp_below(kept[k][j] - top);
-                    sum += kept[k][j];
-                }
-            }
+        for (int j = 0; j < LANES; j++) {
+            kept[k][j] = exp_below(kept[k][j] - top);
+            sum += kept[k][j];
         }
-    } else {
-        sum *= exp_below(mine - top);
     }
-    sum = row_sum<ROW_THREADS>(sum, sums);
-    const float share = sum == 0 ? 0 : 1 / sum;
+    const float mine = top;
+    row_exp_sum<ROW_THREADS, CLUSTER>(top, sum, partial);
     if (row >= rows) return;
+    const float share = sum == 0 ? 0 : (KEEP ? exp_below(mine - top) : 1) / sum;
 
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
-        const int column = first + k * STEP;
-        if (!inside(column)) continue;
+        if (!inside(first + k * STEP, k)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
-            load(v, its_x + column);
+            load(v, its_x + k * STEP);
 #pragma unroll
             for (int j = 0; j < LANES; j++) v[j] = exp_below(v[j] * scale - top);
         }
 #pragma unroll
         for (int j = 0; j < LANES; j++) v[j] *= share;
-        store(y + row * COLUMNS + column, v);
+        store(its_y + k * STEP, v);
     }
 }
 
 // ---- backward ---------------------------------------------------------------------------------
-KERNEL(THREADS) softmax_backward(const T *dy, const T *y, T *dx, long long rows, long long inner,
-                                 long long dy_outer, long long dy_step, long long y_outer,
-                                 long long y_step, float scale) {
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
+    const T *dy, const T *y, T *dx, long long rows, long long inner, long long dy_outer,
+    long long dy_step, long long y_outer, long long y_step, float scale) {
     __shared__ float partial[WARPS];
-    const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-    const T *its_dy = dy + start(row, {inner, dy_outer, dy_step});
-    const T *its_y = y + start(row, {inner, y_outer, y_step});
-    const int first = threadIdx.x % ROW_THREADS * LANES;
+    const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
+    const int first = column_of(0);
+    const T *its_dy = dy + start(row, {inner, dy_outer, dy_step}) + first;
+    const T *its_y = y + start(row, {inner, y_outer, y_step}) + first;
+    T *its_dx = dx + row * COLUMNS + first;
+    enter<CLUSTER>();
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
     float sum = 0;
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
-        const int column = first + k * STEP;
-        if (row >= rows || !inside(column)) continue;
-        fetch(kept_dy[KEEP ? k : 0], its_dy + column);
-        fetch(kept_y[KEEP ? k : 0], its_y + column);
+        if (row >= rows || !inside(first + k * STEP, k)) continue;
+        fetch(kept_dy[KEEP ? k : 0], its_dy + k * STEP);
+        fetch(kept_y[KEEP ? k : 0], its_y + k * STEP);
         float d[LANES], v[LANES];
         widen(d, kept_dy[KEEP ? k : 0]);
         widen(v, kept_y[KEEP ? k : 0]);
 #pragma unroll
         for (int j = 0; j < LANES; j++) sum += d[j] * v[j];
     }
-    sum = row_sum<ROW_THREADS>(sum, partial);
+    sum = row_sum<ROW_THREADS, CLUSTER>(sum, partial);
     if (row >= rows) return;
 
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
-        const int column = first + k * STEP;
-        if (!inside(column)) continue;
+        if (!inside(first + k * STEP, k)) continue;
         if constexpr (!KEEP) {
-            fetch(kept_dy[0], its_dy + column);
-            fetch(kept_y[0], its_y + column);
+            fetch(kept_dy[0], its_dy + k * STEP);
+            fetch(kept_y[0], its_y + k * STEP);
         }
         float d[LANES], v[LANES];
         widen(d, kept_dy[KEEP ? k : 0]);
         widen(v, kept_y[KEEP ? k : 0]);
 #pragma unroll
         for (int j = 0; j < LANES; j++) d[j] = scale * v[j] * (d[j] - sum);
-        store(dx + row * COLUMNS + column, d);
+        store(its_dx + k * STEP, d);
     }
 }

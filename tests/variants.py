@@ -45,7 +45,7 @@ def _heads(heads: int, kv_heads: int, dim: int, half: int) -> dict[str, Any]:
 ROPE = (_heads(32, 8, 128, 64), _heads(32, 8, 96, 24), _heads(3, 1, 7, 3))
 SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     **dict.fromkeys(("rms_norm_forward", "layer_norm_forward"), tuple({"hidden": n} for n in ROWS)),
-    "softmax": tuple({"columns": n} for n in ROWS),
+    "softmax": tuple({"columns": n} for n in (*ROWS, 32768, 262144, 524296)),
     **dict.fromkeys(
         ("cross_entropy_forward", "cross_entropy_over_"),
         tuple({"vocab": n} for n in VOCABULARIES),

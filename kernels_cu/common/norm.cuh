@@ -29,46 +29,10 @@
 //   writes one row of partial sums, which column_sum.cu adds in a fixed order: no atomics, equal
 //   bits.
 #pragma once
-#include "common/cluster.cuh"
-#include "common/reduce.cuh"
+constexpr int COLUMNS = HIDDEN;
+#include "common/row_threads.cuh"
 #include "common/rows.cuh"
 #include "common/vector.cuh"
-
-constexpr int ROWS = THREADS / ROW_THREADS;         // that a block holds side by side
-constexpr int STEP = CLUSTER * ROW_THREADS * LANES;  // columns between two vectors of a thread
-constexpr int DEPTH = (HIDDEN + STEP - 1) / STEP;    // vectors of a thread
-constexpr int WARPS = CLUSTER * THREADS / 32;        // that share a row of more than a warp
-
-__device__ __forceinline__ bool inside(int column) { return HIDDEN % STEP == 0 || column < HIDDEN; }
-
-// The columns of vector k of a thread of this block.
-__device__ __forceinline__ int column_of(int k, int thread = threadIdx.x % ROW_THREADS) {
-    return (rank_in<CLUSTER>() * ROW_THREADS + thread) * LANES + k * STEP;
-}
-
-// Sums over the threads that share a row; all of them get them.  Two calls in a row need two
-// `partial`, because a slow warp may still be reading the first.
-template <int N>
-__device__ __forceinline__ void row_sums(float (&v)[N], float (*partial)[WARPS]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) v[i] = group_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(v[i]);
-    if constexpr (ROW_THREADS > 32) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const int mine = rank_in<CLUSTER>() * (THREADS / 32) + warp;
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            if (lane < CLUSTER) *of_block<CLUSTER>(&partial[i][mine], lane) = v[i];
-        meet<CLUSTER>();
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            v[i] = 0;
-#pragma unroll
-            for (int from = 0; from < WARPS; from += 32)
-                if (from + lane < WARPS) v[i] += partial[i][from + lane];
-            v[i] = group_sum<32>(v[i]);
-        }
-    }
-}
 
 // ---- forward ----------------------------------------------------------------------------------
 // v = x + residual
@@ -100,7 +64,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
                                         const B *bias, T *y, T *h, float *mean, float *rstd,
                                         long long rows, const Layout &of_x,
                                         const Layout &of_residual, float eps, float offset) {
-    __shared__ float partial[2][1][WARPS];
+    __shared__ float partial[2][WARPS];
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const bool there = row < rows;
     x += start(row, of_x);
@@ -125,7 +89,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     }
     float centre = 0;
     if constexpr (CENTRED) {
-        row_sums(sum, partial[0]);
+        row_sums<ROW_THREADS, CLUSTER>(sum, partial[0]);
         centre = sum[0] / HIDDEN;
         const float apart = moments.mean - centre;
         squares[0] = moments.squares + moments.count * apart * apart;
@@ -139,7 +103,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
             }
         }
     }
-    row_sums(squares, partial[1]);
+    row_sums<ROW_THREADS, CLUSTER>(squares, partial[1]);
     const float scale = 1 / sqrtf(squares[0] / HIDDEN + eps);
     if (!there) return;
     if (column_of(0) == 0) {
@@ -220,7 +184,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
                                          float *partial, long long rows, const Layout &of_dy,
                                          const Layout &of_dh, const Layout &of_h, float offset) {
     DYNAMIC_SHARED(float, held);
-    __shared__ float exchange[2][MEANS][WARPS];
+    __shared__ float exchange[2][MEANS * WARPS];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
     int turn = 0;
     // Where four sums of a thread lie; neighbours 16 bytes apart, so that no bank is asked twice.
@@ -284,7 +248,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
 #pragma unroll
             for (int k = 0; EARLY && k < DEPTH; k++)
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
-            row_sums(sum, exchange[turn]);
+            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[turn]);
             turn ^= 1;
 #pragma unroll
             for (int m = 0; m < MEANS; m++) row[i].mean[m] = sum[m] / HIDDEN;

@@ -43,6 +43,11 @@ def test_the_last_rows(op: str) -> None:
     compare_far(op, 1024, arrays=arrays, **ROW, **options)
 
 
+@pytest.mark.parametrize("op", ["softmax", "softmax_backward"])
+def test_the_last_rows_of_clusters(op: str) -> None:
+    compare_far(op, 16392, columns=16392)
+
+
 def test_the_last_tokens_turn() -> None:
     compare_far("rope", 8 * 128, tokens=1, heads=8, dim=128, length=1, half=64)
 

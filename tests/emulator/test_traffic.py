@@ -21,6 +21,7 @@ from unsloth_cupy import (
     rope_qk_,
     rope_tables,
     softmax,
+    softmax_backward,
 )
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
@@ -147,13 +148,27 @@ def test_softmax_has_no_conflicts() -> None:
     assert traffic.of("global").efficiency == 1
 
 
-def global_bytes(call: Callable[[], Any]) -> int:
+def global_bytes(call: Callable[[], Any], **machine: Any) -> int:
     """Return the bytes that the requests of a call asked for; none may move more than asked."""
-    with counted() as traffic, using(Emulator()):
+    with counted() as traffic, using(Emulator(**machine)):
         call()
     for line in traffic:
         assert line.space != "global" or line.efficiency == 1, line
     return traffic.of("global").bytes
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("columns", "clusters", "reads"), [(16384, False, 1), (131072, True, 1), (131072, False, 2)]
+)
+def test_softmax_moves_what_its_header_says(
+    dtype: Any, columns: int, clusters: bool, reads: int
+) -> None:
+    """A long row is read once, by as many blocks as hold it: twice where they form no cluster."""
+    x = np.zeros((2, columns), dtype)
+    assert global_bytes(lambda: softmax(x), clusters=clusters) == (reads + 1) * x.nbytes
+    back = global_bytes(lambda: softmax_backward(x, x), clusters=clusters)
+    assert back == (2 * reads + 1) * x.nbytes
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

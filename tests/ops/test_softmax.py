@@ -15,6 +15,13 @@ HIDDEN = np.array([[0.5, -np.inf, 2], [-np.inf, -np.inf, -np.inf], [1, 2, 3]])
 TOWERS = 100.0 * np.isin(np.arange(1000), (123, 700))  # exp overflows in float32
 
 
+def hidden_but_one(rng: np.random.Generator) -> Any:
+    """Draw a row of -inf, but for what one thread sees."""
+    x = np.full((1, 33000), -np.inf)
+    x[:, :3] = rng.standard_normal(3)
+    return x
+
+
 class TestSoftmax(KernelParity):
     op = "softmax"
     cases = (
@@ -34,14 +41,34 @@ class TestSoftmaxLongRows(KernelParity):
     cases = (
         Case("a block a row", rows=[2], columns=1000),
         Case("a ragged block a row", rows=[2], columns=4104, scale=3.0),
-        Case("read twice", rows=[1], columns=32776),
-        Case("read twice, one by one", rows=[1, 2], columns=32771, gaps=True),
-        Case("the longest", rows=[1], columns=131072),
+        Case("two blocks, in slices", rows=[1, 2], columns=16392, gaps=True),
+        Case("four blocks, one by one", rows=[1], columns=32771),
+        Case("eight blocks share a row", rows=[1], columns=131072),
         Case(
             "two columns tower", arrays={"x": lambda rng: rng.standard_normal((2, 1000)) + TOWERS}
         ),
+        Case("one thread sees values", arrays={"x": hidden_but_one}),
+        Case("no thread sees any", arrays={"x": lambda rng: np.full((1, 33000), -np.inf)}),
     )
     test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
+
+
+class TestSoftmaxOfRowsReadTwice(KernelParity):
+    op = "softmax"
+    cases = (Case("in L2 maybe", rows=[1], columns=262152, scale=0.5),)
+    test_any_strides = None
+
+
+class TestSoftmaxWithoutClusters(KernelParity):
+    op = "softmax"
+    machine = {"clusters": False}  # noqa: RUF012
+    cases = (
+        Case("all threads of a block", rows=[1], columns=32768),
+        Case("read twice", rows=[1], columns=32776),
+        Case("read twice, one by one", rows=[1, 2], columns=32771, gaps=True),
+        Case("read twice, by one thread that sees values", arrays={"x": hidden_but_one}),
+    )
+    test_any_strides = None
 
 
 @both_dtypes

@@ -1,8 +1,7 @@
-"""How the threads of a block share out rows, where a kernel reduces along them."""
+"""How threads share rows that a kernel reduces along, and where the rows of arrays lie."""
 
 import sys
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,42 +9,23 @@ import numpy as np
 from .._arrays import packed
 from .._planned import Planned
 from .._replay import Recorded
-from .._source import Constants
 
 
-@cache
-def constants(dtype: Any, columns: int, lanes: int, held: int, **more: Any) -> Constants:
-    """Return the constants of such a kernel, whose threads hold ``held`` registers of a value.
+def spread(wanted: int, clusters: bool) -> tuple[int, int]:
+    """Return how many threads of a block share a row that wants so many, and how many blocks do.
 
-    A thread takes 16 values of a row: two 16-byte accesses in flight for 16-bit dtypes, four for
-    float32.
+    Clusters of blocks begin with sm_90.
 
-        columns <= 512     a power of two of threads a row, several rows a block: no barrier
-        columns <= 8192    the block takes a row
-        beyond             512 threads where they then hold 32 registers or fewer, else 1024
-        KEEP               a row stays in registers: up to 32 of a thread
+    <= 32            a power of two of threads; several rows a block, no barrier
+    <= 512           the block takes a row
+    beyond, sm_90    2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads
+    beyond, before   1024 threads
     """
-    wanted = -(-columns // 16)
     if wanted <= 32:
-        row_threads = 1 << (wanted - 1).bit_length()
-    elif wanted <= 512:
-        row_threads = -(-wanted // 32) * 32
-    else:
-        row_threads = 512 if _registers(columns, 512, lanes, held) <= 32 else 1024
-    return Constants(
-        T=dtype,
-        COLUMNS=columns,
-        LANES=lanes,
-        ROW_THREADS=row_threads,
-        THREADS=row_threads if row_threads > 32 else 128,
-        KEEP=_registers(columns, row_threads, lanes, held) <= 32,
-        **more,
-    )
-
-
-def _registers(columns: int, threads: int, lanes: int, held: int) -> int:
-    """Return how many registers a thread fills with its values of a row."""
-    return -(-columns // (threads * lanes)) * lanes * held
+        return 1 << (wanted - 1).bit_length(), 1
+    sizes = (1, 2, 4, 8) if clusters else (1,)
+    cluster = next((size for size in sizes if wanted <= 512 * size), sizes[-1])
+    return min(1024, -(-wanted // (32 * cluster)) * 32), cluster
 
 
 def lie(*arrays: Any) -> tuple[Sequence[Any], tuple[int, ...]]:

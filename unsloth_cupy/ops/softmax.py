@@ -3,6 +3,7 @@
 y = exp(scale * x) / sum(exp(scale * x))
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,12 @@ import numpy as np
 from .._arrays import empty, lanes
 from .._jit import load
 from .._op import op
+from .._source import Constants
 from .._typing import Array
-from ._rows import aligned, constants, lie
+from ._device import clusters
+from ._rows import aligned, lie, spread
+
+HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
 
 
 @op("x(*rows, columns) -> y(*rows, columns)")
@@ -74,15 +79,47 @@ def _launch_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
 softmax_backward.strided = "dy", "y"
 
 
-def _launch_rows(name: str, arrays: tuple[Any, ...], made: Any, scale: float) -> None:
-    """Launch a kernel of softmax.cu, with the rows shared out to blocks."""
+def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:
+    """Launch a kernel of softmax.cu, with the rows shared out to threads, blocks and clusters."""
     columns = made.shape[-1]
-    given, layout = lie(*arrays)
-    width = lanes(aligned(columns, layout), *given)
-    chosen = constants(made.dtype, columns, width, len(given))  # a register holds a value of each
+    arrays, layout = lie(*given)
+    width = lanes(aligned(columns, layout), *arrays)
+    chosen = _constants(made.dtype, columns, width, len(given), clusters(made))
     rows, threads = made.size // columns, chosen["THREADS"]
+    blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
     kernel = load("softmax.cu", name, made, chosen)
-    kernel[-(-rows * chosen["ROW_THREADS"] // threads), threads](*given, made, rows, *layout, scale)
+    kernel[blocks, threads](*arrays, made, rows, *layout, scale)
+
+
+@cache
+def _constants(dtype: Any, columns: int, lanes: int, arrays: int, clusters: bool) -> Constants:
+    """Return the constants of softmax.cu, whose threads hold a register of each array a value.
+
+    A thread takes 16 values of a row: two 16-byte accesses of 16-bit dtypes in flight, four of
+    float32.  Where a block of 512 threads does not do, they take what HELD registers hold.
+
+        columns <= 512     a power of two of threads a row, several rows a block: no barrier
+        columns <= 8192    the block takes a row; forward, 512 threads take up to 16,384
+        beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads, which take
+                           262,144 forward, 131,072 backward
+        beyond, before     1024 threads: 32,768 forward, 16,384 backward
+        else               rows are read twice; the cluster is there so that fewer of them are
+                           under way at a time, and they lie in L2 yet
+    """
+    wanted = max(min(512, -(-columns // 16)), -(-columns * arrays // HELD))
+    row_threads, cluster = spread(wanted, clusters)
+    threads = row_threads if row_threads > 32 else 128
+    values = -(-columns // (cluster * row_threads * lanes)) * lanes
+    return Constants(
+        T=dtype,
+        COLUMNS=columns,
+        LANES=lanes,
+        ROW_THREADS=row_threads,
+        THREADS=threads,
+        CLUSTER=cluster,
+        RESIDENT=max(1, 1024 // threads),
+        KEEP=values * arrays <= HELD,
+    )
 
 
 def finite(top: Array) -> Array:

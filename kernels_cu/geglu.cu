@@ -19,7 +19,6 @@
 //   arrays are read where they lie: gate and up may be halves of one array.
 #include "common/math.cuh"
 #include "common/rows.cuh"
-#include "common/vector.cuh"
 
 constexpr float STEEPNESS = 0.7978845608028654f, CUBIC = 0.044715f;  // sqrt(2 / pi)
 constexpr float SATURATION = 10;  // from here on s is 0 or 1, and x^3 may not overflow
@@ -45,11 +44,11 @@ KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, long long columns, unsig
                       long long y_step) {
     const Access<STRIDED> at(columns, tiles);
     float g[LANES], u[LANES];
-    load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
-    load(u, up + at.in({inner, up_outer, up_step}), at.left);
+    at.load(g, gate, {inner, gate_outer, gate_step});
+    at.load(u, up, {inner, up_outer, up_step});
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] *= g[j] * share(g[j]);
-    store(y + at.in({inner, y_outer, y_step}), u, at.left);
+    at.store(y, {inner, y_outer, y_step}, u);
 }
 
 KERNEL(THREADS) geglu_backward(
@@ -59,15 +58,15 @@ KERNEL(THREADS) geglu_backward(
     long long dgate_step, long long dup_outer, long long dup_step) {
     const Access<STRIDED> at(columns, tiles);
     float d[LANES], g[LANES], u[LANES];
-    load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
-    load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
-    load(u, up + at.in({inner, up_outer, up_step}), at.left);
+    at.load(d, dy, {inner, dy_outer, dy_step});
+    at.load(g, gate, {inner, gate_outer, gate_step});
+    at.load(u, up, {inner, up_outer, up_step});
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float s = share(g[j]), gelu = g[j] * s;
         g[j] = (s + rise(g[j], s)) * u[j] * d[j];
         u[j] = gelu * d[j];
     }
-    store(dgate + at.in({inner, dgate_outer, dgate_step}), g, at.left);
-    store(dup + at.in({inner, dup_outer, dup_step}), u, at.left);
+    at.store(dgate, {inner, dgate_outer, dgate_step}, g);
+    at.store(dup, {inner, dup_outer, dup_step}, u);
 }

@@ -12,7 +12,6 @@
 //   The trick: one access of every array a thread, loads before the store, so that dx may lie over
 //   x or over dy.  Arrays are read where they lie.
 #include "common/rows.cuh"
-#include "common/vector.cuh"
 
 // max(x, 0) that keeps a NaN
 __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
@@ -21,10 +20,10 @@ KERNEL(THREADS) relu2(const T *x, T *y, long long columns, unsigned tiles, long 
                       long long x_outer, long long x_step, long long y_outer, long long y_step) {
     const Access<STRIDED> at(columns, tiles);
     float v[LANES];
-    load(v, x + at.in({inner, x_outer, x_step}), at.left);
+    at.load(v, x, {inner, x_outer, x_step});
 #pragma unroll
     for (int j = 0; j < LANES; j++) v[j] = positive(v[j]) * positive(v[j]);
-    store(y + at.in({inner, y_outer, y_step}), v, at.left);
+    at.store(y, {inner, y_outer, y_step}, v);
 }
 
 KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long columns,
@@ -33,9 +32,9 @@ KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long columns
                                long long dx_outer, long long dx_step) {
     const Access<STRIDED> at(columns, tiles);
     float d[LANES], v[LANES];
-    load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
-    load(v, x + at.in({inner, x_outer, x_step}), at.left);
+    at.load(d, dy, {inner, dy_outer, dy_step});
+    at.load(v, x, {inner, x_outer, x_step});
 #pragma unroll
     for (int j = 0; j < LANES; j++) d[j] *= 2 * positive(v[j]);
-    store(dx + at.in({inner, dx_outer, dx_step}), d, at.left);
+    at.store(dx, {inner, dx_outer, dx_step}, d);
 }

@@ -15,7 +15,6 @@
 //   gate and up may be halves of one array.
 #include "common/math.cuh"
 #include "common/rows.cuh"
-#include "common/vector.cuh"
 
 KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long columns, unsigned tiles,
                        long long inner, long long gate_outer, long long gate_step,
@@ -23,11 +22,11 @@ KERNEL(THREADS) swiglu(const T *gate, const T *up, T *y, long long columns, unsi
                        long long y_step) {
     const Access<STRIDED> at(columns, tiles);
     float g[LANES], u[LANES];
-    load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
-    load(u, up + at.in({inner, up_outer, up_step}), at.left);
+    at.load(g, gate, {inner, gate_outer, gate_step});
+    at.load(u, up, {inner, up_outer, up_step});
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] *= g[j] * sigmoid(g[j]);
-    store(y + at.in({inner, y_outer, y_step}), u, at.left);
+    at.store(y, {inner, y_outer, y_step}, u);
 }
 
 KERNEL(THREADS) swiglu_backward(
@@ -37,15 +36,15 @@ KERNEL(THREADS) swiglu_backward(
     long long dgate_step, long long dup_outer, long long dup_step) {
     const Access<STRIDED> at(columns, tiles);
     float d[LANES], g[LANES], u[LANES];
-    load(d, dy + at.in({inner, dy_outer, dy_step}), at.left);
-    load(g, gate + at.in({inner, gate_outer, gate_step}), at.left);
-    load(u, up + at.in({inner, up_outer, up_step}), at.left);
+    at.load(d, dy, {inner, dy_outer, dy_step});
+    at.load(g, gate, {inner, gate_outer, gate_step});
+    at.load(u, up, {inner, up_outer, up_step});
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float s = sigmoid(g[j]), silu = g[j] * s;
         g[j] = (s + silu * (1 - s)) * u[j] * d[j];
         u[j] = silu * d[j];
     }
-    store(dgate + at.in({inner, dgate_outer, dgate_step}), g, at.left);
-    store(dup + at.in({inner, dup_outer, dup_step}), u, at.left);
+    at.store(dgate, {inner, dgate_outer, dgate_step}, g);
+    at.store(dup, {inner, dup_outer, dup_step}, u);
 }

@@ -57,7 +57,10 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "apply_rotary_embedding_forward": ROPE[:1],
     "linear_cross_entropy_forward": ({"hidden": 8}, {"hidden": 8, "vocab": 50257}),
     "swiglu_mlp": ({"hidden": 64, "inner": 256},),
-    **dict.fromkeys(("swiglu", "geglu", "relu2"), (*VECTORS, {"axes": (4, 4096), "gap": 8})),
+    **dict.fromkeys(
+        ("add", "multiply", "scale", "swiglu", "geglu", "relu2"),
+        (*VECTORS, {"axes": (4, 4096), "gap": 8}),
+    ),
     "embedding": ({"hidden": 4096, "rows": (128,)}, {"hidden": 7, "rows": (128,)}),
     "attention_forward": (
         *(

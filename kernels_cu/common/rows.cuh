@@ -2,6 +2,7 @@
 //
 //   constants   LANES, THREADS and, for Access, STRIDED: some array is such a slice
 #pragma once
+#include "common/vector.cuh"
 
 // Where rows of an array start: `inner` of them `step` values apart, and such groups `outer`.  Rows
 // that make several groups are fewer than 2^32.
@@ -29,5 +30,18 @@ template <bool STRIDED> struct Access {
 
     __device__ __forceinline__ long long in(const Layout &of) const {
         return STRIDED ? start(row, of) + column : column;
+    }
+
+    template <class E>
+    __device__ __forceinline__ void load(float (&to)[LANES], const E *from,
+                                         const Layout &of) const {
+        ::load(to, from + in(of), left);
+    }
+
+    template <class E>
+    __device__ __forceinline__ void store(E *to, const Layout &of,
+                                          const float (&from)[LANES]) const {
+        if (left >= LANES) ::store(to, in(of), from);  // in one piece: see vector.cuh
+        else ::store(to + in(of), from, left);
     }
 };

@@ -4,15 +4,21 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy._op import OPS
 from unsloth_cupy.errors import ShapeError
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
+from ..stand_in import gpu
 
 
 class TestAdd(KernelParity):
     op = "add"
-    cases = (Case("two axes", axes=[3, 5]), Case("empty", axes=[0]))
+    cases = (
+        Case("two axes", axes=[3, 5]),
+        Case("slices", axes=[2, 3, 40], gaps=True),
+        Case("empty", axes=[0]),
+    )
 
 
 class TestAccessesAreWide(KernelAlone):
@@ -33,12 +39,42 @@ class TestAccessesAreWide(KernelAlone):
 
 class TestMultiply(KernelParity):
     op = "multiply"
-    cases = (Case("two axes", axes=[3, 5]), Case("scalar", axes=[]))
+    cases = (
+        Case("two axes", axes=[3, 5]),
+        Case("slices", axes=[2, 3, 40], gaps=True),
+        Case("slices of odd rows", axes=[3, 1029], gaps=True),
+        Case("too many axes", axes=[2, 3, 4, 16], gaps=True),
+        Case("scalar", axes=[]),
+    )
 
 
 class TestScale(KernelParity):
     op = "scale"
-    cases = (Case("two axes", axes=[3, 5], factor=0.3),)
+    cases = (
+        Case("two axes", axes=[3, 5], factor=0.3),
+        Case("slices", axes=[2, 3, 40], gaps=True, factor=0.3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("add", "add"),
+        ("multiply", "multiply"),
+        ("multiply_backward", "multiply_backward"),
+        ("scale", "scale"),
+        ("scale_backward", "scale"),
+    ],
+)
+def test_slices_are_read_where_they_lie(name: str, kernel: str) -> None:
+    op = OPS[name]
+    options = {"factor": 2.0} if "factor" in op.options else {}
+    with gpu() as machine:
+        wide = machine.array((2, 3, 128), "bfloat16")
+        parts = wide[..., :64], wide[..., 64:], wide[..., 32:96]
+        op.call(parts[: len(op.names)], options)
+        assert [launch.kernel for launch in machine.launches] == [kernel]
+        assert machine.functions == [], "no copy"
 
 
 class TestScaleBy(Parity):

@@ -20,23 +20,17 @@ def constants(dtype: Any, lanes: int, **more: Any) -> Constants:
     return Constants(T=dtype, LANES=lanes, THREADS=256, **more)
 
 
-def launch_flat(
-    file: str, name: str, arrays: tuple[Any, ...], *scalars: float, **more: Any
-) -> None:
-    """Run a kernel whose parameters are arrays of one dtype and shape, their size, scalars."""
-    lead = arrays[0]
-    chosen = constants(lead.dtype, lanes(16 // lead.dtype.itemsize, *arrays), **more)
-    kernel = load(file, name, lead, chosen)
-    threads = chosen["THREADS"]
-    kernel[-(-lead.size // (threads * chosen["LANES"])), threads](*arrays, lead.size, *scalars)
-
-
 def launch_rows(
-    file: str, name: str, given: Sequence[Any], made: Sequence[Any], **more: Any
+    file: str,
+    name: str,
+    given: Sequence[Any],
+    made: Sequence[Any],
+    *scalars: float,
+    **more: Any,
 ) -> None:
-    """Run a kernel whose parameters are arrays given and made, where they lie: see rows.cuh.
+    """Run a kernel whose parameters are arrays given and made, where they lie, and scalars.
 
-    Arrays made must be packed, or walkable together with those given.
+    Arrays made must be packed, or walkable together with those given: see rows.cuh.
     """
     lead = made[0]
     arrays: Sequence[Any] = (*given, *made)
@@ -53,7 +47,7 @@ def launch_rows(
     kernel = load(file, name, lead, chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns
-    kernel[rows * tiles, chosen["THREADS"]](*arrays, columns, tiles, *layout)
+    kernel[rows * tiles, chosen["THREADS"]](*arrays, columns, tiles, *layout, *scalars)
 
 
 def launch_over(file: str, name: str, dy: Any, *changed: Any, **more: Any) -> bool:

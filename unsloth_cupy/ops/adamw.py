@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import lanes
+from .._jit import load
 from .._op import op
 from .._planned import turns
 from .._typing import Array
-from ._flat import launch_flat
+from ._flat import constants
 
 BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache
 
@@ -103,24 +105,19 @@ def _launch(
     weight_decay: float,
     step: int,
 ) -> Array:
-    if not all(a.flags.c_contiguous for a in (parameter, gradient, mean, square)):
+    arrays = parameter, gradient, mean, square
+    if not all(array.flags.c_contiguous for array in arrays):
         return adamw_.definition(
-            parameter,
-            gradient,
-            mean,
-            square,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
+            *arrays, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step
         )
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
-    launch_flat(
-        "adamw.cu",
-        "adamw_",
-        (parameter, gradient, mean, square),
+    width = lanes(16 // parameter.dtype.itemsize, *arrays)
+    chosen = constants(parameter.dtype, width, G=gradient.dtype)
+    kernel = load("adamw.cu", "adamw_", parameter, chosen)
+    kernel[-(-parameter.size // (chosen["THREADS"] * width)), chosen["THREADS"]](
+        *arrays,
+        parameter.size,
         beta1,
         1 - beta1,
         beta2,
@@ -128,6 +125,5 @@ def _launch(
         lr * unbiased / (1 - beta1**step),
         eps * unbiased,
         1 - lr * weight_decay,
-        G=gradient.dtype,
     )
     return parameter

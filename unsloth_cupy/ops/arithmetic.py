@@ -9,7 +9,7 @@ from .._arrays import empty
 from .._op import op
 from .._typing import Array
 from ..errors import ShapeError
-from ._flat import launch_flat
+from ._flat import launch_rows
 
 
 @op("a(*axes), b(*axes) -> c(*axes)")
@@ -21,8 +21,11 @@ def add(a: Array, b: Array) -> Array:
 @add.kernel
 def _launch_add(a: Array, b: Array) -> Array:
     c = empty(a.shape, a.dtype, like=a)
-    launch_flat("arithmetic.cu", "add", (a, b, c))
+    launch_rows("arithmetic.cu", "add", (a, b), (c,))
     return c
+
+
+add.strided = "a", "b"
 
 
 @add.gradient("dc(*axes) -> da(*axes), db(*axes)")
@@ -40,8 +43,11 @@ def multiply(a: Array, b: Array) -> Array:
 @multiply.kernel
 def _launch_multiply(a: Array, b: Array) -> Array:
     c = empty(a.shape, a.dtype, like=a)
-    launch_flat("arithmetic.cu", "multiply", (a, b, c))
+    launch_rows("arithmetic.cu", "multiply", (a, b), (c,))
     return c
+
+
+multiply.strided = "a", "b"
 
 
 @multiply.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
@@ -53,8 +59,11 @@ def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
 @multiply_backward.kernel
 def _launch_multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
     da, db = (empty(a.shape, a.dtype, like=a) for _ in range(2))
-    launch_flat("arithmetic.cu", "multiply_backward", (dc, a, b, da, db))
+    launch_rows("arithmetic.cu", "multiply_backward", (dc, a, b), (da, db))
     return da, db
+
+
+multiply_backward.strided = "dc", "a", "b"
 
 
 @op("x(*axes) -> y(*axes)")
@@ -66,8 +75,11 @@ def scale(x: Array, *, factor: float) -> Array:
 @scale.kernel
 def _launch_scale(x: Array, *, factor: float) -> Array:
     y = empty(x.shape, x.dtype, like=x)
-    launch_flat("arithmetic.cu", "scale", (x, y), factor)
+    launch_rows("arithmetic.cu", "scale", (x,), (y,), factor)
     return y
+
+
+scale.strided = ("x",)
 
 
 @scale.gradient("dy(*axes) -> dx(*axes)")
@@ -77,6 +89,7 @@ def scale_backward(dy: Array, *, factor: float) -> Array:
 
 
 scale_backward.kernel(_launch_scale)  # of dy
+scale_backward.strided = ("dy",)
 
 
 @op("x(*axes), factor: table -> y(*axes)")

@@ -67,11 +67,12 @@ __device__ __forceinline__ void fetch_row(Values &v, const T *row, int column) {
     for (int j = 0; j < LANES; j++) v.at[j] = inside(column + j) ? row[column + j] : (T)0.0f;
 }
 
-__device__ __forceinline__ void store_row(G *row, int column, const float (&d)[LANES]) {
-    if (!cut(column)) return store(row + column, d);
+__device__ __forceinline__ void store_row(G *dlogits, long long start, int column,
+                                          const float (&d)[LANES]) {
+    if (!cut(column)) return store(dlogits, start + column, d);
 #pragma unroll
     for (int j = 0; j < LANES; j++)
-        if (inside(column + j)) row[column + j] = (G)d[j];
+        if (inside(column + j)) dlogits[start + column + j] = (G)d[j];
 }
 
 // ---- losses -----------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ KERNEL(THREADS) cross_entropy_backward(
     float d[LANES] = {};
     // a row without a label is 0, whatever its logits hold, NaN too
     if (counts || dlse != nullptr) slopes_of(d, v, column, s, softcap);
-    store_row(dlogits + start, column, d);
+    store_row(dlogits, start, column, d);
 }
 
 // ---- both -------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
         if (at >= COLUMNS) continue;
         float d[LANES] = {};
         if (counts) slopes_of(d, held[k], at, slopes, softcap);
-        store_row(dlogits + start, at, d);
+        store_row(dlogits, start, at, d);
     }
     Values v;
 #pragma unroll 2
@@ -259,6 +260,6 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
         else if (counts) fetch_row(v, logits + start, at);
         float d[LANES] = {};
         if (counts) slopes_of(d, v, at, slopes, softcap);
-        store_row(dlogits + start, at, d);
+        store_row(dlogits, start, at, d);
     }
 }

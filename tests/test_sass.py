@@ -102,6 +102,20 @@ def test_the_hardware_is_told(kernel: str) -> None:
         assert not missing, f"{variant} lacks {missing}: {sorted({*found})}"
 
 
+def test_no_store_of_a_gradient_over_logits_is_split() -> None:
+    """As ``store`` in common/vector.cuh says: one of 16 bytes may fall into four of 4 bytes."""
+    several = [
+        variant
+        for arch in (ARCHITECTURES if ALL else ("90",))
+        for variant in of_kernel("cross_entropy_over_", arch)
+        if constants(variant.launch.source)["RAGGED"] == "false"  # else 4 bytes where rows meet
+    ]
+    for variant in several if ALL else several[-1:]:
+        found = instructions(disassembled(variant))
+        short = [name for name in found if re.fullmatch(r"STG?\.E(\.EF)?", name)]
+        assert len(short) == 2, variant  # of a loss
+
+
 def test_the_disassembler_is_read() -> None:
     slow = next(v for v in of_kernel("add", "90") if not whole(v))
     found = instructions(disassembled(slow))

@@ -14,6 +14,7 @@
 //               WARP_TILES       tiles of 16 rows a warp
 //               TILE, STAGES     rows of a stage of the ring; stages, 1 or 2
 //               RESIDENT         blocks of an SM
+//               PART             rows of a tile that are summed before all others, in float32
 //               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
 //                                are the dtypes of their offsets
 //               SUM, SLOPE       write the sums of ds along rows; of ds times distance
@@ -30,23 +31,26 @@ constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TIL
 using X = Tile<T, padded(DIM)>;
 using Y = Tile<T, padded(VALUE_DIM)>;
 constexpr int STAGE = TILE * (X::PITCH + Y::PITCH);
+constexpr float UNIT = FOLD ? LOG2E : 1.0f;  // of lse
 
 // stats   of every query, and of stat_rows a head: lse, with FOLD times log2(e), +inf where it sees no key or is
 //         none, and delta
+// rests   with RESTS, of every query, log2 of what its p sum to; written without BY_KEYS, and then
+//         with the part of sinks, if there are some
 // dx      dk BY_KEYS, else dq      dy   dv
 // sums    (batch, heads, rows), zeros before      slopes   (batch, heads, rows)
 KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows,
-    T *__restrict__ dx, T *__restrict__ dy, float *__restrict__ sums, float *__restrict__ slopes,
-    float scale, int heads, int kv_heads, int queries, int keys, float factor, float cap,
-    long long left, long long right, const L *__restrict__ key_lengths,
-    const P *__restrict__ starts, int starts_batch, bool started, long long start,
-    const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
-    int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
-    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
-    const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
-    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
+    const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows, float *rests,
+    const float *__restrict__ sinks, T *__restrict__ dx, T *__restrict__ dy,
+    float *__restrict__ sums, float *__restrict__ slopes, float scale, int heads, int kv_heads,
+    int queries, int keys, float factor, float cap, long long left, long long right,
+    const L *__restrict__ key_lengths, const P *__restrict__ starts, int starts_batch, bool started,
+    long long start, const bool *__restrict__ mask, long long mask_batch, long long mask_head,
+    long long mask_query, int mask_key, const B *__restrict__ bias, long long bias_batch,
+    long long bias_head, long long bias_query, int bias_key, const A *__restrict__ alibi,
+    int alibi_batch, const bool *__restrict__ block_mask, long long block_mask_batch,
+    long long block_mask_head, unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
     const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences) {
     DYNAMIC_SHARED(T, memory);
     const X own_x{memory};
@@ -62,14 +66,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const int row_head = blockIdx.x / row_blocks % row_heads, group = heads / kv_heads;
     int batch = blockIdx.x / row_blocks / row_heads, first_row = block * ROWS;
     long long first_query = (long long)batch * queries, first_key = (long long)batch * keys;
-    stats += (long long)batch * heads * stat_rows * 2;
+    long long first_stat = (long long)batch * heads * stat_rows;
     if constexpr (VARLEN) {
         Segment own;
         if constexpr (BY_KEYS) own = segment<ROWS>(k_offsets, sequences, keys, block);
         else own = segment<ROWS>(q_offsets, sequences, queries, block);
         if (own.sequence < 0) return;
         batch = own.sequence, first_row = own.tile * ROWS;
-        stats += stats_of(q_offsets, batch, queries) * 2;
+        first_stat = stats_of(q_offsets, batch, queries);
         const Run some = run_of(q_offsets, batch, queries), seen = run_of(k_offsets, batch, keys);
         first_query = some.first, first_key = seen.first;
         queries = some.count, keys = seen.count;
@@ -135,30 +139,34 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int top = first_row + warp_row, bottom = top + WARP_ROWS - 1;
     auto stat_at = [&](int head, int query) {
-        return stats + ((long long)head * stat_rows + query) * 2;
+        return first_stat + (long long)head * stat_rows + query;
     };
-    float2 own_stats[WARP_TILES][2];
+    RowStats<WARP_TILES> own_stats;
     if constexpr (!BY_KEYS) {
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                own_stats[m][half] = *reinterpret_cast<const float2 *>(
-                    stat_at(row_head, top + m * 16 + half * 8 + lane / 4));
+                own_stats.read(
+                    m, half, stats + stat_at(row_head, top + m * 16 + half * 8 + lane / 4) * 2,
+                    nullptr);
     }
 
     float sum_x[WARP_TILES][DX ? padded(DIM) / 8 : 1][4] = {};
     float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
     float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
+    float all_p[WARP_TILES][2] = {}, share[WARP_TILES][2];  // of p: what makes them sum to 1
+    auto of_row = [](float total) {  // four lanes share a row
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        return total + __shfl_xor_sync(0xffffffffu, total, 2);
+    };
     auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = top + m * 16 + half * 8 + lane / 4;
-                float total = from[m][half];
-                total += __shfl_xor_sync(0xffffffffu, total, 1);
-                total += __shfl_xor_sync(0xffffffffu, total, 2);
+                const float total = of_row(from[m][half]) * (BY_KEYS ? 1 : share[m][half]);
                 if (lane % 4 == 0 && row < rows)
                     to[VARLEN ? (long long)head * all_rows + first_query + row
                               : (long long)(batch * heads + head) * rows + row] = total;
@@ -186,18 +194,20 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             row_by_row<false, WIDEST>(s, unkept, own_x, warp_row, other_x);
             scores.score<BY_KEYS>(s, steep, head, top, here, edge);
             if constexpr (DX) row_by_row<false, WIDEST>(g, unkept, own_y, warp_row, other_y);
-            auto each = [&](int m, int half, int other, float ds) {
+            auto each = [&](int m, int half, int other, float p, float ds) {
+                if constexpr (RESTS && !BY_KEYS) all_p[m][half] += p;
                 if constexpr (SUM) sum[m][half] += ds;
                 const int own = top + m * 16 + half * 8 + lane / 4;
                 if constexpr (SLOPE) slope[m][half] -= ds * abs(other - own - scores.origin);
             };
             if constexpr (BY_KEYS) {
-                float4 stat[PARTS];
+                ColumnStats<PARTS> other_stats;
 #pragma unroll
-                for (int n = 0; n < PARTS; n++)
-                    stat[n] = *reinterpret_cast<const float4 *>(
-                        stat_at(head, here + n * 8 + lane % 4 * 2));
-                differentiate<DX, true>(scores, s, g, stat, head, top, here, each);
+                for (int n = 0; n < PARTS; n++) {
+                    const long long at = stat_at(head, here + n * 8 + lane % 4 * 2);
+                    other_stats.read(n, stats + at * 2, rests + at);
+                }
+                differentiate<DX, true>(scores, s, g, other_stats, head, top, here, each);
             } else {
                 differentiate<DX, false>(scores, s, g, own_stats, head, top, here, each);
             }
@@ -209,21 +219,38 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
 #pragma unroll
                         for (int i = 0; i < 4; i++) g[m][n][i] *= steep[m][n][i];
             }
-            if constexpr (DY) add_product<128>(sum_y, s, other_y);
-            if constexpr (DX) add_product<128>(sum_x, g, other_x);
+            if constexpr (DY) add_product<PART>(sum_y, s, other_y);
+            if constexpr (DX) add_product<PART>(sum_x, g, other_x);
         }
         if constexpr (STAGES == 1) {
             __syncthreads();
             if (step < steps) load(step, 0);
             cp_async_commit();
         }
-        if constexpr (SUM)
+        if constexpr (SUM && BY_KEYS)
             if (step >= steps || head_of(step) != head) {
                 put_sums(sums, sum, head);
 #pragma unroll
                 for (int m = 0; m < WARP_TILES; m++) sum[m][0] = sum[m][1] = 0;
             }
     }
+#pragma unroll
+    for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            share[m][half] = 1;
+            if constexpr (RESTS && !BY_KEYS) {
+                const float own_lse = own_stats.of(m, 0, half * 2).lse;
+                float total = of_row(all_p[m][half]);
+                if (sinks != nullptr)
+                    total += exp2f((sinks[row_head] * UNIT - own_lse) * (LOG2E / UNIT));
+                const float rest = rest_of(total, own_lse);
+                if (rest != 0) share[m][half] = 1 / total;
+                if (lane % 4 == 0)
+                    rests[stat_at(row_head, top + m * 16 + half * 8 + lane / 4)] = rest;
+            }
+        }
+    if constexpr (SUM && !BY_KEYS) put_sums(sums, sum, row_head);
     if constexpr (SLOPE) put_sums(slopes, slope, row_head);
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++)
@@ -232,7 +259,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             const int row = top + m * 16 + half * 8 + lane / 4;
             if (row >= rows) continue;
             const long long at = first + (long long)row * row_heads;
-            if constexpr (DX) put_row<DIM>(dx + at * DIM, sum_x[m], half, scale);
+            if constexpr (DX) put_row<DIM>(dx + at * DIM, sum_x[m], half, scale * share[m][half]);
             if constexpr (DY) put_row<VALUE_DIM>(dy + at * VALUE_DIM, sum_y[m], half, 1.0f);
         }
 }

@@ -22,9 +22,11 @@ using Y = Tile<T, padded(VALUE_DIM)>;
 
 // stats   of every query, and of stat_rows a head: lse, with FOLD times log2(e), +inf where it sees no key or is
 //         none, and delta
+// rests   with RESTS, of every query, log2 of what its p sum to
 KERNEL(32 * WARPS, RESIDENT) attention_bias(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows,
+    const float *__restrict__ rests,
     B *__restrict__ dbias, int batches, int heads, int kv_heads, int queries, int keys,
     float factor, float cap, long long left, long long right,
     const L *__restrict__ key_lengths, const P *__restrict__ starts, int starts_batch,
@@ -73,14 +75,15 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         key_y.copy<TILE, VALUE_DIM, THREADS, UNROLLED>(v + key * value_stride + kv_head * VALUE_DIM,
                                                        here, scores.length, value_stride);
         cp_async_commit();
-        float2 stat[WARP_TILES][2];
+        RowStats<WARP_TILES> own_stats;
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                stat[m][half] = *reinterpret_cast<const float2 *>(
-                    stats + ((long long)(batch * heads + head) * stat_rows + top + m * 16 +
-                             half * 8 + lane / 4) * 2);
+            for (int half = 0; half < 2; half++) {
+                const long long at = (long long)(batch * heads + head) * stat_rows + top + m * 16 +
+                                     half * 8 + lane / 4;
+                own_stats.read(m, half, stats + at * 2, rests + at);
+            }
         cp_async_wait<0>();
         __syncthreads();
 
@@ -89,8 +92,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         row_by_row<false, WIDEST>(s, unkept, query_x, warp_row, key_x);
         scores.score<false>(s, steep, head, top, here, true);
         row_by_row<false, WIDEST>(g, unkept, query_y, warp_row, key_y);
-        differentiate<true, false>(scores, s, g, stat, head, top, here,
-                                   [](int, int, int, float) {});
+        differentiate<true, false>(scores, s, g, own_stats, head, top, here,
+                                   [](int, int, int, float, float) {});
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll

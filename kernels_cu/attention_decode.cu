@@ -226,7 +226,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
                 for (int i = 0; i < 4; i++) o[0][n][i] *= rescale[i / 2];
         }
-        add_product(o, s, value_tile);
+        add_product<1>(o, s, value_tile);  // of a chunk, a warp has few keys
         __syncwarp();  // all lanes have left this tile
         here = next;
     }

@@ -24,10 +24,12 @@ constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 
 // stats   (batch, heads, stat_rows, 2): lse * UNIT, +inf where a query sees no key, and delta;
 //         beyond `queries` +inf and 0, so that p is 0 there
+// rests   (batch, heads, stat_rows) or none: 0
 KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
                                 const float *__restrict__ lse, const float *__restrict__ dlse,
-                                float *__restrict__ stats, int heads, int queries, int stat_rows,
-                                long long count, const P *__restrict__ offsets, int sequences) {
+                                float *__restrict__ stats, float *__restrict__ rests, int heads,
+                                int queries, int stat_rows, long long count,
+                                const P *__restrict__ offsets, int sequences) {
     const long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) / ROW_THREADS;
     const int lane = threadIdx.x % ROW_THREADS;
     const int head = i % heads, row = i / heads % stat_rows;
@@ -66,12 +68,14 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
         if (dlse != nullptr) sum -= dlse[here * queries + query];
     }
     *reinterpret_cast<float2 *>(stats + (here * stat_rows + row) * 2) = make_float2(total, sum);
+    if (rests != nullptr) rests[here * stat_rows + row] = 0;
 }
 
-// from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2)
+// from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2), and rests or none
 // A thread sums alone where rows are kept; else a block shares out the rows.
-KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restrict__ sinks,
-                              G *__restrict__ to, int batch, int heads, int rows) {
+KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__restrict__ rests,
+                              const S *__restrict__ sinks, G *__restrict__ to, int batch,
+                              int heads, int rows) {
     __shared__ float partial[32];
     const int blocks = KEEP_ROWS ? (rows + THREADS - 1) / THREADS : 1;
     const int own_head = KEEP_HEADS ? blockIdx.x / blocks % heads : 0;
@@ -85,7 +89,9 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restric
                 if constexpr (SINKS) {
                     const float2 stat =
                         *reinterpret_cast<const float2 *>(from + (start + row) * 2);
-                    sum -= exp2f(((float)sinks[h] * UNIT - stat.x) * (LOG2E / UNIT)) * stat.y;
+                    const float rest = rests == nullptr ? 0 : rests[start + row];
+                    const float power = ((float)sinks[h] * UNIT - stat.x) * (LOG2E / UNIT) - rest;
+                    sum -= exp2f(power) * stat.y;
                 } else {
                     sum += from[start + row];
                 }

@@ -9,19 +9,50 @@
 constexpr int UNROLLED = sizeof(T) == 4 && (DIM > 128 || VALUE_DIM > 128) ? 2 : 4;
 constexpr int WIDEST = FOLD ? 128 : 64;
 
-// Of a query: lse, with FOLD times log2(e), +inf where it sees no key or is none; and delta.  A lane
-// holds those of its rows or, where columns are queries, of its two columns of each n.
-template <int M>
-__device__ __forceinline__ float2 stat_of(const float2 (&rows)[M][2], int m, int, int i) {
-    return rows[m][i / 2];
-}
-template <int N>
-__device__ __forceinline__ float2 stat_of(const float4 (&columns)[N], int, int n, int i) {
-    return i % 2 ? make_float2(columns[n].z, columns[n].w) : make_float2(columns[n].x, columns[n].y);
+// A row of p sums to 1 but for the rounding of lse and of scores, which grows with them and which
+// exp turns into an error of the whole row.  In float32 the kernel that owns queries adds p up, and
+// `rest`, the log2 of the sum, is taken off.  Not of a sum that is 1 but for its own rounding, nor
+// where it is further from 1 than scores are rounded: lse may be that of more keys than are here.
+constexpr bool RESTS = sizeof(T) == 4;
+constexpr float EPS = 1.0f / (1 << 23);
+__device__ __forceinline__ float rest_of(float sum, float lse) {
+    const float away = fabsf(sum - 1), most = fminf(0.5f, 32 * EPS * (1 + fabsf(lse)));
+    return 2 * EPS < away && away < most ? log2f(sum) : 0.0f;
 }
 
+// Of a query: lse, with FOLD times log2(e), +inf where it sees no key or is none; delta; rest.
+struct Stat {
+    float lse, delta, rest;
+};
+// A lane holds those of its rows or, where columns are queries, of its two columns of each n.
+template <int M> struct RowStats {
+    float2 both[M][2];
+    float rest[M][2];
+
+    __device__ __forceinline__ void read(int m, int half, const float *stats, const float *rests) {
+        both[m][half] = *reinterpret_cast<const float2 *>(stats);
+        rest[m][half] = RESTS && rests != nullptr ? *rests : 0;
+    }
+    __device__ __forceinline__ Stat of(int m, int, int i) const {
+        return {both[m][i / 2].x, both[m][i / 2].y, rest[m][i / 2]};
+    }
+};
+template <int N> struct ColumnStats {
+    float4 both[N];
+    float2 rest[N];
+
+    __device__ __forceinline__ void read(int n, const float *stats, const float *rests) {
+        both[n] = *reinterpret_cast<const float4 *>(stats);
+        if constexpr (RESTS) rest[n] = *reinterpret_cast<const float2 *>(rests);
+    }
+    __device__ __forceinline__ Stat of(int, int n, int i) const {
+        if (i % 2) return {both[n].z, both[n].w, rest[n].y};
+        return {both[n].x, both[n].y, rest[n].x};
+    }
+};
+
 // Turn scores s into p with dropout, what values are weighted by, and products g of dout and v
-// into ds, where DS; each(m, half, column, ds) sees them one by one.
+// into ds, where DS; each(m, half, column, p, ds) sees them one by one.
 template <bool DS, bool BY_KEYS, int M, int N, class Stats, class Each>
 __device__ __forceinline__ void differentiate(const Scores &scores, float (&s)[M][N][4],
                                               float (&g)[M][N][4], const Stats &stats, int head,
@@ -34,17 +65,19 @@ __device__ __forceinline__ void differentiate(const Scores &scores, float (&s)[M
             if constexpr (DROPOUT) scores.draw<BY_KEYS>(words, head, row + m * 16, column + n * 8);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float2 stat = stat_of(stats, m, n, i);
+                const Stat stat = stats.of(m, n, i);
                 // without FOLD scores may be large: their difference to lse is exact before it grows
                 const float x = s[m][n][i];
-                const float p =
-                    exp2f(FOLD ? fmaf(x, scores.unit, -stat.x) : (x - stat.x) * scores.unit);
+                float power =
+                    FOLD ? fmaf(x, scores.unit, -stat.lse) : (x - stat.lse) * scores.unit;
+                if constexpr (RESTS) power -= stat.rest;
+                const float p = exp2f(power);
                 float kept = 1;
                 if constexpr (DROPOUT) kept = words[i] < scores.dropped ? 0 : scores.grown;
                 s[m][n][i] = p * kept;
                 if constexpr (DS) {
-                    g[m][n][i] = p * (g[m][n][i] * kept - stat.y);
-                    each(m, i / 2, column + n * 8 + threadIdx.x % 4 * 2 + i % 2, g[m][n][i]);
+                    g[m][n][i] = p * (g[m][n][i] * kept - stat.delta);
+                    each(m, i / 2, column + n * 8 + threadIdx.x % 4 * 2 + i % 2, p, g[m][n][i]);
                 }
             }
         }

@@ -125,32 +125,38 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
     } else {
         const auto from = a.lane(row + lane / 4, 0);
         const decltype(from) right[2] = {b.lane(lane % 4 * 2, 0), b.lane(lane % 4 * 2 + 1, 0)};
-#pragma unroll 2
-        for (int chunk = 0; chunk < COLUMNS / 4; chunk++) {
-            float4 x[M][2];
+#pragma unroll 1
+        for (int chunk = 0; chunk < COLUMNS / 4; chunk += 2) {
+            float4 x[M][2][2];
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    x[m][half] =
-                        *reinterpret_cast<const float4 *>(from.at(m * 16 + half * 8, chunk));
+#pragma unroll
+                    for (int c = 0; c < 2; c++)
+                        x[m][half][c] = *reinterpret_cast<const float4 *>(
+                            from.at(m * 16 + half * 8, chunk + c));
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float4 y = *reinterpret_cast<const float4 *>(right[e].at(n * 8, chunk));
+                    float4 y[2];
+#pragma unroll
+                    for (int c = 0; c < 2; c++)
+                        y[c] = *reinterpret_cast<const float4 *>(right[e].at(n * 8, chunk + c));
 #pragma unroll
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            // of a long row, sums of four first: fewer roundings in a row
-                            float &sum = s[m][n][half * 2 + e];
-                            float part = COLUMNS > 128 ? 0.0f : sum;
-                            part = fmaf(x[m][half].x, y.x, part);
-                            part = fmaf(x[m][half].y, y.y, part);
-                            part = fmaf(x[m][half].z, y.z, part);
-                            part = fmaf(x[m][half].w, y.w, part);
-                            sum = COLUMNS > 128 ? sum + part : part;
+                            float part = 0;  // sums of eight first: fewer roundings in a row
+#pragma unroll
+                            for (int c = 0; c < 2; c++) {
+                                part = fmaf(x[m][half][c].x, y[c].x, part);
+                                part = fmaf(x[m][half][c].y, y[c].y, part);
+                                part = fmaf(x[m][half][c].z, y[c].z, part);
+                                part = fmaf(x[m][half][c].w, y[c].w, part);
+                            }
+                            s[m][n][half * 2 + e] += part;
                         }
                 }
         }
@@ -164,11 +170,12 @@ template <class E> __device__ __forceinline__ int column(int n) {
     return sizeof(E) == 2 ? n * 8 + quarter * 2 : n / 2 * 16 + quarter * 4 + n % 2 * 2;
 }
 
-// o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.
-template <int WIDEST = 1024, int M, int K, int N, class E, int COLUMNS>
+// o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.  Of float32,
+// PART rows are summed before o is added to: of n rows, o then loses n / PART roundings.
+template <int PART = 8, int M, int K, int N, class E, int COLUMNS>
 __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p)[M][K][4],
                                             const Tile<E, COLUMNS> &b) {
-    static_assert(N == COLUMNS / 8);
+    static_assert(N == COLUMNS / 8 && 8 % PART == 0);
     const int lane = threadIdx.x % 32;
     if constexpr (sizeof(E) == 2) {
         const auto from = b.lane(lane % 16, lane / 16);
@@ -194,45 +201,80 @@ __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p
             }
         }
     } else {
-        auto take = [&](int k, int quarter) {  // the two rows whose p that lane of four holds
+        constexpr bool XOR = Tile<E, COLUMNS>::XOR;
+        auto share = [&](int m, int k, int half, int row) {  // one lane of four has it
+            return __shfl_sync(0xffffffffu, p[m][k][half * 2 + row % 2], row / 2, 4);
+        };
+        auto read = [&](int row, int n) {
+            // lanes differ in the last two bits of the chunk, the others are the same in all
+            const auto from = b.lane(0, lane % 4 ^ (XOR ? row % 4 : 0));
+            return *reinterpret_cast<const float4 *>(from.at(row, XOR ? n * 2 ^ (row & 4) : n * 2));
+        };
+        auto add = [](float &x, float &y, float &z, float &w, float share, const float4 &row) {
+            x = fmaf(share, row.x, x), y = fmaf(share, row.y, y);
+            z = fmaf(share, row.z, z), w = fmaf(share, row.w, w);
+        };
+        auto one_by_one = [&](int k, int row) {
+            float shares[M][2];
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int row = k * 8 + quarter * 2 + e;
-                float share[M][2];
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) shares[m][half] = share(m, k, half, row);
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                const float4 y = read(k * 8 + row, n);
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
+                        add(first[0], first[1], second[0], second[1], shares[m][half], y);
+                    }
+            }
+        };
+        auto together = [&](int k, int from) {
+            float shares[M][2][PART];
+#pragma unroll
+            for (int i = 0; i < PART; i++)
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int half = 0; half < 2; half++)
-                        share[m][half] =
-                            __shfl_sync(0xffffffffu, p[m][k][half * 2 + e], quarter, 4);
-                // lanes differ in the last two bits of the chunk, the others are the same in all
-                constexpr bool XOR = Tile<E, COLUMNS>::XOR;
-                const auto from = b.lane(0, lane % 4 ^ (XOR ? row % 4 : 0));
+                        shares[m][half][i] = share(m, k, half, from + i);
 #pragma unroll
-                for (int n = 0; n < N; n += 2) {
-                    const int chunks = XOR ? n * 2 ^ (row & 4) : n * 2;
-                    const float4 y = *reinterpret_cast<const float4 *>(from.at(row, chunks));
+            for (int n = 0; n < N; n += 2) {
+                float part[M][2][4] = {};
+#pragma unroll
+                for (int i = 0; i < PART; i++) {
+                    const float4 y = read(k * 8 + from + i, n);
 #pragma unroll
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            float *first = &o[m][n][half * 2], *second = &o[m][n + 1][half * 2];
-                            first[0] = fmaf(share[m][half], y.x, first[0]);
-                            first[1] = fmaf(share[m][half], y.y, first[1]);
-                            second[0] = fmaf(share[m][half], y.z, second[0]);
-                            second[1] = fmaf(share[m][half], y.w, second[1]);
+                            float(&to)[4] = part[m][half];
+                            add(to[0], to[1], to[2], to[3], shares[m][half][i], y);
                         }
                 }
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            o[m][n + i / 2][half * 2 + i % 2] += part[m][half][i];
             }
         };
 #pragma unroll
         for (int k = 0; k < K; k++) {
-            if constexpr (COLUMNS > WIDEST) {
-#pragma unroll 1
-                for (int quarter = 0; quarter < 4; quarter++) take(k, quarter);
-            } else {
+            if constexpr (PART > 1) {
 #pragma unroll
-                for (int quarter = 0; quarter < 4; quarter++) take(k, quarter);
+                for (int from = 0; from < 8; from += PART) together(k, from);
+            } else {  // along a wide row, what is read ahead would take the registers of its sums
+#pragma unroll(COLUMNS > 128 ? 1 : 4)
+                for (int quarter = 0; quarter < 4; quarter++) {
+                    one_by_one(k, quarter * 2);
+                    one_by_one(k, quarter * 2 + 1);
+                }
             }
         }
     }

@@ -11,6 +11,7 @@ from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
 from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FEW, resolve
+from unsloth_cupy.ops._device import Limits
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
 from ..stand_in import gpu
@@ -126,11 +127,11 @@ def test_random_schedules(number: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(("itemsize", "width"), DECODE)
-def test_tiles_fit_every_budget(itemsize: int, width: int, budget: int) -> None:
+@pytest.mark.parametrize(("architecture", "itemsize", "width"), DECODE)
+def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, budget: int) -> None:
     """Every head dim has tiles in every budget; they share out a chunk."""
     for dim in range(8, width + 1, 8):
-        chosen = resolve(itemsize, dim, width, budget)
+        chosen = resolve(itemsize, dim, width, Limits(architecture, budget))
         assert chosen is not None
         assert chosen.bytes(itemsize, dim, width) <= budget
         assert CHUNK % (chosen.warps * chosen.keys) == 0

@@ -185,6 +185,7 @@ def test_every_row_of_the_tables_is_taken() -> None:
     rows = {(key[1], key[2], tiles) for key, several in FORWARD.items() for tiles in several}
     assert rows <= taken
     assert OWN.keys() <= budgets.keys()
+    assert {key[0] for key in FORWARD} <= {80, *itertools.chain(*OWN.values())}
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)

@@ -48,7 +48,7 @@ def test_kernels(dtype: Any, options: dict[str, Any]) -> None:
     for tokens in TOKENS:
         forward, backward = on_gpu(tokens, dtype, **options)
         given = {name: np.empty(options[name]) if name in options else None for name in NAMES}
-        planned = workspace(1, HEADS, tokens, tokens, **given)
+        planned = workspace(1, HEADS, tokens, tokens, dtype.itemsize, **given)
         assert forward == 0
         assert backward <= planned + 3 * GRAIN
         taken[tokens] = planned

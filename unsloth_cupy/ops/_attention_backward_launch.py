@@ -17,7 +17,7 @@ from .._source import Constants
 from .._typing import Array
 from ._attention_backward_tiles import Tiles, resolve
 from ._attention_options import ANY, Told, in_chunks, laid_out, strides, told
-from ._device import shared_memory
+from ._device import limits
 from ._scores import check_options
 
 PADDING = 128  # rows of stats come in multiples of every kernel's tiles
@@ -64,10 +64,13 @@ def delta_constants(
     )
 
 
-def workspace(batch: int, heads: int, queries: int, keys: int, *, bias: Any, alibi: Any) -> int:
+def workspace(
+    batch: int, heads: int, queries: int, keys: int, itemsize: int, *, bias: Any, alibi: Any
+) -> int:
     """Return the bytes that backward takes beside its results: linear in queries and keys."""
     of_bias = {"keys": keys, "queries": queries}.get(_summed(bias), 0)
-    rows = 2 * _padded(queries) + of_bias + (0 if alibi is None else queries)
+    of_query = 3 if itemsize == 4 else 2
+    rows = of_query * _padded(queries) + of_bias + (0 if alibi is None else queries)
     return batch * heads * rows * 4
 
 
@@ -101,32 +104,32 @@ def launch_backward(
     With offsets, of queries and of keys, sequences lie end to end and no array has a batch axis;
     there is no bias then, and alibi has none either.
     """
-    names = ("window", "softcap", "dropout", "seed")
-    check_options("attention", *(options[name] for name in names))
+    check_options("attention", *(options[n] for n in ("window", "softcap", "dropout", "seed")))
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
     batch = math.prod(q.shape[:-3])
     shape = q.dtype.itemsize, dim, value_dim
     call = told(q, v, bias=bias, alibi=alibi, **options)
-    tiles = call and resolve(*shape, ANY if offsets else call.level, shared_memory(q))
+    tiles = call and resolve(*shape, ANY if offsets else call.level, limits(q))
     if call is None or tiles is None:
         return NotImplemented
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     fold, (named, ends) = call.constants["FOLD"], laid_out(call.constants, offsets)
-    stats = empty((batch, heads, _padded(queries) + PADDING * ends[2], 2), np.float32, like=q)
-    _launch_delta(dout, out, lse, dlse, stats, fold, ends[0])
-    given = (q, k, v, dout, stats, stats.shape[2])
+    rows_of_stats = _padded(queries) + PADDING * ends[2]
+    stats, rests = _launch_delta(dout, out, lse, dlse, rows_of_stats, fold, ends[0])
+    given = (q, k, v, dout, stats, rows_of_stats, rests)
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
         by_key = dx is not dq
         made: dict[str, Any] = {"BY_KEYS": by_key, "DX": dx is not None, "DY": dy is not None}
-        made |= {"SUM": sums[0] is not None, "SLOPE": sums[1] is not None, "STAGES": own.stages}
+        made |= {"SUM": sums[0] is not None, "SLOPE": sums[1] is not None}
+        made |= {"STAGES": own.stages, "PART": own.part}
         chosen = constants(own, **named, **made)
         kernel = load("attention_backward.cu", "attention_backward", q, chosen)
         rows, of = (keys, kv_heads) if by_key else (queries, heads)
         blocks = batch * of * (-(-rows // own.rows) + ends[2])
         kernel[blocks, 32 * own.warps, own.bytes(*shape)](
-            *(*given, dx, dy, *sums, call.scale, *call.arguments),
+            *(*given, None if rests is None else sinks, dx, dy, *sums, call.scale, *call.arguments),
             *ends,
         )
 
@@ -138,13 +141,13 @@ def launch_backward(
         sums.fill(0)  # of keys that no query sees
     if alibi is not None:
         slopes = empty((batch, heads, queries), np.float32, like=q)
+    launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
     by_key = sums if by == "keys" else None
     if tiles.by_key.together:
         launch(tiles.by_key, dk, dv, by_key, None)
     else:
         launch(tiles.by_key, None, dv, None, None)
         launch(tiles.by_key, dk, None, by_key, None)
-    launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
 
     if sums is not None:
         kept = [step != 0 for step in strides(bias)]
@@ -156,7 +159,7 @@ def launch_backward(
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False))
     if sinks is not None:
         dsinks = empty(sinks.shape, sinks.dtype, like=q)
-        _launch_sum(stats, dsinks, (False, True, False), sinks, fold)
+        _launch_sum(stats, dsinks, (False, True, False), sinks, fold, rests)
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
@@ -165,20 +168,25 @@ def _launch_delta(
     out: Array,
     lse: Array,
     dlse: Array | None,
-    stats: Array,
+    rows: int,
     fold: bool,
     offsets: Array | None,
-) -> None:
+) -> tuple[Array, Array | None]:
+    """Return stats and, where rows of p are made to sum to 1, the array for what they sum to."""
     queries, heads, value_dim = dout.shape[-3:]
+    shape = math.prod(dout.shape[:-3]), heads, rows
+    stats = empty((*shape, 2), np.float32, like=dout)
+    rests = empty(shape, np.float32, like=dout) if dout.dtype.itemsize == 4 else None
     of = None if offsets is None else offsets.dtype
     chosen = delta_constants(dout.dtype, value_dim, fold, offsets=of)
     count = stats.size // 2
     threads = chosen["THREADS"]
     kernel = load("attention_delta.cu", "attention_delta", dout, chosen)
     kernel[-(-count * chosen["ROW_THREADS"] // threads), threads](
-        *(dout, out, lse, dlse, stats, heads, queries, stats.shape[2], count),
+        *(dout, out, lse, dlse, stats, rests, heads, queries, rows, count),
         *(offsets, 0 if offsets is None else offsets.size - 1),
     )
+    return stats, rests
 
 
 def _launch_pairs(own: Tiles, call: Told, given: tuple[Any, ...], dbias: Any) -> None:
@@ -195,6 +203,7 @@ def _launch_sum(
     keep: tuple[bool, bool, bool],
     sinks: Array | None = None,
     fold: bool = True,
+    rests: Array | None = None,
 ) -> None:
     """Sum (batch, heads, rows) over what is not kept; of stats, what they are to sinks."""
     batch, heads, rows = sums.shape[:3]
@@ -203,4 +212,4 @@ def _launch_sum(
     kernel = load("attention_delta.cu", "attention_sum", total, chosen)
     blocks = -(-rows // chosen["THREADS"]) if keep[2] else 1
     blocks *= (batch if keep[0] else 1) * (heads if keep[1] else 1)
-    kernel[blocks, chosen["THREADS"]](sums, sinks, total, batch, heads, rows)
+    kernel[blocks, chosen["THREADS"]](sums, rests, sinks, total, batch, heads, rows)

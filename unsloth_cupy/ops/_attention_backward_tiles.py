@@ -1,4 +1,4 @@
-"""Which tiles the backward kernels of attention work on, by the shared memory that a block has.
+"""Which tiles the backward kernels of attention work on, by the device and the head dim.
 
 bytes = (rows + stages * tile) * (row(dim) + row(value_dim))
 """
@@ -7,6 +7,8 @@ from functools import cache
 from typing import NamedTuple
 
 from ._attention_options import ANY, CAUSAL, HIDING, row_bytes
+from ._attention_tiles import Table, rows_of
+from ._device import Limits
 
 
 class Tiles(NamedTuple):
@@ -19,6 +21,7 @@ class Tiles(NamedTuple):
     together: bool = True  # dk and dv in one launch
     blocks: int = 1  # of an SM
     options: int = ANY  # the most for which registers are left
+    part: int = 4  # rows of a tile that are summed first, in float32: 1, 2, 4 or 8
 
     @property
     def rows(self) -> int:
@@ -31,75 +34,79 @@ class Tiles(NamedTuple):
         return (self.rows + self.stages * self.tile) * pair
 
 
-# By size of a value and by the wider of dim and value_dim, the best first.  Sums take 128 registers
-# or more of a thread, so that 8 warps fill an SM; a warp of two tiles halves what its products read
-# from shared memory, which is what bounds them.
-KEYS = {
-    (2, 64): (
+# Sums take 128 registers or more of a thread, so that 8 warps fill an SM; a warp of two tiles
+# halves what its products read from shared memory, which is what bounds them on sm_80 and sm_90.
+KEYS: Table[Tiles] = {
+    (80, 2, 64): (
         Tiles(4, 2, 32, options=CAUSAL),  # 48 KB: anywhere, and twice on an SM
         Tiles(8, 1, 32),  # options need registers
     ),
-    (2, 128): (
+    (80, 2, 128): (
         Tiles(8, 1, 32, options=CAUSAL),  # 96 KB
         Tiles(8, 1, 16),  # 80 KB
         Tiles(4, 1, 16),  # 48 KB
     ),
-    (2, 256): (
+    (80, 2, 256): (
         Tiles(8, 1, 16, together=False),  # 160 KB; dk or dv alone takes 128 registers
         Tiles(4, 1, 16, together=False),  # 96 KB
         Tiles(2, 1, 16, 1, together=False),  # 48 KB
     ),
-    (4, 64): (
-        Tiles(4, 1, 32, blocks=2),  # 64 KB; FMAs bound float32
-        Tiles(4, 1, 16),  # 48 KB
+    (80, 4, 64): (
+        Tiles(4, 1, 32, blocks=2, part=8),  # 64 KB; FMAs bound float32
+        Tiles(4, 1, 16, part=8),  # 48 KB
     ),
-    (4, 128): (
-        Tiles(4, 1, 16),  # 96 KB
-        Tiles(2, 1, 16, 1),  # 48 KB
+    (80, 4, 128): (
+        Tiles(4, 1, 16, together=False, part=8),  # 96 KB; both, and parts, would spill
+        Tiles(2, 1, 16, 1, together=False, part=8),  # 48 KB
     ),
-    (4, 256): (
-        Tiles(4, 1, 8, together=False),  # 160 KB
-        Tiles(2, 1, 8, together=False),  # 96 KB
-        Tiles(1, 1, 8, 1, together=False),  # 48 KB
+    (80, 4, 256): (
+        Tiles(4, 1, 8, together=False, part=1),  # 160 KB; with parts, 128 sums would spill
+        Tiles(2, 1, 8, together=False, part=1),  # 96 KB
+        Tiles(1, 1, 8, 1, together=False, part=1),  # 48 KB
     ),
+    # Products take longer here beside what they read, as in forward's table: a tile a warp feeds
+    # them, and 168 registers let 12 warps overlap; 8 a block, twice, would spill.
+    (86, 2, 64): (Tiles(4, 1, 32, blocks=3, options=CAUSAL),),  # 32 KB
 }
-QUERIES = {
-    (2, 64): (
+QUERIES: Table[Tiles] = {
+    (80, 2, 64): (
         Tiles(4, 2, 32, options=HIDING),  # 48 KB
         Tiles(8, 1, 32),
     ),
-    (2, 128): (
+    (80, 2, 128): (
         Tiles(4, 2, 16, blocks=2, options=HIDING),  # 80 KB; 32 keys would spill
         Tiles(8, 1, 32),  # 96 KB
         Tiles(4, 1, 16),  # 48 KB
     ),
-    (2, 256): (
+    (80, 2, 256): (
         Tiles(8, 1, 16),  # 160 KB
         Tiles(4, 1, 16),  # 96 KB
         Tiles(2, 1, 16, 1),  # 48 KB
     ),
-    (4, 64): (
-        Tiles(4, 1, 32, blocks=2),  # 64 KB
-        Tiles(4, 1, 16),  # 48 KB
+    (80, 4, 64): (
+        Tiles(4, 1, 32, blocks=2, part=8),  # 64 KB
+        Tiles(4, 1, 16, part=8),  # 48 KB
     ),
-    (4, 128): (
+    (80, 4, 128): (
         Tiles(4, 1, 16),  # 96 KB
         Tiles(2, 1, 16, 1),  # 48 KB
     ),
-    (4, 256): (
+    (80, 4, 256): (
         Tiles(4, 1, 8),  # 160 KB
         Tiles(2, 1, 8),  # 96 KB
         Tiles(1, 1, 8, 1),  # 48 KB
     ),
+    # One sum and 127 registers: 16 warps.
+    (86, 2, 64): (Tiles(8, 1, 32, blocks=2, options=CAUSAL),),  # 48 KB
 }
 # One stage: several blocks of an SM, few warps each, hide each other's loads.
-PAIRS = {
-    (2, 64): (Tiles(4, 1, 32, 1),),  # 24 KB
-    (2, 128): (Tiles(4, 1, 32, 1),),  # 48 KB
-    (2, 256): (Tiles(2, 1, 16, 1),),  # 48 KB
-    (4, 64): (Tiles(4, 1, 32, 1),),  # 48 KB
-    (4, 128): (Tiles(2, 1, 16, 1),),  # 48 KB
-    (4, 256): (Tiles(1, 1, 8, 1),),  # 48 KB
+PAIRS: Table[Tiles] = {
+    (80, 2, 64): (Tiles(4, 1, 32, 1),),  # 24 KB
+    (80, 2, 128): (Tiles(4, 1, 32, 1),),  # 48 KB
+    (80, 2, 256): (Tiles(2, 1, 16, 1),),  # 48 KB
+    (80, 4, 64): (Tiles(4, 1, 32, 1),),  # 48 KB
+    (80, 4, 128): (Tiles(2, 1, 16, 1),),  # 48 KB
+    (80, 4, 256): (Tiles(1, 1, 8, 1),),  # 48 KB
 }
 
 
@@ -112,15 +119,14 @@ class Chosen(NamedTuple):
 
 
 @cache
-def resolve(itemsize: int, dim: int, value_dim: int, options: int, shared: int) -> Chosen | None:
+def resolve(itemsize: int, dim: int, value_dim: int, options: int, limits: Limits) -> Chosen | None:
     """Return the best tiles that fit into the shared memory of a block; None where none do."""
-    width = next((w for w in (64, 128, 256) if max(dim, value_dim) <= w), 0)
     found = [
         next(
             (
                 tiles
-                for tiles in table.get((itemsize, width), ())
-                if tiles.blocks * tiles.bytes(itemsize, dim, value_dim) <= shared
+                for tiles in rows_of(table, limits.architecture, itemsize, dim, value_dim)
+                if tiles.blocks * tiles.bytes(itemsize, dim, value_dim) <= limits.shared
                 and options <= tiles.options
             ),
             None,

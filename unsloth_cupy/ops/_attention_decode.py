@@ -15,8 +15,9 @@ from .._source import Constants
 from .._typing import Array
 from ._attention_launch import launch_forward
 from ._attention_options import FARTHEST, LOG2E, by_batch, in_chunks, near, row_bytes, strides
+from ._attention_tiles import Table, rows_of
 from ._blocks import Window
-from ._device import shared_memory
+from ._device import Limits, limits
 from ._scores import check_options
 
 FEW = 16  # queries up to which a call is bound by reading its keys
@@ -44,26 +45,29 @@ class Tiles(NamedTuple):
         return max(ring, self.warps * ROWS * (value_dim + 2) * 4)
 
 
-# By size of a value and by the wider of dim and value_dim, the best first.  Reading bounds it:
-# 64 KB of rings a block keep 200 KB of an H200's SM on their way, and one block in 99 KB.
-DECODE = {
-    (2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB, 34 KB
-    (2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
-    (2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
-    (4, 64): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
-    (4, 128): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
-    (4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB, 48 KB
+# Reading bounds it: 64 KB of rings a block keep 200 KB of an H200's SM on their way.
+DECODE: Table[Tiles] = {
+    (80, 2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB, 34 KB
+    (80, 2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
+    (80, 2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
+    (80, 4, 64): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
+    (80, 4, 128): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
+    (80, 4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB, 48 KB
+    # In 99 KB, such a block would be alone on its SM.  Tiles of half the keys keep as many bytes on
+    # their way, with twice the warps to work on what has come.
+    (86, 2, 64): (Tiles(4, 16),),  # 34 KB: twice
+    (86, 4, 64): (Tiles(4, 8),),  # 36 KB: twice
+    (86, 4, 128): (Tiles(4, 8), Tiles(2, 8)),  # 72 KB, 40 KB
 }
 
 
 @cache
-def resolve(itemsize: int, dim: int, value_dim: int, shared: int) -> Tiles | None:
+def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | None:
     """Return the best tiles that fit into the shared memory of a block; None where none do."""
     if dim % 8 or value_dim % 8:
         return None
-    width = next((w for w in (64, 128, 256) if max(dim, value_dim) <= w), 0)
-    for tiles in DECODE.get((itemsize, width), ()):
-        if tiles.bytes(itemsize, dim, value_dim) <= shared:
+    for tiles in rows_of(DECODE, limits.architecture, itemsize, dim, value_dim):
+        if tiles.bytes(itemsize, dim, value_dim) <= limits.shared:
             return tiles
     return None
 
@@ -101,8 +105,8 @@ def launch_decode(
     kv_heads, value_dim = v.shape[2:]
     pages, page = v.shape[:2]
     keys = page if page_table is None else page_table.shape[1] * page
-    room = shared_memory(q)
-    tiles = resolve(q.dtype.itemsize, dim, value_dim, room)
+    there = limits(q)
+    tiles = resolve(q.dtype.itemsize, dim, value_dim, there)
     if tiles is None or max(queries * heads, keys) >= FARTHEST:
         return NotImplemented
     k, v, apart = by_batch(k, v)
@@ -114,7 +118,7 @@ def launch_decode(
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     named = constants(
         tiles,
-        RESIDENT=tiles.resident(size, room),
+        RESIDENT=tiles.resident(size, there.shared),
         T=q.dtype,
         B=q.dtype if bias is None else bias.dtype,
         A=q.dtype if alibi is None else alibi.dtype,

@@ -1,15 +1,30 @@
-"""Which tiles the forward kernel of attention works on, by the device and the head dim.
+"""Which tiles the kernels of attention work on, by the device and the head dim; those of forward.
 
 bytes = rows * row(dim) + stages * keys * (row(dim) + row(slice of value_dim))
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ._attention_options import ANY, CAUSAL, HIDING, row_bytes
 from ._device import Limits
 
 WIDEST = 256  # columns of a sum that fit into the registers of a warp: a block owns no more
+
+# A launch table has rows by architecture, size of a value and the wider of dim and value_dim, the
+# best first.  Those of sm_80 run on all that follow it; others are taken before them here.
+OWN = {86: (86,), 89: (86,), 120: (86,)}
+Row = TypeVar("Row")
+Table = dict[tuple[int, int, int], tuple[Row, ...]]
+
+
+def rows_of(
+    table: Table[Row], architecture: int, itemsize: int, dim: int, value_dim: int
+) -> tuple[Row, ...]:
+    """Return the rows of a launch table that an architecture may take, the best first."""
+    width = next((w for w in (64, 128, 256, 512) if max(dim, value_dim) <= w), 0)
+    keys = [(own, itemsize, width) for own in (*OWN.get(architecture, ()), 80)]
+    return tuple(row for key in keys for row in table.get(key, ()))
 
 
 class Tiles(NamedTuple):
@@ -46,9 +61,7 @@ class Start(NamedTuple):
     block: int
 
 
-# By architecture, size of a value and the wider of dim and value_dim, the best first.  Rows of
-# sm_80 run on all that follow it; OWN says which architectures take others before them.
-FORWARD = {
+FORWARD: Table[Tiles] = {
     # Products of sm_80 and sm_90 wait for what they read from shared memory.  Two tiles of queries
     # a warp halve that and take up to 255 registers: two blocks of 4 warps then fill an SM.
     (80, 2, 64): (
@@ -98,7 +111,6 @@ FORWARD = {
     (86, 2, 64): (Tiles(8, 1, 32, True, blocks=2, options=CAUSAL),),  # 32 KB, 128 registers
 }
 start: Start | None = None  # where choices begin; the best row of the table where it is None
-OWN = {86: 86, 89: 86, 120: 86}
 
 
 def slice_of(value_dim: int) -> int:
@@ -110,12 +122,9 @@ def fitting(
     itemsize: int, dim: int, value_dim: int, options: int, limits: Limits
 ) -> tuple[Tiles, ...]:
     """Return the tiles that fit into the shared memory and the registers of a block, best first."""
-    width = next((w for w in (64, 128, 256, 512) if max(dim, value_dim) <= w), 0)
-    own = OWN.get(limits.architecture)
-    rows = FORWARD.get((own or 0, itemsize, width), ()) + FORWARD.get((80, itemsize, width), ())
     return tuple(
         tiles
-        for tiles in rows
+        for tiles in rows_of(FORWARD, limits.architecture, itemsize, dim, value_dim)
         if tiles.blocks * tiles.bytes(itemsize, dim, value_dim) <= limits.shared
         and options <= tiles.options
     )

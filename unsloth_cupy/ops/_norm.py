@@ -18,7 +18,7 @@ from ._device import clusters, processors, shared_memory
 from ._rows import aligned, lie
 
 VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
-MOST = 32  # ... forward in 16 bits, where rows are longer and there is no residual
+MOST = 32  # ... where rows are longer: forward in 16 bits, without a residual; backward
 
 
 @cache
@@ -39,22 +39,28 @@ def constants(
                            sums from shared memory to registers
         hidden <= 8192     the block takes a row, 16 values a thread; two blocks an SM or more
         beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads: 131,072
+        ..., backward      8 of 512 threads that hold 32 values instead, and 512 threads of an SM
+                           where there is a bias: 64 registers are too few for both
         beyond, before     1024 threads: 16,384
         beyond, forward    32 values a thread, in 16 bits without a residual
         else               rows are read twice; the cluster is there so that fewer of them are
                            under way at a time, and they lie in L2 yet
     """
     x, weight, bias = dtypes
-    few = shared is not None and hidden <= 512
-    wanted, cluster = -(-hidden // (VALUES // 2 if few else VALUES)), 1
+    backward = shared is not None
+    wanted = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
+    cluster, room = 1, 1024  # blocks of a row; threads of an SM
     if wanted <= 32:
         row_threads = 1 << (wanted - 1).bit_length()
     else:
         if clusters:
             cluster = next((size for size in (1, 2, 4) if wanted <= 512 * size), 8)
-        row_threads = min(1024, -(-wanted // (32 * cluster)) * 32)
+        if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
+            room = 512
+        row_threads = min(room, -(-wanted // (32 * cluster)) * 32)
     threads = row_threads if row_threads > 32 else 256
     values = -(-hidden // (cluster * row_threads * lanes)) * lanes
+    longer = room < 1024 if backward else x.itemsize == 2 and not residual
     made = Constants(
         T=x,
         W=weight,
@@ -64,8 +70,8 @@ def constants(
         ROW_THREADS=row_threads,
         THREADS=threads,
         CLUSTER=cluster,
-        RESIDENT=max(1, 1024 // threads),
-        KEEP=values <= (MOST if shared is None and x.itemsize == 2 and not residual else VALUES),
+        RESIDENT=max(1, room // threads),
+        KEEP=values <= (MOST if longer else VALUES),
         RESIDUAL=residual,
         BIAS=bias is not None,
     )

@@ -15,7 +15,7 @@ from .._typing import Array
 from ..errors import ConfigError
 from ._columns import column_sums
 from ._device import clusters, processors, shared_memory
-from ._rows import aligned, lie
+from ._rows import aligned, lie, spread
 
 VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
 MOST = 32  # ... where rows are longer: forward in 16 bits, without a residual; backward
@@ -49,15 +49,11 @@ def constants(
     x, weight, bias = dtypes
     backward = shared is not None
     wanted = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
-    cluster, room = 1, 1024  # blocks of a row; threads of an SM
-    if wanted <= 32:
-        row_threads = 1 << (wanted - 1).bit_length()
-    else:
-        if clusters:
-            cluster = next((size for size in (1, 2, 4) if wanted <= 512 * size), 8)
-        if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
-            room = 512
-        row_threads = min(room, -(-wanted // (32 * cluster)) * 32)
+    row_threads, cluster = spread(wanted, clusters)
+    room = 1024  # threads of an SM
+    if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
+        room = 512
+    row_threads = min(room, row_threads)
     threads = row_threads if row_threads > 32 else 256
     values = -(-hidden // (cluster * row_threads * lanes)) * lanes
     longer = room < 1024 if backward else x.itemsize == 2 and not residual

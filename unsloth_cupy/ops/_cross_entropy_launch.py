@@ -70,7 +70,8 @@ def constants(
         room = (shared // 2 - STATIC) // slot
         resident = 512 if cap or smoothing else 1024  # tanh and sums take registers too
         blocks = max(1, resident // threads) if depth <= HELD + room else 1
-        held = min(depth, HELD if blocks > 1 else ALONE)
+        alone = ALONE - (cap and smoothing)  # one less: 128 registers are too few for both
+        held = min(depth, HELD if blocks > 1 else alone)
         stored = min(depth - held, room if blocks > 1 else (shared - STATIC) // slot)
     return Constants(
         T=logits,

@@ -148,7 +148,10 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            float part = 0;  // sums of eight first: fewer roundings in a row
+                            // sums of eight first: fewer roundings in a row; of sixteen or fewer,
+                            // in the order of a plain product, whose roundings are its own
+                            float &sum = s[m][n][half * 2 + e];
+                            float part = COLUMNS > 16 ? 0.0f : sum;
 #pragma unroll
                             for (int c = 0; c < 2; c++) {
                                 part = fmaf(x[m][half][c].x, y[c].x, part);
@@ -156,7 +159,7 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
                                 part = fmaf(x[m][half][c].z, y[c].z, part);
                                 part = fmaf(x[m][half][c].w, y[c].w, part);
                             }
-                            s[m][n][half * 2 + e] += part;
+                            sum = COLUMNS > 16 ? sum + part : part;
                         }
                 }
         }

@@ -428,7 +428,9 @@ def test_formulas_name_what_is_no_size(size: Any) -> None:
             estimate(1, 2, 3, size)
 
 
-@pytest.mark.parametrize("dtype", [None, "int8", "x", 1, (1, 2, 3), object()], ids=repr)
+@pytest.mark.parametrize(
+    "dtype", [None, "int8", "x", 1, (1, 2, 3), object()], ids=lambda bad: type(bad).__name__
+)
 def test_formulas_name_what_is_no_dtype(dtype: Any) -> None:
     with pytest.raises(ConfigError, match="choose from float16, bfloat16, float32"):
         estimate_training_memory(1, 1, 1, dtype)

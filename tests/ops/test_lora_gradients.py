@@ -1,4 +1,6 @@
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -50,15 +52,21 @@ class TestLoraGradients(KernelAlone):
     def prove(self, case: Case, dtype: Any) -> None:
         """Equal to two products, twice with equal bits."""
         processors = mock.Mock(return_value=case.both.get("processors", 1))
-        with emulator(), mock.patch.object(_lora_gradients, "processors", processors):
-            self.compare(case, dtype, np.asarray)
+        with mock.patch.object(_lora_gradients, "processors", processors):
+            self.compare(case, dtype, np.asarray, emulator)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_on_a_gpu(self, case: Case, dtype: Any) -> None:
-        self.compare(case, dtype, on_gpu)
+        self.compare(case, dtype, on_gpu, contextlib.nullcontext)
 
-    def compare(self, case: Case, dtype: Any, place: Callable[[Any], Any]) -> None:
+    def compare(
+        self,
+        case: Case,
+        dtype: Any,
+        place: Callable[[Any], Any],
+        running: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         rows, outputs, rank, scale, shift, launches = (
             case.both.get(name, default)
             for name, default in (
@@ -73,7 +81,7 @@ class TestLoraGradients(KernelAlone):
         exact = gradients(*(array.astype(np.float64) for array in given), scale)
         there = [place(_shifted(array) if shift else array) for array in given]
         load = mock.patch.object(_lora_gradients, "load", wraps=_lora_gradients.load)
-        with load as loaded:
+        with running(), load as loaded:
             first, second = gradients(*there, scale), gradients(*there, scale)
         assert loaded.call_count == 2 * launches
         within_rule(plain, exact, first)

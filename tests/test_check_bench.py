@@ -81,7 +81,7 @@ class FakeGpu:
 
     def compile(self, name: str, source: str) -> Any:
         def launch(grid: Any, block: Any, arguments: tuple[Any, ...], shared: int) -> None:
-            x, y, _, factor = arguments
+            (x, y), factor = arguments[:2], arguments[-1]
             y[...] = (x.astype(np.float32) * factor * self.factor).astype(y.dtype)
 
         return launch

@@ -44,7 +44,7 @@ def launch_rows(
         arrays, layout = lie(*arrays)
         width |= aligned(columns, layout)
     chosen = constants(lead.dtype, lanes(width, *arrays), STRIDED=strided, **more)
-    kernel = load(file, name, lead, chosen)
+    kernel = load(file, name, given[0], chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns
     kernel[rows * tiles, chosen["THREADS"]](*arrays, columns, tiles, *layout, *scalars)

@@ -43,16 +43,12 @@ class Progress:
         self.loss = _mean(self.loss, line["loss"])
         self.speed = _mean(self.speed, line["tokens_per_second"])
         memory = format_bytes(line["memory_bytes"])
+        now = f"loss {self.loss:.3f}, {self.speed:.0f} tokens/s, process {memory}"
         if self.terminal:
-            self.bar.set_postfix_str(
-                f"loss {self.loss:.3f}, {self.speed:.0f} tokens/s, {memory}", refresh=False
-            )
+            self.bar.set_postfix_str(now, refresh=False)
             self.bar.update()
         elif time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
-            self._print(
-                f"step {line['step']}/{self.steps}: loss {self.loss:.3f},"
-                f" {self.speed:.0f} tokens/s, {memory}"
-            )
+            self._print(f"step {line['step']}/{self.steps}: {now}")
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show one evaluation."""

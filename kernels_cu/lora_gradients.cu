@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_four(float (&sum)[4], float x, const float *
 
 // found += 16 rows of dy by 16 columns of b, over a share of the slab's columns.
 template <class E>
-__device__ __forceinline__ void add_up(float (&found)[2][4], const Tile<E, COLUMNS> &dy,
+__device__ __forceinline__ void add_up(float (&found)[1][2][4], const Tile<E, COLUMNS> &dy,
                                        const Tile<E, RANK> &b, int row, int part, int split) {
     const int lane = threadIdx.x % 32, first = split * DEPTH;
     if constexpr (sizeof(E) == 2) {
@@ -62,16 +62,15 @@ __device__ __forceinline__ void add_up(float (&found)[2][4], const Tile<E, COLUM
             uint32_t right[4];
             fetch(left, dy, row, k / 16);
             ldmatrix_x4_trans(right, from.at(k, part * 2));
-            const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
-            multiply(found[0], left[0], b0, E());
-            multiply(found[1], left[0], b1, E());
+            multiply_two<E>(found, 0, left, right);
         }
     } else {
 #pragma unroll 4
         for (int k = first; k < first + DEPTH; k++) {
             const float x = dy.at(row + lane / 2, k / 4)[k % 4];
 #pragma unroll
-            for (int n = 0; n < 2; n++) add_four(found[n], x, b.at(k, part * 4 + lane % 2 * 2 + n));
+            for (int n = 0; n < 2; n++)
+                add_four(found[0][n], x, b.at(k, part * 4 + lane % 2 * 2 + n));
         }
     }
 }
@@ -94,12 +93,7 @@ __device__ __forceinline__ void add_db(float (&held)[M][N][4], const Tile<E, COL
             for (int n = 0; n < N; n += 2) {
                 uint32_t right[4];
                 ldmatrix_x4_trans(right, from.at(k, n));
-                const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    multiply(held[m][n], left[m], b0, E());
-                    multiply(held[m][n + 1], left[m], b1, E());
-                }
+                multiply_two<E>(held, n, left, right);
             }
         }
     } else {
@@ -158,14 +152,14 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
         __syncthreads();
         if (step + 1 < steps) load(step + 1);
 
-        float found[2][4] = {};
+        float found[1][2][4] = {};
         add_up(found, tile, own_b, row, part, split);
         add_db(held, tile, lows, warp * WARP_COLUMNS);
 
         float *const to = sums + (split * ROWS + row) * PITCH + part * 16;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const float *sum = found[n];
+            const float *sum = found[0][n];
             if constexpr (sizeof(T) == 2) {
                 float *const there = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
                 *reinterpret_cast<float2 *>(there) = make_float2(sum[0], sum[1]);

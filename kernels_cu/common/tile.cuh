@@ -74,6 +74,18 @@ __device__ __forceinline__ uint32_t pair(float low, float high, __nv_bfloat16) {
     return *reinterpret_cast<const uint32_t *>(&both);
 }
 
+// d[..][n] and d[..][n + 1] += a @ b, of the 16 columns that one ldmatrix_x4 brings.
+template <class E, int M, int N>
+__device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const Fragment<M> &a,
+                                             const uint32_t (&b)[4]) {
+    const uint32_t b0[2] = {b[0], b[1]}, b1[2] = {b[2], b[3]};
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        multiply(d[m][n], a[m], b0, E());
+        multiply(d[m][n + 1], a[m], b1, E());
+    }
+}
+
 // Rows from `row` on, columns from 16 * step on.
 template <int M, class E, int COLUMNS>
 __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row,
@@ -107,12 +119,7 @@ __device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)
             for (int n = 0; n < N; n += 2) {
                 uint32_t right[4];
                 ldmatrix_x4(right, from.at(n * 8, step * 2));
-                const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    multiply(s[m][n], left[m], b0, E());
-                    multiply(s[m][n + 1], left[m], b1, E());
-                }
+                multiply_two<E>(s, n, left, right);
             }
         };
         if constexpr (COLUMNS > WIDEST) {
@@ -195,12 +202,7 @@ __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p
             for (int n = 0; n < N; n += 2) {
                 uint32_t right[4];
                 ldmatrix_x4_trans(right, from.at(k * 8, n));
-                const uint32_t b0[2] = {right[0], right[1]}, b1[2] = {right[2], right[3]};
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    multiply(o[m][n], left[m], b0, E());
-                    multiply(o[m][n + 1], left[m], b1, E());
-                }
+                multiply_two<E>(o, n, left, right);
             }
         }
     } else {

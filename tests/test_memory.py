@@ -403,6 +403,7 @@ def test_bytes_have_binary_units(count: int, text: str) -> None:
         ({"device": "cuda:1"}, "choose from cuda, cpu"),
         ({"state_bits": 4}, "choose 32 or 8"),
         ({"rank": 0}, "rank=0"),
+        ({"rank": 2, "adapter": models.Adapter({"r": 2}, {})}, "leave one of them out"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"checkpoint_every": 0}, "pass 1 or more"),
         ({"batch": 0}, "batch=0"),

@@ -102,6 +102,8 @@ def plan_memory(
     ):
         if value not in known:
             raise ConfigError(f"plan_memory: {name}={value!r}; choose from {', '.join(known)}")
+    if rank is not None and adapter is not None:
+        raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
     parsed = config if isinstance(config, Config) else parse(config)
     parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
     arrays, granule = DEVICES[device]

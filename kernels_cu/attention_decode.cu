@@ -19,7 +19,7 @@
 //   the room behind its keys, or on pages.  Each warp has a ring of its own and waits for no other.
 #include "common/attention.cuh"
 
-static_assert(!BLOCK_MASK && !DROPOUT && !FOLD, "attention_forward.cu has these");
+static_assert(!BLOCK_MASK && !DROPOUT, "attention_forward.cu has these");
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
 constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
 constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(VALUE_DIM) / 8;
@@ -28,7 +28,7 @@ using ValueTile = Tile<T, padded(VALUE_DIM)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 2;  // of a row of a part
 
-// One column of the merged parts of a row, its largest score and the sum of exp(score - top).
+// One column of the merged parts of a row, its largest score times log2(e) and the sum of exp.
 struct Merged {
     float value, top, sum;
 };
@@ -116,7 +116,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         const int row = min(first_row + lane / 4 + half * 8, group * queries - 1);
         query[half] = row / group;
         head[half] = kv_head * group + row % group;
-        slope[half] = ALIBI ? (float)alibi[batch * alibi_batch + head[half]] * LOG2E : 0;
+        slope[half] = ALIBI ? (float)alibi[batch * alibi_batch + head[half]] : 0;
     }
 
     if constexpr (!PAGED) {
@@ -182,14 +182,14 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 for (int e = 0; e < 2; e++) {
                     float &x = s[0][n][half * 2 + e];
                     const int key = here + lane % 4 * 2 + n * 8 + e;
-                    x *= factor;
+                    // rounded as by Scores::score, from which backward makes p again
+                    if constexpr (!FOLD) x *= factor;
                     if constexpr (SOFTCAP) x = cap * tanhf(x);
                     if constexpr (BIAS)
                         if (key < keys)
-                            x = fmaf((float)scores.bias[head[half] * bias_head +
-                                                        query[half] * bias_query +
-                                                        (long long)key * bias_key],
-                                     LOG2E, x);
+                            x += (float)scores.bias[head[half] * bias_head +
+                                                    query[half] * bias_query +
+                                                    (long long)key * bias_key];
                     if constexpr (ALIBI)
                         x -= slope[half] * (float)abs(key - query[half] - scores.origin);
                     if constexpr (MASK)
@@ -205,8 +205,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 }
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-            const float shift = most == NO_SCORE ? 0.0f : most;
-            rescale[half] = exp2f(top[half] - shift);
+            const float shift = most == NO_SCORE ? 0.0f : __fmul_rn(most, scores.unit);
+            rescale[half] = exp2f(__fmul_rn(top[half], scores.unit) - shift);
             moved |= top[half] != most;
             top[half] = most;
             float total = 0;
@@ -215,7 +215,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float &x = s[0][n][half * 2 + e];
-                    x = exp2f(x - shift);
+                    x = exp2f(fmaf(x, scores.unit, -shift));
                     total += x;
                 }
             sum[half] = sum[half] * rescale[half] + total;
@@ -240,7 +240,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
         float *const to = found + (warp * ROWS + lane / 4 + half * 8) * PITCH;
         if (lane % 4 == 0) {
-            to[TOP] = top[half];
+            to[TOP] = __fmul_rn(top[half], scores.unit);
             to[SUM] = sum[half];
         }
 #pragma unroll
@@ -295,6 +295,6 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             (T)(empty ? 0.0f : m.value / m.sum);
         if (at == 0)
             lse[((long long)batch * heads + own) * queries + row / group] =
-                empty ? NO_SCORE : (m.top + log2f(m.sum)) * LN2;
+                empty ? NO_SCORE : fmaf(m.top, LN2, log2f(m.sum) * LN2);
     }
 }

@@ -14,7 +14,15 @@ from .._jit import load
 from .._source import Constants
 from .._typing import Array
 from ._attention_launch import launch_forward
-from ._attention_options import FARTHEST, LOG2E, by_batch, in_chunks, near, row_bytes, strides
+from ._attention_options import (
+    FARTHEST,
+    by_batch,
+    factors_of,
+    in_chunks,
+    near,
+    row_bytes,
+    strides,
+)
 from ._attention_tiles import Table, rows_of
 from ._blocks import Window
 from ._device import Limits, limits
@@ -75,7 +83,7 @@ def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | 
 @cache
 def constants(tiles: Tiles, **named: Any) -> Constants:
     """Return the constants of attention_decode.cu."""
-    kept = {"BLOCK_MASK": False, "DROPOUT": False, "FOLD": False}
+    kept = {"BLOCK_MASK": False, "DROPOUT": False}
     return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, **kept, **named)
 
 
@@ -114,6 +122,7 @@ def launch_decode(
     left, right = window or (None, None)
     right = 0 if causal else right
     scale = 1 / math.sqrt(dim) if scale is None else scale
+    fold, *factors = factors_of(scale, softcap, bias, alibi)
     int32 = np.dtype("int32")
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     named = constants(
@@ -137,6 +146,7 @@ def launch_decode(
         BIAS=bias is not None,
         ALIBI=alibi is not None,
         SOFTCAP=softcap is not None,
+        FOLD=fold,
     )
     span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
     chunks = -(-span // CHUNK)  # a span may begin inside a chunk
@@ -153,8 +163,7 @@ def launch_decode(
     kernel[sequences * chunks, 32 * tiles.warps, size](
         *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks),
         *(keys // page, pages, page, heads, kv_heads, queries, keys),
-        scale * LOG2E if softcap is None else scale / softcap,
-        (softcap or 0) * LOG2E,
+        *factors,
         *(near(left), near(right), key_lengths),
         *(starts, strides(starts, 1)[0], first is not None, near(first)),
         *(mask, *strides(mask), bias, *strides(bias), alibi, strides(alibi, 2)[0], apart),

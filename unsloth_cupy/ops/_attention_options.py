@@ -47,8 +47,7 @@ def told(
     left, right = window or (None, None)
     right = 0 if causal else right
     scale = 1 / math.sqrt(dim) if scale is None else scale
-    # scores that are hidden stay -inf: the factor may not become 0, nor turn their sign
-    fold = softcap is None and bias is None and alibi is None and scale > 1e-30
+    fold, *factors = factors_of(scale, softcap, bias, alibi)
     hiding = left is not None or mask is not None or block_mask is not None or dropout > 0
     dropped = round(dropout * 2**32)
     if max(queries, keys) >= FARTHEST or dropped == 2**32 or dim % 8 or value_dim % 8:
@@ -76,7 +75,7 @@ def told(
     starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
     arguments = (
         *(heads, kv_heads, queries, keys),
-        *(scale * LOG2E if fold else scale / (softcap or 1), softcap or 0),
+        *factors,
         *(near(left), near(right), key_lengths),
         *(starts, strides(starts, 1)[0], first is not None, near(first)),
         *(mask, *strides(mask), bias, *strides(bias)),
@@ -84,6 +83,15 @@ def told(
         *((seed or 0) & 0xFFFFFFFF, (seed or 0) >> 32, dropped, 1 / (1 - dropout)),
     )
     return Told(constants, arguments, ANY if not fold else HIDING if hiding else CAUSAL, scale)
+
+
+def factors_of(
+    scale: float, softcap: float | None, bias: Any, alibi: Any
+) -> tuple[bool, float, float]:
+    """Return whether exp2 takes the factor of the scores, that factor, and the cap."""
+    # scores that are hidden stay -inf: the factor may not become 0, nor turn their sign
+    fold = softcap is None and bias is None and alibi is None and scale > 1e-30
+    return fold, scale * LOG2E if fold else scale / (softcap or 1), softcap or 0
 
 
 def laid_out(

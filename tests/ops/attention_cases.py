@@ -1,14 +1,17 @@
-"""What the tests of attention's kernels share: sizes, drawings of arrays, and option cases."""
+"""What tests of attention's kernels share: sizes, drawings, option cases, what they are held to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ..parity import Case
+from unsloth_cupy._cases import Call
+
+from ..parity import Arrays, Case, _error, outputs_of
 
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
 KB = 1024
+QK = ("q", "k", "k_pages")
 BUDGETS = [48 * KB, 64 * KB, 99 * KB, 163 * KB, 227 * KB]  # of a block: sm_75 .. sm_120
 
 
@@ -44,3 +47,47 @@ def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
             seed=7,
         ),
     )
+
+
+def orders(call: Call) -> Iterator[tuple[np.ndarray, Call]]:
+    """Yield some orders of q's columns, and the call in each.
+
+    The order of columns means nothing, but where scores are large it decides what rounding costs:
+    one order alone would ask a kernel for the luck of BLAS.
+    """
+    columns = call.arrays["q"].shape[-1]
+    for seed in range(32):
+        order = np.random.default_rng(seed).permutation(columns) if seed else np.arange(columns)
+        moved = {
+            n: np.ascontiguousarray(call.arrays[n][..., order]) for n in call.arrays if n in QK
+        }
+        yield order, call._replace(arrays=call.arrays | moved)
+
+
+def worst_plain(call: Call, exact: Arrays) -> Arrays:
+    """Return, of each output, the worst that plain computation makes in any order of columns."""
+    return _worst((outputs_of(moved) for _, moved in orders(call)), exact)
+
+
+def worst_gradients(call: Call, made: Arrays, seeds: Arrays, exact: Arrays) -> Arrays:
+    """Return the same of gradients that are made from this out and lse, whoever rounded them.
+
+    They are those of other scores than backward makes again, by some roundings.  Where two large
+    scores compete, delta does not go with their p then, and neither do sums of ds.
+    """
+
+    def gradients() -> Iterator[Arrays]:
+        for order, moved in orders(call):
+            found = outputs_of(moved.backward(made, seeds))
+            back = np.argsort(order)
+            yield found | {name: found[name][..., back] for name in ("dq", "dk")}
+
+    return _worst(gradients(), exact)
+
+
+def _worst(several: Iterable[Arrays], exact: Arrays) -> Arrays:
+    every = [*several]
+    return {
+        name: max((one[name] for one in every), key=lambda found: _error(found, exact[name]))
+        for name in exact
+    }

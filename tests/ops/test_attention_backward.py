@@ -33,7 +33,7 @@ from ..parity import (
     within_rule,
 )
 from ..stand_in import LIMITS
-from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles
+from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients
 
 SMALL = GROUPED | {"queries": 21, "keys": 45, "dim": 8, "value_dim": 16}
 ALONE = {"batch": 1, "heads": 1, "kv_heads": 1, "dim": 8, "value_dim": 8}
@@ -186,10 +186,10 @@ def test_float32_loses_no_more_than_the_definition(drawings: int, size: int, cas
         for made in (own, plain):
             turned = call.backward(made, seeds)
             found = _within(lambda turned=turned: outputs_of(turned), check=False)
-            # out and lse that others rounded differ from ours where two large scores compete, and
-            # so do dq and dk, by as much as either is off
-            ours = made is own or size == 1
-            within_rule(gradients, exact, found if ours else {"dv": found["dv"]})
+            allowed = gradients
+            if made is plain and size > 1:
+                allowed = worst_gradients(call, made, seeds, exact) | {"dv": gradients["dv"]}
+            within_rule(allowed, exact, found)
 
 
 # One way to give each option of a call of SMALL.

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import attention_backward, attention_forward
-from unsloth_cupy._cases import Call
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._op import OPS
 
-from ..parity import Arrays, Case, _equal_bits, _error, emulator, outputs_of, within_rule
+from ..parity import Case, _equal_bits, emulator, outputs_of, within_rule
+from .attention_cases import worst_plain
 from .dense_attention import dense
 
 COUNT = 1000
@@ -139,23 +139,6 @@ def test_the_definition(first: int) -> None:
         assert all(np.isfinite(each).all() for each in gradients if each is not None), number
         hidden += int(none.sum())
     assert hidden
-
-
-def worst_plain(call: Call, exact: Arrays) -> Arrays:
-    """Return, of each output, the worst that plain computation makes of q's columns in any order.
-
-    The order of columns means nothing, but where scores are large it decides what rounding costs:
-    one order alone would ask a kernel for the luck of BLAS.
-    """
-    plain = [outputs_of(call)]
-    for seed in range(31):
-        order = np.random.default_rng(seed).permutation(call.arrays["q"].shape[-1])
-        moved = {name: np.ascontiguousarray(call.arrays[name][..., order]) for name in "qk"}
-        plain.append(outputs_of(call._replace(arrays=call.arrays | moved)))
-    return {
-        name: max((one[name] for one in plain), key=lambda found: _error(found, exact[name]))
-        for name in exact
-    }
 
 
 @pytest.mark.parametrize("number", range(COUNT) if ALL else range(A_DAY))

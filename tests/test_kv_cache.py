@@ -151,12 +151,20 @@ def test_bad_input():
         cache.reorder(np.zeros(2))
     with pytest.raises(RangeError, match="index"):
         cache.reorder(np.array([0, 2]))
-    with pytest.raises(ShapeError, match="index is None"):
+    with pytest.raises(DTypeError, match="index is no array but list"):
         cache.reorder([0, 1])
     with pytest.raises(ShapeError, match="k is None"):
         cache.append(0, None, v)
+    with pytest.raises(DTypeError, match="v is no array but list"):
+        cache.append(0, k, v.tolist())
     with pytest.raises(RangeError, match=r"layer 0\.5"):
         cache.append(0.5, k, v)
+    for layer in (1, -1, "0"):
+        with pytest.raises(RangeError, match=f"mask: layer {layer} is not in 0"):
+            cache.mask(layer, 1)
+    for queries in (-1, 1, 1.0):
+        with pytest.raises(RangeError, match=f"queries={queries} were not appended; layer 0 holds"):
+            cache.mask(0, queries)
     for dtype in ("int8", "floating", None, 3, (1, 2, 3)):
         with pytest.raises(ConfigError, match=r"dtype=.*; choose from float16"):
             KVCache(1, 1, 1, 1, 1, dtype=dtype)
@@ -178,3 +186,15 @@ def test_a_cache_lives_where_kernels_reach_it(kind) -> None:
     torch = pytest.importorskip("torch", reason="whose arrays a cache cannot be made of")
     with pytest.raises(FrameworkError, match="like comes from torch; pass an array of NumPy"):
         kind(1, 1, 1, 1, 1, dtype="float32", like=torch.ones(1))
+
+
+def test_a_cache_takes_arrays_of_its_library() -> None:
+    torch = pytest.importorskip("torch", reason="whose arrays a cache cannot store")
+    new = [torch.ones(1, 2, 1, 1)] * 2
+    cache, paged = (kind(1, 1, 4, 1, 1, dtype="float32") for kind in (KVCache, PagedKVCache))
+    for append in (cache.append, lambda _, *kv: paged.append(0, [paged.allocate(2)], *kv)):
+        with pytest.raises(FrameworkError, match="the cache from numpy cpu, k from torch cpu"):
+            append(0, *new)
+    with pytest.raises(FrameworkError, match="reorder: index comes from torch"):
+        cache.reorder(torch.zeros(1, dtype=torch.int64))
+    assert cache.length == 0

@@ -141,23 +141,11 @@ class KVCache:
         ------
         RangeError
             There is no such layer, or no room for the tokens; the cache is left as it was.
-        ShapeError, DTypeError
+        ShapeError, DTypeError, FrameworkError
             k or v do not fit the storage.
         """
-        if not is_integer(layer) or layer >= len(self.keys):
-            raise RangeError(f"KVCache.append: layer {layer} is not in 0 .. {len(self.keys) - 1}")
-        batch, kv_heads, dim = self.shape
-        tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
-        for name, array in (("k", k), ("v", v)):
-            shape = getattr(array, "shape", None)
-            if shape != (batch, tokens, kv_heads, dim):
-                wanted = f"(batch={batch}, tokens, kv_heads={kv_heads}, dim={dim})"
-                raise ShapeError(f"KVCache.append: {name} is {shape}; it must be {wanted}")
-            if array.dtype != self.dtype:
-                cure = f"make the cache with dtype={array.dtype.name!r}"
-                raise DTypeError(
-                    f"KVCache.append: {name} is {array.dtype}, not {self.dtype}; {cure}"
-                )
+        self._check_layer("append", layer)
+        check_new("KVCache.append", "batch", self.shape[0], k, v, self.keys[layer])
         self.check_room(k.shape[1], layer)
         keys, values, start = self.keys[layer], self.values[layer], self.filled[layer]
         stop = start + k.shape[1]
@@ -201,7 +189,16 @@ class KVCache:
         mask : (queries, keys) bool, or None
             The sinks and the query's own window, never a later key: ``mask`` of ``attention``.
             None where no token was left out, or one query sees them all: causal then says it all.
+
+        Raises
+        ------
+        RangeError
+            There is no such layer, or it holds fewer tokens than that.
         """
+        self._check_layer("mask", layer)
+        if not is_integer(queries) or queries > self.filled[layer]:
+            held = f"layer {layer} holds {self.filled[layer]} tokens"
+            raise RangeError(f"KVCache.mask: queries={queries!r} were not appended; {held}")
         window, stop = self.windows[layer], self.filled[layer]
         if window is None or queries == 1 or stop <= self.sinks + window:
             return None
@@ -252,13 +249,13 @@ class KVCache:
 
         Raises
         ------
-        ShapeError, DTypeError, RangeError
+        ShapeError, DTypeError, FrameworkError, RangeError
             index is not (batch,) integers in 0 .. batch - 1; on a GPU its values are not read.
         """
         batch = self.shape[0]
-        shape = getattr(index, "shape", None)
-        if shape != (batch,):
-            raise ShapeError(f"KVCache.reorder: index is {shape}; it must be an array ({batch},)")
+        _check_library("KVCache.reorder: index", index)
+        if index.shape != (batch,):
+            raise ShapeError(f"KVCache.reorder: index is {index.shape}; it must be ({batch},)")
         if index.dtype.kind not in "iu":
             raise DTypeError(f"KVCache.reorder: index is {index.dtype}; it must hold integers")
         read = batch and isinstance(index, np.ndarray)
@@ -269,12 +266,35 @@ class KVCache:
                 storage[:, :filled] = storage[index, :filled]
         self.real[...] = self.real[index]
 
+    def _check_layer(self, call: str, layer: Any) -> None:
+        if not is_integer(layer) or layer >= len(self.keys):
+            last = len(self.keys) - 1
+            raise RangeError(f"KVCache.{call}: layer {layer} is not in 0 .. {last}")
+
+
+def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:
+    """Raise unless k and v are (rows, tokens, kv_heads, dim) of the storage's library and dtype."""
+    _arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
+    kv_heads, dim = storage.shape[2:]
+    tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
+    for name, array in (("k", k), ("v", v)):
+        shape = getattr(array, "shape", None)
+        if shape != (rows, tokens, kv_heads, dim):
+            wanted = f"({axis}={rows}, tokens, kv_heads={kv_heads}, dim={dim})"
+            raise ShapeError(f"{call}: {name} is {shape}; it must be {wanted}")
+        if array.dtype != storage.dtype:
+            cure = f"make the cache with dtype={array.dtype.name!r}"
+            raise DTypeError(f"{call}: {name} is {array.dtype}, not {storage.dtype}; {cure}")
+
 
 def home_of(call: str, like: Any) -> Any:
     """Return an array that lives where a cache is to live; raise for libraries that have none."""
     if like is None:
         return np.empty(0)
-    library = _arrays.framework_of(like, f"{call}: like")
-    if library not in ("numpy", "cupy"):
-        raise FrameworkError(f"{call}: like comes from {library}; pass an array of NumPy or CuPy")
+    _check_library(f"{call}: like", like)
     return like
+
+
+def _check_library(what: str, array: Any) -> None:
+    if (library := _arrays.framework_of(array, what)) not in ("numpy", "cupy"):
+        raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")

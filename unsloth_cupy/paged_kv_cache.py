@@ -18,8 +18,8 @@ from . import _arrays
 from ._call import is_integer
 from ._dtypes import float_dtype
 from ._typing import Array
-from .errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
-from .kv_cache import home_of
+from .errors import ConfigError, DeviceMemoryError, RangeError
+from .kv_cache import check_new, home_of
 from .ops.kv_append import kv_append_paged_
 
 
@@ -124,25 +124,14 @@ class PagedKVCache:
             There are too few free pages; nothing changes.
         RangeError
             There is no such layer or sequence, or a sequence stands twice.
-        ShapeError, DTypeError
+        ShapeError, DTypeError, FrameworkError
             k or v do not fit the sequences and the storage.
         """
         self._check_layer("append", layer)
         self._check("append", sequences)
         if len(set(sequences)) < len(sequences):
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
-        tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
-        for name, array in (("k", k), ("v", v)):
-            shape = getattr(array, "shape", None)
-            if shape != (len(sequences), tokens, *self.keys.shape[3:]):
-                kv_heads, dim = self.keys.shape[3:]
-                wanted = f"(sequences={len(sequences)}, tokens, kv_heads={kv_heads}, dim={dim})"
-                raise ShapeError(f"PagedKVCache.append: {name} is {shape}; it must be {wanted}")
-            if array.dtype != self.keys.dtype:
-                raise DTypeError(
-                    f"PagedKVCache.append: {name} is {array.dtype}, not {self.keys.dtype};"
-                    f" make the cache with dtype={array.dtype.name!r}"
-                )
+        check_new("PagedKVCache.append", "sequences", len(sequences), k, v, self.keys[layer])
         starts = [self.filled[sequence][layer] for sequence in sequences]
         self._make_room(sequences, starts, k.shape[1])
         table, first = self.page_table(sequences), self._placed(starts)

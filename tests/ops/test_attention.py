@@ -329,6 +329,7 @@ def test_memory_is_linear(rng: np.random.Generator, causal: bool, monkeypatch: A
         (ConfigError, "softcap=0", {"softcap": 0.0}),
         (ConfigError, "window=4", {"window": 4}),
         (ConfigError, r"window=\(-1, 0\)", {"window": (-1, 0)}),
+        (ConfigError, r"window=\(True, 0\)", {"window": (True, 0)}),
         (RangeError, "key_lengths holds 8 .. 9", {"key_lengths": np.array([8, 9])}),
         (RangeError, "key_lengths holds -1 .. 3", {"key_lengths": np.array([3, -1])}),
         (ShapeError, "key_lengths", {"key_lengths": np.array([1, 2, 3])}),

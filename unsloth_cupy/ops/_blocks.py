@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _threads
+from .._call import is_integer
 from .._planned import Planned, side_by_side
 from .._typing import Array
 from ..errors import ConfigError, RangeError
@@ -245,8 +246,6 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 def check_window(call: str, window: Any) -> None:
     """Raise ConfigError unless window is a pair of lengths."""
     pair = isinstance(window, tuple | list) and len(window) == 2
-    if not pair or any(
-        n is not None and (not isinstance(n, int | np.integer) or n < 0) for n in window
-    ):
+    if not pair or not all(n is None or is_integer(n) for n in window):
         cure = "pass (left, right): keys seen before and after a query's own, None for all"
         raise ConfigError(f"{call}: window={window!r}; {cure}")

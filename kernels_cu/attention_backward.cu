@@ -12,6 +12,8 @@
 //               DX, DY           it writes the gradient of q or k; of v, BY_KEYS
 //               WARPS            of a block
 //               WARP_TILES       tiles of 16 rows a warp
+//               KEPT             a warp's rows of so many stay in registers: 1 x, 2 x and y; else
+//                                they are read again for every tile
 //               TILE, STAGES     rows of a stage of the ring; stages, 1 or 2
 //               RESIDENT         blocks of an SM
 //               PART             rows of a tile that are summed before all others, in float32
@@ -90,7 +92,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const int real_rows = BY_KEYS ? scores.length : queries;
     const int stop_other = BY_KEYS ? queries : scores.length;
     const int last_row = min(first_row + ROWS, real_rows) - 1;
-    int from = 0, stop = first_row < real_rows ? stop_other : 0;
+    int from = 0, stop = stop_other;
     if constexpr (BY_KEYS) {
         if constexpr (RIGHT) from = max(0, first_row - scores.high);
         if constexpr (LEFT) stop = min(stop, last_row - scores.low + 1);
@@ -98,45 +100,53 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         if constexpr (LEFT) from = max(0, first_row + scores.low);
         if constexpr (RIGHT) stop = min(stop, last_row + scores.high + 1);
     }
-    const int first_tile = from / TILE, tiles = max(0, (stop + TILE - 1) / TILE - first_tile);
-    const int steps = (BY_KEYS ? group : 1) * tiles;
-    auto head_of = [&](int step) { return BY_KEYS ? row_head * group + step / tiles : row_head; };
-    auto other_of = [&](int step) { return (first_tile + (BY_KEYS ? step % tiles : step)) * TILE; };
-    auto seen_from = [&](int step) {  // the first step from this one on in which some pair is seen
+    from = from / TILE * TILE;
+    struct Place {  // where a tile begins
+        int head, row;
+    };
+    const int first_head = BY_KEYS ? row_head * group : row_head;
+    const int stop_head = first_head + (BY_KEYS ? group : 1);
+    auto after = [&](Place place) -> Place {
+        if (place.row + TILE < stop) return {place.head, place.row + TILE};
+        return {place.head + 1, from};
+    };
+    auto seen_from = [&](Place place) {  // the first from this one on in which some pair is seen
         if constexpr (BLOCK_MASK)
-            while (step < steps &&
-                   scores.skipped(head_of(step), BY_KEYS ? other_of(step) : first_row,
-                                  BY_KEYS ? first_row : other_of(step)))
-                step++;
-        return step;
+            while (place.head < stop_head &&
+                   scores.skipped(place.head, BY_KEYS ? place.row : first_row,
+                                  BY_KEYS ? first_row : place.row))
+                place = after(place);
+        return place;
     };
     const long long first_other = (BY_KEYS ? first_query : first_key) * other_heads;
-    const T *const x = (BY_KEYS ? q : k) + first_other * DIM;
-    const T *const y = (BY_KEYS ? dout : v) + first_other * VALUE_DIM;
-    auto load = [&](int step, int stage) {
+    const T *const x = (BY_KEYS ? q : k + row_head / group * DIM) + first_other * DIM;
+    const T *const y =
+        (BY_KEYS ? dout : v + row_head / group * VALUE_DIM) + first_other * VALUE_DIM;
+    auto load = [&](Place place, int stage) {
         const X to{ring + stage * STAGE};
         const Y values{to.start + TILE * X::PITCH};
-        const int head = BY_KEYS ? head_of(step) : row_head / group, here = other_of(step);
-        to.template copy<TILE, DIM, THREADS, UNROLLED>(x + head * DIM, here, stop_other,
+        const int head = BY_KEYS ? place.head : 0;
+        to.template copy<TILE, DIM, THREADS, UNROLLED>(x + head * DIM, place.row, stop_other,
                                                        other_heads * DIM);
         values.template copy<TILE, VALUE_DIM, THREADS, UNROLLED>(
-            y + head * VALUE_DIM, here, stop_other, other_heads * VALUE_DIM);
+            y + head * VALUE_DIM, place.row, stop_other, other_heads * VALUE_DIM);
     };
 
     const long long first = (BY_KEYS ? first_key : first_query) * row_heads + row_head;
-    int step = seen_from(0);
-    if (step < steps) {
+    const bool any = first_row < real_rows && from < stop;
+    Place next = any ? seen_from({first_head, from}) : Place{stop_head, 0};
+    if (next.head < stop_head) {
         own_x.copy<ROWS, DIM, THREADS, UNROLLED>((BY_KEYS ? k : q) + first * DIM, first_row,
                                                  real_rows, row_heads * DIM);
         if constexpr (DX)
             own_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(
                 (BY_KEYS ? v : dout) + first * VALUE_DIM, first_row, real_rows,
                 row_heads * VALUE_DIM);
-        load(step, 0);
+        load(next, 0);
     }
     cp_async_commit();
 
-    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int lane = threadIdx.x % 32, warp_row = own_warp() * WARP_ROWS;
     const int top = first_row + warp_row, bottom = top + WARP_ROWS - 1;
     auto stat_at = [&](int head, int query) {
         return first_stat + (long long)head * stat_rows + query;
@@ -151,6 +161,21 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
                     m, half, stats + stat_at(row_head, top + m * 16 + half * 8 + lane / 4) * 2,
                     nullptr);
     }
+
+    Fragment<WARP_TILES> kept_x[KEPT > 0 ? padded(DIM) / 16 : 1];
+    Fragment<WARP_TILES> kept_y[KEPT > 1 && DX ? padded(VALUE_DIM) / 16 : 1];
+    if constexpr (KEPT > 0)
+        if (next.head < stop_head) {
+            cp_async_wait<0>();
+            __syncthreads();
+#pragma unroll
+            for (int step = 0; step < padded(DIM) / 16; step++)
+                fetch(kept_x[step], own_x, warp_row, step);
+            if constexpr (KEPT > 1 && DX)
+#pragma unroll
+                for (int step = 0; step < padded(VALUE_DIM) / 16; step++)
+                    fetch(kept_y[step], own_y, warp_row, step);
+        }
 
     float sum_x[WARP_TILES][DX ? padded(DIM) / 8 : 1][4] = {};
     float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
@@ -172,13 +197,13 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
                               : (long long)(batch * heads + head) * rows + row] = total;
             }
     };
-    for (int stage = 0; step < steps; stage ^= STAGES - 1) {
-        const int head = head_of(step), here = other_of(step), last = here + TILE - 1;
-        step = seen_from(step + 1);
+    for (int stage = 0; next.head < stop_head; stage ^= STAGES - 1) {
+        const int head = next.head, here = next.row, last = here + TILE - 1;
+        next = seen_from(after(next));
         cp_async_wait<0>();
         __syncthreads();  // this tile is there, and everyone has left the one before
-        if (STAGES == 2 && step < steps) {
-            load(step, stage ^ 1);
+        if (STAGES == 2 && next.head < stop_head) {
+            load(next, stage ^ 1);
             cp_async_commit();
         }
 
@@ -190,10 +215,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             const X other_x{ring + stage * STAGE};
             const Y other_y{other_x.start + TILE * X::PITCH};
             float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
-            Fragment<WARP_TILES> unkept[1];
-            row_by_row<false, WIDEST>(s, unkept, own_x, warp_row, other_x);
+            row_by_row<(KEPT > 0), WIDEST>(s, kept_x, own_x, warp_row, other_x);
             scores.score<BY_KEYS>(s, steep, head, top, here, edge);
-            if constexpr (DX) row_by_row<false, WIDEST>(g, unkept, own_y, warp_row, other_y);
+            if constexpr (DX) row_by_row<(KEPT > 1), WIDEST>(g, kept_y, own_y, warp_row, other_y);
             auto each = [&](int m, int half, int other, float p, float ds) {
                 if constexpr (RESTS && !BY_KEYS) all_p[m][half] += p;
                 if constexpr (SUM) sum[m][half] += ds;
@@ -224,11 +248,11 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         }
         if constexpr (STAGES == 1) {
             __syncthreads();
-            if (step < steps) load(step, 0);
+            if (next.head < stop_head) load(next, 0);
             cp_async_commit();
         }
         if constexpr (SUM && BY_KEYS)
-            if (step >= steps || head_of(step) != head) {
+            if (next.head != head) {
                 put_sums(sums, sum, head);
 #pragma unroll
                 for (int m = 0; m < WARP_TILES; m++) sum[m][0] = sum[m][1] = 0;

@@ -7,6 +7,12 @@
 #pragma once
 #include <common/ptx.cuh>
 
+// The number of a warp, as the compiler sees that all its lanes have it: what follows from it then
+// takes uniform registers, and branches on it need no reconvergence.
+__device__ __forceinline__ int own_warp() {
+    return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+}
+
 constexpr int padded(int columns) { return (columns + 15) / 16 * 16; }  // depth of a product
 
 // Rows of 16-byte chunks.  Eight neighbours at one chunk lie in eight groups of banks: by xor

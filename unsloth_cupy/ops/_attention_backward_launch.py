@@ -123,7 +123,7 @@ def launch_backward(
         by_key = dx is not dq
         made: dict[str, Any] = {"BY_KEYS": by_key, "DX": dx is not None, "DY": dy is not None}
         made |= {"SUM": sums[0] is not None, "SLOPE": sums[1] is not None}
-        made |= {"STAGES": own.stages, "PART": own.part}
+        made |= {"STAGES": own.stages, "PART": own.part, "KEPT": own.kept}
         chosen = constants(own, **named, **made)
         kernel = load("attention_backward.cu", "attention_backward", q, chosen)
         rows, of = (keys, kv_heads) if by_key else (queries, heads)

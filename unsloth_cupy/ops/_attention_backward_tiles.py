@@ -21,6 +21,7 @@ class Tiles(NamedTuple):
     together: bool = True  # dk and dv in one launch
     blocks: int = 1  # of an SM
     options: int = ANY  # the most for which registers are left
+    kept: int = 0  # own rows that stay in registers: 1 those of x, 2 of x and y
     part: int = 4  # rows of a tile that are summed first, in float32: 1, 2, 4 or 8
 
     @property
@@ -70,7 +71,8 @@ KEYS: Table[Tiles] = {
 }
 QUERIES: Table[Tiles] = {
     (80, 2, 64): (
-        Tiles(4, 2, 32, options=HIDING),  # 48 KB
+        Tiles(4, 2, 32, options=CAUSAL, kept=2),  # 48 KB
+        Tiles(4, 2, 32, options=HIDING),
         Tiles(8, 1, 32),
     ),
     (80, 2, 128): (

@@ -7,7 +7,7 @@
 //               chunk, rows * (VALUE_DIM + 2) floats
 //   constants   those of common/attention.cuh, and
 //               T, S             dtypes of q, k, v and out; of sinks
-//               G, PAGED         dtype of page_table; keys lie in pages
+//               G, PAGED, PAGE   dtype of page_table; keys lie in pages, of so many tokens
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
 //               WARPS, RESIDENT  of a block; blocks that an SM must hold
 //               TILE_KEYS        keys that a warp works on at a time
@@ -26,6 +26,9 @@ constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = pad
 using KeyTile = Tile<T, padded(DIM)>;  // also of queries
 using ValueTile = Tile<T, padded(VALUE_DIM)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
+constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
+constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may lie in several pages
+constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is not there
 constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 2;  // of a row of a part
 
 // One column of the merged parts of a row, its largest score times log2(e) and the sum of exp.
@@ -50,19 +53,29 @@ __device__ __forceinline__ Merged merged(const float *row, int column, int parts
     return m;
 }
 
-// Begin to copy a warp's TILE_KEYS rows: lane i says which token is row i, -1 for none.
+// Begin to copy a warp's TILE_KEYS rows, of which `count` exist.  The row of a token is token *
+// kv_heads of `from`; tokens are neighbours from `token` on or, SCATTERED, lane i knows row i's.
 template <int USED, int COLUMNS>
-__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from, long long token,
-                                       int kv_heads, int kv_head) {
+__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from, unsigned token,
+                                       int count, int kv_heads) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
     static_assert(TILE_KEYS * CHUNKS % 32 == 0, "a warp copies whole turns");
+    const unsigned pitch = kv_heads * USED;
 #pragma unroll
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
-        const int i = first + threadIdx.x % 32, row = i / CHUNKS, column = i % CHUNKS * WIDTH;
-        const long long real = __shfl_sync(0xffffffffu, token, row % 32);
-        const bool there = real >= 0 && column < USED;
-        cp_async_16(to.at(row, i % CHUNKS),
-                    from + (there ? (real * kv_heads + kv_head) * USED + column : 0), there);
+        const int i = first % CHUNKS + threadIdx.x % 32, chunk = i % CHUNKS;
+        const int row = first / CHUNKS + i / CHUNKS;
+        bool there = COLUMNS == USED || chunk * WIDTH < USED;
+        const T *real = from + chunk * WIDTH;
+        if constexpr (SCATTERED) {
+            const unsigned own = __shfl_sync(0xffffffffu, token, row);
+            there &= own != NOWHERE;
+            real += (unsigned long long)own * pitch;
+        } else {
+            there &= row < count;
+            real += (unsigned long long)token * pitch + (unsigned long long)row * pitch;
+        }
+        cp_async_16(to.at(row, chunk), real, there);
     }
 }
 
@@ -73,7 +86,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
     float *__restrict__ lse, float *parts, unsigned *arrived, int chunks, int row_pages, int pages,
-    int page, int heads, int kv_heads, int queries, int keys, float factor, float cap,
+    int heads, int kv_heads, int queries, int keys, float factor, float cap,
     long long left, long long right, const L *__restrict__ key_lengths,
     const P *__restrict__ starts, int starts_batch, bool started, long long start,
     const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
@@ -119,24 +132,26 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         slope[half] = ALIBI ? (float)alibi[batch * alibi_batch + head[half]] : 0;
     }
 
+    k += kv_head * DIM;
+    v += kv_head * VALUE_DIM;
     if constexpr (!PAGED) {
         k += batch * apart * kv_heads * DIM;
         v += batch * apart * kv_heads * VALUE_DIM;
     }
+    auto find = [&](int key) {  // the token where this key lies
+        if constexpr (!PAGED) return (unsigned)key;
+        const long long number = page_table[(long long)batch * row_pages + key / PAGE];
+        return number < 0 || number >= pages ? NOWHERE : (unsigned)number * PAGE + key % PAGE;
+    };
     auto load = [&](int first, int stage) {
+        if (first >= end) return;
         const KeyTile to{ring + stage * STAGE};
         const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
-        const int key = first + lane;
-        long long token = -1;  // where this key lies
-        if (lane < TILE_KEYS && key < end) {
-            token = key;
-            if constexpr (PAGED) {
-                const long long number = page_table[(long long)batch * row_pages + key / page];
-                token = number < 0 || number >= pages ? -1 : number * page + key % page;
-            }
-        }
-        gather<DIM>(to, k, token, kv_heads, kv_head);
-        gather<VALUE_DIM>(values, v, token, kv_heads, kv_head);
+        const int key = first + (SCATTERED ? lane : 0);
+        const unsigned token = SCATTERED && (lane >= TILE_KEYS || key >= end) ? NOWHERE : find(key);
+        const int count = token == NOWHERE ? 0 : end - first;
+        gather<DIM>(to, k, token, count, kv_heads);
+        gather<VALUE_DIM>(values, v, token, count, kv_heads);
     };
 
     for (int i = threadIdx.x; i < ROWS * KeyTile::CHUNKS; i += THREADS) {
@@ -149,10 +164,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                     there);
     }
     int here = begin + warp * TILE_KEYS;
-    if (here < end) load(here, 0);
+    load(here, 0);
     cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
+    load(here + TURN, 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();  // queries are there for all warps
     uint32_t kept[KEPT ? STEPS : 1][1][4];
     if constexpr (KEPT)
 #pragma unroll
@@ -160,10 +177,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 
     float o[1][VALUE_PARTS][4] = {};
     float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};  // sum: of this lane's columns
-    for (int stage = 0; here < end; stage ^= 1) {
-        const int next = here + WARPS * TILE_KEYS;
-        if (next < end) load(next, stage ^ 1);
-        cp_async_commit();
+    for (int stage = 0; here < end; here += TURN, stage ^= 1) {
         cp_async_wait<1>();
         __syncwarp();  // this tile is there for all lanes
         const KeyTile key_tile{ring + stage * STAGE};
@@ -171,6 +185,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         float s[1][PARTS][4];
         row_by_row<KEPT>(s, kept, query_tile, 0, key_tile);
 
+        const bool edge = scores.some(top_query, bottom_query, here, here + TILE_KEYS - 1);
         bool moved = false;
         float rescale[2];
 #pragma unroll
@@ -197,12 +212,22 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                                                        query[half] * mask_query +
                                                        (long long)key * mask_key])
                             x = NO_SCORE;
-                    bool hidden = key >= end;
-                    if constexpr (LEFT) hidden |= key < query[half] + scores.low;
-                    if constexpr (RIGHT) hidden |= key > query[half] + scores.high;
-                    if (hidden) x = NO_SCORE;
-                    most = fmaxf(most, x);
                 }
+            if (edge) {
+                int last = scores.length - 1;
+                if constexpr (RIGHT) last = min(last, query[half] + scores.high);
+#pragma unroll
+                for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int key = here + lane % 4 * 2 + n * 8 + e;
+                        const bool before = LEFT && key < query[half] + scores.low;
+                        if (before || key > last) s[0][n][half * 2 + e] = NO_SCORE;
+                    }
+            }
+#pragma unroll
+            for (int n = 0; n < PARTS; n++)
+                most = fmaxf(most, fmaxf(s[0][n][half * 2], s[0][n][half * 2 + 1]));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
             const float shift = most == NO_SCORE ? 0.0f : __fmul_rn(most, scores.unit);
@@ -227,8 +252,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 for (int i = 0; i < 4; i++) o[0][n][i] *= rescale[i / 2];
         }
         add_product<1>(o, s, value_tile);  // of a chunk, a warp has few keys
-        __syncwarp();  // all lanes have left this tile
-        here = next;
+        __syncwarp();                      // all lanes have left this tile
+        load(here + 2 * TURN, stage);
+        cp_async_commit();
     }
 
     // what the warps found becomes one part, in the memory of their rings

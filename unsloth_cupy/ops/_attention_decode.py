@@ -115,7 +115,8 @@ def launch_decode(
     keys = page if page_table is None else page_table.shape[1] * page
     there = limits(q)
     tiles = resolve(q.dtype.itemsize, dim, value_dim, there)
-    if tiles is None or max(queries * heads, keys) >= FARTHEST:
+    tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
+    if tiles is None or max(queries * heads, keys) >= FARTHEST or tokens >= 2**32 - 1:
         return NotImplemented
     k, v, apart = by_batch(k, v)
     (q,) = in_chunks(q)
@@ -138,6 +139,7 @@ def launch_decode(
         DIM=dim,
         VALUE_DIM=value_dim,
         PAGED=page_table is not None,
+        PAGE=1 if page_table is None else page,
         LENGTHS=key_lengths is not None,
         STARTS=type(query_start) is not int and query_start is not None,
         LEFT=left is not None,
@@ -162,7 +164,7 @@ def launch_decode(
     kernel = load("attention_decode.cu", "attention_decode", q, named)
     kernel[sequences * chunks, 32 * tiles.warps, size](
         *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks),
-        *(keys // page, pages, page, heads, kv_heads, queries, keys),
+        *(keys // page, pages, heads, kv_heads, queries, keys),
         *factors,
         *(near(left), near(right), key_lengths),
         *(starts, strides(starts, 1)[0], first is not None, near(first)),

@@ -4,7 +4,7 @@
 //   all:                 out = sum(exp(top_c - top) * o_c) / sum(exp(top_c - top) * sum_c)
 //
 //   traffic     k and v once, where 16 rows hold all queries of a group; q, out and, of every
-//               chunk, rows * (VALUE_DIM + 2) floats
+//               chunk, rows * (VALUE_DIM + 4) floats
 //   constants   those of common/attention.cuh, and
 //               T, S             dtypes of q, k, v and out; of sinks
 //               G, PAGED, PAGE   dtype of page_table; keys lie in pages, of so many tokens
@@ -12,12 +12,15 @@
 //               WARPS, RESIDENT  of a block; blocks that an SM must hold
 //               TILE_KEYS        keys that a warp works on at a time
 //               CHUNK            keys of a block
+//               FAN              parts that a block merges
 //
 //   The trick: the query heads that share a key head are rows of one product, so a key is read
-//   once for all of them.  Chunks begin at fixed keys and are merged in their order, by the last
-//   block of a sequence to arrive: what a sequence gets does not depend on the batch around it, on
-//   the room behind its keys, or on pages.  Each warp has a ring of its own and waits for no other.
+//   once for all of them.  Chunks begin at fixed keys and are merged in their order, FAN by the last
+//   block of these to arrive, and what it finds in the same way: no block has many to read.  What a
+//   sequence gets does not depend on the batch around it, on the room behind its keys, or on pages.
+//   Each warp has a ring of its own and waits for no other.
 #include "common/attention.cuh"
+#include "common/vector.cuh"
 
 static_assert(!BLOCK_MASK && !DROPOUT, "attention_forward.cu has these");
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
@@ -29,26 +32,27 @@ constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may lie in several pages
 constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is not there
-constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 2;  // of a row of a part
+constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // of a row of a part
+constexpr int QUADS = VALUE_DIM / 4;
 
-// One column of the merged parts of a row, its largest score times log2(e) and the sum of exp.
+// Four columns of the merged parts of a row, its largest score times log2(e) and the sum of exp.
 struct Merged {
-    float value, top, sum;
+    float value[4], top, sum;
 };
-template <bool OTHERS> __device__ __forceinline__ float read(const float *from) {
-    return OTHERS ? __ldcg(from) : *from;  // what other blocks wrote is not in this one's cache
-}
-template <bool OTHERS>
 __device__ __forceinline__ Merged merged(const float *row, int column, int parts, int stride) {
-    Merged m = {0, NO_SCORE, 0};
-#pragma unroll 4
-    for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, read<OTHERS>(row + i * stride + TOP));
+    Merged m = {{}, NO_SCORE, 0};
+#pragma unroll 8
+    for (int i = 0; i < parts; i++) m.top = fmaxf(m.top, row[i * stride + TOP]);
     const float shift = m.top == NO_SCORE ? 0.0f : m.top;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < parts; i++) {
-        const float weight = exp2f(read<OTHERS>(row + i * stride + TOP) - shift);
-        m.value = fmaf(weight, read<OTHERS>(row + i * stride + column), m.value);
-        m.sum = fmaf(weight, read<OTHERS>(row + i * stride + SUM), m.sum);
+        const float *const from = row + i * stride;
+        const float weight = exp2f(from[TOP] - shift);
+        float value[4];
+        load(value, from + column);
+#pragma unroll
+        for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[j], m.value[j]);
+        m.sum = fmaf(weight, from[SUM], m.sum);
     }
     return m;
 }
@@ -80,13 +84,14 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
 }
 
 // chunks     of a sequence that the grid holds; row_pages, pages and page: of page_table, of k
-// parts      (sequences, chunks, rows, PITCH), with two chunks or more; arrived counts from 0
+// parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
+//            for each FAN of these, and so on; arrived, (sequences, slots), counts from 0
 // apart      tokens from the first key of a batch to that of the next, where not PAGED
 KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
-    float *__restrict__ lse, float *parts, unsigned *arrived, int chunks, int row_pages, int pages,
-    int heads, int kv_heads, int queries, int keys, float factor, float cap,
+    float *__restrict__ lse, float *parts, unsigned *arrived, int chunks, int slots, int row_pages,
+    int pages, int heads, int kv_heads, int queries, int keys, float factor, float cap,
     long long left, long long right, const L *__restrict__ key_lengths,
     const P *__restrict__ starts, int starts_batch, bool started, long long start,
     const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
@@ -278,48 +283,56 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     }
     __syncthreads();
 
-    const int sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
-    const int stride = min(ROWS, group * queries) * PITCH;
-    float *const all = parts + (long long)sequence * chunks * stride;
-    if (seen > 1) {
-        float *const mine = all + chunk * stride;
-        for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
-            const int row = i / VALUE_DIM, at = i % VALUE_DIM;
-            const Merged m = merged<false>(found + row * PITCH, at, WARPS, ROWS * PITCH);
-            mine[row * PITCH + at] = m.value;
-            if (at == 0) {
-                mine[row * PITCH + TOP] = m.top;
-                mine[row * PITCH + SUM] = m.sum;
+    // The same of parts of other blocks, which the barriers and the fence make known to this one.
+    const long long sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
+    const int part = min(ROWS, group * queries) * PITCH;  // floats
+    const float *from = found;
+    int several = WARPS, stride = ROWS * PITCH;
+    long long slot = sequence * slots;  // of the first part of as many as there are now
+    for (int own = chunk, there = seen; there > 1;) {
+        float *const to = parts + (slot + own) * part;
+        for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
+            const int row = i / QUADS, column = i % QUADS * 4;
+            const Merged m = merged(from + row * PITCH, column, several, stride);
+            store(to + row * PITCH + column, m.value);
+            if (column == 0) {
+                to[row * PITCH + TOP] = m.top;
+                to[row * PITCH + SUM] = m.sum;
             }
         }
+        own /= FAN;
+        from = parts + (slot + own * FAN) * part;
+        several = min(FAN, there - own * FAN), stride = part;
+        slot += there, there = (there + FAN - 1) / FAN;
         __syncthreads();
         if (threadIdx.x == 0) {
-            __threadfence();
-            last = atomicInc(arrived + sequence, seen - 1) == seen - 1;  // the last makes it 0
+            __threadfence();  // the last to arrive makes the counter 0
+            last = atomicInc(arrived + slot + own, several - 1) == several - 1;
             __threadfence();
         }
         __syncthreads();
         if (!last) return;
     }
-    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
-        const int row = first_row + i / VALUE_DIM, at = i % VALUE_DIM;
-        Merged m = seen > 1 ? merged<true>(all + (row - first_row) * PITCH, at, seen, stride)
-                            : merged<false>(found + (row - first_row) * PITCH, at, WARPS,
-                                            ROWS * PITCH);
+    for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
+        const int row = first_row + i / QUADS, column = i % QUADS * 4;
+        Merged m = merged(from + (row - first_row) * PITCH, column, several, stride);
         const int own = kv_head * group + row % group;
         if (sinks != nullptr) {
             const float sink = (float)sinks[own] * LOG2E, both = fmaxf(m.top, sink);
             if (both != NO_SCORE) {
                 const float share = exp2f(m.top - both);
-                m.value *= share;
+#pragma unroll
+                for (int j = 0; j < 4; j++) m.value[j] *= share;
                 m.sum = m.sum * share + exp2f(sink - both);
                 m.top = both;
             }
         }
         const bool empty = m.sum == 0;
-        out[(((long long)batch * queries + row / group) * heads + own) * VALUE_DIM + at] =
-            (T)(empty ? 0.0f : m.value / m.sum);
-        if (at == 0)
+#pragma unroll
+        for (int j = 0; j < 4; j++) m.value[j] = empty ? 0.0f : m.value[j] / m.sum;
+        const long long token = (long long)batch * queries + row / group;
+        store(out + (token * heads + own) * VALUE_DIM + column, m.value);
+        if (column == 0)
             lse[((long long)batch * heads + own) * queries + row / group] =
                 empty ? NO_SCORE : fmaf(m.top, LN2, log2f(m.sum) * LN2);
     }

@@ -10,7 +10,7 @@ from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
-from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FEW, resolve
+from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FAN, FEW, resolve
 from unsloth_cupy.ops._device import Limits
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
@@ -48,6 +48,12 @@ class TestAttentionDecode(KernelParity):
             **SMALL | {"keys": 700},
             window=(30, 9),
             arrays={"query_start": np.array([400, 330], np.int32)},
+        ),
+        Case(
+            "more chunks than a block merges",
+            **{"batch": 2, "heads": 1, "kv_heads": 1, "queries": 1, "dim": 8, "value_dim": 8},
+            keys=FAN * CHUNK + 1,
+            arrays={"key_lengths": [FAN * CHUNK + 1, CHUNK + 1]},
         ),
         Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 270}),
         Case(

@@ -31,6 +31,7 @@ from ._scores import check_options
 FEW = 16  # queries up to which a call is bound by reading its keys
 ROWS = 16  # of a product: query heads of a group, times queries
 CHUNK = 256  # keys of a block: 16 blocks a head at 4096, an H200 full at 8 heads
+FAN = 32  # parts that a block merges: of 128k keys, 512 parts become 16, and these one
 
 
 class Tiles(NamedTuple):
@@ -50,7 +51,7 @@ class Tiles(NamedTuple):
         """Return the shared memory of a block: queries and rings, later what the warps found."""
         row, value_row = (row_bytes(columns, itemsize) for columns in (dim, value_dim))
         ring = ROWS * row + self.warps * 2 * self.keys * (row + value_row)
-        return max(ring, self.warps * ROWS * (value_dim + 2) * 4)
+        return max(ring, self.warps * ROWS * (value_dim + 4) * 4)
 
 
 # Reading bounds it: 64 KB of rings a block keep 200 KB of an H200's SM on their way.
@@ -84,7 +85,7 @@ def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | 
 def constants(tiles: Tiles, **named: Any) -> Constants:
     """Return the constants of attention_decode.cu."""
     kept = {"BLOCK_MASK": False, "DROPOUT": False}
-    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, **kept, **named)
+    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, FAN=FAN, **kept, **named)
 
 
 def launch_decode(
@@ -155,15 +156,19 @@ def launch_decode(
     sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
     out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
-    parts = arrived = None
+    slots, parts, arrived = chunks, None, None
     if chunks > 1:
+        merged = chunks
+        while merged > 1:
+            merged = -(-merged // FAN)
+            slots += merged
         rows = min(ROWS, heads // kv_heads * queries)
-        parts = empty((sequences, chunks, rows, value_dim + 2), np.float32, like=q)
-        arrived = full_like(empty(sequences, np.dtype("uint32"), like=q), 0)
+        parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
+        arrived = full_like(empty((sequences, slots), np.dtype("uint32"), like=q), 0)
     starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
     kernel[sequences * chunks, 32 * tiles.warps, size](
-        *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks),
+        *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks, slots),
         *(keys // page, pages, heads, kv_heads, queries, keys),
         *factors,
         *(near(left), near(right), key_lengths),

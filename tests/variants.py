@@ -70,6 +70,7 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
         ),
         {"queries": 256, "dim": 512, "value_dim": 512},  # forward alone
     ),
+    "attention_paged_forward": ({"page": 1}, {}),
 }
 
 LEFT = {"window": (128, None)}

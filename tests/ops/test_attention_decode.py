@@ -135,11 +135,12 @@ def test_random_schedules(number: int, seed: int) -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(("architecture", "itemsize", "width"), DECODE)
 def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, budget: int) -> None:
-    """Every head dim has tiles in every budget; they share out a chunk."""
+    """Every head dim has tiles in every budget, twice in an SM; they share out a chunk."""
     for dim in range(8, width + 1, 8):
         chosen = resolve(itemsize, dim, width, Limits(architecture, budget))
         assert chosen is not None
-        assert chosen.bytes(itemsize, dim, width) <= budget
+        size = chosen.bytes(itemsize, dim, width)
+        assert (size if budget < 99 << 10 else 2 * size + 1024) <= budget
         assert CHUNK % (chosen.warps * chosen.keys) == 0
 
 

@@ -30,7 +30,9 @@ from ._scores import check_options
 
 FEW = 16  # queries up to which a call is bound by reading its keys
 ROWS = 16  # of a product: query heads of a group, times queries
-CHUNK = 256  # keys of a block: 16 blocks a head at 4096, an H200 full at 8 heads
+# Keys of a block.  One sequence of 4096 with 8 heads is 128 blocks, about one for each SM; of more
+# blocks the last need no whole wave, as half of those that an SM can hold read at full speed.
+CHUNK = 256
 FAN = 32  # parts that a block merges: of 128k keys, 512 parts become 16, and these one
 
 
@@ -54,31 +56,33 @@ class Tiles(NamedTuple):
         return max(ring, self.warps * ROWS * (value_dim + 4) * 4)
 
 
-# Reading bounds it: 64 KB of rings a block keep 200 KB of an H200's SM on their way.
+# Reading bounds it.  What an SM reads in 800 ns must be on its way at all times: 28 KB on an H200,
+# 42 KB on a B200, 15 KB on an A100, 6 to 9 KB on cards of 99 KB.  A warp has one tile on its way
+# while it works on another: 8 KB, or 16 KB of rows of 256.  Two blocks, so that one reads while
+# the other begins or ends; where memory is left a third.
 DECODE: Table[Tiles] = {
-    (80, 2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB, 34 KB
-    (80, 2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
-    (80, 2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
-    (80, 4, 64): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB, 36 KB
-    (80, 4, 128): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB, 40 KB
-    (80, 4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB, 48 KB
-    # In 99 KB, such a block would be alone on its SM.  Tiles of half the keys keep as many bytes on
-    # their way, with twice the warps to work on what has come.
-    (86, 2, 64): (Tiles(4, 16),),  # 34 KB: twice
-    (86, 4, 64): (Tiles(4, 8),),  # 36 KB: twice
-    (86, 4, 128): (Tiles(4, 8), Tiles(2, 8)),  # 72 KB, 40 KB
+    (80, 2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB: 64 KB on their way, in three 96; 34 KB: 32
+    (80, 2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB: 64 or 96; 36 KB: 32
+    (80, 2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB: 64 or 96; 40 KB: 32
+    # FMAs take longer than tensor cores: as many warps as may be, of few keys
+    (80, 4, 64): (Tiles(4, 16), Tiles(4, 8)),  # 68 KB: 64 or 96; 36 KB: 32
+    (80, 4, 128): (Tiles(4, 8), Tiles(2, 8)),  # 72 KB: 64 or 96; 40 KB: 32
+    (80, 4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB: 64; 48 KB: 32
 }
 
 
 @cache
 def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | None:
-    """Return the best tiles that fit into the shared memory of a block; None where none do."""
+    """Return the best tiles of which two blocks fit into an SM, or one; None where none do."""
     if dim % 8 or value_dim % 8:
         return None
-    for tiles in rows_of(DECODE, limits.architecture, itemsize, dim, value_dim):
-        if tiles.bytes(itemsize, dim, value_dim) <= limits.shared:
-            return tiles
-    return None
+    sizes = {
+        tiles: tiles.bytes(itemsize, dim, value_dim)
+        for tiles in rows_of(DECODE, limits.architecture, itemsize, dim, value_dim)
+    }
+    fitting = [tiles for tiles, size in sizes.items() if size <= limits.shared]
+    twice = [tiles for tiles in fitting if 2 * sizes[tiles] + 1024 <= limits.shared]
+    return next(iter(twice + fitting), None)
 
 
 @cache

@@ -65,7 +65,7 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
     static_assert(TILE_KEYS * CHUNKS % 32 == 0, "a warp copies whole turns");
     const unsigned pitch = kv_heads * USED;
-#pragma unroll
+#pragma unroll(sizeof(T) == 2 ? 8 : 4)  // sums of float32 leave few registers for addresses
     for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
         const int i = first % CHUNKS + threadIdx.x % 32, chunk = i % CHUNKS;
         const int row = first / CHUNKS + i / CHUNKS;

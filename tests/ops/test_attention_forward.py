@@ -301,6 +301,11 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
         (ConfigError, "options=3", lambda: AttentionConfig().resolve((90, 1), options=3)),
         (ConfigError, "device=None", lambda: AttentionConfig().resolve(None)),
         (ConfigError, "pass a GPU's number", lambda: AttentionConfig().resolve((86,))),
+        (ConfigError, "options=True", lambda: AttentionConfig().resolve((90, 1), options=True)),
+        (ConfigError, "pass a GPU's number", lambda: AttentionConfig().resolve(("90", 1))),
+        (ConfigError, "dim='64'", lambda: AttentionConfig().resolve((90, 1), dim="64")),  # type: ignore[arg-type]
+        (ConfigError, "value_dim=-8", lambda: AttentionConfig().resolve((90, 1), value_dim=-8)),
+        (KernelError, "no such GPU is found", lambda: AttentionConfig().resolve(10**6)),
         (DTypeError, "float64", lambda: AttentionConfig().resolve((90, 1), dtype="float64")),
         (DTypeError, "choose from float16", lambda: AttentionConfig().resolve(0, dtype="half_")),
         (KernelError, "dim=12", lambda: AttentionConfig().resolve((90, 2**18), dim=12)),

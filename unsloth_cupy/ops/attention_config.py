@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .._call import is_integer
 from .._dtypes import KERNEL_DTYPES
 from .._jit import target_of
 from .._op import OPS
@@ -101,12 +102,16 @@ class AttentionConfig:
         Raises
         ------
         ConfigError, DTypeError
-            device or options is nothing of the kind; there is no kernel for the dtype.
+            device, a dim or options is nothing of the kind; there is no kernel for the dtype.
         KernelError
-            No tiles fit: the definition runs there.
+            No tiles fit: the definition runs there; or no such GPU is found.
         """
-        if options not in range(ANY + 1):
+        if not is_integer(options) or options > ANY:
             raise ConfigError(f"AttentionConfig.resolve(options={options!r}): pass 0, 1 or 2")
+        value_dim = dim if value_dim is None else value_dim
+        if not (is_integer(dim) and is_integer(value_dim)):
+            given = f"dim={dim!r}, value_dim={value_dim!r}"
+            raise ConfigError(f"AttentionConfig.resolve({given}): pass integers, columns of a head")
         try:
             kind = np.dtype(dtype)
         except TypeError:  # no name of a dtype
@@ -114,7 +119,6 @@ class AttentionConfig:
         if kind not in KERNEL_DTYPES:
             known = ", ".join(each.name for each in KERNEL_DTYPES)
             raise DTypeError(f"AttentionConfig.resolve(dtype={dtype!r}): choose from {known}")
-        value_dim = dim if value_dim is None else value_dim
         there, start = _limits(device), Start(self.tile, self.block)
         found = None
         if not (dim % 8 or value_dim % 8) and min(dim, value_dim) > 0:
@@ -143,7 +147,7 @@ def _begin(start: Start | None) -> None:
 
 
 def _limits(device: Any) -> Limits:
-    if isinstance(device, tuple) and len(device) == 2:
+    if isinstance(device, tuple) and len(device) == 2 and all(map(is_integer, device)):
         return Limits(*map(int, device))
     if not isinstance(device, int | np.ndarray) and not hasattr(device, "device"):
         known = "a GPU's number, an array on it, or (architecture, bytes)"
@@ -151,4 +155,11 @@ def _limits(device: Any) -> Limits:
     if isinstance(device, np.ndarray) and target_of(device) is None:
         problem = "no kernel runs on an array of NumPy"
         raise KernelError(f"AttentionConfig.resolve: {problem}; pass a GPU's number or its limits")
-    return limits_of(device) if isinstance(device, int) else limits(device)
+    if not isinstance(device, int):
+        return limits(device)
+    try:
+        return limits_of(device)
+    except (ImportError, RuntimeError) as error:  # no CuPy, no driver, no GPU of this number
+        known = "pass the number of a GPU, or what to know of one: (90, 227 * 1024)"
+        problem = f"AttentionConfig.resolve(device={device}): no such GPU is found ({error})"
+        raise KernelError(f"{problem}; {known}") from error

@@ -6,12 +6,13 @@ A sample of the pairs of options, another every day; UNSLOTH_CUPY_ALL_VARIANTS=1
 import datetime
 import itertools
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from unsloth_cupy import attention_backward, attention_forward
+from unsloth_cupy._cases import Call
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
@@ -22,6 +23,7 @@ from unsloth_cupy.ops._device import Limits
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import (
+    Arrays,
     Case,
     KernelAlone,
     KernelParity,
@@ -170,19 +172,35 @@ EXACT = (  # how many drawings, by how much q, k and v are larger, and the call
 )
 
 
+class Drawn(NamedTuple):
+    """A call, who rounded its out and lse, and its gradients in float32 and in float64."""
+
+    call: Call
+    own: Arrays
+    plain: Arrays
+    seeds: Arrays
+    gradients: Arrays
+    exact: Arrays
+
+
+def times(size: int, case: Case, seed: int) -> Drawn:
+    """Draw q, k and v of a case in float32, and multiply them."""
+    rng = np.random.default_rng(seed)
+    call = case.draw(OPS["attention_forward"], np.dtype("float32"))
+    drawn = {n: rng.standard_normal(call.arrays[n].shape, np.float32) for n in "qkv"}
+    call = call._replace(arrays=call.arrays | {n: size * a for n, a in drawn.items()})
+    wide, own = call.cast(np.float64), _within(lambda: outputs_of(call), check=False)
+    plain, seeds = outputs_of(call), _seeds(call.op, own, rng)
+    wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
+    exact = outputs_of(wide.backward(outputs_of(wide), wide_seeds))
+    return Drawn(call, own, plain, seeds, outputs_of(call.backward(plain, seeds)), exact)
+
+
 @pytest.mark.parametrize(("drawings", "size", "case"), EXACT, ids=[c.label for *_, c in EXACT])
 def test_float32_loses_no_more_than_the_definition(drawings: int, size: int, case: Case) -> None:
     """Of any drawing, in long rows, and where scores are large and lse is rounded as they are."""
     for seed in range(drawings):
-        rng = np.random.default_rng(seed)
-        call = case.draw(OPS["attention_forward"], np.dtype("float32"))
-        drawn = {n: rng.standard_normal(call.arrays[n].shape, np.float32) for n in "qkv"}
-        call = call._replace(arrays=call.arrays | {n: size * a for n, a in drawn.items()})
-        wide, own = call.cast(np.float64), _within(lambda call=call: outputs_of(call), check=False)
-        plain, seeds = outputs_of(call), _seeds(call.op, own, rng)
-        wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
-        gradients = outputs_of(call.backward(plain, seeds))
-        exact = outputs_of(wide.backward(outputs_of(wide), wide_seeds))
+        call, own, plain, seeds, gradients, exact = times(size, case, seed)
         for made in (own, plain):
             turned = call.backward(made, seeds)
             found = _within(lambda turned=turned: outputs_of(turned), check=False)
@@ -190,6 +208,16 @@ def test_float32_loses_no_more_than_the_definition(drawings: int, size: int, cas
             if made is plain and size > 1:
                 allowed = worst_gradients(call, made, seeds, exact) | {"dv": gradients["dv"]}
             within_rule(allowed, exact, found)
+
+
+@pytest.mark.parametrize("queries", [5, 37])
+def test_backward_makes_the_scores_of_forward_again(queries: int) -> None:
+    """Those of few queries too: else rows of ds, whose sums vanish, do not sum to 0."""
+    case = Case("", **MIDDLE | {"queries": queries}, arrays={"bias": normal(2, 1, queries, 1)})
+    for seed in range(4):
+        call, own, _, seeds, gradients, exact = times(10, case, seed)
+        found = _within(call.backward(own, seeds).run, check=False)
+        within_rule(gradients, exact, {"dbias": found["dbias"]})
 
 
 # One way to give each option of a call of SMALL.

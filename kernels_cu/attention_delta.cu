@@ -71,11 +71,12 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
     if (rests != nullptr) rests[here * stat_rows + row] = 0;
 }
 
-// from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2), and rests or none
+// from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2), and rests or none; with
+//        VARLEN (heads, rows), and a batch has the rows that its offsets say
 // A thread sums alone where rows are kept; else a block shares out the rows.
 KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__restrict__ rests,
                               const S *__restrict__ sinks, G *__restrict__ to, int batch,
-                              int heads, int rows) {
+                              int heads, int rows, const P *__restrict__ offsets) {
     __shared__ float partial[32];
     const int blocks = KEEP_ROWS ? (rows + THREADS - 1) / THREADS : 1;
     const int own_head = KEEP_HEADS ? blockIdx.x / blocks % heads : 0;
@@ -84,8 +85,13 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
     float sum = 0;
     for (int b = own_batch; b < (KEEP_BATCH ? own_batch + 1 : batch); b++)
         for (int h = own_head; h < (KEEP_HEADS ? own_head + 1 : heads); h++) {
-            const long long start = (long long)(b * heads + h) * rows;
-            for (int row = first; row < (KEEP_ROWS ? min(first + 1, rows) : rows); row += THREADS) {
+            long long start = (long long)(VARLEN ? h : b * heads + h) * rows;
+            int stop = KEEP_ROWS ? min(first + 1, rows) : rows;
+            if constexpr (VARLEN) {
+                const Run own = run_of(offsets, b, rows);
+                start += own.first, stop = own.count;
+            }
+            for (int row = first; row < stop; row += THREADS) {
                 if constexpr (SINKS) {
                     const float2 stat =
                         *reinterpret_cast<const float2 *>(from + (start + row) * 2);

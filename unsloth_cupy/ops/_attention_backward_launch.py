@@ -101,8 +101,8 @@ def launch_backward(
 ) -> Any:
     """Launch the backward kernels; NotImplemented for head dims that they have no tiles for.
 
-    With offsets, of queries and of keys, sequences lie end to end and no array has a batch axis;
-    there is no bias then, and alibi has none either.
+    With offsets, of queries and of keys, sequences lie end to end and there is no bias; the batch
+    of alibi is that of the sequences, and no other array has such an axis.
     """
     check_options("attention", *(options[n] for n in ("window", "softcap", "dropout", "seed")))
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
@@ -156,7 +156,8 @@ def launch_backward(
         _launch_pairs(tiles.by_pair, call, given, dbias)
     if alibi is not None:
         dalibi = empty(alibi.shape, alibi.dtype, like=q)
-        _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False))
+        by_batch = alibi.ndim == 2
+        _launch_sum(slopes, dalibi, (by_batch, True, False), offsets=ends[0] if by_batch else None)
     if sinks is not None:
         dsinks = empty(sinks.shape, sinks.dtype, like=q)
         _launch_sum(stats, dsinks, (False, True, False), sinks, fold, rests)
@@ -204,12 +205,19 @@ def _launch_sum(
     sinks: Array | None = None,
     fold: bool = True,
     rests: Array | None = None,
+    offsets: Array | None = None,
 ) -> None:
-    """Sum (batch, heads, rows) over what is not kept; of stats, what they are to sinks."""
+    """Sum (batch, heads, rows) over what is not kept; of stats, what they are to sinks.
+
+    With offsets, the rows of all batches lie end to end.
+    """
     batch, heads, rows = sums.shape[:3]
+    of = None
+    if offsets is not None:
+        batch, of = offsets.size - 1, offsets.dtype
     sink = None if sinks is None else sinks.dtype
-    chosen = delta_constants(np.dtype("float32"), 8, fold, total.dtype, sink, keep=keep)
+    chosen = delta_constants(np.dtype("float32"), 8, fold, total.dtype, sink, of, keep)
     kernel = load("attention_delta.cu", "attention_sum", total, chosen)
     blocks = -(-rows // chosen["THREADS"]) if keep[2] else 1
     blocks *= (batch if keep[0] else 1) * (heads if keep[1] else 1)
-    kernel[blocks, chosen["THREADS"]](sums, rests, sinks, total, batch, heads, rows)
+    kernel[blocks, chosen["THREADS"]](sums, rests, sinks, total, batch, heads, rows, offsets)

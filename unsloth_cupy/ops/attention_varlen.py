@@ -205,8 +205,6 @@ def _launch_backward(
     max_keys: int | None = None,
     **options: Any,
 ) -> Any:
-    if alibi is not None and alibi.ndim == 2:
-        return NotImplemented  # its gradient is a sum over the tokens of each sequence
     given = {"window": None, "softcap": None, "dropout": 0.0, "seed": None} | options
     found = launch_backward(
         dout, q, k, v, out, lse, alibi=alibi, offsets=(q_offsets, k_offsets), **given

@@ -17,7 +17,7 @@ from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._op import OPS
 
 from ..parity import Case, _equal_bits, emulator, outputs_of, within_rule
-from .attention_cases import worst_plain
+from .attention_cases import beyond_denormals, worst_plain
 from .dense_attention import dense
 
 COUNT = 1000
@@ -149,10 +149,7 @@ def test_kernels_of_random_calls(number: int) -> None:
         OPS["attention_forward"], KERNEL_DTYPES[number % len(KERNEL_DTYPES)]
     )
     exact = outputs_of(call.cast(np.float64))
-    least = np.finfo(np.float32).tiny * np.abs(arrays["v"]).max(initial=0)
-    if 0 < np.abs(exact["out"]).max(initial=0) < least:
-        pytest.skip("all its weights are below the normal numbers of float32: a GPU makes them 0")
     with emulator(check=False):
         first, second = outputs_of(call), outputs_of(call)
-    within_rule(worst_plain(call, exact), exact, first)
+    within_rule(worst_plain(call, exact), exact, beyond_denormals(first, exact))
     _equal_bits(first, second)

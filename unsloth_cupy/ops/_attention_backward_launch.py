@@ -156,8 +156,7 @@ def launch_backward(
         _launch_pairs(tiles.by_pair, call, given, dbias)
     if alibi is not None:
         dalibi = empty(alibi.shape, alibi.dtype, like=q)
-        by_batch = alibi.ndim == 2
-        _launch_sum(slopes, dalibi, (by_batch, True, False), offsets=ends[0] if by_batch else None)
+        _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=ends[0])
     if sinks is not None:
         dsinks = empty(sinks.shape, sinks.dtype, like=q)
         _launch_sum(stats, dsinks, (False, True, False), sinks, fold, rests)
@@ -209,12 +208,12 @@ def _launch_sum(
 ) -> None:
     """Sum (batch, heads, rows) over what is not kept; of stats, what they are to sinks.
 
-    With offsets, the rows of all batches lie end to end.
+    With offsets, the rows of all batches lie end to end: as one, where batches are summed.
     """
     batch, heads, rows = sums.shape[:3]
-    of = None
-    if offsets is not None:
-        batch, of = offsets.size - 1, offsets.dtype
+    offsets = offsets if keep[0] else None
+    batch = batch if offsets is None else offsets.size - 1
+    of = None if offsets is None else offsets.dtype
     sink = None if sinks is None else sinks.dtype
     chosen = delta_constants(np.dtype("float32"), 8, fold, total.dtype, sink, of, keep)
     kernel = load("attention_delta.cu", "attention_sum", total, chosen)

@@ -267,6 +267,10 @@ def test_what_kernels_take_is_counted_without_a_gpu() -> None:
     stats = 2 * 6 * 256 * 2 * 4  # (batch, heads, queries, 2) float32
     backward = next(m for m in plan.moments if m.op == "attention_backward")
     assert backward.held["workspace"] >= stats
+    longer = plan_memory(LLAMA, batch=2, tokens=512, dtype="bfloat16", device="cuda")
+    taken = [each.workspaces["attention_backward"] for each in (plan, longer)]
+    assert taken == [stats, 2 * stats]  # linear in the tokens
+    assert "attention_forward" not in plan.workspaces  # it takes nothing beside its results
     assert all(size % 512 == 0 for moment in plan.moments for size in moment.held.values())
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ class MemoryPlan(MemoryEstimate):
         What ops hold while they run, and gradients of activations on their way.
     layers : dict of str to int
         Activations by layer, when they are most.
+    workspaces : dict of str to int
+        The most that each op takes and gives back while it runs.
     moments : tuple of Moment
         One for every op that has run: ``op``, ``layer``, and ``held`` by part.
     peak : int
@@ -57,6 +60,7 @@ class MemoryPlan(MemoryEstimate):
 
     workspace: int
     layers: Mapping[str, int]
+    workspaces: Mapping[str, int]
     moments: tuple[Moment, ...]
     peak: int
 
@@ -161,7 +165,9 @@ class Ledger:
         by_part = np.array(self.parts)[numbers] == np.arange(len(ALL))[:, None]
         held = np.cumsum(by_part * steps, axis=1)
         total, moments, start = held.sum(axis=0), [], self.start
+        workspaces: dict[str, int] = {}
         for stop, op, layer in self.notes:
+            workspaces[op] = max(workspaces.get(op, 0), self._within(start, stop))
             begin = max(start - 1, 0)  # what an op finds counts, too
             top = begin + int(total[begin : max(stop, 1)].argmax())
             moments.append(Moment(op, layer, dict(zip(ALL, held[:, top].tolist(), strict=True))))
@@ -170,9 +176,22 @@ class Ledger:
         return MemoryPlan(
             **dict(zip(ALL, most, strict=True)),
             layers=self._by_layer(int(held[ACTIVATIONS].argmax())),
+            workspaces={op: size for op, size in workspaces.items() if size},
             moments=tuple(moments),
             peak=max(range(len(moments)), key=lambda i: moments[i].total),
         )
+
+    def _within(self, start: int, stop: int) -> int:
+        """Return the most held at a time of what was taken and given back between two notes."""
+        changes = self.changes[start:stop]
+        gone = {~change for change in changes if change < 0}
+        own = {n for n in gone.intersection(changes) if self.parts[n] == WORKSPACE}  # no logits
+        steps = (
+            self.sizes[change] if change >= 0 else -self.sizes[~change]
+            for change in changes
+            if max(change, ~change) in own
+        )
+        return max(accumulate(steps, initial=0))
 
     def _by_layer(self, stop: int) -> dict[str, int]:
         """Return the activations of each layer that are held after so many changes."""

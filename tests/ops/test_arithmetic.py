@@ -6,6 +6,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy._op import OPS
 from unsloth_cupy.errors import ShapeError
+from unsloth_cupy.ops.arithmetic import add_backward, reshape_backward
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
@@ -96,3 +97,11 @@ class TestColumns(Parity):
 def test_reshape_refuses_what_is_no_shape_of_it(shape: object) -> None:
     with pytest.raises(ShapeError, match="reshape"):
         uc.reshape(np.ones(6, np.float32), shape=shape)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_that_are_what_came_are_not_copied(dtype: str) -> None:
+    """Nor are they widened in 16 bits: nothing is computed."""
+    dy = np.ones((3, 4), dtype)
+    for gradient in (reshape_backward(dy, np.ones((2, 6), dtype)), *add_backward(dy)):
+        assert np.shares_memory(gradient, dy)

@@ -19,6 +19,7 @@ from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
 GB = 2**30
+LARGEST = 4  # workspaces of ops that are shown
 TOKENS = 2048  # in a row, as long as a model has positions for them
 HOLDS = {
     "weights": "what the model computes with, adapters too",
@@ -105,7 +106,10 @@ def plan(
 
 
 def ledger(plan: MemoryPlan, title: str) -> Any:
-    """Return the table of a plan: each part at its most and at the peak, activations by layer."""
+    """Return the table of a plan: each part at its most and at the peak.
+
+    Below activations are the layers, below workspace the ops that take most while they run.
+    """
     from rich.markup import escape
     from rich.table import Table
 
@@ -117,8 +121,11 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     for name, meaning in HOLDS.items():
         most, there = getattr(plan, name), plan.at_peak[name]
         table.add_row(name, format_bytes(most), format_bytes(there), meaning)
-        for layers, size in runs(plan.layers) if name == "activations" else ():
-            table.add_row(f"  {layers}", format_bytes(size), "", style="dim")
+        inner = runs(plan.layers) if name == "activations" else []
+        if name == "workspace":
+            inner = sorted(plan.workspaces.items(), key=lambda each: -each[1])[:LARGEST]
+        for part, size in inner:
+            table.add_row(f"  {part}", format_bytes(size), "", style="dim")
     table.add_section()
     moment = plan.moments[plan.peak]
     where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"

@@ -28,7 +28,7 @@ def _launch_add(a: Array, b: Array) -> Array:
 add.strided = "a", "b"
 
 
-@add.gradient("dc(*axes) -> da(*axes), db(*axes)")
+@add.gradient("dc(*axes) -> da(*axes), db(*axes)", widen=False)
 def add_backward(dc: Array) -> tuple[Array, Array]:
     """Return the gradients of a and b."""
     return dc, dc
@@ -125,7 +125,7 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     return x.reshape(shape)
 
 
-@reshape.gradient("dy(*shape), x(*axes) -> dx(*axes)")
+@reshape.gradient("dy(*shape), x(*axes) -> dx(*axes)", widen=False)
 def reshape_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x."""
     return dy.reshape(x.shape)
@@ -137,7 +137,7 @@ def columns(x: Array, *, start: int, stop: int) -> Array:
     return x[..., start:stop]
 
 
-@columns.gradient("dy(*rows, part), x(*rows, columns) -> dx(*rows, columns)")
+@columns.gradient("dy(*rows, part), x(*rows, columns) -> dx(*rows, columns)", widen=False)
 def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)

@@ -97,17 +97,27 @@ def test_times_can_be_read_off(
 
 
 def test_lengths_of_attention_name_their_machine(tmp_path: Path, drawn: list[Figure]) -> None:
+    forward = {"unsloth_cupy": 500.0, "unfused": 2000.0, "torch": 900.0}
+    backward = {"unsloth_cupy": 500.0, "torch": 900.0}
     rows = [
         {
             "name": str(tokens), "tokens": tokens, "causal": causal, "direction": direction,
-            "microseconds": {"unsloth_cupy": 500.0, "torch": 900.0}, "tflop_per_s": tokens / 512,
+            "microseconds": times, "tflop_per_s": tokens / 512,
         }
-        for tokens in (512, 1024, 2048)
+        for tokens in (512 * 2**n for n in range(7))
         for causal in (True, False)
-        for direction in ("forward", "backward")
+        for direction, times in (("forward", forward), ("backward", backward))
     ]  # fmt: skip
     gpu = {"machine": {"gpu": "NVIDIA H200"}, "date": "2026-11-21T10:00:00"}
     draw_shapes(tmp_path / "attention.png", gpu | {"attention": rows})
     assert drawn[0].get_suptitle() == "NVIDIA H200, 2026-11-21"
+    colours: dict[Any, set[Any]] = {}
     for axes in drawn[0].axes:
         assert_legible(axes)
+        assert [label.get_text() for label in axes.get_xticklabels()] == [
+            "512", "1k", "2k", "4k", "8k", "16k", "32k"
+        ]  # fmt: skip
+        for line in axes.lines:
+            colours.setdefault(line.get_label(), set()).add(line.get_color())
+    assert [*map(len, colours.values())] == [1, 1, 1], "a name has one colour in every panel"
+    assert len(set.union(*colours.values())) == 3

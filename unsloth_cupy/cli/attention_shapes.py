@@ -196,21 +196,26 @@ def draw_shapes(path: Path, report: dict[str, Any]) -> None:
 
     names = {shape.name for shape in SHAPES}
     grid = [row for row in report["attention"] if row["name"] not in names]
+    everyone = dict.fromkeys(name for row in grid for name in row["microseconds"])
+    colours = {name: f"C{number}" for number, name in enumerate(everyone)}  # in every panel
+    lengths = sorted({row["tokens"] for row in grid})
     figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
     kinds = [(d, c) for d in ("forward", "backward") for c in (True, False)]
     for axes, (direction, causal) in zip(figure.subplots(2, 2).flat, kinds, strict=True):
         found = [r for r in grid if (r["direction"], r["causal"]) == (direction, causal)]
-        for name in dict.fromkeys(name for row in found for name in row["microseconds"]):
+        for name, colour in colours.items():
             points = [
                 (r["tokens"], r["tflop_per_s"] * r["microseconds"][OURS] / r["microseconds"][name])
                 for r in found
                 if name in r["microseconds"]
             ]
-            width = 2.2 if name == OURS else 1.2
-            axes.plot(*zip(*points, strict=True), "o-", label=name, markersize=4, linewidth=width)
+            if points:
+                look = {"color": colour, "linewidth": 2.2 if name == OURS else 1.2}
+                axes.plot(*zip(*points, strict=True), "o-", label=name, markersize=4, **look)
         title = f"{direction}, {'causal' if causal else 'full'}"
         axes.set_title(title, loc="left", fontsize=10, color=INK)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         axes.set_xlabel("tokens", color=INK)
         axes.set_ylabel("TFLOP/s", color=INK)
         axes.set_ylim(bottom=0)

@@ -124,7 +124,7 @@ class TestAttentionPaged(KernelParity):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("number", [0, 3, -1])
+@pytest.mark.parametrize("number", [0, 3, 4, -1])
 def test_random_schedules(number: int, seed: int) -> None:
     """Whatever order threads and blocks run in."""
     run = lambda function: _within(function, seed=seed)  # noqa: E731

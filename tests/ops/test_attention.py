@@ -178,6 +178,32 @@ def test_torch(heads: tuple[int, int], causal: bool) -> None:
         agree(found.transpose(0, 2, 1, 3), tensor.grad.numpy())
 
 
+@pytest.mark.parametrize("queries", [5, 9])
+def test_peers_count_from_the_first_key(queries: int) -> None:
+    """As the guide says in other libraries' words, with more or fewer queries than the 7 keys."""
+    torch = pytest.importorskip("torch", reason="an optional peer")
+    jax = pytest.importorskip("jax", reason="an optional peer")
+    q, k, v = drawn(np.random.default_rng(0), np.float32, queries=queries, dim=8, value_dim=8)
+    heads_first = [torch.tensor(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, is_causal=True, enable_gqa=True
+    )
+    agree(attention(q, k, v, causal=True, query_start=0), expected.numpy().transpose(0, 2, 1, 3))
+    lengths = np.array([7, 4], np.int32)
+    for causal, window in ((True, None), (False, (2, 3)), (False, None)):
+        expected = jax.nn.dot_product_attention(
+            *(q, k, v),
+            is_causal=causal,
+            local_window_size=window,
+            key_value_seq_lengths=lengths,
+        )
+        options: dict[str, Any] = {"causal": causal, "window": window, "key_lengths": lengths}
+        out, lse = attention_forward(q, k, v, query_start=0, **options)
+        seen = np.isfinite(lse).transpose(0, 2, 1)  # of other rows each library has its own idea
+        assert seen.any(axis=(0, 2)).all()
+        agree(out[seen], np.asarray(expected)[seen])
+
+
 @pytest.fixture
 def rng() -> Iterator[np.random.Generator]:
     return np.random.default_rng(0)

@@ -5,6 +5,7 @@ import pytest
 
 from unsloth_cupy import (
     KVCache,
+    PagedKVCache,
     Tape,
     attention_layer,
     attention_layer_backward,
@@ -119,3 +120,13 @@ def test_bad_input() -> None:
         attention_layer(x, *arrays[1:], cos, sin, heads=HEADS, cache=cache)
     with pytest.raises(ConfigError, match="softcap"):
         attention_layer(*arrays, cos, sin, heads=HEADS, softcap=0.0)
+    pages: Any = PagedKVCache(1, 2, 8, KV_HEADS, DIM, dtype="float64")
+    with pytest.raises(ConfigError, match="cache is a PagedKVCache; pass a KVCache"):
+        attention_layer(*arrays, cos, sin, heads=HEADS, cache=pages)
+
+
+def test_heads_may_be_a_number_of_numpy() -> None:
+    arrays, (cos, sin) = drawn(), tables()
+    heads: Any = np.int64(HEADS)
+    found = attention_layer(*arrays, cos, sin, heads=heads)
+    np.testing.assert_array_equal(found, attention_layer(*arrays, cos, sin, heads=HEADS))

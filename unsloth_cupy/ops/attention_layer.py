@@ -7,6 +7,7 @@ y = attention(q, k, v) o_weight^T
 from typing import Any
 
 from .._arrays import common
+from .._call import is_integer
 from .._typing import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
@@ -69,7 +70,8 @@ def attention_layer(
     Raises
     ------
     ConfigError
-        heads does not divide the rows of q_weight, or an option makes no sense.
+        heads does not divide the rows of q_weight, cache is no KVCache, or an option makes no
+        sense.
     GradientError
         There is a cache, and x or a weight is on a tape.
     ShapeError, DTypeError
@@ -82,11 +84,14 @@ def attention_layer(
     weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     _check_axes(x=x, **weights, o_weight=o_weight, cos=cos, sin=sin)
     rows, *kv_rows = (weight.shape[0] for weight in weights.values())
-    dim = rows // heads if type(heads) is int and heads > 0 else 0
+    dim = rows // heads if is_integer(heads, 1) else 0
     if not dim or rows % heads or kv_rows[0] % dim or kv_rows[0] != kv_rows[1]:
         given = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {given}")
+    if not isinstance(cache, KVCache | None):
+        cure = "pass a KVCache; attention_paged reads a cache in pages"
+        raise ConfigError(f"attention_layer: cache is a {type(cache).__name__}; {cure}")
     q, k, v = (
         linear(x, weight).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
         for weight in weights.values()

@@ -89,7 +89,8 @@ def attention_layer(
         given = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {given}")
-    if not isinstance(cache, KVCache | None):
+    any_cache: Any = cache  # a caller's mistake is for run time
+    if not isinstance(any_cache, KVCache | None):
         cure = "pass a KVCache; attention_paged reads a cache in pages"
         raise ConfigError(f"attention_layer: cache is a {type(cache).__name__}; {cure}")
     q, k, v = (

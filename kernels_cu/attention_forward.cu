@@ -18,7 +18,8 @@
 //                                are the dtypes of their offsets
 //
 //   The trick: scores never leave registers.  A warp owns whole rows, and a product has the layout
-//   that the next one wants.  While a tile is worked on, cp.async brings the next.  Tiles that no
+//   that the next one wants.  While a tile is worked on, cp.async brings the next; with one stage,
+//   its values come while keys are multiplied, and the next keys while values are.  Tiles that no
 //   row sees are never loaded; only tiles at an edge pay for comparing positions.  A sum of more
 //   than 256 columns would not fit into registers: two blocks share it out, and each makes the
 //   scores for itself.
@@ -91,21 +92,29 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
                 tile++;
         return tile;
     };
-    auto load = [&](int tile, int stage) {
-        const KeyTile to{ring + stage * STAGE};
-        const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
-        to.copy<TILE_KEYS, DIM, THREADS, UNROLLED>(k, tile * TILE_KEYS, scores.length, key_stride);
-        values.copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(v, tile * TILE_KEYS, scores.length,
-                                                         value_stride);
+    auto keys_at = [&](int stage) { return KeyTile{ring + stage * STAGE}; };
+    auto values_at = [&](int stage) {
+        return ValueTile{ring + stage * STAGE + TILE_KEYS * KeyTile::PITCH};
+    };
+    auto load_keys = [&](int tile, int stage) {
+        keys_at(stage).copy<TILE_KEYS, DIM, THREADS, UNROLLED>(k, tile * TILE_KEYS, scores.length,
+                                                               key_stride);
+    };
+    auto load_values = [&](int tile, int stage) {
+        values_at(stage).copy<TILE_KEYS, SLICE, THREADS, UNROLLED>(v, tile * TILE_KEYS,
+                                                                   scores.length, value_stride);
     };
 
     int tile = seen_from(LEFT ? max(0, first_row + scores.low) / TILE_KEYS : 0);
     query_tile.copy<ROWS, DIM, THREADS, UNROLLED>(q, first_row, queries, query_stride);
     cp_async_commit();
-    if (STAGES == 2 && tile * TILE_KEYS < stop_key) load(tile, 0);
+    if (tile * TILE_KEYS < stop_key) {
+        load_keys(tile, 0);
+        if constexpr (STAGES == 2) load_values(tile, 0);
+    }
     cp_async_commit();
 
-    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const int lane = threadIdx.x % 32, warp_row = own_warp() * WARP_ROWS;
     const int top_row = first_row + warp_row;
     Fragment<WARP_TILES> kept[KEPT ? STEPS : 1];
     if constexpr (KEPT) {
@@ -122,65 +131,81 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
 #pragma unroll
         for (int half = 0; half < 2; half++) top[m][half] = NO_SCORE, sum[m][half] = 0;
 
+    auto shift = [&](int m, int half) {  // what exponents are taken off
+        return top[m][half] == NO_SCORE ? 0.0f : __fmul_rn(top[m][half], scores.unit);
+    };
+
     for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= STAGES - 1) {
-        const int here = tile * TILE_KEYS;
-        if constexpr (STAGES == 1) {
-            __syncthreads();  // everyone has left the one before
-            load(tile, 0);
-            cp_async_commit();
-        }
+        const int own = tile, here = own * TILE_KEYS, last = here + TILE_KEYS - 1;
         tile = seen_from(tile + 1);
+        const bool more = tile * TILE_KEYS < stop_key;
         cp_async_wait<0>();
-        __syncthreads();  // this tile is there, and everyone has left the one before
-        if constexpr (STAGES == 2) {
-            if (tile * TILE_KEYS < stop_key) load(tile, stage ^ 1);
+        __syncthreads();  // this tile's keys are there, and everyone has left the one before
+        if constexpr (STAGES == 1) load_values(own, 0);
+        else if (more) load_keys(tile, stage ^ 1), load_values(tile, stage ^ 1);
+        cp_async_commit();
+
+        const int bottom_row = top_row + WARP_ROWS - 1;
+        const bool none = scores.none(top_row, bottom_row, here, last);
+        float s[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
+        if (!none) {
+            const bool edge = scores.some(top_row, bottom_row, here, last);
+            row_by_row<KEPT>(s, kept, query_tile, warp_row, keys_at(stage));
+            scores.score<false>(s, steep, head, top_row, here, edge);
+
+            bool moved = false;
+            float before[WARP_TILES][2];
+#pragma unroll
+            for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float most = before[m][half] = top[m][half];
+#pragma unroll
+                    for (int n = 0; n < PARTS; n++)
+                        most = fmaxf(most, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
+                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+                    moved |= top[m][half] != most;
+                    top[m][half] = most;
+                }
+            if (__any_sync(0xffffffffu, moved)) {  // seldom, once rows have seen many keys
+#pragma unroll
+                for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float rescale =
+                            exp2f(__fmul_rn(before[m][half], scores.unit) - shift(m, half));
+                        sum[m][half] *= rescale;
+#pragma unroll
+                        for (int n = 0; n < VALUE_PARTS; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++) o[m][n][half * 2 + e] *= rescale;
+                    }
+            }
+        }
+        if constexpr (STAGES == 1) {
+            cp_async_wait<0>();
+            __syncthreads();  // its values are there, and everyone has left the keys
+            if (more) load_keys(tile, 0);
             cp_async_commit();
         }
-
-        const int rows[2] = {top_row, top_row + WARP_ROWS - 1};
-        if (scores.none(rows[0], rows[1], here, here + TILE_KEYS - 1)) continue;
-        const bool edge = scores.some(rows[0], rows[1], here, here + TILE_KEYS - 1);
-        const KeyTile key_tile{ring + stage * STAGE};
-        const ValueTile value_tile{key_tile.start + TILE_KEYS * KeyTile::PITCH};
-        float s[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
-        row_by_row<KEPT>(s, kept, query_tile, warp_row, key_tile);
-        scores.score<false>(s, steep, head, top_row, here, edge);
-
-        bool moved = false;
-        float rescale[WARP_TILES][2];
+        if (none) continue;
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float most = top[m][half];
-#pragma unroll
-                for (int n = 0; n < PARTS; n++)
-                    most = fmaxf(most, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                const float shift = most == NO_SCORE ? 0.0f : __fmul_rn(most, scores.unit);
-                rescale[m][half] = exp2f(__fmul_rn(top[m][half], scores.unit) - shift);
-                moved |= top[m][half] != most;
-                top[m][half] = most;
+                const float away = shift(m, half);
                 float total = 0;
 #pragma unroll
                 for (int n = 0; n < PARTS; n++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         float &x = s[m][n][half * 2 + e];
-                        x = exp2f(fmaf(x, scores.unit, -shift));
+                        x = exp2f(fmaf(x, scores.unit, -away));
                         total += x;
                     }
-                sum[m][half] = sum[m][half] * rescale[m][half] + total;
+                sum[m][half] += total;
             }
-        if (__any_sync(0xffffffffu, moved)) {
-#pragma unroll
-            for (int m = 0; m < WARP_TILES; m++)
-#pragma unroll
-                for (int n = 0; n < VALUE_PARTS; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) o[m][n][i] *= rescale[m][i / 2];
-        }
         if constexpr (DROPOUT) {
 #pragma unroll
             for (int m = 0; m < WARP_TILES; m++)
@@ -192,7 +217,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
                     for (int i = 0; i < 4; i++) s[m][n][i] = words[i] < dropped ? 0 : s[m][n][i];
                 }
         }
-        add_product(o, s, value_tile);
+        add_product(o, s, values_at(stage));
     }
 
     out += first_query * out_stride + head * VALUE_DIM + slice * REST;

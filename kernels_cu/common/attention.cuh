@@ -120,6 +120,7 @@ struct Scores : Options {
                         }
                 }
                 if (edge) {  // of a row, the columns first .. last are seen
+                    constexpr bool BEFORE = BY_KEYS ? RIGHT : LEFT;
                     int first = -(1 << 30), last = 1 << 30;
                     if constexpr (BY_KEYS) {
                         if constexpr (RIGHT) first = own - high;
@@ -135,7 +136,8 @@ struct Scores : Options {
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             const int other = column + n * 8 + e;
-                            if (other > last || other < first) s[m][n][half * 2 + e] = NO_SCORE;
+                            if (other > last || (BEFORE && other < first))
+                                s[m][n][half * 2 + e] = NO_SCORE;
                         }
                 }
             }

@@ -9,6 +9,12 @@ struct alignas(64) TensorMap {
 #define PTX __device__ __forceinline__
 
 PTX uint32_t smem_u32(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// x, of which the compiler knows no bit: a constant added to it stays with the access, which has
+// room for one, and costs no instruction.
+PTX uint32_t opaque(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
 
 // ---- sm_80: tensor cores, 16-byte copies to shared memory, named barriers ---------------------
 PTX void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

@@ -22,40 +22,52 @@ template <class E, int COLUMNS> struct Tile {
     static constexpr int CHUNKS = COLUMNS / CHUNK;
     static constexpr bool XOR = CHUNKS % 8 == 0;
     static constexpr int PITCH = (XOR ? CHUNKS : CHUNKS | 1) * CHUNK;
+    static constexpr int PITCH_BYTES = PITCH * sizeof(E);
     E *start;
 
     __device__ __forceinline__ E *at(int row, int chunk) const {
         return start + row * PITCH + (XOR ? chunk ^ (row & 7) : chunk) * CHUNK;
     }
-    // Where a lane reads: `rows` and `chunks` beyond a row and a chunk of its own.  They share no
-    // bit with its own, so that they are a constant: of the address, or of one xor.  In bytes.
+    // A place of a thread's own, and what lies `rows` and `chunks` beyond it.  They share no bit
+    // with its own row and chunk, so that they are a constant: of the address, or of one xor.
     struct Lane {
-        const char *row;
-        int chunk;
+        char *start;   // the same in all threads
+        uint32_t own;  // bytes
 
-        __device__ __forceinline__ const char *at(int rows, int chunks) const {
-            const int mixed = XOR ? chunks & 7 : 0;  // the others are added: fewer addresses
-            return row + (chunk ^ mixed * 16) +
-                   (rows * (PITCH * (int)sizeof(E)) + (chunks - mixed) * 16);
+        __device__ __forceinline__ char *at(int rows, int chunks) const {
+            const int mixed = XOR ? (rows ^ chunks) & 7 : 0, added = XOR ? chunks & ~7 : chunks;
+            return start + (rows * PITCH_BYTES + added * 16) + (own ^ mixed * 16u);
         }
     };
     __device__ __forceinline__ Lane lane(int row, int chunk) const {
-        const E *first = start + row * PITCH;
-        return {reinterpret_cast<const char *>(first), 16 * (XOR ? chunk ^ (row & 7) : chunk)};
+        return {reinterpret_cast<char *>(start),
+                opaque(row * PITCH_BYTES + (XOR ? chunk ^ (row & 7) : chunk) * 16)};
     }
     // Begin to copy rows first .. first + COUNT, USED columns of them, with THREADS threads; rows
     // from `stop` on and padding become 0.  UNROLLED turns have registers for their addresses.
     template <int COUNT, int USED, int THREADS, int UNROLLED = COUNT * CHUNKS>
     __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
         constexpr int TURNS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
+        // where all turns of a thread are at one chunk of a row, each leads it down by DOWN rows
+        constexpr bool STAYS = THREADS % CHUNKS == 0;
+        constexpr int DOWN = THREADS / CHUNKS;
+        const int row = STAYS ? threadIdx.x / CHUNKS : 0, chunk = STAYS ? threadIdx.x % CHUNKS : 0;
+        const int bytes = stride * (int)sizeof(E), left = stop - first - row;
+        const char *real = reinterpret_cast<const char *>(from);
+        real += (long long)(first + row) * bytes + chunk * 16;
+        const auto to = lane(row, chunk);
 #pragma unroll UNROLLED
         for (int turn = 0; turn < TURNS; turn++) {
-            const int i = turn * THREADS + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
+            const int i = turn * THREADS + threadIdx.x;
             if (COUNT * CHUNKS % THREADS != 0 && i >= COUNT * CHUNKS) break;
-            const bool inside = COLUMNS == USED || chunk * CHUNK < USED;
-            const E *real = from + (long long)min(first + row, stop - 1) * stride;
-            cp_async_16(at(row, chunk), real + (inside ? chunk * CHUNK : 0),
-                        inside && first + row < stop);
+            const int down = STAYS ? turn * DOWN : i / CHUNKS, column = STAYS ? chunk : i % CHUNKS;
+            const bool inside = down < left && (COLUMNS == USED || column * CHUNK < USED);
+            if constexpr (STAYS) {
+                cp_async_16(to.at(down, 0), real, inside);
+                real += (long long)DOWN * bytes;
+            } else {
+                cp_async_16(at(down, column), real + (long long)down * bytes + column * 16, inside);
+            }
         }
     }
 };
@@ -212,14 +224,12 @@ __device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p
             }
         }
     } else {
-        constexpr bool XOR = Tile<E, COLUMNS>::XOR;
         auto share = [&](int m, int k, int half, int row) {  // one lane of four has it
             return __shfl_sync(0xffffffffu, p[m][k][half * 2 + row % 2], row / 2, 4);
         };
+        const auto from = b.lane(0, lane % 4);
         auto read = [&](int row, int n) {
-            // lanes differ in the last two bits of the chunk, the others are the same in all
-            const auto from = b.lane(0, lane % 4 ^ (XOR ? row % 4 : 0));
-            return *reinterpret_cast<const float4 *>(from.at(row, XOR ? n * 2 ^ (row & 4) : n * 2));
+            return *reinterpret_cast<const float4 *>(from.at(row, n * 2));
         };
         auto add = [](float &x, float &y, float &z, float &w, float share, const float4 &row) {
             x = fmaf(share, row.x, x), y = fmaf(share, row.y, y);

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     keys: int
     kept: bool  # the queries stay in registers
     blocks: int = 1  # that an SM holds: taken where so many fit into the memory of one
-    stages: int = 2  # of the ring: with 1, a tile is loaded when the one before is done with
+    stages: int = 2  # of the ring: with 1, keys are loaded while values are multiplied, and back
     options: int = ANY  # the most for which registers are left
 
     @property

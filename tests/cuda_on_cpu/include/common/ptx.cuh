@@ -40,6 +40,7 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
 }  // namespace emu
 
 inline uint32_t smem_u32(const void *p, EMU_PLACE) { return emu::shared_address(p, EMU_HERE); }
+inline uint32_t opaque(uint32_t x) { return x; }
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                               const float (&c)[4], EMU_PLACE) {
   emu::mma(emu::BF16, d, a, b, c, EMU_HERE);

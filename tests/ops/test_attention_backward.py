@@ -330,10 +330,11 @@ def test_every_row_of_the_tables_is_taken() -> None:
         assert {(*key[1:], tiles) for key, several in table.items() for tiles in several} <= taken
 
 
+@pytest.mark.parametrize("options", [{"given": ["bias"]}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_kernels_of_every_budget(budget: int, dtype: Any) -> None:
-    case = Case("", **ALONE | {"dim": 128, "value_dim": 96}, queries=40, keys=45, given=["bias"])
+def test_kernels_of_every_budget(budget: int, dtype: Any, options: dict[str, Any]) -> None:
+    case = Case("", **ALONE | {"dim": 128, "value_dim": 96}, queries=40, keys=45, **options)
     _prove(case, dtype, check=False, shared_memory=budget)
 
 

@@ -44,7 +44,7 @@ KEYS: Table[Tiles] = {
         Tiles(8, 1, 32),  # options need registers
     ),
     (80, 2, 128): (
-        Tiles(8, 1, 32, options=CAUSAL),  # 96 KB
+        Tiles(8, 1, 32, options=CAUSAL, kept=1),  # 96 KB; v's, kept too, would spill
         Tiles(8, 1, 16),  # 80 KB
         Tiles(4, 1, 16),  # 48 KB
     ),
@@ -77,6 +77,7 @@ QUERIES: Table[Tiles] = {
         Tiles(8, 1, 32),
     ),
     (80, 2, 128): (
+        Tiles(8, 1, 64, options=HIDING, kept=2),  # 128 KB
         Tiles(8, 1, 32, options=HIDING, kept=2),  # 96 KB
         Tiles(8, 1, 32),
         Tiles(4, 1, 16),  # 48 KB

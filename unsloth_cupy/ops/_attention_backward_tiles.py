@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 
 # Sums take 128 registers or more of a thread, so that 8 warps fill an SM; a warp of two tiles
 # halves what its products read from shared memory, which is what bounds them on sm_80 and sm_90;
-# so does one that keeps its own rows in registers.
+# own rows that stay in registers are read once.
 KEYS: Table[Tiles] = {
     (80, 2, 64): (
         Tiles(4, 2, 32, options=CAUSAL),  # 48 KB: anywhere, and twice on an SM

@@ -126,7 +126,7 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
     auto load = [&](int step) {  // few at a time: addresses take registers
         const Slab to{ring + step % 2 * STAGE};
         const long long top = first + (long long)step * ROWS;
-#pragma unroll 2
+#pragma unroll(LANES > 1 ? 2 : 1)
         for (int i = threadIdx.x; i < ROWS * COLUMNS / LANES; i += THREADS) {
             const int row = i / (COLUMNS / LANES), column = i % (COLUMNS / LANES) * LANES;
             const bool inside = top + row < rows && first_column + column < outputs;

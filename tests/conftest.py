@@ -24,10 +24,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", metafunc.cls.cases, ids=lambda case: case.label)
 
 
+def emulates_a_case(item: pytest.Item) -> bool:
+    """Say whether a test is that of a Parity class: it runs a case in each dtype."""
+    named = getattr(item, "originalname", "") == "test_emulated_kernels"
+    return named and getattr(item, "cls", None) is not None
+
+
 def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
     """Return one emulated test of each case: its dtypes take turns, day by day and case by case."""
-    emulated = [i for i in items if getattr(i, "originalname", "") == "test_emulated_kernels"]
-    cases = itertools.groupby(emulated, lambda i: (i.cls, i.callspec.params["case"].label))  # type: ignore[attr-defined]
+    cases = itertools.groupby(
+        filter(emulates_a_case, items), lambda i: (i.cls, i.callspec.params["case"].label)
+    )
     chosen = []
     for number, (_, group) in enumerate(cases):
         dtypes = list(group)
@@ -43,11 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"an address names a test, another in each process: {adrift}")
     if len(items) > WHOLE and not os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"):
         today = {*sampled(items, datetime.date.today().toordinal())}
-        left = [
-            item
-            for item in items
-            if getattr(item, "originalname", "") == "test_emulated_kernels" and item not in today
-        ]
+        left = [item for item in items if emulates_a_case(item) and item not in today]
         config.hook.pytest_deselected(items=left)
         gone = {*left}
         items[:] = [item for item in items if item not in gone]

@@ -111,7 +111,6 @@ FIXED = {  # switches that never change, and why
     ("attention_bias.cu", "FOLD"): "a bias comes between the product and exp",
     ("attention_decode.cu", "BLOCK_MASK"): "attention_forward.cu takes such calls",
     ("attention_decode.cu", "DROPOUT"): "attention_forward.cu takes such calls",
-    ("attention_decode.cu", "FOLD"): "of the headers that it shares; memory bounds it",
 }
 
 

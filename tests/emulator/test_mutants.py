@@ -6,7 +6,7 @@ goes.  Every run takes a sample that changes from day to day; all of them:
 
     UNSLOTH_CUPY_ALL_MUTANTS=1 OMP_NUM_THREADS=1 python -m pytest tests/emulator/test_mutants.py
 
-(20 minutes on one core; ``-k rope`` for one file).
+(that takes long; ``-k rope`` for one file).
 """
 
 import datetime
@@ -42,7 +42,7 @@ SYNCHRONISATION = re.compile(
 # the value of a function there is no kernel left to judge
 STATEMENT = re.compile(
     r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|T |Sums )"
-    r"[^/\n]+;$"
+    r"(?:[^/\n]|/(?![/*]))+;$"
 )
 
 EXAMPLES: dict[str, list[tuple[Callable[..., float], dict[str, Any]]]] = {

@@ -200,7 +200,12 @@ def test_a_function_that_changes_its_mind() -> None:
 
 def test_config() -> None:
     assert CheckpointConfig() == CheckpointConfig(enabled=True, checkpoint_every=1)
-    assert CheckpointConfig(checkpoint_every=4).memory_reduction_factor(32) == 32 / 12
+    assert CheckpointConfig(checkpoint_every=4).memory_reduction_factor(32) == 0.25
+    for layers in range(1, 20):
+        for every in range(1, 24):
+            kept = len(range(0, layers, every))  # the first layer of each part
+            factor = CheckpointConfig(checkpoint_every=every).memory_reduction_factor(layers)
+            assert factor == kept / layers
     assert CheckpointConfig(enabled=False).memory_reduction_factor(32) == 1
     assert CheckpointConfig(checkpoint_every=99).memory_reduction_factor(1) == 1
     for every in (0, -1, 1.5, True):

@@ -154,6 +154,7 @@ class TestRecords:
             ([], "is empty"),
             ([{"text": "x"}], "holds one record"),
             ([{"text": "x"}] * 9, "says one thing"),
+            ([{"text": "x"}, {"text": "y"}], "too short: it has 1 token to learn in all its lines"),
         ],
     )
     def test_too_little(self, lines: list[Any], said: str, tmp_path: Path) -> None:
@@ -378,14 +379,13 @@ class TestPacking:
         shape = Shape(2, 16, True, 0)
         for step in range(40):
             batch = (packed := Packed(self.EXAMPLES, shape, 3, "file")).at(step)
-            assert batch.tokens.shape == batch.labels.shape == (2, 16)
+            assert batch.tokens.shape == batch.labels.shape == (1, batch.real)
             assert batch.offsets is not None
             parts = np.split(batch.tokens.ravel(), batch.offsets[1:-1])
             known = {example.tokens.tobytes() for example in self.EXAMPLES}
-            used = [part for part in parts if part.tobytes() in known]
-            assert len(parts) - len(used) <= 1, "the padding, if any, is one more text"
-            assert batch.real == sum(len(part) for part in used) > 16
-            assert batch.asked == sum(len(part) - 2 for part in used)
+            assert known >= {part.tobytes() for part in parts}
+            assert 16 < batch.real == sum(len(part) for part in parts) <= 32
+            assert batch.asked == sum(len(part) - 2 for part in parts)
             assert (batch.labels != -100).sum() == batch.asked
             assert packed.where(step).endswith(" of file")
 
@@ -408,11 +408,28 @@ class TestPacking:
         second.at(70)
         for one, other in zip(first.at(33), second.at(33), strict=True):
             np.testing.assert_array_equal(one, other)
-        assert (Packed(self.EXAMPLES, shape, 4, "file").at(33).tokens != first.at(33).tokens).any()
+        other = Packed(self.EXAMPLES, shape, 4, "file").at(33)
+        assert other.tokens.tobytes() != first.at(33).tokens.tobytes()
 
     def test_few_texts_are_not_said_twice_in_a_batch(self) -> None:
         batch = Packed(self.EXAMPLES[:2], Shape(8, 16, True, 0), 0, "file").at(0)
         assert batch.real == 12
+
+    @pytest.mark.parametrize("length", [16, 8000])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_padding_costs_nothing(self, pack: bool, length: int) -> None:
+        """What is computed are the texts: end to end, or in rows as long as the longest of them."""
+        shape = Shape(3, length, pack, 0)
+        packed = Packed(self.EXAMPLES, shape, 3, "file")
+        for batch in [*in_order(self.EXAMPLES, shape), *map(packed.at, range(12))]:
+            if batch.offsets is None:
+                rows, longest = batch.tokens.shape
+                assert rows <= 3
+                assert longest <= 16
+                assert (batch.labels[:, -1] != -100).any(), "a column that no text reaches"
+            else:
+                assert batch.tokens.size == batch.real == batch.offsets[-1]
+                assert np.diff(batch.offsets).max() <= 16
 
     def test_held_out_texts_come_once_and_in_order(self) -> None:
         for pack in (True, False):
@@ -511,10 +528,11 @@ class TestFinetune:
         assert len({batch.asked for batch in batches}) > 1
         assert count == sum(batch.real for batch in batches)
         fresh = create(model.texts["config.json"], seed=0)
-        rows, labels = (np.concatenate([getattr(b, n) for b in batches])
+        rows, labels = (np.concatenate([getattr(b, n) for b in batches], axis=1)
                         for n in ("tokens", "labels"))  # fmt: skip
+        begins = np.cumsum([0, *(batch.tokens.size for batch in batches)])
         offsets = np.concatenate(
-            [[0], *(b.offsets[1:] + n * b.tokens.size for n, b in enumerate(batches))]
+            [[0], *(b.offsets[1:] + begin for b, begin in zip(batches, begins, strict=False))]
         )
         whole, wanted = fresh.loss_and_gradients(rows, labels, offsets=offsets)
         assert loss == pytest.approx(float(whole), rel=1e-6)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..models.config import Config
 
 PROMPT_TOKENS = 12  # of running text, for a sample
+LEAST = 4  # tokens to learn: as many as running text has in two rows of --tokens 2
 
 
 class Example(NamedTuple):
@@ -45,20 +46,22 @@ class Shape(NamedTuple):
         return used <= self.batch * self.length if self.pack else count <= self.batch
 
     def laid(self, examples: Sequence[Example]) -> Batch:
-        """Return texts as one batch: end to end, or each in a row of its own."""
-        tokens = np.full((self.batch, self.length), self.pad, np.int64)
-        labels = np.full_like(tokens, IGNORE)
+        """Return texts as one batch: end to end, or each in a row of its own.
+
+        Texts end to end need no padding; rows are as long as the longest text in them.
+        """
         lengths = [len(example.tokens) for example in examples]
         ends = np.cumsum([0, *lengths])
-        starts = ends if self.pack else np.arange(len(examples) + 1) * self.length
+        size = (1, int(ends[-1])) if self.pack else (len(examples), max(lengths))
+        tokens = np.full(size, self.pad, np.int64)
+        labels = np.full_like(tokens, IGNORE)
+        starts = ends if self.pack else np.arange(len(examples)) * size[1]
         for start, example in zip(starts.tolist(), examples, strict=False):
             part = slice(start, start + len(example.tokens))
             tokens.reshape(-1)[part] = example.tokens
             labels.reshape(-1)[part] = example.labels
-        full = int(ends[-1]) == tokens.size  # else the padding is one more text
-        offsets = ends if full else np.append(ends, tokens.size)
         asked = int((labels != IGNORE).sum())
-        return Batch(tokens, labels, offsets if self.pack else None, asked, int(ends[-1]))
+        return Batch(tokens, labels, ends if self.pack else None, asked, int(ends[-1]))
 
 
 class Packed:
@@ -149,6 +152,12 @@ def of_records(
     learned, asked = (
         np.concatenate([e.labels[e.labels != IGNORE] for e in part]) for part in (train, held_out)
     )
+    if len(learned) < LEAST:
+        raise ConfigError(
+            f"--text {records.path} is too short: it has {len(learned)} token"
+            f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the least: give"
+            " more lines"
+        )
     first = held_out[0]
     begin = int((first.labels != IGNORE).argmax())
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()

@@ -163,20 +163,18 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
     """Return batches that ask for every token but the first once."""
     if len(tokens) < 2:
         raise ConfigError("the text is too short to hold a part of it out; give more text")
-    count = -(-(len(tokens) - 1) // (length - 1))
-    rows = np.zeros((-(-count // batch) * batch, length), tokens.dtype)
-    labels = np.full_like(rows, IGNORE)
-    for row in range(count):
-        part = tokens[row * (length - 1) :][:length]
-        rows[row, : len(part)] = part
-        labels[row, 1 : len(part)] = part[1:]
-    parts = [slice(i, i + batch) for i in range(0, count, batch)]
-    asked = [int((labels[part] != IGNORE).sum()) for part in parts]
-    first = [int((labels[part] != IGNORE).any(axis=1).sum()) for part in parts]
-    return [  # the last batch is filled with ignored rows
-        Batch(rows[part], labels[part], None, number, number + more)
-        for part, number, more in zip(parts, asked, first, strict=True)
-    ]
+    batches = []
+    for first in range(0, len(tokens) - 1, batch * (length - 1)):
+        starts = range(first, min(first + batch * (length - 1), len(tokens) - 1), length - 1)
+        parts = [tokens[start : start + length] for start in starts]
+        rows = np.zeros((len(parts), max(map(len, parts))), tokens.dtype)
+        labels = np.full_like(rows, IGNORE)
+        for row, label, part in zip(rows, labels, parts, strict=True):
+            row[: len(part)] = part
+            label[1 : len(part)] = part[1:]
+        asked = sum(map(len, parts)) - len(parts)
+        batches.append(Batch(rows, labels, None, asked, asked + len(parts)))
+    return batches
 
 
 def unigram_baseline(train: Array, asked: Array, vocabulary: int) -> float:

@@ -6,7 +6,7 @@ whose share reaches top_p; the next token is where the running sum of p passes a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +18,8 @@ from ..find_nan import NonFiniteError
 from ..kv_cache import KVCache
 from .config import Config
 from .inputs import check
+from .network import Network
 from .step import Step
-
-if TYPE_CHECKING:
-    from .transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ class Options:
         return np.array(listed, int)
 
 
-def stream(
-    model: "Transformer", tokens: Array, mask: Array | None, options: Options
-) -> Iterator[Array]:
+def stream(model: Network, tokens: Array, mask: Array | None, options: Options) -> Iterator[Array]:
     """Check everything, then return an iterator over the new tokens: (batch,) each."""
     ends = options.end_tokens(model.config)
     check(tokens, mask)
@@ -93,7 +89,7 @@ def stream(
 
 
 def _steps(
-    model: "Transformer", like: Array, prompt: Array, real: Array, ends: Array, options: Options
+    model: Network, like: Array, prompt: Array, real: Array, ends: Array, options: Options
 ) -> Iterator[Array]:
     config, most = model.config, options.max_new_tokens
     batch, length = prompt.shape
@@ -177,7 +173,7 @@ def _switch(config: Config) -> int | None:
     return next((original + 1 for original in found if original is not None), None)
 
 
-def _steps_on_device(model: "Transformer", most: int) -> bool:
+def _steps_on_device(model: Network, most: int) -> bool:
     """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay."""
     ropes = model.config.ropes.values()
     stay = all(rope.original is None or most <= rope.original for rope in ropes)

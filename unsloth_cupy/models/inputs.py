@@ -1,7 +1,7 @@
 """Tokens, masks and packed texts, checked before anything is computed, and where tokens stand."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,9 +11,14 @@ from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
 from ..ops._sequences import check_offsets
+from .config import Rope
 
-if TYPE_CHECKING:
-    from .transformer import Transformer
+
+class Angles(NamedTuple):
+    """The rotary embeddings of a model, by layer type."""
+
+    tables: Mapping[str, Callable[[int], tuple[Any, Any]]]  # cos and sin of so many positions
+    ropes: Mapping[str, Rope]
 
 
 class Places(NamedTuple):
@@ -83,47 +88,45 @@ def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
     return real if cache is None else cache.note(real, new)
 
 
-def places(
-    model: "Transformer", tokens: Any, mask: Any, cache: KVCache | None, offsets: Any
-) -> Places:
+def places(angles: Angles, tokens: Any, mask: Any, cache: KVCache | None, offsets: Any) -> Places:
     """Return where tokens stand: behind those of the cache, between padding, or in their texts."""
     if offsets is not None:
-        return _packed(model, tokens.size, offsets)
+        return _packed(angles, tokens.size, offsets)
     start, new = cache.length if cache is not None else 0, tokens.shape[1]
     real = real_keys(mask, cache, new)
     length, positions = start + new, None
     if real is not None:
         counted = real.cumsum(axis=1)[:, start:] - 1
         positions = counted * (counted > 0)
-        if _by_length(model):
+        if _by_length(angles):
             length = int(positions.max()) + 1 if positions.size else 1
     rows = slice(None) if real is not None else slice(start, start + new)
     found: dict[str, Any] = {
         kind: tuple(table[rows] for table in tables(max(length, 1)))
-        for kind, tables in model.tables.items()
+        for kind, tables in angles.tables.items()
     }
     return Places(found, positions, None if real is None else real[:, None, None, :])
 
 
-def _packed(model: "Transformer", total: int, offsets: Any) -> Places:
+def _packed(angles: Angles, total: int, offsets: Any) -> Places:
     """Return the places of texts that lie end to end: each begins at position 0."""
-    if _by_length(model):  # each text has angles of its own: a row of the tables for each token
+    if _by_length(angles):  # each text has angles of its own: a row of the tables for each token
         lengths = [n for n in np.diff(_arrays.on_host(offsets)).tolist() if n]
         found: dict[str, Any] = {}
-        for kind, tables in model.tables.items():
+        for kind, tables in angles.tables.items():
             texts = [[table[:n] for table in tables(n)] for n in lengths]
             found[kind] = tuple(np.concatenate(parts) for parts in zip(*texts, strict=True))
-        return Places(found if lengths else _tables(model, 1), None, None, offsets)
+        return Places(found if lengths else _tables(angles, 1), None, None, offsets)
     every = np.arange(total, like=offsets)
     positions = every - offsets[np.searchsorted(offsets[1:], every, side="right")]
     longest = int(np.diff(offsets).max(initial=1)) if isinstance(offsets, np.ndarray) else total
-    return Places(_tables(model, longest), positions[None], None, offsets)
+    return Places(_tables(angles, longest), positions[None], None, offsets)
 
 
-def _tables(model: "Transformer", length: int) -> dict[str, tuple[Any, Any]]:
-    return {kind: tables(max(length, 1)) for kind, tables in model.tables.items()}
+def _tables(angles: Angles, length: int) -> dict[str, tuple[Any, Any]]:
+    return {kind: tables(max(length, 1)) for kind, tables in angles.tables.items()}
 
 
-def _by_length(model: "Transformer") -> bool:
+def _by_length(angles: Angles) -> bool:
     """Say whether angles depend on how long a text is."""
-    return any(rope.original is not None for rope in model.config.ropes.values())
+    return any(rope.original is not None for rope in angles.ropes.values())

@@ -5,7 +5,7 @@ token that follows: one launch, however many kernels a step has.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from .._typing import Array
 from ..kv_cache import KVCache
 from ..ops.kv_append import kv_append_
 from .block import Call, blocks, embedded, join
-
-if TYPE_CHECKING:
-    from .transformer import Transformer
+from .network import Network
 
 
 class Step:
@@ -28,7 +26,7 @@ class Step:
         What is played again, from the third step on; None where nothing was captured.
     """
 
-    def __init__(self, model: "Transformer", cache: KVCache, real: Array, most: int) -> None:
+    def __init__(self, model: Network, cache: KVCache, real: Array, most: int) -> None:
         """Begin where the cache stands; real is (batch, tokens), of up to ``most`` tokens."""
         self.model, self.cache = model, cache
         start, sinks = real.shape[1], cache.sinks

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays, linear_cross_entropy
-from .._dtypes import FLOAT32
+from .. import linear_cross_entropy
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
@@ -21,15 +20,14 @@ from ..kv_cache import KVCache
 from ..loss_scaler import LossScaler
 from ..tape import Tape
 from . import generate as generation
-from .adapter import Adapter, create_adapter
-from .block import Call, blocks, check_chunked, embedded, join, rope_rows
+from .adapter import create_adapter
 from .config import Config
 from .files import SINGLE, Layout, write_folder
-from .inputs import check, places
-from .loss import IGNORE, count_labels, head_weight, logits_of, loss_on_tape, next_labels
+from .loss import IGNORE, count_labels, head_weight, loss_on_tape, next_labels
+from .network import Network
 
 
-class Transformer:
+class Transformer(Network):
     """A language model: parameters by their Hugging Face names, and what can be done with them.
 
     Attributes
@@ -52,19 +50,8 @@ class Transformer:
         texts: Mapping[str, Mapping[str, Any]],
         layout: Layout | None = None,
     ) -> None:
-        self.config, self.parameters, self.texts = config, parameters, texts
-        self.adapter: Adapter | None = None
-        self.chunked_mlp = False
-        self.layout = layout or {SINGLE: list(parameters)}
-        here = _arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
-        self.tables = {kind: rope_rows(rope, here) for kind, rope in sorted(config.ropes.items())}
-        for tables in self.tables.values():
-            tables(1)  # a broken rope_scaling shows now, not in the first call
-
-    @property
-    def table(self) -> Array:
-        """The embedding of every token: (vocab, hidden)."""
-        return self.parameters["model.embed_tokens.weight"]
+        super().__init__(config, parameters)
+        self.texts, self.layout = texts, layout or {SINGLE: list(parameters)}
 
     @property
     def trainable(self) -> dict[str, Array]:
@@ -266,35 +253,3 @@ class Transformer:
         if self.adapter is None:
             raise ConfigError("save_adapter: there is none; call add_adapter(rank) first")
         self.adapter.save(folder)
-
-    def hidden(
-        self,
-        parameters: Mapping[str, Any],
-        tokens: Array,
-        mask: Array | None = None,
-        cache: KVCache | None = None,
-        checkpoints: CheckpointConfig | None = None,
-        seed: int | None = None,
-        offsets: Array | None = None,
-    ) -> Any:
-        """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
-
-        Texts that lie end to end are one row of it: (1, tokens, hidden).
-        """
-        check(tokens, mask, cache, offsets, checkpoints)
-        if self.chunked_mlp:
-            check_chunked(self.config, self.adapter)
-        here = places(self, tokens, mask, cache, offsets)
-        tokens = tokens if offsets is None else tokens.reshape(1, -1)
-        branch = embedded(self.config, parameters, tokens)
-        if self.adapter is not None:
-            parameters = {**self.adapter.parameters, **parameters}
-        call = Call(
-            self.config, parameters, *here, cache, self.adapter, seed, chunked_mlp=self.chunked_mlp
-        )
-        branch, stream = blocks(call, branch, checkpoints)
-        return join(call, "model.", "norm", branch, stream)[0]
-
-    def head(self, x: Array) -> Array:
-        """Return the logits of normed hidden states."""
-        return logits_of(self.config, self.parameters, x)

@@ -1,0 +1,78 @@
+"""The network itself: its parameters, the angles of its positions, from tokens to logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import _arrays
+from .._dtypes import FLOAT32
+from .._typing import Array
+from ..checkpoint import CheckpointConfig
+from ..kv_cache import KVCache
+from .adapter import Adapter
+from .block import Call, blocks, check_chunked, embedded, join, rope_rows
+from .config import Config
+from .inputs import Angles, check, places
+from .loss import logits_of
+
+
+class Network:
+    """The blocks of a transformer between its embedding and its head.
+
+    Attributes
+    ----------
+    config : Config
+        The block, as facts.
+    parameters : dict of str to array
+        Replace or change them in place: every call reads them anew.
+    adapter : Adapter or None
+        What is added to linear layers; the parameters are then frozen.
+    chunked_mlp : bool
+        Whether ``swiglu_mlp`` is the MLPs: by chunks of rows, and once more on the way back.  Off
+        at first.  Calls raise a ConfigError where an MLP has another activation, or more inside.
+    """
+
+    def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
+        self.config, self.parameters = config, parameters
+        self.adapter: Adapter | None = None
+        self.chunked_mlp = False
+        here = _arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
+        self.tables = {kind: rope_rows(rope, here) for kind, rope in sorted(config.ropes.items())}
+        for tables in self.tables.values():
+            tables(1)  # a broken rope_scaling shows now, not in the first call
+
+    @property
+    def table(self) -> Array:
+        """The embedding of every token: (vocab, hidden)."""
+        return self.parameters["model.embed_tokens.weight"]
+
+    def hidden(
+        self,
+        parameters: Mapping[str, Any],
+        tokens: Array,
+        mask: Array | None = None,
+        cache: KVCache | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        seed: int | None = None,
+        offsets: Array | None = None,
+    ) -> Any:
+        """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
+
+        Texts that lie end to end are one row of it: (1, tokens, hidden).
+        """
+        check(tokens, mask, cache, offsets, checkpoints)
+        if self.chunked_mlp:
+            check_chunked(self.config, self.adapter)
+        here = places(Angles(self.tables, self.config.ropes), tokens, mask, cache, offsets)
+        tokens = tokens if offsets is None else tokens.reshape(1, -1)
+        branch = embedded(self.config, parameters, tokens)
+        if self.adapter is not None:
+            parameters = {**self.adapter.parameters, **parameters}
+        call = Call(
+            self.config, parameters, *here, cache, self.adapter, seed, chunked_mlp=self.chunked_mlp
+        )
+        branch, stream = blocks(call, branch, checkpoints)
+        return join(call, "model.", "norm", branch, stream)[0]
+
+    def head(self, x: Array) -> Array:
+        """Return the logits of normed hidden states."""
+        return logits_of(self.config, self.parameters, x)

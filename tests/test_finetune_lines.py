@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,61 @@ class TestChat:
     def test_broken_templates(self, template: Any, message: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             Chat(folder_with(tmp_path, template)).text(CHAT)
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "takes more than"),
+            ("{% macro f(n) %}{{ n and f(n - 1) ~ f(n - 1) }}{% endmacro %}{{ f(60) }}",
+             "takes more than"),
+            ("{% set n = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+             "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}", "takes more than"),
+            ("{{ 10 ** (10 ** 10) }}", "takes more than"),
+            ("{{ 'x' * 10**9 }}", "needs more than 512 MiB"),
+            ("{{ 'x' | center(10**9) }}", "needs more than 512 MiB"),
+            ("{{ (r | list * 10**5) | length }}", "needs more than 512 MiB"),
+            ("{% for i in r %}{{ 'x' * 10**4 }}{% endfor %}", "makes more than 33,554,432 char"),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too often"),
+            ("{{ raise_exception('x' * 10**6) }}", "x" * 500 + ";"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_a_template_has_limits(
+        self, template: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of time and memory, in a loop and in one operation, and outside the main thread."""
+        if "512 MiB" in message:
+            pytest.importorskip("resource", reason="needs a system that limits memory")
+        monkeypatch.setattr("unsloth_cupy.cli.chat.SECONDS", 0.4)
+        chat = Chat(folder_with(tmp_path, "{% set r = range(99999) %}" + template))
+        with (
+            ThreadPoolExecutor() as threads,
+            pytest.raises(ConfigError, match=message) as refused,
+        ):
+            threads.submit(chat.text, CHAT).result()
+        assert len(str(refused.value)) < 1000
+
+    def test_a_template_that_was_stopped_begins_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("unsloth_cupy.cli.chat.SECONDS", 1)
+        loops = "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+        asked = "{% set r = range(99999 * (messages|length - 1)) %}" + loops
+        chat = Chat(folder_with(tmp_path, asked))
+        assert not chat.text(CHAT[:1])
+        with pytest.raises(ConfigError, match="takes more than 1 s; write"):
+            chat.text(CHAT[:2])
+        assert not chat.text(CHAT[:1])
+        process = chat.template.process
+        del chat
+        assert process.returncode is not None
+
+    def test_a_long_chat_is_asked_for_in_parts(self) -> None:
+        chat = CHAT * 20
+        text, spans = Chat(None).spans(chat)
+        assert text == Chat(None).text(chat)
+        answers = [m["content"] + "<|im_end|>\n" for m in chat if m["role"] == "assistant"]
+        assert learned(text, spans) == answers
 
     def test_a_date_stays_what_it_is(self, tmp_path: Path) -> None:
         """A run that goes on tomorrow must see the same texts."""

@@ -6,21 +6,25 @@
     Mount Everest.<|im_end|>
 
 A template is a program that came with a model: it runs where it can change nothing, read no file
-and reach no module (jinja2.sandbox).
+and reach no module, for a limited time.
 """
 
 import functools
 import json
+import subprocess
+import sys
+import weakref
 from collections.abc import Sequence
-from datetime import date
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, cast
 
 from ..errors import ConfigError
 from ..models.files import read_json
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-TODAY = date(2024, 7, 26)  # in templates that ask: texts stay the same when a run goes on
+AT_ONCE = 32  # texts that a template is asked for together
+SECONDS = 2  # for that; a template takes milliseconds
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -79,9 +83,9 @@ class Chat:
         return found if found is not None else CHATML
 
     @functools.cached_property
-    def template(self) -> Any:
+    def template(self) -> "Template":
         """The program; nobody needs it, or jinja2, who has no chats."""
-        return _compiled(self.source, self.where)
+        return Template(self.source, self.where)
 
     def keep(self) -> dict[str, str]:
         """Return the files that say how this model was taught, to lie beside its weights."""
@@ -98,19 +102,15 @@ class Chat:
         ConfigError
             The template does not take these messages.
         """
-        given = [dict(message) for message in messages]
-        try:
-            made = self.template.render(
-                messages=given, add_generation_prompt=answer, tools=None, documents=None,
-                **self.tokens,
-            )  # fmt: skip
-        except Exception as error:  # a template may fail in any way a program can
-            why = str(error) or "it fails"
-            raise ConfigError(
-                f"the template of {self.where} does not take the messages: {why}; write them as the"
-                " model's page says"
-            ) from None
-        return str(made)
+        return self._texts([(messages, answer)])[0]
+
+    def _texts(self, asked: list[tuple[Sequence[Message], bool]]) -> list[str]:
+        """Return several texts by one call of the template, which is much faster."""
+        return self.template.render([
+            {"messages": [*messages], "add_generation_prompt": answer, "tools": None,
+             "documents": None, **self.tokens}
+            for messages, answer in asked
+        ])  # fmt: skip
 
     def spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """Return a chat as text, and where in it the assistant speaks.
@@ -123,16 +123,18 @@ class Chat:
         ConfigError
             The last answer cannot be told from what comes before it.
         """
-        whole, found = self.text(messages), []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            stop = self.text(messages[: number + 1])
-            starts = [""] if not number else [
-                self.text(messages[:number], answer=answer) for answer in (True, False)
-            ]  # fmt: skip
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        asked = [(messages, False)]
+        for turn in turns:
+            asked.append((messages[: turn + 1], False))
+            asked += [(messages[:turn], answer) for answer in (True, False) if turn]
+        texts = iter(self._texts(asked))
+        whole, found = next(texts), []
+        for turn in turns:
+            stop = next(texts)
+            starts = [next(texts), next(texts)] if turn else [""]
             start = next((s for s in starts if stop.startswith(s)), None)
-            last = number == len(messages) - 1
+            last = turn == len(messages) - 1
             if start is not None and whole.startswith(stop):
                 found.append(Span(len(start), len(stop)))
             elif last:
@@ -143,39 +145,59 @@ class Chat:
         return whole, found
 
 
-def _compiled(source: str, where: str) -> Any:
-    """Return a template that can do nothing but make text."""
-    from jinja2 import TemplateError, ext, nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+class Template:
+    """A program that makes texts, in a process of its own: see ``template``."""
 
-    class Generation(ext.Extension):
-        """``{% generation %}`` marks what an assistant says; here its text alone matters."""
+    def __init__(self, source: str, where: str) -> None:
+        import jinja2  # noqa: F401 -- which its process needs: a missing package is named here
 
-        tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
+        self.source, self.where = source, where
+        self.process = self._started()
 
-        def parse(self, parser: Any) -> list[nodes.Node]:
-            next(parser.stream)
-            body: list[nodes.Node] = parser.parse_statements(
-                ("name:endgeneration",), drop_needle=True
-            )
-            return body
+    def _started(self) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("template.py")), str(SECONDS)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            encoding="ascii",
+        )  # fmt: skip
+        weakref.finalize(self, _end, process)
+        if why := _asked(process, self.source)[1]:
+            raise ConfigError(f"{self.where}: the chat template is broken: {why}; copy it again")
+        return process
 
-    def fail(message: str) -> NoReturn:
-        raise TemplateError(message)
+    def render(self, calls: list[dict[str, Any]]) -> list[str]:
+        """Return the texts that the template makes of sets of arguments, or raise a ConfigError."""
+        if self.process.poll() is not None:
+            self.process = self._started()
+        found = []
+        for start in range(0, len(calls), AT_ONCE):
+            texts, why = _asked(self.process, calls[start : start + AT_ONCE])
+            if why:
+                raise ConfigError(
+                    f"the template of {self.where} does not take the messages: {why}; write them"
+                    " as the model's page says, or copy the template from there again"
+                )
+            found += texts
+        return found
 
-    def as_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})  # for no web page
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = TODAY.strftime
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(f"{where}: the chat template is broken: {error}; copy it again") from None
+def _asked(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str]:
+    """Return what the process of a template answers: texts, or why there are none."""
+    stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    with suppress(OSError):  # it has ended: there is no answer either
+        stdin.write(json.dumps(value) + "\n")
+        stdin.flush()
+    if line := stdout.readline():
+        texts, why = json.loads(line)
+        return texts, why
+    process.wait()
+    return [], f"it takes more than {SECONDS} s" if process.returncode > 0 else "it crashes"
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    with suppress(OSError), process:  # wait, and close its pipes
+        pass
 
 
 def _text(path: Path) -> str:

@@ -294,24 +294,13 @@ def test_columns_put_a_matrix_back_together() -> None:
     np.testing.assert_array_equal(dx, expected)
 
 
-@pytest.mark.parametrize(
-    "index", [0, (0, 1), (..., 0), (..., slice(None, None, 2)), (slice(1), slice(2)), slice(2)]
-)
-def test_only_a_run_of_columns_is_kept(index) -> None:
-    x = Tape().watch(draw(2, 4))
-    with pytest.raises(ShapeError, match=r"a tape keeps x\[..., start:stop\] alone"):
-        x[index]
-    assert x[..., 1:].shape == (2, 3)
-
-
 def test_an_array_may_stand_before_a_variable() -> None:
     tape, array = Tape(), draw(2, 4)
     x = tape.watch(array)
     total = array + x
     assert (total.value == array + array).all()
     assert (tape.gradients(total, [x], array)[0] == array).all()
-    with pytest.raises(DTypeError, match="b is no array but float"):
-        1.0 + x
+    assert ((1.0 + x).value == 1.0 + array).all()
 
 
 def test_wrt_is_any_run_of_variables() -> None:

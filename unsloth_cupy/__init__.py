@@ -20,17 +20,28 @@ from .ops.merge_attention import merge_attention_backward as merge_attention_bac
 # Joining ops on a tape
 from .ops.arithmetic import add as add
 from .ops.arithmetic import columns as columns
+from .ops.arithmetic import index as index
 from .ops.arithmetic import multiply as multiply
 from .ops.arithmetic import reshape as reshape
 from .ops.arithmetic import scale as scale
+from .ops.arithmetic import transpose as transpose
 from .ops.cast import accumulate_ as accumulate_
 from .ops.cast import cast as cast
+from .ops.elementwise import divide as divide
+from .ops.elementwise import exp as exp
+from .ops.elementwise import log as log
+from .ops.elementwise import power as power
+from .ops.elementwise import subtract as subtract
+from .ops.reductions import broadcast_to as broadcast_to
+from .ops.reductions import mean as mean
+from .ops.reductions import sum as sum
 
 # Matrices and tables
 from .ops.embedding import embedding as embedding
 from .ops.embedding import embedding_backward as embedding_backward
 from .ops.linear import linear as linear
 from .ops.linear import linear_backward as linear_backward
+from .ops.matmul import matmul as matmul
 
 # Position
 from .ops.apply_rotary import apply_rotary_embedding as apply_rotary_embedding
@@ -124,4 +135,4 @@ from .schedules import constant_schedule as constant_schedule
 from .schedules import cosine_schedule as cosine_schedule
 from .schedules import linear_schedule as linear_schedule
 from .tape import Tape as Tape
-from .tape import Var as Var
+from .variable import Var as Var

@@ -136,7 +136,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_integer(value: Any, least: int = 0) -> bool:
+def is_integer(value: Any, least: float = 0) -> bool:
     """Say whether value is an integer of Python or NumPy, no bool, and not below the least."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return bool(whole and value >= least)

@@ -81,6 +81,10 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "start": 0,
         "stop": scale.hidden // 2,
         "shape": (-1,),
+        "matrices": (scale.heads,),
+        **dict.fromkeys(("height", "width"), scale.dim),
+        "key": np.s_[1:],
+        "exponent": 2.0,
         "factor": 0.5,
         "lr": 1e-3,
         "betas": (0.9, 0.999),
@@ -91,7 +95,10 @@ def sizes(scale: Scale) -> dict[str, Any]:
 
 
 def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
-    """Return how to make the arrays whose values have a meaning that no signature tells."""
+    """Return how to make the arrays whose values have a meaning that no signature tells.
+
+    They are named alone, or after the op whose they are.
+    """
     tokens = scale.tokens
     angles = np.outer(np.arange(tokens), 1e4 ** (-2 * np.arange(scale.dim // 2) / scale.dim))
     offsets = np.linspace(0, tokens, SEQUENCES + 1).astype(int)
@@ -107,6 +114,11 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
+        # no logarithm of what is negative, no sum or quotient whose size is that of rounding
+        **dict.fromkeys(
+            ("log.x", "divide.b", "sum.x", "mean.x"),
+            lambda: rng.random((tokens, scale.hidden)) + 0.5,
+        ),
     }
 
 
@@ -183,13 +195,16 @@ def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False) -> Call:
     ``optional`` gives every optional array too that a signature tells how to draw.
     """
     rng, known = np.random.default_rng(0), sizes(scale)
+    if op.__name__ == "broadcast_to":
+        known["shape"] = (2, *known["axes"])
     meant = meaning(scale, rng)
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     for operand in op.contract.inputs:
         if operand.optional and not (optional and _drawable(operand)):
             continue
-        if operand.name in meant:
-            array = np.array(meant[operand.name]())
+        made = meant.get(f"{op.__name__}.{operand.name}", meant.get(operand.name))
+        if made is not None:
+            array = np.array(made())
             arrays[operand.name] = array.astype(np.float32) if array.dtype.kind == "f" else array
         else:
             arrays[operand.name] = _random(operand, known, rng)

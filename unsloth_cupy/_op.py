@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import _arrays, _call, _cupy, _jit, tape
+from . import _arrays, _call, _cupy, _jit, tape, variable
 from ._dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
 from ._planned import Planned
 from ._replay import Run, replaying
@@ -89,7 +89,7 @@ class Op(Generic[P, R]):
 
     def plan(self, arrays: Sequence[Any]) -> Run:
         """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
-        if any(type(array) is tape.Var for array in arrays):
+        if any(type(array) is variable.Var for array in arrays):
             return functools.partial(tape.record, self)
         library = exchange.common(self.__name__, self.names, arrays)
         if not exchange.native(arrays):

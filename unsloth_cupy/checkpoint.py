@@ -17,7 +17,8 @@ from ._call import is_number
 from ._cupy import OnHost, on_host
 from ._op import OPS
 from .errors import ConfigError, GradientError
-from .tape import Gradients, Tape, Var, add_up
+from .tape import Gradients, Tape, add_up
+from .variable import Var
 
 T = TypeVar("T")
 

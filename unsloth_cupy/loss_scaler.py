@@ -16,7 +16,7 @@ from .ops._many import launchable
 from .ops.arithmetic import scale as scaled
 from .ops.arithmetic import scale_by
 from .ops.gradients import measured
-from .tape import Var
+from .variable import Var
 
 TINY, HUGE = 2.0**-126, 2.0**127  # float32's normal numbers
 MOST = 2**32 - 1  # steps that a device counts

@@ -31,7 +31,7 @@ from .errors import ConfigError, DTypeError
 from .gradients import check_floats
 from .loss_scaler import LossScaler
 from .ops.cast import cast
-from .tape import Var
+from .variable import Var
 
 # What the float operands of an op are held in.  Weights of norms, biases, tables and statistics
 # (kinds param, table and stat of a signature) stay float32 beside either; ops that change their
@@ -42,18 +42,21 @@ POLICY: Mapping[str, str] = dict.fromkeys(
     (
         # products: tensor cores multiply 16 bits, and add in float32
         *("linear", "linear_cross_entropy", "swiglu_mlp", "embedding"),
+        "matmul",
         *("lora_linear", "lora_down", "lora_up", "lora_merge", "row_norms"),
         *("attention", "attention_varlen", "attention_paged", "merge_attention"),
         # bound by memory: half the bytes, arithmetic and statistics in float32
         *("rms_norm", "layer_norm", "qk_norm_rope", "apply_rotary_embedding"),
         *("rope", "rope_qk", "swiglu", "geglu", "relu2"),
-        *("add", "multiply", "scale", "reshape", "columns"),
+        *("add", "subtract", "multiply", "scale"),
+        *("reshape", "columns", "index", "transpose", "broadcast_to"),
     ),
     COMPUTE,
 ) | dict.fromkeys(
     (
         # what is read as a number: probabilities, losses, a factor by column
         *("softmax", "cross_entropy", "scale_by", "dora_factor"),
+        *("sum", "mean", "divide", "power", "exp", "log"),
     ),
     WIDE,
 )

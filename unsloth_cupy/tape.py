@@ -11,7 +11,6 @@ and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating 
 
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,63 +18,7 @@ import numpy as np
 from . import _arrays
 from ._dtypes import DIFFERENTIABLE
 from .errors import DTypeError, GradientError, ShapeError
-
-
-class Var:
-    """An array on a tape: ``value`` is the array; ops of a Var give Vars."""
-
-    __slots__ = ("index", "tape", "value")
-    __array_ufunc__ = None  # NumPy leaves array + Var to __radd__
-
-    def __init__(self, value: Any, tape: "Tape") -> None:
-        self.value, self.tape = value, tape
-        self.index = tape.issued
-        tape.issued += 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the array."""
-        return self.value.dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the array."""
-        return len(self.value.shape)
-
-    def reshape(self, *shape: int) -> "Var":
-        """Return the same elements in another shape, on the tape."""
-        from .ops import arithmetic
-
-        return arithmetic.reshape(self, shape=shape)  # type: ignore[arg-type,return-value]
-
-    def __add__(self, other: Any) -> "Var":
-        """Add an array of the same shape."""
-        from .ops import arithmetic
-
-        return arithmetic.add(self, other)  # type: ignore[arg-type,return-value]
-
-    __radd__ = __add__
-
-    def __getitem__(self, index: tuple[EllipsisType, slice]) -> "Var":
-        """Return ``[..., start:stop]``: a part of the last axis."""
-        from .ops import arithmetic
-
-        match index:
-            case (EllipsisType(), slice(step=None | 1) as part):
-                start, stop, _ = part.indices(self.shape[-1])
-            case _:
-                raise ShapeError(f"Var[{index}]: a tape keeps x[..., start:stop] alone")
-        return arithmetic.columns(self, start=start, stop=stop)  # type: ignore[arg-type,return-value]
-
-    def __repr__(self) -> str:
-        """Show shape and dtype, not the numbers."""
-        return f"Var({self.shape}, {self.dtype})"
-
+from .variable import Var
 
 Gradients = dict[int, Any]  # by the index of a Var
 watch_memory: Callable[[str], None] | None = None  # told of every op when it has returned

@@ -5,7 +5,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy._op import OPS
-from unsloth_cupy.errors import ShapeError
+from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 from unsloth_cupy.ops.arithmetic import add_backward, reshape_backward
 
 from ..cuda_on_cpu.traffic import counted
@@ -105,3 +105,52 @@ def test_gradients_that_are_what_came_are_not_copied(dtype: str) -> None:
     dy = np.ones((3, 4), dtype)
     for gradient in (reshape_backward(dy, np.ones((2, 6), dtype)), *add_backward(dy)):
         assert np.shares_memory(gradient, dy)
+
+
+class TestTranspose(Parity):
+    op = "transpose"
+    cases = (
+        Case("reversed", axes=[3, 4, 2]),
+        Case("turned", axes=[3, 4, 2], order=(1, -1, 0)),
+        Case("empty", axes=[0, 4]),
+        Case("scalar", axes=[]),
+    )
+
+
+@pytest.mark.parametrize("order", [(1, 2, 0), (-1, 0, 1), [0, 2, 1], None])
+def test_transpose_is_turned_back(order: Any) -> None:
+    tape, x = uc.Tape(), np.arange(24.0).reshape(2, 3, 4)
+    watched = tape.watch(x)
+    turned = uc.transpose(watched, order=order)
+    assert (turned.value == x.transpose(order)).all()
+    assert (tape.gradients(turned, [watched], turned.value)[0] == x).all()
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 0, 1), (0, 1, 3), "xyz", 1, (0.0, 1, 2), (0, 1, -4)])
+def test_transpose_refuses_what_names_no_order(order: object) -> None:
+    with pytest.raises(ShapeError, match="name each of its 3 axes once"):
+        uc.transpose(np.ones((2, 3, 4), np.float32), order=order)
+
+
+class TestIndex(Parity):
+    op = "index"
+    cases = (
+        Case("row", axes=[3, 4], key=-1),
+        Case("part", axes=[3, 4], key=np.s_[1:, ::2]),
+        Case("element", axes=[3, 4], key=(0, 1)),
+        Case("new axis", axes=[3, 4], key=np.s_[..., None, 2]),
+        Case("backwards", axes=[5], key=np.s_[::-2]),
+        Case("nothing", axes=[5], key=np.s_[5:]),
+    )
+
+
+@pytest.mark.parametrize("key", [[0], np.array([0]), True, 1.5, "x", (0, [1]), (slice(1), {})])
+def test_index_refuses_what_is_no_basic_key(key: object) -> None:
+    with pytest.raises(ConfigError, match="pass integers, slices"):
+        uc.index(np.ones((3, 4), np.float32), key=key)
+
+
+@pytest.mark.parametrize("key", [3, -4, (0, 4), (0, 0, 0), (..., ...), slice(0, 2, 0), slice("x")])
+def test_index_refuses_what_is_not_there(key: object) -> None:
+    with pytest.raises(RangeError, match=r"index\(key="):
+        uc.index(np.ones((3, 4), np.float32), key=key)

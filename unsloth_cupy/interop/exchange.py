@@ -195,14 +195,19 @@ def native(arrays: Sequence[Any]) -> bool:
     return all(type(a) in exact or type(a).__module__.startswith("cupy") for a in arrays)
 
 
-def full_like(array: Any, number: float) -> Any:
-    """Return a new array of array's library, shape, dtype and device, filled with a number."""
+def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
+    """Return a new array of array's library, dtype and device, filled with a number.
+
+    It has the shape of array where none is given.
+    """
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
-        return np.full_like(array, number)
+        return np.full_like(array, number, shape=shape)
+    shape = tuple(array.shape) if shape is None else shape
     if library == "torch":
-        return sys.modules["torch"].full_like(array, number)
-    return array.__array_namespace__().full_like(array, number)
+        return array.new_full(shape, number)
+    new = array.__array_namespace__().full
+    return new(shape, number, dtype=array.dtype, device=array.device)
 
 
 def placed(array: Any, like: Any) -> Any:

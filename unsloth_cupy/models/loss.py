@@ -11,7 +11,8 @@ from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..loss_scaler import LossScaler
-from ..tape import Gradients, Var, add_up
+from ..tape import Gradients, add_up
+from ..variable import Var
 from .config import Config
 
 IGNORE = -100  # the label of a token that does not count

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, GradientError
-from ..tape import Var
+from ..variable import Var
 
 
 def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty
+from .._call import is_integer
 from .._op import op
 from .._typing import Array
-from ..errors import ShapeError
+from ..errors import ConfigError, RangeError, ShapeError
 from ._flat import launch_rows
 
 
@@ -142,4 +143,73 @@ def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
     dx[..., start:stop] = dy
+    return dx
+
+
+@op("x(*axes) -> y(*turned)", widen=False)
+def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
+    """Return x with its axes in another order, in the memory of x; None: in reverse.
+
+    Raises
+    ------
+    ShapeError
+        order does not name each axis of x once.
+    """
+    return x.transpose(_places(x, order))
+
+
+@transpose.gradient("dy(*turned), x(*axes) -> dx(*axes)", widen=False)
+def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = None) -> Array:
+    """Return the gradient of x."""
+    places = _places(x, order)
+    return dy.transpose([places.index(axis) for axis in range(x.ndim)])
+
+
+def _places(x: Array, order: Any) -> list[int]:
+    """Return the axes of x, from 0 on, in the order asked for."""
+    if order is None:
+        return list(range(x.ndim))[::-1]
+    whole = isinstance(order, tuple | list) and all(is_integer(n, -x.ndim) for n in order)
+    if not whole or sorted(n % x.ndim if n < 0 else n for n in order) != list(range(x.ndim)):
+        cure = f"name each of its {x.ndim} axes once"
+        raise ShapeError(f"transpose(order={order!r}): x is {tuple(x.shape)}; {cure}")
+    return [int(n) % x.ndim for n in order]
+
+
+@op("x(*axes) -> y(*part)", widen=False)
+def index(x: Array, *, key: Any) -> Array:
+    """Return ``y = x[key]``, in the memory of x.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    key : int, slice, ``...``, None, or a tuple of them
+        As NumPy takes it.
+
+    Returns
+    -------
+    y : (*part) float
+
+    Raises
+    ------
+    ConfigError
+        key holds something else, such as an array.
+    RangeError
+        x has no such element, or too few axes.
+    """
+    for each in key if isinstance(key, tuple) else (key,):
+        basic = each is None or each is ... or isinstance(each, slice)
+        if not (basic or is_integer(each, -math.inf)):
+            raise ConfigError(f"index(key={key!r}): pass integers, slices, ... and None alone")
+    try:
+        return x[key]
+    except (IndexError, ValueError, TypeError) as error:  # a step of 0; a slice of no integers
+        raise RangeError(f"index(key={key!r}): x is {tuple(x.shape)}; {error}") from error
+
+
+@index.gradient("dy(*part), x(*axes) -> dx(*axes)", widen=False)
+def index_backward(dy: Array, x: Array, *, key: Any) -> Array:
+    """Return the gradient of x: dy, with zeros around it."""
+    dx = np.zeros_like(x)
+    dx[key] = dy
     return dx

@@ -11,7 +11,8 @@ from .._call import is_integer
 from .._typing import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
-from ..tape import Tape, Var
+from ..tape import Tape
+from ..variable import Var
 from .attention import attention
 from .linear import linear
 from .rope_qk import rope_qk

@@ -15,7 +15,7 @@ from .._dtypes import FLOAT32
 from .._gemm import gemm, steps
 from .._op import op
 from .._typing import Array
-from ..tape import Var
+from ..variable import Var
 from .cast import cast
 
 

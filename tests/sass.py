@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from unsloth_cupy.cli.run_folder import written_beside
+from unsloth_cupy.files import written_beside
 
 from . import budget
 from .variants import ARCHITECTURES, Variant, constants, of_kernel

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models import files as checkpoint_files
 
 from ..parity import EPS
 from .peers import SIZES
@@ -135,7 +134,7 @@ def test_a_crash_while_saving_leaves_the_old(folder, monkeypatch):
     def crash(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_files.os, "fsync", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(KeyboardInterrupt):
         model.save(folder)
     with pytest.raises(KeyboardInterrupt):

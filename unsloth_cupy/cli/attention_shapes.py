@@ -11,10 +11,10 @@ import numpy as np
 
 from .. import attention_backward, attention_forward, memory_pool
 from .._dtypes import BFLOAT16, FLOAT32
+from ..files import written_beside
 from ..memory import format_bytes
 from .curve import INK, SOFT
 from .report import OURS, headline
-from .run_folder import written_beside
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]

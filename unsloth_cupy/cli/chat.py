@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ..errors import ConfigError
-from ..models.files import read_json
+from ..files import read_json
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 AT_ONCE = 32  # texts that a template is asked for together

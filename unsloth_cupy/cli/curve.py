@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .run_folder import written_beside
+from ..files import written_beside
 
 SMOOTHING = 0.02  # share of the steps on either side that the smooth line averages over
 INK, SOFT = "#22272e", "#8b95a1"

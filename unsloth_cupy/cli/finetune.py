@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 from ..errors import ConfigError
+from ..files import written_beside
 from ..memory import format_bytes
 from .chat import CHATML_TOKENS, Chat
 from .curve import draw_curve
@@ -20,7 +21,7 @@ from .machine import blas_threads, console
 from .new_model import SIZES, small_llama
 from .options import FILE, Device, Number, Size, option
 from .records import SUFFIX, Records, read_records
-from .run_folder import RunFolder, load_model, model_folder, written_beside
+from .run_folder import RunFolder, load_model, model_folder
 from .text import Text, read_text
 from .tokenizer import load_tokenizer, train_tokenizer
 from .trainer import Plan, Trainer

@@ -63,7 +63,7 @@ def plan(
 
     CONFIG is a model folder or a config.json; no weights are read.
     """
-    from ..models.files import read_json
+    from ..files import read_json
     from ..models.parse import parse
 
     path = config if config.is_file() else model_folder(config) / "config.json"

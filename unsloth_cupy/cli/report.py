@@ -8,8 +8,8 @@ import numpy as np
 
 from .._op import OPS
 from ..errors import ConfigError
+from ..files import written_beside
 from .curve import INK, SOFT
-from .run_folder import written_beside
 
 Report = dict[str, Any]
 

@@ -12,54 +12,18 @@ Everything is written beside its place and renamed, so that a name always means 
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..models.files import read_json
+from ..files import PARTIAL, read_json, remove, written_beside
 
 if TYPE_CHECKING:
     from ..models import Transformer
 
-PARTIAL = ".partial"
 ADAPTER = "adapter_config.json"
-
-
-@contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Give a name beside path to write a file or a folder to; rename it when all is on disk."""
-    partial = path.with_name(path.name + PARTIAL)
-    remove(partial)
-    yield partial
-    for name in [*partial.rglob("*"), partial]:
-        sync(name)
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or the names in a folder are on disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders, and keeps their names by itself
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder that may be there; a folder loses its name first."""
-    if path.is_dir():
-        doomed = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
-        if doomed != path:
-            path.replace(doomed)
-        shutil.rmtree(doomed)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -112,9 +76,8 @@ class RunFolder:
             else:
                 with written_beside(self.settings) as partial:
                     partial.write_text(json.dumps(settings, indent=2) + "\n")
-            for pattern in ("*" + PARTIAL, f".*{PARTIAL}-*"):  # the second is a model's own
-                for leftover in self.folder.glob(pattern):
-                    remove(leftover)
+            for leftover in self.folder.glob("*" + PARTIAL):
+                remove(leftover)
             try:
                 yield
             finally:

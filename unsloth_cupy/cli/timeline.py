@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from .._ledger import MemoryPlan
+from ..files import written_beside
 from ..memory import format_bytes
 from .curve import INK, SOFT
-from .run_folder import written_beside
 
 COLOURS = {  # what stays through a step lies below what comes and goes
     "weights": "#3b6fb6",

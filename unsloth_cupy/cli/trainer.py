@@ -19,6 +19,7 @@ from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..faults import check_errors
+from ..files import written_beside
 from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients, sum_gradients
 from ..models.files import write_tensors
@@ -29,7 +30,7 @@ from .interrupt import Interrupted, stop_request
 from .limit import Memory
 from .machine import peak_memory
 from .progress import Progress
-from .run_folder import RunFolder, written_beside
+from .run_folder import RunFolder
 from .text import Batch, Lessons
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from .._call import is_number
 from .._dtypes import FLOAT32, FLOATS, allowed
 from .._typing import Array
 from ..errors import ConfigError
+from ..files import read_json, settle
 from .adapter import (
     CONFIG,
     DOWN,
@@ -25,7 +26,7 @@ from .adapter import (
     linear_layers,
 )
 from .config import Config
-from .files import opened, read_json
+from .files import opened
 
 # What other adapters do, and these do not: each must be absent, or mean nothing.
 UNUSED = {
@@ -66,6 +67,7 @@ def read_adapter(
     path = Path(fspath(folder))
     if not path.is_dir():
         raise ConfigError(f"load(lora={str(path)!r}) is no folder; pass one that holds {CONFIG}")
+    settle(path, CONFIG)
     settings = read_json(path / CONFIG)
     _check(path / CONFIG, settings)
     known = linear_layers(config)

@@ -5,10 +5,7 @@ they can run code.
 """
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +19,7 @@ from .. import _arrays
 from .._dtypes import BFLOAT16, FLOATS
 from .._typing import Array
 from ..errors import ConfigError
+from ..files import read_json, renewed
 from .config import Config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,19 +39,6 @@ RENAMED = (
 LEFT_OUT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$")
 
 Layout = dict[str, list[str]]  # file -> names of the parameters in it
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; pass a folder that holds one") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
-    return values
 
 
 class Home(NamedTuple):
@@ -129,9 +114,9 @@ def write_folder(
     parameters: Mapping[str, Array],
     layout: Layout,
 ) -> None:
-    """Write a checkpoint beside its place, then rename it: a crash leaves the old or the new.
+    """Write a checkpoint, whose first text is its config: a crash leaves the old or the new.
 
-    A folder that exists keeps its other files (a tokenizer), and each file is replaced whole.
+    A folder that exists keeps its other files (a tokenizer).
 
     Raises
     ------
@@ -145,13 +130,11 @@ def write_folder(
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         texts = {**texts, INDEX: index}
-    strangers = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
-    if strangers:
-        listed = ", ".join(sorted(strangers))
-        raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with renewed(folder, key=next(iter(texts))) as beside:
+        strangers = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
+        if strangers:
+            listed = ", ".join(sorted(strangers))
+            raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
             tensors = {
                 name: np.ascontiguousarray(_arrays.on_host(parameters[name])) for name in names
@@ -159,17 +142,6 @@ def write_folder(
             write_tensors(beside / file, tensors)
         for file, values in texts.items():
             (beside / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for path in beside.iterdir():
-            with path.open("rb+") as stream:
-                os.fsync(stream.fileno())
-        beside.chmod(0o755)  # mkdtemp is for its maker only
-        if folder.is_dir():
-            for file in (*layout, *texts):
-                (beside / file).replace(folder / file)
-        else:
-            beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_tensors(path: Path, tensors: dict[str, Array]) -> None:

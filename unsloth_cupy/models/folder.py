@@ -13,8 +13,9 @@ import numpy as np
 from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
 from ..errors import ConfigError
+from ..files import read_json, settle
 from .adapter_folder import read_adapter
-from .files import read_json, read_tensors
+from .files import read_tensors
 from .parse import parse, text_config, token_ids
 from .transformer import Transformer
 
@@ -57,6 +58,7 @@ def load(
     path = Path(fspath(folder))
     if not path.is_dir():
         raise ConfigError(f"load: {path} is no folder; pass one that holds config.json")
+    settle(path, "config.json")
     source = read_json(path / "config.json")
     try:
         config = parse(source)

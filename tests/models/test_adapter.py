@@ -139,7 +139,8 @@ def test_a_new_adapter_changes_nothing_until_it_learns(
     assert losses[-1] < losses[0] - 0.3
     assert all((model.parameters[name] == array).all() for name, array in frozen.items())
     wanted = model.logits(tokens)
-    model.save(tmp_path / "base")
+    with pytest.warns(UserWarning, match="without its adapter"):
+        model.save(tmp_path / "base")
     model.save_adapter(tmp_path / "adapter")
     again = load(tmp_path / "base", lora=tmp_path / "adapter")
     np.testing.assert_array_equal(again.logits(tokens), wanted)
@@ -163,6 +164,20 @@ def test_peft_reads_what_is_written(dora: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = theirs(torch.from_numpy(TOKENS)).logits.numpy()
     assert np.abs(model.logits(TOKENS) - logits).max() < 1e-4
+
+
+def test_what_an_adapter_learned_is_never_dropped_in_silence(tmp_path: Path) -> None:
+    model = load(LLAMA)
+    model.add_adapter(2)
+    adapter = model.adapter
+    with pytest.warns(UserWarning, match=r"without its adapter; save_adapter\(folder\)"):
+        model.save(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"has an adapter.* merge_adapter\(\)"):
+        model.add_adapter(4)
+    assert model.adapter is adapter
+    model.merge_adapter()
+    model.save(tmp_path / "base")
+    model.add_adapter(4)
 
 
 @quiet

@@ -5,6 +5,7 @@ logits = model.logits(tokens)
 loss, gradients = model.loss_and_gradients(tokens, labels)
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -59,7 +60,19 @@ class Transformer(Network):
         return self.parameters if self.adapter is None else self.adapter.parameters
 
     def add_adapter(self, rank: int, **options: Any) -> None:
-        """Freeze the parameters and add a new adapter: see ``models.create_adapter``."""
+        """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
+
+        Raises
+        ------
+        ConfigError
+            There is an adapter already, which a new one would replace; or an option makes no
+            sense.
+        """
+        if self.adapter is not None:
+            raise ConfigError(
+                "add_adapter: the model has an adapter, which a new one would replace; call"
+                " merge_adapter() to keep what it learned, or set adapter = None to let it go"
+            )
         self.adapter = create_adapter(self.config, self.parameters, rank=rank, **options)
 
     def merge_adapter(self) -> None:
@@ -234,13 +247,20 @@ class Transformer(Network):
         """Write config.json and the parameters, in the files and under the names they came in.
 
         Everything is written beside its place and then renamed: a crash leaves the old
-        checkpoint or the new one.  Other files in the folder stay.
+        checkpoint or the new one.  Other files in the folder stay.  Where there is an adapter,
+        this is its base alone, and a warning says so.
 
         Raises
         ------
         ConfigError
-            The folder is a file, or holds weights under other names.
+            The folder is a file, or holds weights under other names; or the disk is full.
         """
+        if self.adapter is not None:
+            warnings.warn(
+                f"save({str(folder)!r}) writes the base without its adapter; save_adapter(folder)"
+                " writes the adapter, and merge_adapter() before save makes it part of the base",
+                stacklevel=2,
+            )
         name = self.table.dtype.name
         config = dict(self.texts["config.json"])
         for key in {"dtype", "torch_dtype"} & config.keys():

@@ -127,8 +127,8 @@ class PagedKVCache:
         ShapeError, DTypeError, FrameworkError
             k or v do not fit the sequences and the storage.
         """
-        self._check_layer("append", layer)
-        self._check("append", sequences)
+        self.check_layer("append", layer)
+        self.check_sequences("append", sequences)
         if len(set(sequences)) < len(sequences):
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
         check_new("PagedKVCache.append", "sequences", len(sequences), k, v, self.keys[layer])
@@ -150,7 +150,7 @@ class PagedKVCache:
         RangeError
             There is no such sequence.
         """
-        self._check("page_table", sequences)
+        self.check_sequences("page_table", sequences)
         rows = [self.tables[sequence] for sequence in sequences]
         table = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int32)
         for row, pages in zip(table, rows, strict=True):
@@ -165,8 +165,8 @@ class PagedKVCache:
         RangeError
             There is no such sequence, or no such layer.
         """
-        self._check("lengths", sequences)
-        self._check_layer("lengths", layer)
+        self.check_sequences("lengths", sequences)
+        self.check_layer("lengths", layer)
         return self._placed([self.filled[sequence][layer] for sequence in sequences])
 
     def fork(self, sequence: int) -> int:
@@ -177,7 +177,7 @@ class PagedKVCache:
         RangeError
             There is no such sequence.
         """
-        self._check("fork", [sequence])
+        self.check_sequences("fork", [sequence])
         new = next(self.numbers)
         self.tables[new], self.filled[new] = [*self.tables[sequence]], [*self.filled[sequence]]
         for page in self.tables[new]:
@@ -192,7 +192,7 @@ class PagedKVCache:
         RangeError
             There is no such sequence, or not any more.
         """
-        self._check("free", [sequence])
+        self.check_sequences("free", [sequence])
         del self.filled[sequence]
         for page in reversed(self.tables.pop(sequence)):
             self._leave(page)
@@ -229,12 +229,14 @@ class PagedKVCache:
         if not self.uses[page]:
             self.free_pages.append(page)
 
-    def _check_layer(self, call: str, layer: Any) -> None:
+    def check_layer(self, call: str, layer: Any) -> None:
+        """Raise unless there is such a layer; a call names it in the error."""
         if not is_integer(layer) or layer >= len(self.keys):
             last = len(self.keys) - 1
             raise RangeError(f"PagedKVCache.{call}: layer {layer} is not in 0 .. {last}")
 
-    def _check(self, call: str, sequences: Any) -> None:
+    def check_sequences(self, call: str, sequences: Any) -> None:
+        """Raise unless these are sequences of this cache; a call names it in the error."""
         if not hasattr(sequences, "__len__") or isinstance(sequences, str):
             cure = "pass a list of what allocate or fork returned"
             raise ConfigError(f"PagedKVCache.{call}: sequences are {sequences!r}; {cure}")

@@ -11,7 +11,14 @@ from unsloth_cupy import (
     attention_layer_backward,
     rope_tables,
 )
-from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
+from unsloth_cupy.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    DTypeError,
+    GradientError,
+    RangeError,
+    ShapeError,
+)
 
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, DIM = 2, 7, 12, 4, 2, 6
 
@@ -120,9 +127,9 @@ def test_bad_input() -> None:
         attention_layer(x, *arrays[1:], cos, sin, heads=HEADS, cache=cache)
     with pytest.raises(ConfigError, match="softcap"):
         attention_layer(*arrays, cos, sin, heads=HEADS, softcap=0.0)
-    pages: Any = PagedKVCache(1, 2, 8, KV_HEADS, DIM, dtype="float64")
-    with pytest.raises(ConfigError, match="cache is a PagedKVCache; pass a KVCache"):
-        attention_layer(*arrays, cos, sin, heads=HEADS, cache=pages)
+    for other in ({}, "cache", np.ones(3)):
+        with pytest.raises(ConfigError, match="pass a KVCache or a PagedKVCache"):
+            attention_layer(*arrays, cos, sin, heads=HEADS, cache=other)
 
 
 def test_heads_may_be_a_number_of_numpy() -> None:
@@ -130,3 +137,158 @@ def test_heads_may_be_a_number_of_numpy() -> None:
     heads: Any = np.int64(HEADS)
     found = attention_layer(*arrays, cos, sin, heads=heads)
     np.testing.assert_array_equal(found, attention_layer(*arrays, cos, sin, heads=HEADS))
+
+
+BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
+
+
+def biases(*names: str, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    rng, sizes = np.random.default_rng(2), (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, HIDDEN)
+    drawn = {n: rng.standard_normal(m).astype(dtype) for n, m in zip(BIASES, sizes, strict=True)}
+    return {name: drawn[name] for name in names}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_tables_is_torch_multi_head_attention(causal: bool, bias: bool) -> None:
+    """Values and gradients, biases included; as many heads of keys as of queries."""
+    torch = pytest.importorskip("torch", reason="torch computes the reference")
+    rng, wide = np.random.default_rng(0), HEADS * DIM
+    x = rng.standard_normal((BATCH, TOKENS, wide))
+    weights = [rng.standard_normal((wide, wide)) * 0.3 for _ in range(4)]
+    added = {name: rng.standard_normal(wide) for name in BIASES} if bias else {}
+    leaves = [torch.tensor(a, requires_grad=True) for a in (x, *weights, *added.values())]
+    tx, q, k, v, o, *own = leaves
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if causal else None
+    expected, _ = torch.nn.functional.multi_head_attention_forward(
+        *(tx.transpose(0, 1),) * 3,
+        *(wide, HEADS, torch.cat((q, k, v)), torch.cat(own[:3]) if bias else None),
+        *(None, None, False, 0.0, o, own[3] if bias else None),
+        attn_mask=hidden,
+        need_weights=False,
+    )
+    expected = expected.transpose(0, 1)
+    dy = rng.standard_normal(expected.shape)
+    expected.backward(torch.tensor(dy))
+    options: dict[str, Any] = {"heads": HEADS, "causal": causal, **added}
+    found = attention_layer(x, *weights, **options)
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-10, atol=1e-11)
+    gradients = attention_layer_backward(dy, x, *weights, **options)
+    assert len(gradients) == len(leaves)
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("given", [BIASES, *((name,) for name in BIASES), ("q_bias", "o_bias")])
+def test_any_bias_may_be_alone(given: tuple[str, ...]) -> None:
+    """A bias is a column of the weight beside a constant 1 in x; gradients too."""
+    x, *weights = drawn()
+    cos, sin = tables()
+    added = biases(*given)
+    wide = np.concatenate([x, np.ones((*x.shape[:2], 1))], axis=2)
+    columns = [added.get(n, np.zeros(len(w))) for n, w in zip(BIASES, weights, strict=True)]
+    whole = [
+        np.concatenate([w, c[:, None]], axis=1) for w, c in zip(weights[:3], columns, strict=False)
+    ]
+    inside = attention_layer(wide, *whole, weights[3], cos, sin, heads=HEADS)
+    found = attention_layer(x, *weights, cos, sin, heads=HEADS, **added)
+    np.testing.assert_allclose(found, inside + columns[3], rtol=1e-10, atol=1e-12)
+    dy = np.random.default_rng(1).standard_normal(found.shape)
+    gradients = attention_layer_backward(dy, x, *weights, cos, sin, heads=HEADS, **added)
+    expected = attention_layer_backward(dy, wide, *whole, weights[3], cos, sin, heads=HEADS)
+    for name, gradient, inner in zip(BIASES, gradients[5:], [*expected[1:4], None], strict=True):
+        assert (gradient is None) == (name not in given)
+        wanted = dy.sum(axis=(0, 1)) if inner is None else inner[:, -1]
+        if gradient is not None:
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_tables_come_together() -> None:
+    arrays, (cos, sin) = drawn(), tables()
+    for wrong in ((cos,), (None, sin), (None, None, np.arange(TOKENS))):
+        with pytest.raises(ConfigError, match="pass cos and sin, as rope_tables returns them"):
+            attention_layer(*arrays, *wrong, heads=HEADS)
+    with pytest.raises(ShapeError, match="bias"):
+        attention_layer(*arrays, heads=HEADS, q_bias=np.ones(3))
+
+
+# ---- a cache in pages --------------------------------------------------------------------------
+def pages(count: int = 16, page: int = 4, dtype: str = "float64") -> PagedKVCache:
+    return PagedKVCache(2, count, page, KV_HEADS, DIM, dtype=dtype)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pages_say_what_a_cache_in_order_says(dtype: str, rope: bool) -> None:
+    """Token by token, several at a time, with positions of their own or none, for two layers."""
+    x, *weights = drawn(dtype)
+    turned = tables(dtype) if rope else []
+    options: dict[str, Any] = {"heads": HEADS, "window": (4, 0), **biases(*BIASES, dtype=dtype)}
+    ordered, paged = KVCache(2, BATCH, 8, KV_HEADS, DIM, dtype=dtype), pages(dtype=dtype)
+    sequences = [paged.allocate(0) for _ in range(BATCH)]
+    for part in (np.s_[:, :3], np.s_[:, 3:4], np.s_[:, 4:]):
+        for layer in (0, 1):
+            one, other = (
+                attention_layer(x[part], *weights, *turned, cache=c, layer=layer, **more, **options)
+                for c, more in ((ordered, {}), (paged, {"sequences": sequences}))
+            )
+            near = 64 * np.finfo(dtype).eps
+            np.testing.assert_allclose(other, one, rtol=0, atol=near * np.abs(one).max())
+    assert paged.lengths(sequences, 1).tolist() == [TOKENS] * BATCH
+
+
+def test_rows_of_pages_may_hold_different_numbers_of_tokens() -> None:
+    x, *weights = drawn()
+    cache, (cos, sin) = pages(), tables()
+    sequences = [cache.allocate(0), cache.allocate(0)]
+    options: dict[str, Any] = {"heads": HEADS, "cache": cache}
+    attention_layer(x[:1, :5], *weights, cos, sin, sequences=sequences[:1], **options)
+    attention_layer(x[1:, :2], *weights, cos, sin, sequences=sequences[1:], **options)
+    new = np.stack([x[0, 5:7], x[1, 2:4]])
+    found = attention_layer(new, *weights, cos, sin, sequences=sequences, **options)
+    whole = attention_layer(x, *weights, cos, sin, heads=HEADS)
+    np.testing.assert_allclose(found, [whole[0, 5:7], whole[1, 2:4]], rtol=1e-10, atol=1e-12)
+
+
+def test_forks_share_pages() -> None:
+    x, *weights = drawn()
+    cache = pages()
+    first = cache.allocate(0)
+    options: dict[str, Any] = {"heads": HEADS, "cache": cache}
+    attention_layer(x[:1, :5], *weights, sequences=[first], **options)
+    both = [first, cache.fork(first)]
+    assert len(cache.free_pages) == 14
+    new = np.stack([x[0, 5:6], x[1, 5:6]])
+    found = attention_layer(new, *weights, sequences=both, **options)
+    assert len(cache.free_pages) == 13, "the page that they differ in"
+    for row, last in zip(found, new, strict=True):
+        whole = np.concatenate([x[0, :5], last])[None]
+        expected = attention_layer(whole, *weights, heads=HEADS)[0, 5:]
+        np.testing.assert_allclose(row, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_bad_pages() -> None:
+    x, *weights = drawn()
+    cache = pages(count=2, page=2)
+    options: dict[str, Any] = {"heads": HEADS, "cache": cache}
+    with pytest.raises(ConfigError, match=r"pass sequences=\[...\]"):
+        attention_layer(x, *weights, **options)
+    one = cache.allocate(0)
+    with pytest.raises(ShapeError, match="pass one for each row, of 2"):
+        attention_layer(x, *weights, sequences=[one], **options)
+    with pytest.raises(RangeError, match="there is no sequence 7"):
+        attention_layer(x, *weights, sequences=[one, 7], **options)
+    with pytest.raises(RangeError, match="has a sequence twice"):
+        attention_layer(x, *weights, sequences=[one, one], **options)
+    with pytest.raises(RangeError, match="layer 2"):
+        attention_layer(x[:1], *weights, *tables(), sequences=[one], layer=2, **options)
+    with pytest.raises(DeviceMemoryError, match="4 pages are needed, 2 of 2 are free"):
+        attention_layer(x[:1], *weights, sequences=[one], **options)
+    assert (cache.filled[one], cache.free_pages) == ([0, 0], [1, 0])
+    with pytest.raises(ConfigError, match="no option 'dropout' of attention; choose from"):
+        attention_layer(x[:1], *weights, sequences=[one], dropout=0.5, seed=0, **options)
+    watched: Any = Tape().watch(x[:1])
+    with pytest.raises(GradientError, match="cache"):
+        attention_layer(watched, *weights, sequences=[one], **options)
+    with pytest.raises(ConfigError, match="are those of a PagedKVCache"):
+        attention_layer(x, *weights, heads=HEADS, sequences=[0, 1])

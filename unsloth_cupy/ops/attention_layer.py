@@ -1,9 +1,10 @@
 """An attention layer as one function, for those who bring their own weights.
 
-q, k, v = x q_weight^T, x k_weight^T, x v_weight^T        by heads; rope turns q and k
-y = attention(q, k, v) o_weight^T
+q, k, v = x q_weight^T + q_bias, and so on        by heads; rope turns q and k, where there is one
+y = attention(q, k, v) o_weight^T + o_bias
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from .._arrays import common
@@ -11,6 +12,8 @@ from .._call import is_integer
 from .._typing import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
+from ..paged_kv_cache import PagedKVCache
+from ..paged_rows import PagedRows
 from ..tape import Tape
 from ..variable import Var
 from .attention import attention
@@ -24,15 +27,20 @@ def attention_layer(
     k_weight: Array,
     v_weight: Array,
     o_weight: Array,
-    cos: Array,
-    sin: Array,
+    cos: Array | None = None,
+    sin: Array | None = None,
     positions: Array | None = None,
     *,
     heads: int,
+    q_bias: Array | None = None,
+    k_bias: Array | None = None,
+    v_bias: Array | None = None,
+    o_bias: Array | None = None,
     causal: bool = True,
     interleaved: bool = False,
-    cache: KVCache | None = None,
+    cache: KVCache | PagedKVCache | None = None,
     layer: int = 0,
+    sequences: Sequence[int] | None = None,
     **options: Any,
 ) -> Array:
     """Return attention between projections: a layer of a transformer without its norm.
@@ -47,22 +55,27 @@ def attention_layer(
         kv_heads divides heads.
     o_weight : (outputs, heads * dim) float
         Of the output projection.
-    cos, sin : (length, half) dtype of x or float32
-        As ``rope_tables`` returns them.
+    cos, sin : (length, half) dtype of x or float32, optional
+        As ``rope_tables`` returns them; where absent, nothing is turned.
     positions : (tokens,) or (batch, tokens) int, optional
-        Of the tokens; where absent those that follow the cache's, or 0, 1, 2 ...
+        Of the tokens, where there are tables; where absent those that follow the cache's, or
+        0, 1, 2 ...
     heads : int
         Query heads.
+    q_bias, k_bias, v_bias, o_bias : (rows of the weight,) dtype of x or float32, optional
+        Added to the projections.
     causal : bool
         A query sees no key after its own position.
     interleaved : bool
         As in ``rope``.
-    cache : KVCache, optional
+    cache : KVCache or PagedKVCache, optional
         Keys and values of earlier tokens, to which these are added; it takes no part in gradients.
     layer : int
         Of the cache.
+    sequences : sequence of int, optional
+        What each row goes on from, in a PagedKVCache.
     **options
-        The other options of ``attention``.
+        The other options of ``attention``, or of ``attention_paged``.
 
     Returns
     -------
@@ -71,10 +84,12 @@ def attention_layer(
     Raises
     ------
     ConfigError
-        heads does not divide the rows of q_weight, cache is no KVCache, or an option makes no
+        heads does not divide the rows of q_weight, cache is not a cache, or an option makes no
         sense.
     GradientError
         There is a cache, and x or a weight is on a tape.
+    DeviceMemoryError
+        The cache has too few free pages; it is left as it was.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -83,33 +98,67 @@ def attention_layer(
     Vaswani and others, Attention Is All You Need, 2017.  Su and others, RoFormer, 2021.
     """
     weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
-    _check_axes(x=x, **weights, o_weight=o_weight, cos=cos, sin=sin)
+    tables = {"cos": cos, "sin": sin} if _are_tables(cos, sin, positions) else {}
+    _check_axes(x=x, **weights, o_weight=o_weight, **tables)
     rows, *kv_rows = (weight.shape[0] for weight in weights.values())
     dim = rows // heads if is_integer(heads, 1) else 0
     if not dim or rows % heads or kv_rows[0] % dim or kv_rows[0] != kv_rows[1]:
         given = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {given}")
-    any_cache: Any = cache  # a caller's mistake is for run time
-    if not isinstance(any_cache, KVCache | None):
-        cure = "pass a KVCache; attention_paged reads a cache in pages"
-        raise ConfigError(f"attention_layer: cache is a {type(cache).__name__}; {cure}")
+    held = _rows_of(cache, sequences, x.shape[0])
     q, k, v = (
-        linear(x, weight).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
-        for weight in weights.values()
+        linear(x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
+        for weight, bias in zip(weights.values(), (q_bias, k_bias, v_bias), strict=True)
     )
-    if positions is None:
-        start = 0 if cache is None or layer not in range(len(cache.filled)) else cache.filled[layer]
-        cos, sin = (table[start : start + x.shape[1]] for table in (cos, sin))
-    q, k = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
-    if cache is not None:
-        if Var in map(type, (k, v)):
-            raise GradientError("attention_layer: a cache has no gradient; leave it out on a tape")
-        k, v = cache.append(layer, k, v)
-        seen, mask = cache.mask(layer, x.shape[1]), options.get("mask")
-        options["mask"] = seen if mask is None else mask if seen is None else mask & seen
-    out = attention(q, k, v, causal=causal, **options)
-    return linear(out.reshape(*x.shape[:2], rows), o_weight)
+    if held is not None and Var in map(type, (q, k, v)):
+        raise GradientError("attention_layer: a cache has no gradient; leave it out on a tape")
+    if cos is not None and sin is not None:
+        if positions is None:
+            start, positions = _next(held, layer, x.shape[1])
+            here = slice(start, start + x.shape[1]) if positions is None else slice(None)
+            cos, sin = cos[here], sin[here]
+        q, k = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
+    if isinstance(held, PagedRows):
+        out = held.attend(layer, q, k, v, causal=causal, **options)
+    else:
+        if held is not None:
+            k, v = held.append(layer, k, v)
+            seen, mask = held.mask(layer, x.shape[1]), options.get("mask")
+            options["mask"] = seen if mask is None else mask if seen is None else mask & seen
+        out = attention(q, k, v, causal=causal, **options)
+    return linear(out.reshape(*x.shape[:2], rows), o_weight, o_bias)
+
+
+def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
+    """Say whether there are tables; raise where one is missing to what is there."""
+    if (cos is None) != (sin is None) or (cos is None and positions is not None):
+        missing = "cos" if cos is None else "sin"
+        cure = "pass cos and sin, as rope_tables returns them, or neither and no positions"
+        raise ConfigError(f"attention_layer: {missing} is missing; {cure}")
+    return cos is not None
+
+
+def _rows_of(cache: Any, sequences: Any, batch: int) -> KVCache | PagedRows | None:
+    """Return a cache as the rows of a call use it."""
+    if isinstance(cache, PagedKVCache):
+        return PagedRows("attention_layer", cache, sequences, batch)
+    if not isinstance(cache, KVCache | None):
+        cure = "pass a KVCache or a PagedKVCache"
+        raise ConfigError(f"attention_layer: cache is a {type(cache).__name__}; {cure}")
+    if sequences is not None:
+        raise ConfigError(
+            f"attention_layer: sequences={sequences!r} are those of a PagedKVCache; pass one"
+        )
+    return cache
+
+
+def _next(held: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, Any]:
+    """Return the first row of the tables for new tokens; and their positions, if rows differ."""
+    if isinstance(held, PagedRows):
+        return held.places(new, layer)
+    known = held is not None and layer in range(len(held.filled))
+    return held.filled[layer] if held is not None and known else 0, None
 
 
 def _check_axes(**arrays: Any) -> None:
@@ -130,20 +179,31 @@ def attention_layer_backward(
     k_weight: Array,
     v_weight: Array,
     o_weight: Array,
-    cos: Array,
-    sin: Array,
+    cos: Array | None = None,
+    sin: Array | None = None,
     positions: Array | None = None,
     *,
     heads: int,
+    q_bias: Array | None = None,
+    k_bias: Array | None = None,
+    v_bias: Array | None = None,
+    o_bias: Array | None = None,
     **options: Any,
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[Array | None, ...]:
     """Return the gradients of x, q_weight, k_weight, v_weight and o_weight.
 
-    The layer is computed again, on a tape; ``attention_layer`` documents the arrays and options.
+    Where there is a bias, those of q_bias, k_bias, v_bias and o_bias follow, None for one that is
+    absent.  The layer is computed again, on a tape; ``attention_layer`` documents the arrays and
+    options.
     """
     tape = Tape()
     watched: Any = [tape.watch(array) for array in (x, q_weight, k_weight, v_weight, o_weight)]
+    biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "o_bias": o_bias}
+    given: Any = {name: tape.watch(bias) for name, bias in biases.items() if bias is not None}
     layer: Any = attention_layer  # of Vars it makes a Var
-    y = layer(*watched, cos, sin, positions, heads=heads, **options)
-    dx, dq_weight, dk_weight, dv_weight, do_weight = tape.gradients(y, watched, dy)
-    return dx, dq_weight, dk_weight, dv_weight, do_weight
+    y = layer(*watched, cos, sin, positions, heads=heads, **given, **options)
+    found = iter(tape.gradients(y, [*watched, *given.values()], dy))
+    gradients = [next(found) for _ in watched]
+    if given:
+        gradients += [next(found) if name in given else None for name in biases]
+    return tuple(gradients)

@@ -1,0 +1,88 @@
+"""The rows of a call that go on from sequences of a cache in pages, one each."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _arrays
+from ._typing import Array
+from .errors import ConfigError, ShapeError
+from .ops.attention import attention
+from .ops.attention_paged import attention_paged
+from .paged_kv_cache import PagedKVCache
+
+OPTIONS = {
+    name
+    for name, parameter in inspect.signature(attention_paged).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+class PagedRows:
+    """A cache in pages, and which of its sequences the rows of one call are.
+
+    Raises
+    ------
+    ConfigError
+        There are no sequences.
+    ShapeError
+        There are more sequences than rows, or fewer.
+    RangeError
+        There is no such sequence, or it stands twice.
+    """
+
+    def __init__(
+        self, call: str, cache: PagedKVCache, sequences: Sequence[int] | None, batch: int
+    ) -> None:
+        if sequences is None:
+            cure = "pass sequences=[...], what its allocate or fork returned, one for each row"
+            raise ConfigError(f"{call}: cache is a PagedKVCache; {cure}")
+        cache.check_sequences(call, sequences)
+        if len(sequences) != batch:
+            cure = f"pass one for each row, of {batch}"
+            raise ShapeError(f"{call}: sequences={[*sequences]}; {cure}")
+        self.cache, self.sequences = cache, [*sequences]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the longest row holds."""
+        return max(self.starts(), default=0)
+
+    def starts(self, layer: int = 0) -> list[int]:
+        """Return how many tokens each row holds."""
+        return [self.cache.filled[sequence][layer] for sequence in self.sequences]
+
+    def places(self, new: int, layer: int = 0) -> tuple[int, Array | None]:
+        """Return the position of the first of new tokens; and, where rows differ, of all of them.
+
+        Then they are (batch, tokens) int32, and the first is 0.
+        """
+        self.cache.check_layer("append", layer)
+        starts = self.starts(layer)
+        if len(set(starts)) <= 1:
+            return next(iter(starts), 0), None
+        found = np.add.outer(starts, np.arange(new)).astype(np.int32)
+        return 0, _arrays.placed(found, self.cache.keys)
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        """Store new keys and values; return the attention of q over all that each row holds.
+
+        Raises
+        ------
+        ConfigError
+            An option is not one of ``attention_paged``.
+        DeviceMemoryError
+            There are too few free pages; nothing changes.
+        """
+        if strange := sorted(options.keys() - OPTIONS):
+            cure = f"choose from {', '.join(sorted(OPTIONS))}"
+            raise ConfigError(f"a PagedKVCache has no option {strange[0]!r} of attention; {cure}")
+        fresh = not any(self.starts(layer)) if layer in range(len(self.cache.keys)) else False
+        k_pages, v_pages = self.cache.append(layer, self.sequences, k, v)
+        if fresh:  # all keys are at hand, in order
+            return attention(q, k, v, **options)
+        table = self.cache.page_table(self.sequences)
+        lengths = self.cache.lengths(self.sequences, layer)
+        return attention_paged(q, k_pages, v_pages, table, lengths, **options)

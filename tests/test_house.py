@@ -60,7 +60,7 @@ API = {
     "attention_paged": "q, k_pages, v_pages, page_table, lengths, *, causal=True, window=None,"
     " scale=None, softcap=None, alibi=None, sinks=None",
     "merge_attention": "out_a, lse_a, out_b, lse_b",
-    "AttentionConfig": "tile=128, block=256",
+    "AttentionConfig": "tile=128, block=256, head_dim=64",
     "rope_tables": "length, dim, *, base=10000.0, scaling=None, like=None",
     "rope": "x, cos, sin, positions=None, *, interleaved=False",
     "rope_qk": "q, k, cos, sin, positions=None, *, interleaved=False",

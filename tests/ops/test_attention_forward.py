@@ -297,6 +297,10 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
     ("error", "words", "make"),
     [
         (ConfigError, "tile=8", lambda: AttentionConfig(tile=8)),
+        (ConfigError, "head_dim=0", lambda: AttentionConfig(head_dim=0)),
+        (ConfigError, "tile=True", lambda: AttentionConfig(tile=True)),
+        (ConfigError, "tile=8", lambda: AttentionConfig().with_tile_size(8)),
+        (ConfigError, "dtype='int8'", lambda: AttentionConfig().shared_memory_bytes("int8")),
         (ConfigError, "block=1.5", lambda: AttentionConfig(block=1.5)),  # type: ignore[arg-type]
         (ConfigError, "options=3", lambda: AttentionConfig().resolve((90, 1), options=3)),
         (ConfigError, "device=None", lambda: AttentionConfig().resolve(None)),
@@ -317,6 +321,21 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
 def test_configs_that_make_no_sense(error: Any, words: str, make: Any) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def test_shared_memory_of_square_tiles() -> None:
+    config = AttentionConfig(tile=128, head_dim=64)
+    assert config.shared_memory_bytes() == 164_864
+    assert config.shared_memory_bytes("float16") == 82_432
+    smaller = config.with_tile_size(64)
+    assert (smaller.tile, smaller.head_dim, config.tile) == (64, 64, 128)
+    # Each array that a block holds, one by one.
+    shapes = [(64, 64)] * 3 + [(64, 64), (64,), (64,)]
+    assert smaller.shared_memory_bytes() == sum(np.empty(s, np.float32).nbytes for s in shapes)
+    assert AttentionConfig.rtx_5080_preset() == AttentionConfig.for_rtx_5080()
+    assert AttentionConfig.rtx_3090ti_preset() == AttentionConfig.for_rtx_3090_ti()
+    there = (90, 227 * KB)
+    assert AttentionConfig(head_dim=256).resolve(there) == AttentionConfig().resolve(there, dim=256)
 
 
 def test_a_config_asks_a_gpu() -> None:

@@ -9,13 +9,13 @@ takes what comes nearest among the tiles of the table that do.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .._call import is_integer
-from .._dtypes import KERNEL_DTYPES
+from .._dtypes import KERNEL_DTYPES, float_dtype
 from .._jit import target_of
 from .._op import OPS
 from ..errors import ConfigError, DTypeError, KernelError
@@ -38,6 +38,8 @@ class AttentionConfig:
         Queries of a block, 16 or more.
     block : int
         Threads of a block, 32 or more.
+    head_dim : int
+        Columns of a head, 1 or more: what ``resolve`` and ``shared_memory_bytes`` are asked for.
 
     Raises
     ------
@@ -47,13 +49,14 @@ class AttentionConfig:
 
     tile: int = 128
     block: int = 256
+    head_dim: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in (("tile", 16), ("block", 32)):
+        for name, least in (("tile", 16), ("block", 32), ("head_dim", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not is_integer(value, least):
                 problem = f"AttentionConfig({name}={value!r})"
-                raise ConfigError(f"{problem}: pass an int, {least} or more")
+                raise ConfigError(f"{problem}: pass an integer, {least} or more")
 
     @classmethod
     def for_rtx_5080(cls) -> "AttentionConfig":
@@ -70,11 +73,27 @@ class AttentionConfig:
         """Return where to begin on an A100 or an H100: 163 or 227 KB of shared memory a block."""
         return cls(tile=256, block=256)
 
+    rtx_5080_preset, rtx_3090ti_preset = for_rtx_5080, for_rtx_3090_ti
+
+    def with_tile_size(self, tile: int) -> "AttentionConfig":
+        """Return this config with another number of queries."""
+        return replace(self, tile=tile)
+
+    def shared_memory_bytes(self, dtype: Any = "float32") -> int:
+        """Return the bytes that square tiles take: q, k, v, scores, row maxima and row sums.
+
+        (3 tile head_dim + tile^2 + 2 tile) numbers, as the FlashAttention paper (Dao et al. 2022,
+        algorithm 1) holds them on chip.  The kernels here keep the scores in registers:
+        ``resolve(...).bytes`` is what they take.
+        """
+        numbers = 3 * self.tile * self.head_dim + self.tile**2 + 2 * self.tile
+        return numbers * float_dtype("AttentionConfig.shared_memory_bytes", dtype).itemsize
+
     def resolve(
         self,
         device: Any,
         *,
-        dim: int = 64,
+        dim: int | None = None,
         value_dim: int | None = None,
         dtype: Any = "bfloat16",
         options: int = CAUSAL,
@@ -87,7 +106,7 @@ class AttentionConfig:
             A GPU's number, what lives there, or what to know of it: its compute capability, 86 for
             8.6, and the bytes of shared memory that a block may ask for.
         dim, value_dim : int
-            Columns of q and k, of v; value_dim is dim by default.  Multiples of 8 up to 512.
+            Columns of q and k, of v: ``head_dim`` and dim by default.  Multiples of 8 up to 512.
         dtype : dtype or its name
             float16, bfloat16 or float32.
         options : int
@@ -108,6 +127,7 @@ class AttentionConfig:
         """
         if not is_integer(options) or options > ANY:
             raise ConfigError(f"AttentionConfig.resolve(options={options!r}): pass 0, 1 or 2")
+        dim = self.head_dim if dim is None else dim
         value_dim = dim if value_dim is None else value_dim
         if not (is_integer(dim) and is_integer(value_dim)):
             given = f"dim={dim!r}, value_dim={value_dim!r}"

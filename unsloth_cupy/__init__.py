@@ -3,6 +3,7 @@
 from ._version import __version__ as __version__
 
 # Attention
+from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
 from .ops.attention import attention as attention
 from .ops.attention import attention_backward as attention_backward
 from .ops.attention import attention_forward as attention_forward

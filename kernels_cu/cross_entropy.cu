@@ -232,6 +232,7 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
             absorb_row<STORED>(s, logits + start, column + HELD * STEP, softcap, stored);
     }
     reduce_row(s);
+    if constexpr (ROW_THREADS > 1 && ROW_THREADS <= 32) __syncwarp();  // all have read the target
     if (row >= rows) return;
 
     if (first == 0) {

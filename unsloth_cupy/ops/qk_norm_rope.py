@@ -189,9 +189,12 @@ qk_norm_rope_forward.strided = "q", "k"
 
 
 def _chosen(
-    name: str, arrays: tuple[Any, ...], interleaved: bool
+    name: str, arrays: tuple[Any, ...], interleaved: bool, *seeds: Any
 ) -> tuple[tuple[Any, ...], Constants, Any, tuple[int, ...]]:
-    """Return the arrays of a forward call for a kernel; constants, kernel, sizes it asks for."""
+    """Return the arrays of a forward call for a kernel; constants, kernel, sizes it asks for.
+
+    ``seeds``: gradients that it reads as it reads q and k.
+    """
     q, k, q_weight, k_weight, cos, sin, positions = arrays
     (batch, tokens, heads, dim), (length, half) = q.shape, cos.shape
     flat_q, q_steps = stepped(q)
@@ -205,7 +208,7 @@ def _chosen(
         (heads, k.shape[2]),
         dim,
         half,
-        lanes(whole, flat_q, flat_k, q_weight, k_weight, cos, sin),
+        lanes(whole, flat_q, flat_k, q_weight, k_weight, cos, sin, *seeds),
         interleaved,
     )
     period = tokens if positions is None else positions.size
@@ -273,7 +276,10 @@ def _launch_backward(
     dq, dk = (empty(x.shape, x.dtype, like=x) for x in (q, k))
     dq_weight, dk_weight = (empty(w.shape, w.dtype, like=q) for w in (q_weight, k_weight))
     arrays, constants, kernel, sizes = _chosen(
-        "qk_norm_rope_backward", (q, k, q_weight, k_weight, cos, sin, positions), interleaved
+        "qk_norm_rope_backward",
+        (q, k, q_weight, k_weight, cos, sin, positions),
+        interleaved,
+        *(dturned_q, dturned_k),
     )
     threads = constants["THREADS"]
     # as many blocks as the device holds at once, so that each sums many heads before it writes

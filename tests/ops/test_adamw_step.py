@@ -25,7 +25,7 @@ class Arena:
     """An optimizer, its parameters, copies and gradients, all drawn from one seed."""
 
     def __init__(self, case: Case, dtype: Any, place: Callable[[Any], Any] = np.asarray) -> None:
-        both = {"bits": 32, "master": False, "wide": False, "offset": 0} | case.both
+        both = {"bits": 32, "master": False, "wide": False, "offset": ()} | case.both
         dtype = np.dtype(dtype)
         if both["master"] and dtype == np.float32:
             dtype = BFLOAT16  # copies have 16 bits
@@ -34,16 +34,18 @@ class Arena:
         self.gradient = np.float32 if both["wide"] else dtype
         self.offset = both["offset"]
         kept = np.float32 if both["master"] else dtype
-        self.parameters = {name: self.draw(shape, kept) for name, shape in self.shapes.items()}
+        self.parameters = {
+            name: self.draw("parameter", shape, kept) for name, shape in self.shapes.items()
+        }
         self.optimizer = AdamW(self.parameters, **OPTIONS, state_bits=both["bits"])
         self.copies: dict[str, Any] = {}
         if both["master"]:
-            self.copies = {n: self.draw(s, dtype) for n, s in self.shapes.items()}
+            self.copies = {n: self.draw("copy", s, dtype) for n, s in self.shapes.items()}
             self.optimizer.keep_copies(self.copies)
 
-    def draw(self, shape: Any, dtype: Any) -> Any:
+    def draw(self, kind: str, shape: Any, dtype: Any) -> Any:
         values = self.rng.standard_normal(shape).astype(np.float16).astype(dtype)
-        if self.offset:  # one value after a multiple of 16 bytes
+        if kind in self.offset:  # one value after a multiple of 16 bytes
             room = np.empty(values.size + 1, dtype)
             room[1:] = values.ravel()
             values = room[1:].reshape(shape)
@@ -51,7 +53,7 @@ class Arena:
 
     def step(self, **options: Any) -> None:
         # sizes over twelve decades, so that every part of a map is met
-        gradients = {n: self.draw(s, self.gradient) for n, s in self.shapes.items()}
+        gradients = {n: self.draw("gradient", s, self.gradient) for n, s in self.shapes.items()}
         for name, shape in self.shapes.items():
             gradients[name] *= self.place(
                 (10.0 ** self.rng.integers(-3, 1, shape)).astype(gradients[name].dtype)
@@ -105,8 +107,11 @@ class TestAdamWStep(KernelAlone):
         Case("master weights", master=True),
         Case("codes", bits=8),
         Case("master weights and codes", bits=8, master=True, wide=True),
-        Case("off alignment", offset=1, shapes={"a": (300,), "b": (7, 3)}),
-        Case("codes off alignment", bits=8, offset=1, shapes={"a": (4099,), "b": (7, 3)}),
+        *(  # one kind of arrays at a time: none hides another
+            Case(f"{kind} off alignment", master=True, offset=kind, shapes={"a": (300,)})
+            for kind in ("parameter", "copy", "gradient")
+        ),
+        Case("codes off alignment", bits=8, offset="gradient", shapes={"a": (4099,), "b": (7, 3)}),
     )
 
     def prove(self, case: Case, dtype: Any) -> None:

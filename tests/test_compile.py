@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from unsloth_cupy._cupy import CupyTarget
+from unsloth_cupy._source import source_root
 from unsloth_cupy.errors import KernelError
 
 from . import budget
@@ -229,6 +230,36 @@ def test_cupy_keeps_the_architecture_with_wgmma() -> None:
         patch.setattr(compiler, "_get_arch_for_options_for_nvrtc", answer)
         ptx, _ = compiler.compile_using_nvrtc(source, options, "90", "unit.cu")
     assert b".target sm_90a" in ptx
+
+
+PRODUCT = """#include <common/ptx.cuh>
+extern "C" __global__ void k(float *x, uint64_t a, uint64_t b, float by, int turns) {
+  float d[32];
+  for (int i = 0; i < 32; i++) d[i] = x[i * 128 + threadIdx.x];
+  wgmma_fence(d);
+  wgmma_m64n64k16_bf16<0, 0>(d, a, b, 1);
+  wgmma_commit();
+  for (int turn = 0; turn < turns; turn++) {  // of which d * by + 1 seems to know nothing
+    wgmma_wait<0>(d);
+    for (int i = 0; i < 32; i++) x[(turn * 32 + i) * 128 + threadIdx.x] = d[i] * by + 1;
+  }
+}
+"""
+
+
+def test_nothing_computes_with_an_accumulator_before_its_wait() -> None:
+    nvrtc = cupy.cuda.nvrtc
+    program = nvrtc.createProgram(PRODUCT, "k.cu", [], [])
+    nvrtc.compileProgram(program, ("-arch=compute_90a", "-std=c++17", f"-I{source_root()}"))
+    found = re.findall(r"wgmma\.\w+|fma", nvrtc.getPTX(program).decode())
+    assert [name for name in found if name != "fma"] == [
+        "wgmma.fence",
+        "wgmma.mma_async",
+        "wgmma.commit_group",
+        "wgmma.wait_group",
+    ]
+    assert found.count("fma") == 32
+    assert found.index("fma") > found.index("wgmma.wait_group")
 
 
 def test_cupy_finds_the_cuda_headers_itself() -> None:

@@ -267,10 +267,19 @@ template <int R> PTX void setmaxnreg_inc() {
 template <int R> PTX void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R));
 }
-PTX void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Both name the accumulators, which no instruction but a product's own may touch between them: to
+// the compiler these are values that are there as soon as the product is asked for, and what
+// computes with them, or makes them, could move past an instruction that does not name them.
+#define WGMMA_NAME(d, count) \
+  _Pragma("unroll") for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory")
+template <int R> PTX void wgmma_fence(float (&d)[R]) {
+  WGMMA_NAME(d, R);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 PTX void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> PTX void wgmma_wait() {
+template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+  WGMMA_NAME(d, R);
 }
 
 // d += A * B, 64 rows by N columns.  A comes from shared memory or, as four registers in the layout

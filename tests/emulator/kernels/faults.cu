@@ -31,6 +31,8 @@ KERNEL(1024) broken(int *out, int mode) {
     out[40 + lane] = tile[lane];
   }
   if (mode == 14) cp_async_16(tile + 1, out);
+  if (mode == 29 || mode == 30) cp_async_16(&tile[lane * 4 % 32], out + lane * 4 % 32);
+  if (mode == 29) cp_async_commit();
   if (mode == 15 && lane < 16) __shfl_sync(0xffffu, 1, 20);
   if (mode == 16) __shfl_sync(0xffff0000u, 1, 20);
   if (mode == 17 && lane == 5) return;
@@ -130,23 +132,23 @@ KERNEL(128) broken_product(int *out, int mode) {
   const uint64_t b = wgmma_descriptor_128b(smem + 512, 16, 1024);
   if (mode == 1 && threadIdx.x == 77) a += 2;
   if (mode == 2) a |= 1ull << 49;
-  if (mode != 3) wgmma_fence();
+  if (mode != 3) wgmma_fence(d);
   wgmma_m64n64k16_bf16<0, 0>(d, a, b, 0);
   wgmma_commit();
   if (mode == 4) return;
   if (mode == 5) out[threadIdx.x] = d[3];
   if (mode == 6) d[31] = 0;
   if (mode == 7) smem[threadIdx.x] = make_uint4(1, 1, 1, 1);
-  wgmma_wait<0>();
+  wgmma_wait<0>(d);
   if (mode == 8) {
-    wgmma_fence();
     float again[32];
+    wgmma_fence(again);
     wgmma_m64n64k16_bf16<0, 0>(again, a, b, 0);
     wgmma_commit();
-    wgmma_fence();
+    wgmma_fence(d);
     wgmma_m64n64k16_bf16<0, 0>(d, a, b, 1);
     wgmma_commit();
-    wgmma_wait<1>();
+    wgmma_wait<1>(again);
     out[threadIdx.x] = again[0];
     out[threadIdx.x] = d[0];
   }

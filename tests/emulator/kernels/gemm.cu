@@ -52,7 +52,7 @@ __device__ __forceinline__ void gemm_tile(const TensorMap &ma, const TensorMap &
       int s = i % STAGES;
       mbarrier_wait(&full[s], i / STAGES & 1);
       unsigned char *a = smem + s * STAGE, *b = a + A_BYTES;
-      wgmma_fence();
+      wgmma_fence(acc);
 #pragma unroll
       for (int kk = 0; kk < TK / 16; kk++) {
         uint64_t da = wgmma_descriptor_128b(a + kk * 32, 16, 1024);
@@ -65,12 +65,12 @@ __device__ __forceinline__ void gemm_tile(const TensorMap &ma, const TensorMap &
       }
       wgmma_commit();
 #ifndef BUG_NO_WGMMA_WAIT
-      wgmma_wait<0>();
+      wgmma_wait<0>(acc);
 #endif
       if (t == 0) mbarrier_arrive(&empty[s]);
     }
 #ifdef BUG_NO_WGMMA_WAIT
-    wgmma_wait<0>();
+    wgmma_wait<0>(acc);
 #endif
     // C as two 64 x 64 halves under the 128-byte swizzle, past the ring
     unsigned char *c = smem + STAGES * STAGE;

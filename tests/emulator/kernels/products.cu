@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(128)
   uint32_t x[16];
   if (REGISTERS)
     for (int i = 0; i < 16; i++) x[i] = fragments[threadIdx.x * 16 + i];
-  wgmma_fence();
+  wgmma_fence(acc);
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const uint64_t b = wgmma_descriptor_128b(tile + k * (TB ? 2048 : 32), TB ? 8192 : 16, 1024);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(128)
     }
   }
   wgmma_commit();
-  wgmma_wait<0>();
+  wgmma_wait<0>(acc);
 #pragma unroll
   for (int i = 0; i < N / 2; i++) {
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + (i >> 1 & 1) * 8;

@@ -165,9 +165,13 @@ inline void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, 
 
 template <int R> inline void setmaxnreg_inc() {}
 template <int R> inline void setmaxnreg_dec() {}
-inline void wgmma_fence(EMU_PLACE) { emu::wgmma_fence(EMU_HERE); }
+template <int R> inline void wgmma_fence(float (&d)[R], EMU_PLACE) {
+  emu::wgmma_fence(EMU_HERE);
+}
 inline void wgmma_commit() { emu::wgmma_commit(); }
-template <int N> inline void wgmma_wait(EMU_PLACE) { emu::wgmma_wait(N, EMU_HERE); }
+template <int N, int R> inline void wgmma_wait(float (&d)[R], EMU_PLACE) {
+  emu::wgmma_wait(N, EMU_HERE);
+}
 #define WGMMA_OF(TYPE, CODE, N)                                                                   \
   template <int TA, int TB>                                                                       \
   inline void wgmma_m64n##N##k16_##TYPE(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d,   \

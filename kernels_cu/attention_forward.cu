@@ -219,6 +219,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         }
         add_product(o, s, values_at(stage));
     }
+    cp_async_wait<0>();  // rows that see no key have not met their queries
 
     out += first_query * out_stride + head * VALUE_DIM + slice * REST;
     lse += (VARLEN ? first_query : first_query * heads) + (long long)head * all_queries;

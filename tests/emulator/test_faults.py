@@ -65,6 +65,8 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (26, 1, 40, r"out-of-bounds write of 4 bytes: dynamic shared memory at byte \d+ of 128"),
         (27, 1, 64, r"race on out byte 4: read here, unordered with write by thread \(32,0,0\)"),
         (28, 1, 32, "race on static shared .*: (atomic|write) here, unordered with (atomic|write)"),
+        (29, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
+        (30, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
     ],
     "broken_copy": [
         (0, 1, 1, "read of uninitialised static shared memory"),

@@ -19,7 +19,7 @@ void cp_async(void *dst, const void *src, int bytes, int src_bytes, const char *
   mark_pending(dst, bytes);
   if (src_bytes) touch(src, src_bytes, Read, at);
   memset(dst, 0xff, bytes);
-  M.cur->groups.back().push_back({(char *)dst, (const char *)src, bytes, src_bytes});
+  M.cur->groups.back().push_back({(char *)dst, (const char *)src, bytes, src_bytes, at});
 }
 
 void cp_async_commit() { M.cur->groups.emplace_back(); }

@@ -157,6 +157,9 @@ void check_neighbour(int rank, const Fiber *f, Where at) {
 void check_exit(Fiber *f) {
   if (f->arrived)
     fail("thread exits between barrier.cluster.arrive and its wait", f->arrived_at);
+  for (auto &group : f->groups)
+    if (!group.empty())
+      fail("thread exits before the cp.async.wait_group of this copy", group[0].at);
   for (auto &group : f->stores)
     if (!group.empty())
       fail("thread exits before the cp.async.bulk.wait_group of this store", group[0].at);

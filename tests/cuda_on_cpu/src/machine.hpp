@@ -39,6 +39,7 @@ struct CpAsync {
   char *dst;
   const char *src;
   int bytes, src_bytes;
+  Where at;
 };
 
 struct Store {

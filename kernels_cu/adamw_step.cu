@@ -66,13 +66,15 @@ template <bool SIGNED> __device__ __forceinline__ float encode(Values &v, const 
 #pragma unroll
         for (int j = 0; j < LANES; j++) largest = fmaxf(largest, fabsf(v.at[i][j]));
     largest = group_max<32>(largest);
-    // below float32's normal numbers there is no reciprocal: such values are as good as 0
-    const float inverse = largest < 1.17549435e-38f ? 0.0f : 1.0f / largest;
+    // below float32's normal numbers there is no reciprocal: such values are as good as 0; that of
+    // numbers beyond 2^126 would be below them
+    const float unit = largest > 0x1p126f ? 0.25f : 1.0f;
+    const float inverse = largest < 1.17549435e-38f ? 0.0f : 1.0f / (largest * unit);
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
 #pragma unroll
         for (int j = 0; j < LANES; j++)
-            v.at[i][j] = (float)nearest<SIGNED>(v.at[i][j] * inverse, middle);
+            v.at[i][j] = (float)nearest<SIGNED>(v.at[i][j] * inverse * unit, middle);
     return largest;
 }
 

@@ -18,7 +18,7 @@ from .ops.arithmetic import scale_by
 from .ops.gradients import measured
 from .variable import Var
 
-TINY, HUGE = 2.0**-126, 2.0**127  # float32's normal numbers
+TINY, HUGE = 2.0**-126, 2.0**126  # normal numbers of float32 with a reciprocal among them
 MOST = 2**32 - 1  # steps that a device counts
 CONSTANTS = Constants()
 

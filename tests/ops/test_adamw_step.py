@@ -1,5 +1,6 @@
 """The one launch of an optimizer's step; tests/test_optimizer.py judges the definition."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -157,6 +158,27 @@ def test_a_skipped_step_changes_no_bit(bits: int, bad: float) -> None:
         assert arena.optimizer.steps == 1
         arena.step()
         assert arena.optimizer.steps == 2
+
+
+@pytest.mark.parametrize("scale", [3.4e38, 8.6e37, 2.0**126, 1e-37])
+def test_codes_keep_values_of_any_size(scale: float) -> None:
+    """The reciprocal of what is beyond 2^126 is below float32's normal numbers."""
+    found = []
+    for within in (contextlib.nullcontext(), emulator()):
+        with within:
+            arena = Arena(Case("", bits=8, shapes={"a": (4400,)}), np.float32)
+            arena.step()
+            state = {n: a.copy() for n, a in arena.optimizer.state().items()}
+            state |= {n: np.full_like(a, scale) for n, a in state.items() if "scale" in n}
+            arena.optimizer.load_state(state)
+            arena.optimizer.step({"a": np.zeros(4400, np.float32)})
+            found.append(arena.everything())
+    judge(*found)
+    for field, beta in zip(("mean", "square"), OPTIONS["betas"], strict=True):
+        sizes = dynamic_map(field == "mean").astype(np.float64) * scale
+        before, after = (sizes[codes[f"{field}.a"].ravel()] for codes in (state, found[1]))
+        spread = np.diff(sizes).max()
+        assert np.abs(after * beta - before * beta).max() <= spread, field
 
 
 @pytest.mark.parametrize("bits", [32, 8])

@@ -18,6 +18,7 @@ from .._typing import Array
 
 BLOCK = 256
 TINY = np.finfo(np.float32).tiny  # below it float32 has no reciprocal: as good as 0
+LARGE = 1 / TINY  # beyond it reciprocals are below TINY
 
 
 @cache
@@ -64,8 +65,9 @@ def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
     padded = np.zeros_like(values, shape=blocks * BLOCK)
     padded[: values.size] = np.abs(values)
     scale = padded.reshape(blocks, BLOCK).max(1)
-    inverse = np.where(scale < TINY, 0, 1 / np.maximum(scale, TINY)).astype(np.float32)
-    share = values * _spread(inverse, values.size)
+    unit = np.where(scale > LARGE, np.float32(0.25), np.float32(1))
+    inverse = np.where(scale < TINY, 0, 1 / np.maximum(scale * unit, TINY)).astype(np.float32)
+    share = values * _spread(inverse, values.size) * _spread(unit, values.size)
     codes = np.searchsorted(placed(midpoints(signed), values), share, side="left")
     return codes.astype(np.uint8), scale
 

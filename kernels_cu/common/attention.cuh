@@ -40,7 +40,7 @@ struct Options {
     float grown;                            // by which the others grow
 };
 
-__device__ __forceinline__ int clipped(long long offset) {  // queries and keys are below 2^29
+__device__ __forceinline__ int clipped(long long offset) {  // no query or key is as far
     return (int)max(-(1ll << 29), min(1ll << 29, offset));
 }
 

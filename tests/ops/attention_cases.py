@@ -50,6 +50,10 @@ def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
     )
 
 
+# positions that 32 bits do not hold, and slopes so small that float32 tells keys apart there
+AFAR = {"alibi": 2.0 ** -np.arange(21, 25), "query_start": [2**40, -(2**33)]}
+
+
 def beyond_denormals(found: Arrays, exact: Arrays) -> Arrays:
     """Return the results whose rounding is a normal number of float32: a GPU makes others 0."""
     return {name: a for name, a in found.items() if not 0 < _size(exact[name]) < LEAST}

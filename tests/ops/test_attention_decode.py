@@ -15,7 +15,7 @@ from unsloth_cupy.ops._device import Limits
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
 from ..stand_in import gpu
-from .attention_cases import BUDGETS, GROUPED, hides, tiles
+from .attention_cases import AFAR, BUDGETS, GROUPED, hides, tiles
 from .test_attention_forward import _within
 
 SMALL = GROUPED | {"queries": 3, "keys": 300, "dim": 8, "value_dim": 16}
@@ -64,6 +64,7 @@ class TestAttentionDecode(KernelParity):
         ),
         Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 290]}),
         Case("a chunk that sees no key", **SMALL, arrays={"mask": hides_first}),
+        Case("alibi from afar", **SMALL, arrays=AFAR),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),
         Case("bias and alibi", **SMALL, given=["bias", "alibi"], causal=True),
         Case("bias by key", **SMALL | {"keys": 90}, arrays={"bias": hides(90), "mask": tiles(90)}),

@@ -15,7 +15,6 @@ from .._source import Constants
 from .._typing import Array
 from ._attention_launch import launch_forward
 from ._attention_options import (
-    FARTHEST,
     by_batch,
     factors_of,
     in_chunks,
@@ -24,7 +23,7 @@ from ._attention_options import (
     strides,
 )
 from ._attention_tiles import Table, rows_of
-from ._blocks import Window
+from ._blocks import FARTHEST, Window
 from ._device import Limits, limits
 from ._scores import check_options
 

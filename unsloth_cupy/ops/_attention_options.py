@@ -7,12 +7,11 @@ import numpy as np
 
 from .._arrays import lanes, packed
 from .._typing import Array
-from ._blocks import Window
+from ._blocks import FARTHEST, Window
 from ._rows import spanned
 
 LOG2E = 1 / math.log(2)
 CAUSAL, HIDING, ANY = range(3)  # options of a call: causal; what hides scores; what changes them
-FARTHEST = 2**29  # positions are 32-bit integers in the kernels; sums of two of them fit
 
 
 class Told(NamedTuple):

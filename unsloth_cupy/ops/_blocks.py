@@ -21,6 +21,7 @@ from ._products import SINGLE
 Window = tuple[int | None, int | None]
 
 TILE = 128  # queries and keys that one element of block_mask stands for
+FARTHEST = 2**29  # positions are 32-bit integers in the kernels; sums of two of them fit
 HOST_SCORES = 2**17  # scores of a block: half a mebibyte, which a core's cache holds
 DEVICE_SCORES = 2**24  # few launches, 64 MiB
 
@@ -187,6 +188,12 @@ class Blocks:
         """Return key position minus query position for each pair of a block."""
         rows = np.arange(block.rows.start, block.rows.stop, like=self.q)[:, None]
         return self.numbers(block.keys)[columns] - (rows + self._at(self.start, block))
+
+    def distances(self, block: Block) -> Array:
+        """Return how far each key lies from each query; a start beyond FARTHEST counts as that."""
+        rows = np.arange(block.rows.start, block.rows.stop, like=self.q)[:, None]
+        start = np.clip(self._at(self.start, block), -FARTHEST, FARTHEST)
+        return np.abs(self.numbers(block.keys) - (rows + start))
 
     def hidden(self, block: Block, columns: slice) -> Array:
         """Return where causal, window and lengths forbid a pair."""

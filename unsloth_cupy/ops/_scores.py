@@ -66,7 +66,7 @@ class Scores(Blocks):
             seen += self._split(_part(self.bias, block))
         if self.alibi is not None:
             slope = self._split(_part(self.alibi, block))
-            seen -= slope * np.abs(self.offsets(block)).astype(scores.dtype)
+            seen -= slope * self.distances(block).astype(scores.dtype)
         if self.mask is not None:
             np.copyto(seen, -math.inf, where=~self._split(_part(self.mask, block)))
         if block.gaps:

@@ -84,7 +84,7 @@ def attention(
         Keys from this one on do not exist, whatever their bytes hold.
     query_start : int or (batch,) int, optional
         Position of the first query among the keys.  By default the last query stands at the last
-        key: ``keys - queries``, or ``key_lengths - queries``.
+        key: ``keys - queries``, or ``key_lengths - queries``.  Alibi cuts it to -2**29 .. 2**29.
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
         Tiles of 128 queries by 128 keys that are False are skipped.
     dropout : float
@@ -282,7 +282,7 @@ def attend_backward(
         if dbias is not None:
             scores.add_sum(dbias, ds_by_head, block)
         if dalibi is not None:
-            distance = np.abs(scores.offsets(block)).astype(q.dtype)
+            distance = scores.distances(block).astype(q.dtype)
             scores.add_sum(dalibi, ds_by_head * -distance, block)
         if tanh is not None:
             ds *= 1 - tanh * tanh

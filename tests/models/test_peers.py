@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.models import load
+from unsloth_cupy.models.generate import Options, _draw
 
 from .peers import CONFIGS, batch, make
 
@@ -60,6 +61,50 @@ def test_greedy_tokens(pair, side):
     )
     made = model.generate(data["ids"], mask=mask, max_new_tokens=12)
     np.testing.assert_array_equal(made, expected.numpy())
+
+
+def test_penalised_tokens(tmp_path):
+    """Padding, on the left as transformers takes it, is nothing that a row holds."""
+    peer = make(tmp_path, CONFIGS["llama"])
+    data, model = batch(seed=2, tokens=8), load(tmp_path)
+    made = [
+        (
+            model.generate(
+                data["ids"], mask=data["left"], max_new_tokens=20, repetition_penalty=penalty
+            ),
+            peer.generate(
+                torch.tensor(data["ids"]), attention_mask=torch.tensor(data["left"]),
+                max_new_tokens=20, do_sample=False, repetition_penalty=penalty,
+            ).numpy(),
+        )
+        for penalty in (0.5, 1.0, 1.8)
+    ]  # fmt: skip
+    for ours, theirs in made:
+        np.testing.assert_array_equal(ours, theirs)
+    assert len({ours.tobytes() for ours, _ in made}) == len(made)
+
+
+@pytest.mark.parametrize("min_p", [None, 0.0, 0.2, 1.0])
+@pytest.mark.parametrize("top_p", [None, 0.8])
+@pytest.mark.parametrize("top_k", [None, 7])
+def test_shares_of_tokens(top_k, top_p, min_p):
+    """Draws at even distances fall on tokens in proportion to what transformers' warpers leave."""
+    logits = np.random.default_rng(0).standard_normal(40) * 2
+    scores = torch.tensor(logits)[None]
+    warpers = [transformers.TemperatureLogitsWarper(1.3)]
+    warpers += [] if top_k is None else [transformers.TopKLogitsWarper(top_k)]
+    warpers += [] if top_p is None else [transformers.TopPLogitsWarper(top_p)]
+    warpers += [] if min_p is None else [transformers.MinPLogitsWarper(min_p)]
+    for warper in warpers:
+        scores = warper(None, scores)
+    shares = torch.softmax(scores, -1)[0].numpy()
+    options = Options(1, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+    draws = 2000
+    drawn = [_draw(logits, options, (i + 0.5) / draws) for i in range(draws)]
+    counted = np.bincount(drawn, minlength=40)
+    assert (np.abs(counted - draws * shares) <= 1).all()
+    assert not counted[shares == 0].any()
+    assert shares[_draw(logits, options, np.nextafter(1, 0))] > 0
 
 
 def test_transformers_reads_what_we_save(pair, tmp_path):

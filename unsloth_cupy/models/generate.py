@@ -1,7 +1,8 @@
 """Generation: prompts in, tokens out, one step at a time through a KV cache.
 
 p = softmax(logits / temperature), cut to the top_k most likely tokens, then to the fewest
-whose share reaches top_p; the next token is where the running sum of p passes a uniform draw
+whose share reaches top_p, then to those of at least min_p times the likeliest; the next token is
+where the running sum of p passes a uniform draw
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ class Options:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: int | Sequence[int] | None = None
 
@@ -49,6 +52,11 @@ class Options:
         )
         share = self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1)
         self._require("top_p", share, "be in (0, 1], or None")
+        least = self.min_p is None or (is_number(self.min_p) and 0 <= self.min_p <= 1)
+        self._require("min_p", least, "be in [0, 1], or None")
+        penalty = self.repetition_penalty
+        fine = penalty is None or (is_number(penalty) and 0 < penalty < float("inf"))
+        self._require("repetition_penalty", fine, "be a number above 0, or None")
         drawn = self.temperature == 0 and self.seed is None
         self._require(
             "seed", drawn or is_integer(self.seed, 0), "be an integer, as in seed=0, to draw"
@@ -134,6 +142,8 @@ def _steps(
                 " a new copy of the model mends a broken weight",
                 "generate", "logits", None,
             )  # fmt: skip
+        if options.repetition_penalty is not None:
+            _penalise(logits, past, seen, options.repetition_penalty)
         if step < options.min_new_tokens:
             logits[:, ends] = -np.inf
         chosen = _choose(logits, options, draws)
@@ -143,6 +153,13 @@ def _steps(
         past = np.concatenate([past, chosen[:, None].astype(like.dtype)], axis=1)
         seen = np.concatenate([seen, np.ones((batch, 1), bool)], axis=1)
         finished |= np.isin(chosen, ends)
+
+
+def _penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
+    """Make tokens that a row holds less likely, padding left out."""
+    for row, tokens, mask in zip(logits, past, real, strict=True):
+        held = np.unique(tokens[mask])
+        row[held] = np.where(row[held] < 0, row[held] * penalty, row[held] / penalty)
 
 
 def _choose(logits: Array, options: Options, draws: list[np.random.Generator]) -> Array:
@@ -159,11 +176,16 @@ def _draw(logits: Array, options: Options, uniform: float) -> int:
     if options.top_k is not None or options.top_p is not None:
         order = np.argsort(-logits, kind="stable")[: options.top_k]
     kept = logits[order] / options.temperature
-    running = np.exp(kept - kept.max()).cumsum()
+    share = np.exp(kept - kept.max())
     if options.top_p is not None:
-        running = running[: np.searchsorted(running, options.top_p * running[-1]) + 1]
+        running = share.cumsum()
+        share = share[: np.searchsorted(running, options.top_p * running[-1]) + 1]
+    if options.min_p is not None:
+        share = np.where(share < options.min_p, 0, share)
+    running = share.cumsum()
     index = np.searchsorted(running, uniform * running[-1], side="right")
-    return int(order[min(int(index), running.size - 1)])
+    last = np.searchsorted(running, running[-1])  # behind it are tokens without a share
+    return int(order[min(index, last)])
 
 
 def _switch(config: Config) -> int | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import KVCache, NonFiniteError
-from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
+from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
 from unsloth_cupy.models import create
 
 from .peers import SIZES
@@ -34,12 +34,14 @@ def test_cached_equals_uncached(model):
         np.testing.assert_array_equal(row, naive_greedy(model, prompt, 12))
 
 
+@pytest.mark.parametrize("penalty", [None, 3.0])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(model, side):
+def test_padding_changes_nothing(model, side, penalty):
     mask = np.ones((2, 7), bool)
     mask[1, slice(None, 3) if side == "left" else slice(-3, None)] = False
-    made = model.generate(PROMPT, mask=mask, max_new_tokens=9, stop=())
-    alone = model.generate(PROMPT[1][mask[1]][None], max_new_tokens=9, stop=())
+    options = {"max_new_tokens": 9, "stop": (), "repetition_penalty": penalty}
+    made = model.generate(PROMPT, mask=mask, **options)
+    alone = model.generate(PROMPT[1][mask[1]][None], **options)
     np.testing.assert_array_equal(made[1, 7:], alone[0, 4:])
     np.testing.assert_array_equal(made[:, :7], PROMPT)
 
@@ -52,7 +54,10 @@ def test_a_broken_weight_is_no_text():
 
 
 def test_draws_repeat_and_ignore_the_other_rows(model):
-    options = {"max_new_tokens": 10, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "stop": ()}
+    options = {
+        "max_new_tokens": 10, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02,
+        "repetition_penalty": 1.2, "stop": (),
+    }  # fmt: skip
     both = model.generate(PROMPT, seed=3, **options)
     np.testing.assert_array_equal(both, model.generate(PROMPT, seed=3, **options))
     np.testing.assert_array_equal(both[:1], model.generate(PROMPT[:1], seed=3, **options))
@@ -63,7 +68,7 @@ def test_draws_repeat_and_ignore_the_other_rows(model):
 
 def test_top_k_of_one_is_greedy(model):
     greedy = model.generate(PROMPT, max_new_tokens=8, stop=())
-    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-4}):
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1}, {"temperature": 1e-4}):
         options = {"temperature": 2.0, "seed": 0} | cut
         made = model.generate(PROMPT, max_new_tokens=8, stop=(), **options)
         np.testing.assert_array_equal(made, greedy)
@@ -204,6 +209,12 @@ def test_sliding_layers_take_bounded_memory(model, monkeypatch):
         ({"top_k": 0}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": "0.1"}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"repetition_penalty": [1.2]}, "repetition_penalty"),
         ({"stop": 97}, "stop"),
         ({"stop": "</s>"}, "stop"),
         ({"mask": np.zeros((2, 7), bool)}, "no real token"),
@@ -234,6 +245,42 @@ def test_bad_tokens(model, tokens, mask, error):
         model.logits(tokens, mask=mask)
     with pytest.raises(error):
         model.generate(tokens, mask=mask, max_new_tokens=1)
+
+
+CALLS = {
+    "logits": lambda model, tokens, mask: model.logits(tokens, mask=mask),
+    "loss": lambda model, tokens, mask: model.loss(tokens, tokens, mask=mask),
+    "step": lambda model, tokens, mask: model.loss_and_gradients(tokens, tokens, mask=mask)[0],
+    "generate": lambda model, tokens, mask: model.generate(tokens, mask=mask, max_new_tokens=3),
+    "stream": lambda model, tokens, mask: [*model.stream(tokens, mask=mask, max_new_tokens=2)][1],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_tokens_of_other_libraries(model, library, call):
+    there = pytest.importorskip(library, reason="needs the extra `peers`")
+    mask = np.ones((2, 7), np.int8)
+    mask[1, :3] = 0
+    tokens = PROMPT.astype(np.int32)
+    made = CALLS[call](model, there.asarray(tokens), there.asarray(mask))
+    assert type(made) is type(there.asarray(tokens))
+    wanted = CALLS[call](model, tokens, mask)
+    np.testing.assert_array_equal(np.asarray(made), np.asarray(wanted, made.__array__().dtype))
+    for arrays in ((tokens, there.asarray(mask)), (there.asarray(tokens), mask)):
+        with pytest.raises(FrameworkError, match="bring these to one"):
+            CALLS[call](model, *arrays)
+
+
+def test_gradients_are_the_parameters_own(model):
+    torch = pytest.importorskip("torch", reason="needs the extra `peers`")
+    tokens = torch.asarray(PROMPT)
+    _, gradients = model.loss_and_gradients(tokens, tokens)
+    assert all(isinstance(gradient, np.ndarray) for gradient in gradients.values())
+    with pytest.raises(DTypeError, match="tokens is float32; it must be int32 or int64"):
+        model.logits(tokens.float())
+    with pytest.raises(DTypeError, match="tokens is no array but list"):
+        model.generate(PROMPT.tolist(), max_new_tokens=1)
 
 
 def test_bad_labels(model):

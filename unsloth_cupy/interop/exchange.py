@@ -8,7 +8,7 @@ which NumPy's seldom is.
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -146,18 +146,23 @@ def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, A
     """Run op on adopted arrays of another library, on its stream, and give results back."""
     there = FRAMEWORKS.get(library, DLPACK)
     operand = next(a for a in arrays if a is not None and type(a) is not int)
-    adopted: list[Any] = []
     with there.stream(operand):
-        for name, array in zip(op.names, arrays, strict=True):
-            given = array is None or type(array) is int
-            try:
-                adopted.append(array if given else there.adopt(array))
-            except (TypeError, RuntimeError, BufferError) as error:
-                raise FrameworkError(f"{op.__name__}: {name} {error}") from error
-        result = op.call(adopted, options)
+        result = op.call(adopted(there, op.__name__, op.names, arrays), options)
         if type(result) is tuple:
             return tuple(a if a is None else there.give_back(a, operand) for a in result)
         return there.give_back(result, operand)
+
+
+def adopted(there: Framework, call: str, names: Iterable[str], arrays: Iterable[Any]) -> list[Any]:
+    """Return the arrays of a call as NumPy's or CuPy's; None and numbers stay what they are."""
+    found: list[Any] = []
+    for name, array in zip(names, arrays, strict=True):
+        given = array is None or type(array) is int
+        try:
+            found.append(array if given else there.adopt(array))
+        except (TypeError, RuntimeError, BufferError) as error:
+            raise FrameworkError(f"{call}: {name} {error}") from error
+    return found
 
 
 def framework_of(array: Any, what: str) -> str:

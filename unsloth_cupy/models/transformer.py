@@ -26,6 +26,7 @@ from .config import Config
 from .files import SINGLE, Layout, write_folder
 from .loss import IGNORE, count_labels, head_weight, loss_on_tape, next_labels
 from .network import Network
+from .other_libraries import from_any_library
 
 
 class Transformer(Network):
@@ -80,6 +81,7 @@ class Transformer(Network):
         if self.adapter is not None:
             self.parameters, self.adapter = self.adapter.merged(self.parameters), None
 
+    @from_any_library
     def logits(
         self,
         tokens: Array,
@@ -121,6 +123,7 @@ class Transformer(Network):
         x = self.hidden(self.parameters, tokens, mask, cache, offsets=offsets)
         return self.head(x).reshape(*tokens.shape, self.config.vocab)
 
+    @from_any_library
     def loss(
         self,
         tokens: Array,
@@ -155,6 +158,7 @@ class Transformer(Network):
         losses = linear_cross_entropy(x, head, shifted, ignore=IGNORE, softcap=cap)
         return losses.sum(dtype=np.float64) / count_labels(shifted)
 
+    @from_any_library
     def loss_and_gradients(
         self,
         tokens: Array,
@@ -188,6 +192,7 @@ class Transformer(Network):
             gradients = tape.gradients(of, [*watched.values()], release=True)
         return loss, dict(zip(watched, gradients, strict=True))
 
+    @from_any_library
     def generate(
         self,
         tokens: Array,
@@ -198,6 +203,8 @@ class Transformer(Network):
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: int | Sequence[int] | None = None,
     ) -> Array:
@@ -213,8 +220,15 @@ class Transformer(Network):
             1 where a token is real.
         temperature : float
             0: the most likely token.  Otherwise tokens are drawn from softmax(logits /
-            temperature), cut to the ``top_k`` most likely ones and then to the fewest whose
-            share reaches ``top_p``.
+            temperature), cut to the ``top_k`` most likely ones, then to the fewest whose share
+            reaches ``top_p``.
+        min_p : float, optional
+            In [0, 1]: after that, only tokens of at least min_p times the probability of the most
+            likely one are drawn (Nguyen et al., Turning Up the Heat, 2024).
+        repetition_penalty : float, optional
+            Above 0: first of all, logits of tokens that a row holds, its prompt too, are divided by
+            it where they are positive and multiplied where they are negative (Keskar et al., CTRL,
+            2019).  1 changes nothing.
         seed : int
             Needed to draw.  Row i of a batch draws from (seed, i), whatever the other rows hold.
         stop : int or sequence of int, optional
@@ -232,11 +246,13 @@ class Transformer(Network):
             An option makes no sense.
         """
         options = generation.Options(
-            max_new_tokens, min_new_tokens, temperature, top_k, top_p, seed, stop
-        )
+            max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+            seed, stop,
+        )  # fmt: skip
         added = generation.stream(self, tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
 
+    @from_any_library
     def stream(
         self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
     ) -> Iterator[Array]:

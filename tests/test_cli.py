@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from unsloth_cupy.cli import machine
+from unsloth_cupy.cli.chat import Chat
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.plan import Largest
 from unsloth_cupy.cli.run_folder import RunFolder
 from unsloth_cupy.cli.text import Batches, held_out_rows, split, unigram_baseline
-from unsloth_cupy.cli.tokenizer import TextStream, encode, train_tokenizer
+from unsloth_cupy.cli.tokenizer import StopStrings, TextStream, encode, train_tokenizer
 from unsloth_cupy.cli.trainer import Trainer
 from unsloth_cupy.errors import ConfigError
 
@@ -39,16 +42,17 @@ SMALL = (
 TIMES = ("seconds", "tokens_per_second", "memory_bytes", "planned_bytes", "peak_bytes")
 
 
-def run(*arguments: object) -> click.testing.Result:
-    return click.testing.CliRunner().invoke(group, [str(a) for a in arguments])
+def run(*arguments: object, given: str | bytes = "") -> click.testing.Result:
+    return click.testing.CliRunner().invoke(group, [str(a) for a in arguments], input=given)
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
+def start(*arguments: object, stdin: int | None = None) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "unsloth_cupy", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+        env=environment,
+    )  # fmt: skip
 
 
 def wait_for_lines(log: Path, count: int, process: "subprocess.Popen[str]") -> None:
@@ -175,6 +179,34 @@ class TestTextStream:
         broken = int(encode(tokenizer, "漢")[1])  # the middle of a character
         stream = TextStream(tokenizer)
         assert "\ufffd" in "".join(stream.push(broken) for _ in range(8))
+
+
+class TestStopStrings:
+    @pytest.mark.parametrize(
+        "stops", [(), ("x",), ("aab",), ("abac",), ("bc", "abcd"), ("👩‍👧", "字 u")]
+    )
+    @pytest.mark.parametrize(
+        "text", ["aaab", "ababacab", "xabcd", "aa", "", "Grüße, 漢字 und 👩‍👧."]
+    )
+    def test_pieces_say_what_the_whole_says(self, text: str, stops: tuple[str, ...]) -> None:
+        ends = [text[:n] for n in range(len(text) + 1) if text[:n].endswith(stops)] if stops else []
+        wanted = text
+        if ends:
+            wanted = ends[0].removesuffix(max((s for s in stops if ends[0].endswith(s)), key=len))
+        for seed in range(20):
+            draw, rest, stream, shown = random.Random(seed), text, StopStrings(stops), ""
+            while rest and not stream.found:
+                size = draw.randint(1, 4)
+                shown += stream.push(rest[:size])
+                rest = rest[size:]
+                assert wanted.startswith(shown)
+            assert stream.found == bool(ends)
+            assert shown + stream.flush() == wanted
+
+    def test_nothing_waits_that_begins_no_string(self) -> None:
+        stream = StopStrings(["</s>", "\n\n"])
+        assert [stream.push(c) for c in "a<b\nc</s"] == ["a", "", "<b", "", "\nc", "", "", ""]
+        assert stream.flush() == "</s"
 
 
 class TestFinetune:
@@ -448,6 +480,122 @@ class TestGenerate:
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": tokens}))
         result = run("generate", folder, "The dog", "--temperature", 0)
         assert result.stderr.startswith("1 tokens")
+
+    @pytest.mark.parametrize("prompt", [(), ("-",)])
+    def test_a_prompt_from_standard_input(
+        self, finished: tuple[Path, str], prompt: tuple[str, ...]
+    ) -> None:
+        options = ("--max-new-tokens", 9, "--temperature", 0)
+        wanted = run("generate", finished[0], "Der Hund heißt Ölaf\nund", *options)
+        for end in ("", "\n", "\r\n"):
+            given = "Der Hund heißt Ölaf\nund" + end
+            found = run("generate", finished[0], *prompt, *options, given=given)
+            assert found.stdout == wanted.stdout
+        assert run("generate", finished[0], "", *options).stdout != wanted.stdout
+        assert run("generate", finished[0], *prompt, *options).exit_code == 0  # of nothing
+
+    def test_bytes_that_are_no_text(self, finished: tuple[Path, str]) -> None:
+        odd = os.fsdecode("Grüße".encode("latin-1"))
+        for arguments in ((odd,), ("x", "--stop", odd), ("x", "--chat", "--system", odd)):
+            result = run("generate", finished[0], *arguments)
+            assert_one_clear_error(result, "it is not UTF-8: byte 2 is 0xfc; convert it")
+        for dash in ((), ("-",)):
+            result = run("generate", finished[0], *dash, given="Grüße".encode("latin-1"))
+            assert_one_clear_error(result, "standard input is not UTF-8: byte 2 is 0xfc")
+
+    def test_it_stops_at_the_models_positions(
+        self, finished: tuple[Path, str], tmp_path: Path
+    ) -> None:
+        folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": 8, "eos_token_id": None})
+        )
+        count = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode("The dog").ids)
+        result = run("generate", folder, "The dog")
+        assert result.stderr.startswith("The text ends at the model's 8 positions.\n")
+        assert f"{8 - count} tokens in" in result.stderr
+        fits = run("generate", folder, "The dog", "--max-new-tokens", 8 - count)
+        assert "ends at" not in fits.stderr
+        result = run("generate", folder, "The dog sees the dog and the dog sees the dog.")
+        assert_one_clear_error(result, "the model has 8 positions, which leaves no room")
+        assert not result.stdout
+
+    def test_it_stops_before_a_text(self, finished: tuple[Path, str]) -> None:
+        write = partial(run, "generate", finished[0])
+        options = ("--temperature", 0, "--max-new-tokens", 30)
+        whole = write("The dog", *options).stdout[:-1]
+        rest = whole.removeprefix("The dog")
+        for stop in (rest[:1], rest[7:12], rest[-1:], rest[5:]):
+            found = run(
+                "generate", finished[0], "The dog", *options, "--stop", "\0", "--stop", stop
+            )
+            assert found.stdout == "The dog" + rest[: rest.find(stop)] + "\n"
+        assert write("The dog", *options, "--stop", "\0").stdout[:-1] == whole
+
+    def test_options_reach_the_model(self, finished: tuple[Path, str]) -> None:
+        write = partial(run, "generate", finished[0])
+        plain = ("--max-new-tokens", 20, "--temperature", 1)
+        greedy = write("The dog", "--temperature", 0, *plain[:2])
+        drawn = write("The dog", *plain)
+        least = write("The dog", *plain, "--min-p", 1)
+        assert least.stdout == greedy.stdout != drawn.stdout
+        penalty = ("--repetition-penalty", 1e9)
+        assert write("The dog", *plain, *penalty).stdout != drawn.stdout
+
+    def test_a_system_message(self, finished: tuple[Path, str]) -> None:
+        write = partial(run, "generate", finished[0])
+        system, asked = (
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+        )
+        text = Chat(finished[0] / "model").text([system, asked], answer=True)
+        options = ("--temperature", 0, "--max-new-tokens", 9)
+        answer = write("Hi", "--chat", "--system", "Be brief.", *options)
+        assert write(text, *options).stdout == text + answer.stdout
+        piped = run(
+            "generate", finished[0], "--chat", "--system", "Be brief.", *options, given="Hi\n"
+        )
+        assert piped.stdout == answer.stdout
+        assert_one_clear_error(write("Hi", "--system", "x"), "add --chat")
+
+    @pytest.mark.parametrize("end", ["control-d", "control-c"])
+    def test_a_conversation(self, finished: tuple[Path, str], end: str) -> None:
+        """Every answer is one to all that was said, and both ways out are quiet."""
+        pty = pytest.importorskip("pty", reason="needs a terminal, which Windows gives otherwise")
+        options = ("--temperature", 0, "--max-new-tokens", 12)
+        said, wanted = [{"role": "system", "content": "Be brief."}], []
+        for question in ("Wer bellt schön?", "Who else?"):
+            said.append({"role": "user", "content": question})
+            text = Chat(finished[0] / "model").text(said, answer=True)
+            answer = run("generate", finished[0], text, *options).stdout.removeprefix(text)
+            wanted.append(answer)
+            said.append({"role": "assistant", "content": answer[:-1]})
+        keyboard, terminal = pty.openpty()
+        command = ("generate", finished[0], "--chat", "--system", "Be brief.", *options)
+        process = start(*command, stdin=terminal)
+        for line, answer in zip(
+            (b"Wer bellt sch\xff?\n\nWer bellt sch\xc3\xb6n?\n", b"Who else?\n"),
+            wanted,
+            strict=True,
+        ):
+            os.write(keyboard, line)
+            shown = ""
+            while not shown.endswith(answer):
+                more = process.stdout.read(1)
+                assert more, process.stderr.read()
+                shown += more
+        assert process.stdout.read(2) == "> "
+        if end == "control-d":
+            os.write(keyboard, b"\4")
+        while end == "control-c" and process.poll() is None:
+            process.send_signal(signal.SIGINT)  # the first may come before it waits for a line
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+        rest, errors = process.communicate(timeout=60)
+        os.close(keyboard), os.close(terminal)
+        assert (process.returncode, rest) == (0, "\n")
+        assert errors == "That is not UTF-8; write it again.\n"
 
 
 class TestPlan:

@@ -1,8 +1,11 @@
-"""``unsloth-cupy generate``: a model continues a text."""
+"""``unsloth-cupy generate``: a model continues a text, or answers."""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,62 +14,129 @@ import numpy as np
 
 from .. import _arrays
 from ..errors import ConfigError
-from .chat import Chat
+from .chat import Chat, Message
 from .machine import blas_threads
-from .options import FILE, Device, Number, option
+from .options import FILE, Device, Number, Words, option, utf8
 from .run_folder import load_model, model_folder
-from .tokenizer import TextStream, check_tokens, load_tokenizer
+from .tokenizer import StopStrings, TextStream, check_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from ..models import Transformer
 
+Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments known
+
 
 @click.command()
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
-@click.argument("prompt", default="")
+@click.argument("prompt", required=False, type=Words())
 @option("--max-new-tokens", click.IntRange(1), "Tokens to write at most.", 200)
 @option("--temperature", Number(0), "0 always takes the likeliest token.", 0.8)
 @option("--top-k", click.IntRange(1), "Choose among the N likeliest tokens.")
 @option(
     "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens with this share."
 )
+@option("--min-p", Number(0, 1), "Choose among tokens of this share of the likeliest one's.")
+@option(
+    "--repetition-penalty", Number(0, min_open=True), "Above 1: tokens that were said are rarer."
+)
 @option("--seed", click.IntRange(0), "Of the choices.", 0)
+@click.option(
+    "--stop", multiple=True, type=Words(some=True), metavar="TEXT",
+    help="End before this text; may be said several times.",
+)  # fmt: skip
 @click.option("--chat", is_flag=True, help="PROMPT is a question, put by the model's template.")
+@option("--system", Words(), "What the model is told before the questions of --chat.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 def generate(
     folder: Path,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
+    prompt: str | None,
+    stop: tuple[str, ...],
     chat: bool,
+    system: str | None,
     device: str | None,
+    **options: Any,
 ) -> None:
     """Continue PROMPT with the model in MODEL_FOLDER.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
-    of a finetune run. The text goes to standard output as it is written, the speed to standard
+    of a finetune run. PROMPT may come from standard input, without the line break that ends it: as
+    -, or left out where that is no terminal. --chat without PROMPT at a terminal is a conversation,
+    which Ctrl-D ends. The text goes to standard output as it is written, the speed to standard
     error.
     """
     from ..models.folder import on_device
 
+    if system is not None and not chat:
+        raise click.UsageError("--system is for questions; add --chat.")
+    talk = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
     source = model_folder(folder)
-    tokenizer, tokens = load_tokenizer(source), []
-    if chat:
-        text = Chat(source).text([{"role": "user", "content": prompt}], answer=True)
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    tokenizer, template = load_tokenizer(source), Chat(source)
+    asked = "" if talk else _prompt(prompt)
+    told = [] if system is None else [{"role": "system", "content": system}]
     with on_device("generate", device):
         model = load_model(source, device=device)
-        started = time.perf_counter()
+        write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
         with blas_threads(model.config.hidden):
-            count = stream_text(
-                model, tokenizer, "" if chat else prompt, tokens, max_new_tokens=max_new_tokens,
-                temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-            )  # fmt: skip
+            if talk:
+                converse(partial(answer, write, tokenizer, template), told, options["seed"])
+                return
+            started = time.perf_counter()
+            if chat:
+                _, made = answer(write, tokenizer, template, [*told, _question(asked)])
+            else:
+                _, made = write(asked)
         seconds = time.perf_counter() - started
-    click.echo(f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s", err=True)
+    click.echo(f"{made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s", err=True)
+
+
+def _prompt(prompt: str | None) -> str:
+    """Return the prompt, which may be on standard input."""
+    if prompt not in (None, "-"):
+        return str(prompt)
+    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+        return ""
+    try:
+        text = utf8(sys.stdin.buffer.read())
+    except ConfigError as error:
+        raise ConfigError(f"standard input {error}") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def answer(
+    write: Write, tokenizer: Any, template: Chat, messages: Sequence[Message], **options: Any
+) -> tuple[str, int]:
+    """Write what the assistant says next; return it and the number of its tokens."""
+    text = template.text(messages, answer=True)
+    return write("", tokenizer.encode(text, add_special_tokens=False).ids, **options)
+
+
+def converse(reply: Write, told: Sequence[Message], seed: int) -> None:
+    """Answer line after line, each with all that was said before, until there is none."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 -- lines can be edited then
+    said = [*told]
+    with suppress(EOFError, KeyboardInterrupt):
+        for turn in count():
+            said.append(_question(_line()))
+            text, _ = reply(said, seed=seed + turn)
+            said.append({"role": "assistant", "content": text})
+    click.echo()
+
+
+def _line() -> str:
+    """Return a line of text from the terminal, asked for until there is one."""
+    while True:
+        try:
+            line = utf8(input("> ").encode("utf-8", "surrogateescape"))
+        except (ConfigError, UnicodeDecodeError):
+            click.echo("That is not UTF-8; write it again.", err=True)
+            continue
+        if line.strip():
+            return line
 
 
 def stream_text(
@@ -74,23 +144,49 @@ def stream_text(
     tokenizer: Any,
     prompt: str,
     tokens: Sequence[int] = (),
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
     **options: Any,
-) -> int:
-    """Write prompt and continuation to standard output; return the number of new tokens.
+) -> tuple[str, int]:
+    """Write prompt and continuation to standard output, up to one of the stop strings.
 
     ``tokens`` are those of the prompt where they are known, as behind a chat's special tokens.
+
+    Returns
+    -------
+    continuation, count : str, int
+        What was written behind the prompt, and the number of its tokens.
     """
     tokens = list(tokens) or tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
     if not tokens:
         raise ConfigError("the tokenizer knows no token to start from; give a PROMPT")
     check_tokens(tokenizer, tokens, model.config.vocab)
+    positions = model.config.positions
+    room = positions - len(tokens)
+    if room < 1:
+        raise ConfigError(
+            f"the text is {len(tokens)} tokens and the model has {positions} positions, which"
+            " leaves no room to go on; make it shorter"
+        )
     if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    stream = TextStream(tokenizer, tokens)
+    stream, stops, said, made = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
     click.echo(prompt, nl=False)
-    count = 0
-    for token in model.stream(_arrays.placed(np.array([tokens]), model.table), **options):
-        click.echo(stream.push(int(token[0])), nl=False)
-        count += 1
-    click.echo(stream.flush())
-    return count
+    placed = _arrays.placed(np.array([tokens]), model.table)
+    for token in model.stream(placed, max_new_tokens=min(max_new_tokens, room), **options):
+        made += 1
+        said += _shown(stops.push(stream.push(int(token[0]))))
+        if stops.found:
+            break
+    else:
+        said += _shown(stops.push(stream.flush()) + stops.flush())
+    click.echo()
+    if made == room < max_new_tokens and not stops.found:
+        click.echo(f"The text ends at the model's {positions} positions.", err=True)
+    return said, made
+
+
+def _shown(text: str) -> str:
+    click.echo(text, nl=False)
+    return text

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from ..errors import ConfigError
+
 FILE = click.Path(path_type=Path)
 
 
@@ -21,6 +23,35 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not finite.", param, ctx)
         return number
+
+
+class Words(click.ParamType):  # type: ignore[type-arg]
+    """Text in UTF-8, of at least one character if it is said so."""
+
+    name = "text"
+
+    def __init__(self, *, some: bool = False) -> None:
+        self.some = some
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text, or fail with the byte that is no part of one."""
+        if self.some and not value:
+            self.fail("it is empty; write at least one character.", param, ctx)
+        try:
+            return utf8(os.fsencode(value))
+        except ConfigError as error:
+            self.fail(f"it {error}", param, ctx)
+
+
+def utf8(data: bytes) -> str:
+    """Return the text that bytes spell, or raise a ConfigError with the byte that does not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise ConfigError(
+            f"is not UTF-8: {wrong}; convert it, for example with iconv -t utf-8"
+        ) from None
 
 
 class NewFile(click.Path):
@@ -73,6 +104,7 @@ METAVARS: dict[type, str] = {
     click.Path: "PATH",
     NewFile: "PATH",
     Device: "NAME",
+    Words: "TEXT",
     Size: "SIZE",
 }
 

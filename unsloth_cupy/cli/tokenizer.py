@@ -108,3 +108,32 @@ class TextStream:
     def _say(self, text: str) -> str:
         self.start, self.said = self.said, len(self.tokens)
         return text
+
+
+class StopStrings:
+    """Text goes in by pieces and comes out up to the string that is the first to be complete.
+
+    What may be the beginning of one waits until it is known to be none.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.held, self.found = stops, "", False
+
+    def push(self, text: str) -> str:
+        """Take a piece of text; return what can be shown of all that came."""
+        self.held += text
+        places = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
+        self.found = bool(places)
+        ready = min(places)[1] if places else len(self.held) - self._begun()
+        shown, self.held = self.held[:ready], self.held[ready:]
+        return shown
+
+    def _begun(self) -> int:
+        """Return how many of the last characters may be the beginning of a string."""
+        longest = max(map(len, self.stops), default=1) - 1
+        ends = (self.held[-n:] for n in range(min(longest, len(self.held)), 0, -1))
+        return next((len(end) for end in ends if any(s.startswith(end) for s in self.stops)), 0)
+
+    def flush(self) -> str:
+        """Return what waits when no more text comes: nothing behind a string that was found."""
+        return "" if self.found else self.held

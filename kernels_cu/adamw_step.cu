@@ -41,7 +41,7 @@ template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map
         }
     }
     const int cells = (SIGNED ? 1 : 2) << decade;
-    const float share = (size * unit - 0.1f) * (cells / 0.9f);
+    const float share = (size * unit - 0.1f) * __fdiv_rn(cells, 0.9f);
     const int position = cells - !SIGNED + (int)fminf(fmaxf(share, -1.0f), cells - 1.0f);
     int code = SIGNED ? 127 + (x < 0 ? -position : position) : position;
     if (code < 255 && x > middle[code]) code++;

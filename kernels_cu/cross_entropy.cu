@@ -129,7 +129,8 @@ __device__ __forceinline__ void reduce_row(Sums &s) {
 __device__ __forceinline__ float loss_of(const Sums &s, float target, float smoothing,
                                          float z_loss, float softcap) {
     target = capped(target, softcap);
-    if constexpr (SMOOTHING) target = (1 - smoothing) * target + smoothing * (s.total / COLUMNS);
+    if constexpr (SMOOTHING)
+        target = (1 - smoothing) * target + smoothing * divided_by<COLUMNS>(s.total);
     const float log = s.sum == 0 ? 0 : logf(s.sum);  // lse - top, which does not cancel far from 0
     return log + (s.top - target) + z_loss * (log + s.top) * (log + s.top);
 }
@@ -197,7 +198,7 @@ KERNEL(THREADS) cross_entropy_backward(
     if (size < LOWEST) size = 0;  // nothing but -inf
     if (counts && (label < 0 || label >= COLUMNS)) weight = not_a_number();
     const float share = weight * (1 + 2 * z_loss * size) + (dlse == nullptr ? 0 : dlse[row]);
-    const Slopes s = {size, share, weight * (smoothing / COLUMNS), (1 - smoothing) * weight,
+    const Slopes s = {size, share, weight * divided_by<COLUMNS>(smoothing), (1 - smoothing) * weight,
                       label};
     float d[LANES] = {};
     // a row without a label is 0, whatever its logits hold, NaN too
@@ -244,7 +245,7 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
     if (wrong) weight = not_a_number();
     const float log = s.sum == 0 ? 0 : logf(s.sum), share = s.sum == 0 ? 0 : 1 / s.sum;
     const Slopes slopes = {s.top, share * weight * (1 + 2 * z_loss * (log + s.top)),
-                           weight * (smoothing / COLUMNS), (1 - smoothing) * weight, label};
+                           weight * divided_by<COLUMNS>(smoothing), (1 - smoothing) * weight, label};
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
         const int at = column + k * STEP;

@@ -23,6 +23,7 @@
 //   block works out the cosines and sines of its tokens once, into shared memory, and all its
 //   heads take them.
 #include "common/faults.cuh"
+#include "common/math.cuh"
 #include "common/vector.cuh"
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a thread at a time
@@ -50,7 +51,7 @@ __device__ __forceinline__ long long position(const I *positions, long long toke
 __device__ __forceinline__ void turn_by(float &c, float &s, long long position, int pair,
                                         double log2_base) {
     constexpr double PI = 3.141592653589793, PI_LOW = 1.2246467991473532e-16, INVERSE_PI = 1 / PI;
-    const float exponent = (float)(2 * pair) / (float)TURNED;
+    const float exponent = divided_by<TURNED>((float)(2 * pair));
     const float wavelength = (float)exp2(exponent * log2_base);
     const double angle = (float)position * (1 / wavelength), halves = rint(angle * INVERSE_PI);
     const double rest = fma(-halves, PI_LOW, fma(-halves, PI, angle));

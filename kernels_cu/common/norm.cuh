@@ -90,7 +90,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     float centre = 0;
     if constexpr (CENTRED) {
         row_sums<ROW_THREADS, CLUSTER>(sum, partial[0]);
-        centre = sum[0] / HIDDEN;
+        centre = divided_by<HIDDEN>(sum[0]);
         const float apart = moments.mean - centre;
         squares[0] = moments.squares + moments.count * apart * apart;
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
         }
     }
     row_sums<ROW_THREADS, CLUSTER>(squares, partial[1]);
-    const float scale = 1 / sqrtf(squares[0] / HIDDEN + eps);
+    const float scale = 1 / sqrtf(divided_by<HIDDEN>(squares[0]) + eps);
     if (!there) return;
     if (column_of(0) == 0) {
         if constexpr (CENTRED) mean[row] = centre;
@@ -251,7 +251,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
             row_sums<ROW_THREADS, CLUSTER>(sum, exchange[turn]);
             turn ^= 1;
 #pragma unroll
-            for (int m = 0; m < MEANS; m++) row[i].mean[m] = sum[m] / HIDDEN;
+            for (int m = 0; m < MEANS; m++) row[i].mean[m] = divided_by<HIDDEN>(sum[m]);
         }
 #pragma unroll(KEEP ? DEPTH : 1)
         for (int k = 0; k < DEPTH; k++) {

@@ -15,9 +15,11 @@ import importlib.util
 import inspect
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -37,6 +39,7 @@ LIMITS = {
     "100": (2048, 32, 228 << 10, 227 << 10, 148),
     "120": (1536, 24, 100 << 10, 99 << 10, 170),
 }
+CLUSTER_LAUNCH = 120  # of cudaDeviceAttr; CuPy has no name for it
 GRAIN = 512  # bytes: CuPy's pool rounds up to them
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}  # sizes are values
 METHODS = {
@@ -92,8 +95,8 @@ class Launch(NamedTuple):
 class Machine:
     """A GPU that notes what it is asked to do."""
 
-    def __init__(self, capability: str) -> None:
-        self.capability = capability
+    def __init__(self, capability: str, clusters: bool) -> None:
+        self.capability, self.clusters = capability, clusters
         self.device = types.SimpleNamespace(id=int(capability), compute_capability=capability)
         self.launches: list[Launch] = []
         self.functions: list[str] = []  # of CuPy, for what the launches do not compute themselves
@@ -248,17 +251,43 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 Array.__module__ = "cupy"
 
 
+@functools.cache
+def static_memory() -> dict[str, int]:
+    """Return the most bytes of static shared memory that a variant of each kernel takes."""
+    text = Path(__file__).with_name("kernel_budget.toml").read_text()
+    return {
+        kernel: max(numbers[1] for by in table.values() for numbers in by.values())
+        for kernel, table in tomllib.loads(text)["kernels"].items()
+    }
+
+
 class Function:
     """A kernel of a module: a launch is a note."""
 
-    max_dynamic_shared_size_bytes = 48 << 10
-
-    def __init__(self, name: str, source: str, options: tuple[str, ...]) -> None:
+    def __init__(self, name: str, source: str, options: tuple[str, ...], limit: int) -> None:
         self.about = name, source, options
+        self.shared_size_bytes, self.limit = static_memory().get(name, 0), limit
+        self._leave = (48 << 10) - self.shared_size_bytes
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        """Bytes of dynamic shared memory that a launch may ask for beside the static ones."""
+        return self._leave
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, leave: int) -> None:
+        self._check(leave, self.limit - self.shared_size_bytes)
+        self._leave = leave
+
+    def _check(self, shared: int, most: int) -> None:
+        if shared > most:
+            raise AssertionError(
+                f"{self.about[0]}: {shared} bytes of dynamic shared memory beside"
+                f" {self.shared_size_bytes} of static; leave is for {most}"
+            )
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
-        if shared_mem > self.max_dynamic_shared_size_bytes:
-            raise AssertionError(f"{self.about[0]}: {shared_mem} bytes of shared memory")
+        self._check(shared_mem, self._leave)
         if any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
             raise HostWriteError(f"{self.about[0]}: an array of the host is an argument")
         if not all(type(arg) is Array or isinstance(arg, np.generic) for arg in args):
@@ -275,7 +304,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             self.code, self.options = code, options
 
         def get_function(self, name: str) -> Function:
-            return Function(name, self.code, self.options)
+            return Function(name, self.code, self.options, LIMITS[machine.capability][3])
 
     class Device:
         id = machine.device.id
@@ -302,7 +331,9 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "MultiProcessorCount": processors,
     }
     runtime = {f"cudaDevAttr{name}": name for name in attributes} | {
-        "deviceGetAttribute": lambda name, device: attributes[name],
+        "deviceGetAttribute": lambda name, device: (
+            int(machine.clusters) if name == CLUSTER_LAUNCH else attributes[name]
+        ),
         "getDeviceCount": lambda: 1,
         "getDevice": lambda: machine.device.id,
     }
@@ -360,13 +391,13 @@ class Cublas:
 
 
 @contextmanager
-def gpu(capability: str = "90") -> Iterator[Machine]:
-    """Put a machine in the place of CuPy inside a ``with`` block.
+def gpu(capability: str = "90", clusters: bool | None = None) -> Iterator[Machine]:
+    """Put a machine in the place of CuPy inside a ``with`` block; clusters begin with sm_90.
 
     Its number is its compute capability, so that what is kept by device keeps capabilities apart
     from each other and from real GPUs.
     """
-    machine = Machine(capability)
+    machine = Machine(capability, int(capability) >= 90 if clusters is None else clusters)
     made = _modules(machine)
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)

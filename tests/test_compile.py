@@ -9,25 +9,31 @@ another every day; UNSLOTH_CUPY_ALL_VARIANTS=1 asks for all.
 import importlib
 import io
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unsloth_cupy._cupy import CupyTarget
+from unsloth_cupy._cupy import CupyTarget, compiler_options
+from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy._op import OPS
 from unsloth_cupy._source import source_root
 from unsloth_cupy.errors import KernelError
+from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
 
 from . import budget
 from .budget import FILE
 from .hardware.primitives import PRIMITIVES, launch
-from .stand_in import LIMITS
+from .stand_in import LIMITS, gpu, static_memory
 from .variants import (
     ALL,
     ARCHITECTURES,
     TODAY,
+    Asked,
     Variant,
+    call,
     constants,
     declared,
     of_kernel,
@@ -86,6 +92,33 @@ def test_the_budget_has_a_line_for_each_variant_and_no_other() -> None:
     assert not changed, f"python -m tests.budget --write {' '.join(changed)}"
 
 
+def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
+    taken = [
+        (kernel, label, arch, numbers[1] + numbers[2])
+        for kernel, table in LINES.items()
+        for label, by in table.items()
+        for arch, numbers in by.items()
+    ]
+    assert len(taken) > 1000
+    assert not [line for line in taken if line[3] > LIMITS[line[2]][3]]
+    left = {  # what launch tables that fill the memory of a block leave for its static part
+        "attention_decode": _attention_decode.STATIC,
+        "cross_entropy_over_": _cross_entropy_launch.STATIC,
+        "layer_norm_backward": _norm.STATIC,
+        "rms_norm_backward": _norm.STATIC,
+    }
+    beside = {k: most for k, most in static_memory().items() if most and k in dynamic()}
+    assert {k: most <= left.get(k, 0) for k, most in beside.items()} == dict.fromkeys(left, True)
+
+
+def dynamic() -> set[str]:
+    """Return the kernels that ask for dynamic shared memory."""
+    several = (
+        (k, numbers) for k, t in LINES.items() for by in t.values() for numbers in by.values()
+    )
+    return {kernel for kernel, numbers in several if numbers[2]}
+
+
 def test_reasons_are_of_kernels_that_need_one() -> None:
     low = {
         kernel
@@ -138,11 +171,12 @@ def test_the_sample_visits_every_variant() -> None:
         assert {str(v) for day in days for v in asked(kernel, "86", day)} == {*map(str, several)}
 
 
-def test_the_stand_in_is_given_what_cupy_is() -> None:
-    (launch,) = {v.launch.options for v in variants("90")}
-    assert "-arch=sm_90a" in launch
-    assert "-std=c++17" in launch
-    assert "-arch=sm_90a" not in variants("80")[0].launch.options
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cupy_alone_names_the_architecture(arch: str) -> None:
+    """NVRTC before 12.9 takes no second -arch."""
+    (options,) = {v.launch.options for v in variants(arch)}
+    assert not any(re.match("-arch|--gpu-architecture", option) for option in options)
+    assert "-std=c++17" in options
 
 
 @pytest.mark.parametrize(
@@ -195,6 +229,9 @@ def test_advice_about_no_kernel_counts_for_all() -> None:
     assert budget.read_log(f"{log}{advice} in 'local'")["content"].complaints == ()
 
 
+WITH_WGMMA = {"90": ("-arch=sm_90a",)}  # for NVRTC from 12.9 on, which takes the first of two
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES if ALL else ("80", "90"))
 @pytest.mark.parametrize(
     "file",
@@ -206,9 +243,8 @@ def test_the_examples_of_the_emulator_compile(file: str, arch: str) -> None:
     source = f'#include "common/device.cuh"\n#include "{file}"\n'
     names = {made.kernel for made in map(launch, PRIMITIVES) if made.file == file}
     asked = sorted(name for name in names if "<" in name and arch == "90")  # templates
-    options = core.assemble_cupy_compiler_options(
-        (*_options(arch), "--ptxas-options=-v", f"-I{EXAMPLES}")
-    )
+    given = (*compiler_options(), *WITH_WGMMA.get(arch, ()), "--ptxas-options=-v", f"-I{EXAMPLES}")
+    options = core.assemble_cupy_compiler_options(given)
     log = io.StringIO()
     _cubin, mapping = compiler.compile_using_nvrtc(
         source, (*options, "-ftz=true"), arch, "unit.cu", asked, log
@@ -217,19 +253,79 @@ def test_the_examples_of_the_emulator_compile(file: str, arch: str) -> None:
     assert not re.search("warning", log.getvalue(), re.I), log.getvalue()
 
 
-def _options(arch: str) -> tuple[str, ...]:
-    return variants(arch)[0].launch.options
-
-
 def test_cupy_keeps_the_architecture_with_wgmma() -> None:
-    """CuPy appends -arch=sm_90 to our -arch=sm_90a; NVRTC does not say which of two it takes."""
+    """CuPy appends -arch=sm_90 to -arch=sm_90a; NVRTC does not say which of two it takes."""
     source = 'extern "C" __global__ void k(int *x) { x[0] = 1; }'
-    options = core.assemble_cupy_compiler_options(_options("90"))
+    assert ".target sm_90a" in ptx(source, "90", *WITH_WGMMA["90"])
+
+
+def ptx(source: str, arch: str, *more: str) -> str:
+    """Return what NVRTC makes of a unit, with the options that CuPy compiles kernels with."""
+    options = core.assemble_cupy_compiler_options((*compiler_options(), *more))
     with pytest.MonkeyPatch.context() as patch:
         answer = lambda arch: (f"-arch=sm_{arch}", "ptx")  # noqa: E731
         patch.setattr(compiler, "_get_arch_for_options_for_nvrtc", answer)
-        ptx, _ = compiler.compile_using_nvrtc(source, options, "90", "unit.cu")
-    assert b".target sm_90a" in ptx
+        made, _ = compiler.compile_using_nvrtc(source, (*options, "-ftz=true"), arch, "unit.cu")
+    return str(made.decode())
+
+
+CONSTANT_DIVISOR = r"\bdiv\.[\w.]*f32\s+%\w+, %\w+, 0[fF]\w+;"
+DIVISIONS = """
+#include "common/math.cuh"
+extern "C" __global__ void by_constant(float *x) { x[0] = x[0] / 24; }
+extern "C" __global__ void rounded(float *x) { x[0] = divided_by<24>(x[0]); }
+extern "C" __global__ void exact(float *x) { x[0] = divided_by<16>(x[0]); }
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_division_is_rounded_once(arch: str) -> None:
+    """NVRTC makes x / 24 a product with its rounded reciprocal from sm_100 on."""
+    _, by_constant, rounded, exact = ptx(DIVISIONS, arch).split(".visible .entry")
+    assert bool(re.search(CONSTANT_DIVISOR, by_constant)) == (int(arch) < 100)
+    assert re.search(r"\bdiv\.rn\.ftz\.f32", rounded)
+    assert not re.search(r"\bmul|" + CONSTANT_DIVISOR, rounded)
+    assert re.search(r"\bmul\.ftz\.f32 .*0f3D800000;", exact)  # 1 / 16
+
+
+def shown(kernel: str) -> list[Variant]:
+    """Return variants that show every switch on and off, and sizes that are no power of two."""
+    several = {variant: constants(variant.launch.source) for variant in of_kernel(kernel, "90")}
+    sizes = {v: [int(n) for n in own.values() if n.isdigit()] for v, own in several.items()}
+
+    def traits(variant: Variant) -> set[tuple[str, str]]:
+        own = several[variant].items()
+        uneven = {(n, "uneven") for n, x in own if x.isdigit() and int(x) & (int(x) - 1)}
+        return uneven | {(name, value) for name, value in own if value in ("true", "false")}
+
+    chosen, left = list[Variant](), set[tuple[str, str]]().union(*map(traits, several))
+    while left or not chosen:
+        chosen.append(max(several, key=lambda v: (len(traits(v) & left), sum(sizes[v]))))
+        left -= traits(chosen[-1])
+    return chosen
+
+
+@pytest.mark.parametrize("kernel", declared())
+def test_no_kernel_divides_by_a_constant(kernel: str) -> None:
+    """Such a division differs between architectures; PTX of sm_90 shows it as it was written."""
+    for variant in shown(kernel):
+        found = re.findall(f".*{CONSTANT_DIVISOR}", ptx(variant.launch.source, "90"))
+        assert not found, f"{variant}: divided_by<N>(x) is rounded once everywhere"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_far_angles_are_exact_where_columns_are_no_power_of_two(arch: str) -> None:
+    """At position 131072 an exponent that is rounded twice is 0.004 rad off."""
+    form = Asked({"heads": 4, "kv_heads": 2, "dim": 96, "half": 48}, (), BFLOAT16, False, {})
+    with gpu(arch) as machine:
+        call(OPS["apply_rotary_embedding_forward"], form, machine).run()
+        (launch,) = machine.launches
+    made = ptx(launch.source, arch)
+    assert constants(launch.source)["HALF"] == "48"
+    assert constants(launch.source)["ANGLES"] == "true"
+    assert re.search(r"\bdiv\.rn\.ftz\.f32", made)
+    reciprocal = struct.pack(">f", 1 / 96).hex()
+    assert not re.search(f"mul.*0f{reciprocal}", made, re.I)
 
 
 PRODUCT = """#include <common/ptx.cuh>
@@ -264,7 +360,7 @@ def test_nothing_computes_with_an_accumulator_before_its_wait() -> None:
 
 def test_cupy_finds_the_cuda_headers_itself() -> None:
     """We pass no path to cuda_fp16.h: CuPy does, wherever pip or a toolkit put it."""
-    ours = core.assemble_cupy_compiler_options(_options("80"))
+    ours = core.assemble_cupy_compiler_options(compiler_options())
     paths = [option[2:] for option in ours if option.startswith("-I")]
     assert any((Path(path) / "cuda_fp16.h").exists() for path in paths)
 

@@ -24,8 +24,11 @@ from unsloth_cupy import (
     swiglu,
 )
 from unsloth_cupy._cases import Call, Scale, draw, forward_ops, sizes
-from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy._cupy import CupyTarget
+from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy._op import OPS, op
+from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _device, _norm
+from unsloth_cupy.ops._device import Limits
 
 from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
 from .variants import Asked, constants, turned
@@ -217,7 +220,100 @@ def test_cupy_has_every_name_that_the_stand_in_has() -> None:
         assert {key for key in face if not key.startswith("__")} <= {*dir(there)}, name
     ours = {key for key in attributes if not key.startswith("_")} - {"values", "memory"}
     assert ours <= {*dir(cupy.ndarray)}
-    assert "max_dynamic_shared_size_bytes" in vars(Function).keys() & {*dir(cupy.RawKernel)}
+    function = {*dir(Function("softmax", "", (), 0))}
+    assert {"max_dynamic_shared_size_bytes", "shared_size_bytes"} <= function & {
+        *dir(cupy.RawKernel)
+    }
+
+
+@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize("name", ["rms_norm_forward", "layer_norm_forward", "softmax"])
+def test_clusters_are_launched_where_the_device_takes_them(
+    name: str, clusters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device says so itself: a capability from 9.0 on does not."""
+    monkeypatch.setattr(_device, "_attribute", functools.cache(_device._attribute.__wrapped__))
+    sizes = {"columns": 65536} if name == "softmax" else {"hidden": 65536}
+    form = Asked(sizes, (), BFLOAT16, False, {})
+    with gpu("90", clusters) as machine:
+        forward = call_of_zeros(OPS[name], form, machine)
+        turned(forward, forward.run(), machine, form).launches()
+        found = {constants(each.source).get("CLUSTER", "1") != "1" for each in machine.launches}
+    assert (True in found) == clusters
+
+
+WITHOUT_LEAVE = 48 << 10  # bytes of shared memory, static and dynamic together
+
+
+def held_backward(bias: Any, hidden: int, there: Limits) -> int:
+    types = BFLOAT16, BFLOAT16, bias
+    clusters = there.architecture >= 90
+    return _norm.sums(_norm.constants(types, hidden, 8, False, clusters, there.shared))
+
+
+def held_over(vocab: int, there: Limits) -> int:
+    types, access = (BFLOAT16, BFLOAT16, np.dtype("int64")), _cross_entropy_launch.Access(8, False)
+    chosen = _cross_entropy_launch.constants(
+        *types, vocab, access, False, False, "both", there.shared
+    )
+    return int(chosen["STORED"] * chosen["THREADS"] * 16)
+
+
+def held_decode(dim: int, there: Limits) -> int:
+    tiles = _attention_decode.resolve(4, dim, dim, there)
+    return 0 if tiles is None else tiles.bytes(4, dim, dim)
+
+
+BESIDE = {  # an axis, its largest size, and the bytes that a launch asks for by that size
+    "rms_norm_forward": ("hidden", 32768, functools.partial(held_backward, None)),
+    "layer_norm_forward": ("hidden", 32768, functools.partial(held_backward, BFLOAT16)),
+    "cross_entropy_over_": ("vocab", 131072, held_over),
+    "attention_forward": ("dim", 256, held_decode),
+}
+
+
+def ends(name: str, there: Limits) -> dict[int, int]:
+    """Return sizes at both ends of every range in which a kernel asks for as much: its bytes."""
+    _, most, held = BESIDE[name]
+    found = {size: held(size, there) for size in range(8, most + 1, 8)}
+    return {
+        size: own
+        for size, own in found.items()
+        if own and (found.get(size - 8) != own or found.get(size + 8) != own)
+    }
+
+
+@pytest.mark.parametrize("arch", ["80", "86", "90", "120"])  # others have memory and clusters alike
+@pytest.mark.parametrize("name", BESIDE)
+def test_static_and_dynamic_memory_fit_together(name: str, arch: str) -> None:
+    """At every size where a launch table asks for another amount; the stand-in refuses as a GPU."""
+    there, axis = Limits(int(arch), LIMITS[arch][3]), BESIDE[name][0]
+    sizes = ends(name, there)
+    assert len({*sizes.values()}) > 2
+    dtype = np.dtype("float32") if axis == "dim" else BFLOAT16
+    optional = ("bias",) if name == "layer_norm_forward" else ()
+    asked = set()
+    for size in sizes:
+        axes = {axis: size, "value_dim": size, "queries": 1} if axis == "dim" else {axis: size}
+        form = Asked(axes, optional, dtype, False, {})
+        with gpu(arch) as machine:
+            forward = call_of_zeros(OPS[name], form, machine)
+            outputs = forward.run()
+            if axis == "hidden":
+                turned(forward, outputs, machine, form).launches()
+            asked |= {launch.shared for launch in machine.launches}
+    assert asked >= {*sizes.values()}, "the table asks for other amounts than calls do"
+
+
+@pytest.mark.parametrize("shared", [WITHOUT_LEAVE - 1024, WITHOUT_LEAVE, WITHOUT_LEAVE + 1024])
+def test_what_static_memory_leaves_needs_leave(shared: int) -> None:
+    """48 KiB without leave are for both."""
+    with gpu("90"):
+        launch = CupyTarget().compile("rms_norm_backward", "")
+        for amount in (shared, 1024, shared + 1024, shared):
+            launch((1,), (32,), (), amount)
+        with pytest.raises(AssertionError, match="of static"):
+            launch((1,), (32,), (), LIMITS["90"][3])
 
 
 def test_memory_is_counted_until_it_is_let_go() -> None:
@@ -352,6 +448,6 @@ def test_what_bench_asks_for_compiles_and_can_be_launched(name: str, dtype: Any)
         kernel = cupy.RawModule(code=launch.source, options=launch.options).get_function(
             launch.kernel
         )
-        if launch.shared > 48 << 10:
+        if launch.shared:
             kernel.max_dynamic_shared_size_bytes = launch.shared
         assert kernel.max_threads_per_block >= launch.threads, launch.kernel

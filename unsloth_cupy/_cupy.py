@@ -24,17 +24,17 @@ class CupyTarget:
         """Compile for the current device; CuPy keeps the result on disk."""
         import cupy
 
-        options = compiler_options(cupy.cuda.Device().compute_capability)
         try:
-            function = cupy.RawModule(code=source, options=options).get_function(name)
+            module = cupy.RawModule(code=source, options=compiler_options())
+            function = module.get_function(name)
         except cupy.cuda.compiler.CompileException as error:
             raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
-        allowed = {0}
+        most = 48 * 1024 - function.shared_size_bytes  # both together; more asks for leave
 
         def launch(grid: Any, block: Any, args: tuple[Any, ...], shared: int) -> None:
-            if shared > 48 * 1024 and shared not in allowed:  # more than that asks for leave
-                function.max_dynamic_shared_size_bytes = max(shared, *allowed)
-                allowed.add(shared)
+            nonlocal most
+            if shared > most:
+                function.max_dynamic_shared_size_bytes = most = shared
             function(grid, block, args, shared_mem=shared)
 
         return launch
@@ -49,14 +49,12 @@ def _is_cupys(kind: type[Any]) -> bool:
     return kind.__module__.partition(".")[0] == "cupy"
 
 
-def compiler_options(capability: str) -> tuple[str, ...]:
+def compiler_options() -> tuple[str, ...]:
     """Return what NVRTC needs beside CuPy's own options: its header paths, -arch and -ftz=true.
 
-    Float32 denormals are zero in kernels.  CuPy asks for sm_90; NVRTC keeps the first -arch it
-    sees, and only sm_90a has wgmma and setmaxnreg.
+    Float32 denormals are zero in kernels.  A second -arch is an error for NVRTC before 12.9.
     """
-    arch = ("-arch=sm_90a",) if capability == "90" else ()
-    return ("-std=c++17", f"-I{source_root()}", *arch)
+    return ("-std=c++17", f"-I{source_root()}")
 
 
 def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

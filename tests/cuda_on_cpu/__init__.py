@@ -37,6 +37,8 @@ SECONDS = 60  # of CPU time for a launch
 KEPT = 30 * 86400  # seconds that a build is kept
 ONE = threading.Lock()  # launch at a time: kernels and the runtime have one shared memory
 GRID, BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)  # the largest, by axis
+WITHOUT_LEAVE = 48 << 10  # bytes of shared memory; static memory alone never takes more
+ALIGNED = 128  # bytes: where dynamic shared memory begins
 GAP = 1 << 16  # bytes around every buffer, so that a stray index hits no other
 GUARD = 0xCB
 HUGE = 1 << 26  # bytes from which a buffer is used where it lies: what is not touched costs nothing
@@ -86,14 +88,14 @@ class Emulator(NamedTuple):
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
         module = _module(name, source, self.check, (*self.folders, _source.source_root()))
-        return functools.partial(module.launch, self.seed, self.last)
+        return functools.partial(module.launch, self.seed, self.last, self.shared_memory)
 
 
 def missing() -> str | None:
     """Return why the emulator cannot run here, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "the CUDA emulator needs Linux on x86-64"
-    for program in ("g++", "addr2line", "nm"):
+    for program in ("g++", "addr2line", "nm", "readelf"):
         if shutil.which(program) is None:
             return f"the CUDA emulator needs {program}: apt-get install g++"
     flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
@@ -232,18 +234,35 @@ class Module:
         declared = re.search(rf"\b{re.escape(name.partition('<')[0])}\(([^)]*)\)", text)
         self.names = re.findall(r"(\w+)\s*(?:,|$)", declared[1]) if declared else []
 
+    @functools.cached_property
+    def static(self) -> int:
+        """Bytes of static shared memory, the library's thread-local variables, before dynamic."""
+        command = ["readelf", "--wide", "--syms", str(self.path)]
+        table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.findall(r": (\w+) +(\d+) TLS +\w+ +\w+ +\d+ (?!_ZL9emu_first|_ZGV)", table)
+        return -(-sum(int(size) for _, size in {*found}) // ALIGNED) * ALIGNED
+
     def launch(
-        self, seed: int, last: int, grid: Any, block: Any, args: Sequence[Any], shared: int = 0
+        self,
+        seed: int,
+        last: int,
+        most: int,
+        grid: Any,
+        block: Any,
+        args: Sequence[Any],
+        shared: int = 0,
     ) -> None:
         """Run every block; arrays are copied to guarded buffers and back, scalars are values."""
         if len(args) != self.arity:
             raise TypeError(f"{self.name} takes {self.arity} arguments, not {len(args)}")
         sides = zip((*grid, 1, 1)[:3], (*block, 1, 1)[:3], GRID, BLOCK, strict=True)
         fits = all(1 <= g <= most and 1 <= b <= side for g, b, most, side in sides)
-        if not fits or math.prod(block) > BLOCK[0] or shared > DYNAMIC_SHARED:
+        held = shared + self.static if shared + WITHOUT_LEAVE > most else shared
+        if not fits or math.prod(block) > BLOCK[0] or held > most:
             raise EmulatorError(
                 f"{self.name}: no GPU takes a grid of {grid} blocks of {block} threads"
-                f" with {shared} bytes of dynamic shared memory"
+                f" with {shared} bytes of dynamic shared memory, {held} with the static ones, of"
+                f" {most}"
             )
         args = [
             spanned(arg) if isinstance(arg, np.ndarray) and not arg.flags.c_contiguous else arg

@@ -377,6 +377,7 @@ KERNEL(1) k(int *cell, int *out) {
         ((1,), (1, 1, 65), 0),
         ((1,), (64, 32), 0),
         ((1,), (32,), 232449),
+        ((1,), (32,), 232448),  # beside static memory
     ],
 )
 def test_a_launch_that_no_gpu_takes(grid: Any, block: Any, shared: int) -> None:

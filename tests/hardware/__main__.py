@@ -63,11 +63,11 @@ def run(made: Launch) -> dict[int, np.ndarray]:
     source = f'#include "common/device.cuh"\n#include "{made.file}"\n'
     options = ["-std=c++17", f"-I{ROOT / 'kernels_cu'}", f"-I{ROOT / 'tests/emulator/kernels'}"]
     if capability == "90":
-        options.append("-arch=sm_90a")  # NVRTC keeps the first -arch; CuPy adds another
+        options.append("-arch=sm_90a")  # NVRTC from 12.9 on keeps the first; CuPy adds another
     template = [made.kernel] if "<" in made.kernel else None
     module = cupy.RawModule(code=source, options=tuple(options), name_expressions=template)
     function = module.get_function(made.kernel)
-    if made.shared > 48 << 10:
+    if made.shared:  # 48 KiB without leave are for static and dynamic memory together
         function.max_dynamic_shared_size_bytes = made.shared
     arrays: dict[int, Any] = {}
     args: list[Any] = []

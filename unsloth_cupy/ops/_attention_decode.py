@@ -32,6 +32,7 @@ ROWS = 16  # of a product: query heads of a group, times queries
 # Keys of a block.  One sequence of 4096 with 8 heads is 128 blocks, about one for each SM; of more
 # blocks the last need no whole wave, as half of those that an SM can hold read at full speed.
 CHUNK = 256
+STATIC = 128  # bytes of shared memory that a block takes beside
 FAN = 32  # parts that a block merges: of 128k keys, 512 parts become 16, and these one
 
 
@@ -46,7 +47,7 @@ class Tiles(NamedTuple):
 
         As many as memory lets in leave the compiler all registers that these do not need.
         """
-        return max(1, min(shared // size, 3 if self.warps == 4 else 8 // self.warps))
+        return max(1, min(shared // (size + STATIC), 3 if self.warps == 4 else 8 // self.warps))
 
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
         """Return the shared memory of a block: queries and rings, later what the warps found."""
@@ -79,8 +80,8 @@ def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | 
         tiles: tiles.bytes(itemsize, dim, value_dim)
         for tiles in rows_of(DECODE, limits.architecture, itemsize, dim, value_dim)
     }
-    fitting = [tiles for tiles, size in sizes.items() if size <= limits.shared]
-    twice = [tiles for tiles in fitting if 2 * sizes[tiles] + 1024 <= limits.shared]
+    fitting = [tiles for tiles, size in sizes.items() if size + STATIC <= limits.shared]
+    twice = [tiles for tiles in fitting if 2 * (sizes[tiles] + STATIC) + 1024 <= limits.shared]
     return next(iter(twice + fitting), None)
 
 

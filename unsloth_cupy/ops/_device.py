@@ -16,11 +16,15 @@ class Limits(NamedTuple):
     shared: int
 
 
+NUMBERS = {"ClusterLaunch": 120}  # of attributes in cudaDeviceAttr that CuPy has no name for
+
+
 @functools.cache
 def _attribute(name: str, device: int) -> int:
     from cupy.cuda import runtime
 
-    return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
+    number = NUMBERS.get(name) or getattr(runtime, f"cudaDevAttr{name}")
+    return runtime.deviceGetAttribute(number, device)
 
 
 @functools.cache
@@ -58,7 +62,7 @@ def limits_of(device: int) -> Limits:
 
 
 def clusters(like: Any) -> bool:
-    """Say whether blocks can form clusters where ``like`` lives: from sm_90 on."""
+    """Say whether blocks can form clusters where ``like`` lives, as most can from sm_90 on."""
     if isinstance(like, np.ndarray | Planned):
         return bool(cast(Any, target_of(like)).clusters)
-    return _capability(like.device.id) >= 90
+    return bool(_attribute("ClusterLaunch", like.device.id))

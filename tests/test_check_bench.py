@@ -12,8 +12,8 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit, attention
-from unsloth_cupy._cases import Call, Scale, draw, forward_ops
+from unsloth_cupy import _cases, _jit, attention
+from unsloth_cupy._cases import Call, Scale, chosen, draw, forward_ops
 from unsloth_cupy._op import OPS
 from unsloth_cupy.cli import attention_shapes, bench, check, machine, report, stopwatch
 from unsloth_cupy.cli.commands import group
@@ -224,7 +224,44 @@ def test_unknown_op_names_the_close_ones(command: str) -> None:
     result = run(command, "rms_nrm")
     assert result.exit_code == 1
     assert "there is no op 'rms_nrm'; did you mean rms_norm" in result.output
-    assert "choose from accumulate_over_, adamw_, add, " in run(command, "zzz").output
+    assert "choose from accumulate_, adamw_, add, " in run(command, "zzz").output
+
+
+def in_the_readme() -> list[str]:
+    """Return the names of the README's table."""
+    lines = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    return [name for row in rows for name in re.findall("`(.+?)`", row)]
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_every_name_of_the_readme_is_known(command: str, no_gpu: None) -> None:
+    """Several in one call, each of its ops once; what has nothing to measure says why."""
+    names = in_the_readme()
+    assert {"attention_layer", "rope_tables", "rope_qk_", "cast"} <= {*names}
+    result = run(command, "rope_tables", "scale")
+    assert result.exit_code == 1
+    assert "rope_tables: nothing to check or time: it makes tables" in result.output
+    ops = chosen(*(name for name in names if name != "rope_tables"))
+    assert len({*ops}) == len(ops) > 40
+    for name in names:
+        if name != "rope_tables":
+            wanted = {*_cases.COMPOSED.get(name, [name])}
+            found = {op.__name__.removesuffix("_forward") for op in chosen(name)}
+            assert {re.sub("_over_$", "_", n) for n in found} == {
+                n.removesuffix("_forward") for n in wanted
+            }
+    several = run(command, "relu2", "cast", "relu2_backward", "swiglu_backward_", "lora_linears")
+    assert several.exit_code == 0, several.output
+    for shown in ("relu2", "cast_to_float16", "swiglu_backward_over_", "lora_up"):
+        assert len(re.findall(rf"│ {shown} ", several.output)) == 1, several.output
+    assert "cast is made of cast_to_bfloat16, cast_to_float16, cast_to_float32" in several.output
+
+
+def test_ops_without_a_kernel_are_named(gpu: FakeGpu) -> None:
+    result = run("bench", "scale", "linear", "reshape")
+    assert result.exit_code == 0, result.output
+    assert "Left out, without one: linear, reshape." in result.output
 
 
 @pytest.mark.parametrize("name", ["softmax", "add"])
@@ -373,8 +410,37 @@ def test_peers_stand_beside_each_other(no_gpu: None, tmp_path: Path) -> None:
     numbers = tmp_path / "times.json"
     result = run("bench", "swiglu", "--peers", "--json", numbers)
     assert result.exit_code == 0, result.output
-    assert "torch" in result.output
-    assert all(row["peers"]["torch"] > 0 for row in json.loads(numbers.read_text())["rows"])
+    assert "time of torch" in result.output
+    rows = json.loads(numbers.read_text())["rows"]
+    assert all(row["peers"]["torch"] > 0 for row in rows)
+    assert "times as fast as torch" in " ".join(result.output.split())
+
+
+def test_a_ratio_above_one_is_a_faster_one() -> None:
+    """In every table, and its head says so."""
+    row = {
+        "op": "scale", "dtype": "float32", "size": [4], "microseconds": 2.0, "gb_per_s": 1.0,
+        "of_copy": 1.0, "of_roofline": 1.0, "ran_as": "kernel on Fake 9", "peers": {"torch": 6.0},
+    }  # fmt: skip
+    facts = {
+        "machine": {"gpu": "Fake 9"}, "date": "2026-01-01", "commit": None, "versions": {},
+        "copy_gb_per_s": 1.0, "product_tflop_per_s": {}, "method": "", "notes": [],
+    }  # fmt: skip
+    shape = {
+        "name": "tiny", "batch": 1, "heads": 1, "tokens": 1, "dim": 1, "causal": True,
+        "direction": "forward", "tflop_per_s": 1.0, "bytes": {"unsloth_cupy": 1},
+        "microseconds": {"unsloth_cupy": 2.0, "torch": 6.0},
+    }  # fmt: skip
+    tables = (
+        report.table(facts | {"rows": [row]}),
+        attention_shapes.shape_table([shape], on_gpu=True),
+    )
+    for made in tables:
+        column = next(c for c in made.columns if c.header == "times as fast as torch")
+        assert [*column.cells] == ["3.00x"]
+    block = report._block({"scale": {"facts": facts, "rows": [row]}})
+    assert "| times as fast as the best peer |" in block
+    assert "| 3.00x (torch) |" in block
 
 
 def test_peers_compute_the_same() -> None:

@@ -6,7 +6,8 @@ the size of every axis, and the few arrays whose values have a meaning.
 
 import difflib
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,25 +39,41 @@ def forward_ops() -> list[str]:
     return sorted(OPS.keys() - backward)
 
 
-def chosen(name: str | None) -> list[Op[..., Any]]:
-    """Return the forward ops that a name stands for: an op, its public name, its backward op.
+# Public functions that are several ops: what is checked and measured is those.
+COMPOSED = {
+    "attention_layer": ["linear", "rope_qk", "attention_forward"],
+    "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
+    "lora_linears": ["lora_down", "lora_up"],
+}
+NOTHING = {"rope_tables": "it makes tables of no array, once for a model"}
 
-    None stands for every op.
+
+def chosen(*names: str) -> list[Op[..., Any]]:
+    """Return the forward ops that names stand for: public names, ops, backward ops; each once.
+
+    No name stands for every op.
     """
-    names: dict[str, str] = {}
-    for forward in forward_ops():
-        backward = OPS[forward].backward
-        public = forward.removesuffix("_forward")
-        names |= dict.fromkeys((forward, public), forward)
-        names |= {backward.__name__: forward} if backward is not None else {}
-    if name is None:
-        return [OPS[forward] for forward in forward_ops()]
-    if name not in names:
-        close = difflib.get_close_matches(name, names, cutoff=0.5)
-        listed = close or sorted({forward.removesuffix("_forward") for forward in forward_ops()})
-        cure = "did you mean" if close else "choose from"
-        raise ConfigError(f"there is no op {name!r}; {cure} {', '.join(listed)}")
-    return [OPS[names[name]]]
+    public = {op.removesuffix("_forward").replace("_over_", "_"): [op] for op in forward_ops()}
+    public |= COMPOSED
+    known = public | {op: [op] for op in forward_ops()}
+    known |= {b.__name__: [op] for op in forward_ops() if (b := OPS[op].backward) is not None}
+    for name in names:
+        if name in NOTHING:
+            raise ConfigError(f"{name}: nothing to check or time: {NOTHING[name]}; leave it out")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, cutoff=0.5)
+            cure = "did you mean" if close else "choose from"
+            raise ConfigError(
+                f"there is no op {name!r}; {cure} {', '.join(close or sorted(public))}"
+            )
+    every = [known[name] for name in names] or [forward_ops()]
+    return [OPS[name] for name in dict.fromkeys(itertools.chain(*every))]
+
+
+def composed(names: Iterable[str]) -> list[str]:
+    """Return a line about each name that is no op by itself."""
+    found = [name for name in dict.fromkeys(names) if name in COMPOSED]
+    return [f"{name} is made of {', '.join(COMPOSED[name])}: those follow." for name in found]
 
 
 def sizes(scale: Scale) -> dict[str, Any]:

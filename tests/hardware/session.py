@@ -360,7 +360,7 @@ def everything(folder: Path, minutes: float) -> None:
             for page in (ROOT / "docs").glob("performance.*"):
                 if not (folder / page.name).exists():
                     shutil.copy(page, folder)
-            ops = [op for name in (*FIRST, None) for op in chosen(name) if launches(op)]
+            ops = [op for op in (*chosen(*FIRST), *chosen()) if launches(op)]
             options = ["--write", str(folder / "performance.md")]
             options += [] if lacking["peers"] else ["--peers"]
             session.times([*dict.fromkeys(op.__name__ for op in ops)], *options)

@@ -14,7 +14,7 @@ from .._dtypes import BFLOAT16, FLOAT32
 from ..files import written_beside
 from ..memory import format_bytes
 from .curve import INK, SOFT
-from .report import OURS, headline
+from .report import OURS, headline, ratio, ratio_title
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
@@ -156,16 +156,18 @@ def held(call: Callable[[], Any]) -> int:
 
 
 def shape_table(rows: list[Row], on_gpu: bool) -> Any:
-    """Return the rows for a terminal; a peer's ratio above 1 says that it takes longer."""
+    """Return the rows for a terminal, and how many times as fast as each peer we are."""
     from rich.table import Table
 
     peers = [n for n in dict.fromkeys(n for row in rows for n in row["microseconds"]) if n != OURS]
     made = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
-    for title in ("shape", "", "", "time", "TFLOP/s", "memory", *peers):
+    ratios_of = [ratio_title(peer) for peer in peers]
+    folding = ("shape", "memory", *ratios_of)  # where the terminal is narrow
+    for title in ("shape", "", "", "time", "TFLOP/s", "memory", *ratios_of):
         made.add_column(
             title,
             justify="left" if title in ("shape", "") else "right",
-            no_wrap=title not in ("shape", "memory"),  # those fold where the terminal is narrow
+            no_wrap=title not in folding,
         )
     before = None
     for row in rows:
@@ -174,7 +176,7 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
         memory = format_bytes(row["bytes"][OURS])
         if UNFUSED in row["bytes"] and row["bytes"][UNFUSED]:
             memory += f" ({row['bytes'][OURS] / row['bytes'][UNFUSED]:.0%} of unfused)"
-        ratios = [f"{times[p] / times[OURS]:.2f}x" if p in times else "-" for p in peers]
+        ratios = [ratio(times[p], times[OURS]) if p in times else "-" for p in peers]
         made.add_row(
             f"{row['name']} {sizes}" if row["name"] != before else "",
             "causal" if row["causal"] else "full",

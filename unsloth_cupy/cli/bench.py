@@ -4,14 +4,14 @@ import datetime
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from .._cases import Call, Scale, chosen, draw
+from .._cases import Call, Scale, chosen, composed, draw
 from .._dtypes import KERNEL_DTYPES
 from .._op import Op
 from .._version import __version__
@@ -35,6 +35,8 @@ LIBRARIES = {
     "cupy": machine.CUPY,
     **{name: (name,) for name in ("numpy", "torch", "triton", "liger-kernel")},
 }
+
+SHAPED = {"attention", "attention_forward", "attention_backward"}  # names that have known shapes
 
 # Bytes that must move, where that is not every array of the call once.
 TRAFFIC: dict[str, Callable[[dict[str, Any]], int]] = {
@@ -90,7 +92,7 @@ def bench(
     from rich.markup import escape
     from rich.progress import track
 
-    ops = [*dict.fromkeys(each for name in names or (None,) for each in chosen(name))]
+    ops = chosen(*names)
     gpus, reason = machine.gpus()
     gpu = gpus[0].name if gpus else None
     if write is not None:
@@ -98,16 +100,12 @@ def bench(
     if peers:
         _need_torch(gpu is not None)
     console = machine.console()
-    kernels = [each for each in ops if launches(each)]
     if gpu is None:
         line = f"No GPU was found ({reason}): these are times of NumPy definitions on the CPU."
-    elif kernels:
-        line = f"Kernels on {gpu}, by device events."
-        ops = kernels
     else:
-        line = f"No kernel for {', '.join(names)}: these are times of NumPy definitions on the CPU."
-        gpu = None
-    console.print(escape(line))
+        ops, gpu, line = _kernels(ops, gpu, names)
+    for text in (line, *composed(names)):
+        console.print(escape(text))
     clock = HostClock() if gpu is None else DeviceClock()
     report: dict[str, Any] = {
         "machine": _machine(gpu),
@@ -128,7 +126,7 @@ def bench(
             rows.append(row | _shares(row, report, clock))
             report["notes"] += [note for note in notes if note not in report["notes"]]
         report["rows"] += sorted(rows, key=lambda row: row["op"] != each.__name__)
-        if names and each in chosen("attention"):
+        if each.__name__ == "attention_forward" and {*names} & SHAPED:
             report["attention"] = [*shape_rows(clock, gpu is not None, peers)]
         report["ops"].append(each.__name__)
         _keep(report, numbers, write)
@@ -139,6 +137,19 @@ def bench(
         console.print(escape(text))
     if plot is not None:
         (draw_shapes if "attention" in report else draw_times)(plot, report)
+
+
+def _kernels(
+    ops: list[Op[..., Any]], gpu: str, names: Sequence[str]
+) -> tuple[list[Op[..., Any]], str | None, str]:
+    """Return the ops that are timed, where, and a line about it: kernels, if there are some."""
+    kernels = [each for each in ops if launches(each)]
+    left = ", ".join(each.__name__ for each in ops if each not in kernels)
+    if not kernels:
+        line = f"No kernel for {', '.join(names)}: these are times of NumPy definitions on the CPU."
+        return ops, None, line
+    line = f"Kernels on {gpu}, by device events."
+    return kernels, gpu, f"{line} Left out, without one: {left}." if names and left else line
 
 
 def _keep(report: dict[str, Any], numbers: Path | None, page: Path | None) -> None:

@@ -7,7 +7,7 @@ import click
 import numpy as np
 
 from .._arrays import on_host
-from .._cases import Call, Scale, chosen, draw
+from .._cases import Call, Scale, chosen, composed, draw
 from .._dtypes import FLOATS, KERNEL_DTYPES
 from .._op import Op
 from . import machine
@@ -34,12 +34,12 @@ class Result(NamedTuple):
 
 
 @click.command()
-@click.argument("op", required=False)
+@click.argument("names", nargs=-1, metavar="[OP]...")
 @click.pass_context
-def check(ctx: click.Context, op: str | None) -> None:
+def check(ctx: click.Context, names: tuple[str, ...]) -> None:
     """Compare ops with their definitions in float64, on this machine.
 
-    OP is one op; without it, all are compared. Random inputs in float16, bfloat16 and float32,
+    Without OP all are compared. Random inputs in float16, bfloat16 and float32,
     forward and backward; the exit status is 1 if an error is larger than
     2 * max|plain - exact| + 4 * eps * max|exact|.
 
@@ -52,14 +52,15 @@ def check(ctx: click.Context, op: str | None) -> None:
     from rich.progress import track
     from rich.table import Table
 
-    ops = chosen(op)
+    ops = chosen(*names)
     gpus, reason = machine.gpus()
     console = machine.console()
     if gpus:
         line = f"Kernels run on {gpus[0].name}; ops without one run their NumPy definition."
     else:
         line = f"No GPU was found ({reason}): the NumPy definitions are checked instead."
-    console.print(escape(line))
+    for text in (line, *composed(names)):
+        console.print(escape(text))
     gpu = gpus[0].name if gpus else None
     results = [
         result

@@ -19,7 +19,7 @@ COLOURS = {OURS: "#3b6fb6", "torch": "#d1495b", "torch.compile": "#e8a33d", "Lig
 
 
 def table(report: Report) -> Any:
-    """Return the rows for a terminal; a peer's ratio above 1 says that it takes longer."""
+    """Return the rows for a terminal, each peer with how many times as fast unsloth_cupy is."""
     from rich.table import Table
 
     peers = _peers(report)
@@ -27,8 +27,11 @@ def table(report: Report) -> Any:
     made = Table(title_justify="left")
     for title in ("op", "dtype", "size", *(["ran as"] if on_gpu else [])):
         made.add_column(title, no_wrap=True)
-    for title in ("time", "GB/s", *(["of copy", "of roofline"] if on_gpu else []), *peers):
+    for title in ("time", "GB/s", *(["of copy", "of roofline"] if on_gpu else [])):
         made.add_column(title, justify="right")
+    for peer in peers:
+        made.add_column(f"time of {peer}", justify="right")
+        made.add_column(ratio_title(peer), justify="right")
     before = None
     for row in report["rows"]:
         if before not in (None, row["op"]):
@@ -39,13 +42,23 @@ def table(report: Report) -> Any:
         cells += [_share(row["of_copy"]), _share(row["of_roofline"])] if on_gpu else []
         for peer in peers:
             time = row["peers"].get(peer)
-            cells.append(f"{_time(time)} {time / row['microseconds']:.2f}x" if time else "-")
+            cells += [_time(time), ratio(time, row["microseconds"])] if time else ["-", "-"]
         made.add_row(*cells)
         before = row["op"]
     if on_gpu:
         made.caption = f"on this GPU, in this run: {_ceilings(report)}"
         made.caption_justify = "left"
     return made
+
+
+def ratio_title(peer: str) -> str:
+    """Return the head of a column of ratios, which says what a large one means."""
+    return f"times as fast as {peer}"
+
+
+def ratio(peer: float, ours: float) -> str:
+    """Return how many times as fast ours is, of two times: above 1 it is the faster one."""
+    return f"{peer / ours:.2f}x"
 
 
 def _ceilings(report: Report) -> str:
@@ -194,7 +207,7 @@ def _block(confirmed: dict[str, Any]) -> str:
     """Return the table: what was measured last of every op that has a kernel."""
     lines = [
         "| kernel | last confirmed | dtype | size | time | GB/s | fraction of the roofline |"
-        " ratio to the best peer |",
+        " times as fast as the best peer |",
         "|---|---|---|---|---|---|---|---|",
     ]
     runs: dict[str, None] = {}
@@ -206,14 +219,14 @@ def _block(confirmed: dict[str, Any]) -> str:
         where = _where(facts)
         runs[f"{where}: {_about(facts)}"] = None
         for row in confirmed[op]["rows"]:
-            ratio = "-"
+            faster = "-"
             if row["peers"]:
                 best = min(row["peers"], key=row["peers"].get)
-                ratio = f"{row['peers'][best] / row['microseconds']:.2f} ({best})"
+                faster = f"{ratio(row['peers'][best], row['microseconds'])} ({best})"
             lines.append(
                 f"| `{op}` | {where} | {row['dtype']} | {_size(row)} |"
                 f" {_time(row['microseconds'])} | {_number(row['gb_per_s'])} |"
-                f" {_share(row['of_roofline'])} | {ratio} |"
+                f" {_share(row['of_roofline'])} | {faster} |"
             )
     if not confirmed:
         return "\n".join(
@@ -221,7 +234,7 @@ def _block(confirmed: dict[str, Any]) -> str:
         )
     lines += ["", "The roofline is the longer of two times: that of a copy of as many bytes, and"]
     lines += ["that of a matrix product of as many operations, both on the device in the same"]
-    lines += ["run. A ratio above 1: the peer takes longer."]
+    lines += ["run. 2.00x: the peer takes twice as long."]
     return "\n".join([*lines, *(line for about in runs for line in ("", about))])
 
 

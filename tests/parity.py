@@ -131,13 +131,11 @@ class Parity:
             assert _error(plain, exact[name]) <= EPS[dtype.name] * _size(exact[name]), name
 
     def test_any_strides(self, case: Case) -> None:
-        """Reversed, Fortran-ordered and read-only arrays: the same, but for the order of sums."""
+        """Reversed and Fortran-ordered arrays: another order of sums loses as little."""
         call = case.draw(OPS[self.op], np.float32)
-        expected = outputs_of(call)
+        exact, plain = outputs_of(call.cast(np.float64)), outputs_of(call)
         for view in (_reversed, _fortran):
-            for name, found in outputs_of(call.mapped(view)).items():
-                scale = 4 * EPS["float32"] * _size(expected[name])
-                assert _error(found, expected[name].astype(np.float64)) <= scale, name
+            within_rule(plain, exact, outputs_of(call.mapped(view)))
 
 
 def emulator(**machine: Any) -> AbstractContextManager[None]:

@@ -1,21 +1,39 @@
 """Fixtures and markers that every test may use.
 
-A run of the whole suite takes one dtype of each case of an emulated kernel, another the next day;
-a run of some files, or UNSLOTH_CUPY_ALL_VARIANTS=1, takes all.
+A run of the whole suite takes one dtype of each case of an emulated kernel, another after the next
+commit; a run of some files, or of ``--sample all``, takes all.
 """
 
-import datetime
-import itertools
 import os
 from pathlib import Path
 
 import pytest
+
+from .sample import Sample, commits
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy: as many processes as cores share them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # tests: more are the suite
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose its sample: see sample.py."""
+    parser.addoption("--sample", choices=("some", "all"), default="some")
+    parser.addoption("--day", type=int, help="number of the sample; that of commits by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose it, for the processes of xdist too: they are told the options."""
+    if config.option.day is None:
+        config.option.day = commits()
+    Sample.day, Sample.all = config.option.day, config.option.sample == "all"
+
+
+def pytest_report_header() -> str:
+    """Name the sample."""
+    return "sample: all" if Sample.all else f"sample: --day {Sample.day}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,15 +49,12 @@ def emulates_a_case(item: pytest.Item) -> bool:
 
 
 def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """Return one emulated test of each case: its dtypes take turns, day by day and case by case."""
-    cases = itertools.groupby(
-        filter(emulates_a_case, items), lambda i: (i.cls, i.callspec.params["case"].label)
-    )
-    chosen = []
-    for number, (_, group) in enumerate(cases):
-        dtypes = list(group)
-        chosen.append(dtypes[(day + number) % len(dtypes)])
-    return chosen
+    """Return one emulated test of each case, its dtypes in turn, in whatever order tests come."""
+    emulated = sorted(filter(emulates_a_case, items), key=lambda item: item.nodeid)
+    cases: dict[tuple[type, str], list[pytest.Item]] = {}
+    for item in emulated:
+        cases.setdefault((item.cls, item.callspec.params["case"].label), []).append(item)
+    return [dtypes[(day + n) % len(dtypes)] for n, dtypes in enumerate(cases.values())]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,8 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if adrift := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"an address names a test, another in each process: {adrift}")
-    if len(items) > WHOLE and not os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"):
-        today = {*sampled(items, datetime.date.today().toordinal())}
+    if len(items) > WHOLE and not Sample.all:
+        today = {*sampled(items, Sample.day)}
         left = [item for item in items if emulates_a_case(item) and item not in today]
         config.hook.pytest_deselected(items=left)
         gone = {*left}

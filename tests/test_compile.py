@@ -3,7 +3,7 @@
 No GPU is needed.  For every variant and architecture: no spilled register, no array in local
 memory, no line of ptxas beyond its routine, and what ``kernel_budget.toml`` says: shared memory to
 the byte, registers to a unit.  By default each kernel shows one variant for each architecture,
-another every day; UNSLOTH_CUPY_ALL_VARIANTS=1 asks for all.
+as ``tests/sample.py`` draws it; ``--sample all`` asks for all.
 """
 
 import importlib
@@ -26,11 +26,10 @@ from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
 from . import budget
 from .budget import FILE
 from .hardware.primitives import PRIMITIVES, launch
+from .sample import Sample
 from .stand_in import LIMITS, gpu, static_memory
 from .variants import (
-    ALL,
     ARCHITECTURES,
-    TODAY,
     Asked,
     Variant,
     call,
@@ -50,11 +49,11 @@ EXAMPLES = Path(__file__).parent / "emulator/kernels"
 HEAD, LINES = budget.read()
 
 
-def asked(kernel: str, arch: str, day: int = TODAY) -> Sequence[Variant]:
-    """Return the variants to look at: one; the next day, the next; architectures differ."""
+def asked(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
+    """Return the variants to look at: one, by the number of the sample; architectures differ."""
     several = of_kernel(kernel, arch)
     at = (day + ARCHITECTURES.index(arch) * 7) % len(several) if several else 0
-    return several if ALL else several[at : at + 1]
+    return several if Sample.all else several[at : at + 1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,11 +162,11 @@ def test_every_switch_is_on_and_off() -> None:
     assert stuck == FIXED.keys()
 
 
-@pytest.mark.skipif(ALL, reason="all are looked at")
+@pytest.mark.skipif(Sample.all, reason="all are looked at")
 def test_the_sample_visits_every_variant() -> None:
     for kernel in declared():
         several = of_kernel(kernel, "86")
-        days = range(TODAY, TODAY + len(several))
+        days = range(len(several))
         assert {str(v) for day in days for v in asked(kernel, "86", day)} == {*map(str, several)}
 
 
@@ -232,7 +231,7 @@ def test_advice_about_no_kernel_counts_for_all() -> None:
 WITH_WGMMA = {"90": ("-arch=sm_90a",)}  # for NVRTC from 12.9 on, which takes the first of two
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES if ALL else ("80", "90"))
+@pytest.mark.parametrize("arch", ARCHITECTURES if Sample.all else ("80", "90"))
 @pytest.mark.parametrize(
     "file",
     ["flash.cu", "split_k.cu", "primitives.cu", "gemm.cu", "products.cu", "cluster.cu"],

@@ -1,7 +1,7 @@
 """What the hardware is told: 16-byte accesses, asynchronous copies, tensor cores, no local memory.
 
 Each kernel shows one variant for one architecture, always the same, so that only a change of a
-kernel or of the compiler can fail; UNSLOTH_CUPY_ALL_VARIANTS=1 asks for all.
+kernel or of the compiler can fail; ``--sample all`` asks for all.
 """
 
 import re
@@ -9,8 +9,9 @@ import re
 import pytest
 
 from . import budget
+from .sample import Sample
 from .sass import PRODUCT, disassembled, instructions, loops, nvdisasm, rows
-from .variants import ALL, ARCHITECTURES, Variant, constants, declared, of_kernel
+from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
 
 if (reason := budget.missing()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -90,9 +91,9 @@ def wanted(variant: Variant) -> tuple[str, ...]:
 @pytest.mark.parametrize("kernel", declared())
 def test_the_hardware_is_told(kernel: str) -> None:
     turn = declared().index(kernel) % len(ARCHITECTURES)
-    archs = ARCHITECTURES if ALL else ARCHITECTURES[turn : turn + 1]
+    archs = ARCHITECTURES if Sample.all else ARCHITECTURES[turn : turn + 1]
     several = [v for arch in archs for v in of_kernel(kernel, arch) if whole(v)]
-    for variant in several if ALL else several[len(several) // 2 :][:1]:
+    for variant in several if Sample.all else several[len(several) // 2 :][:1]:
         found = instructions(disassembled(variant))
         local = {name for name in found if name.startswith(("LDL", "STL"))}
         assert not local, variant
@@ -106,11 +107,11 @@ def test_no_store_of_a_gradient_over_logits_is_split() -> None:
     """As ``store`` in common/vector.cuh says: one of 16 bytes may fall into four of 4 bytes."""
     several = [
         variant
-        for arch in (ARCHITECTURES if ALL else ("90",))
+        for arch in (ARCHITECTURES if Sample.all else ("90",))
         for variant in of_kernel("cross_entropy_over_", arch)
         if constants(variant.launch.source)["RAGGED"] == "false"  # else 4 bytes where rows meet
     ]
-    for variant in several if ALL else several[-1:]:
+    for variant in several if Sample.all else several[-1:]:
         found = instructions(disassembled(variant))
         short = [name for name in found if re.fullmatch(r"STG?\.E(\.EF)?", name)]
         assert len(short) == 2, variant  # of a loss
@@ -146,7 +147,7 @@ def test_the_page_says_what_attention_compiles_to() -> None:
     for line in budget.PAGE.read_text(encoding="utf-8").splitlines():
         cells = line.strip("| ").split(" | ")
         written[tuple(cells[:3])] = cells
-    for arch in ARCHITECTURES if ALL else ("86",):
+    for arch in ARCHITECTURES if Sample.all else ("86",):
         for row in rows(arch):
             cells = row.strip("| ").split(" | ")
             told = written[tuple(cells[:3])]

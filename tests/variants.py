@@ -5,9 +5,7 @@ of the launch tables, every option, each optional array alone and all together, 
 arrays off alignment; those that ask for one and the same variant count once.
 """
 
-import datetime
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,8 +23,6 @@ from unsloth_cupy.ops.lora import lora_linear_backward
 
 from .stand_in import LIMITS, Launch, Machine, gpu
 
-ALL = bool(os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"))  # or a sample, another every day
-TODAY = datetime.datetime.now(datetime.UTC).toordinal()
 ARCHITECTURES = tuple(LIMITS)
 SCALE = Scale(tokens=256, hidden=256, inner=512, vocab=512, heads=32, kv_heads=8, dim=128)
 

@@ -2,14 +2,13 @@
 
 A file's mutants are judged by the emulated cases of the ops that launch it, a header's by those of
 the files that include it.  A survivor asks for another case, or the statement is redundant and
-goes.  Every run takes a sample that changes from day to day; all of them:
+goes.  Every run takes a sample, as ``tests/sample.py`` says; all of them:
 
     UNSLOTH_CUPY_ALL_MUTANTS=1 OMP_NUM_THREADS=1 python -m pytest tests/emulator/test_mutants.py
 
 (that takes long; ``-k rope`` for one file).
 """
 
-import datetime
 import functools
 import importlib
 import itertools
@@ -29,9 +28,10 @@ from unsloth_cupy.errors import KernelError
 
 from ..cuda_on_cpu import EmulatorError
 from ..parity import KernelAlone, KernelInPlace, KernelParity
+from ..sample import Sample
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
-SAMPLE = 2  # of each kind, a day
+SAMPLE = 2  # of each kind, in one run
 SYNCHRONISATION = re.compile(
     r"(?<!void )(__syncthreads|__syncwarp|__threadfence(_block)?|cp_async_(wait<\w+>|commit)"
     r"|mbarrier_(wait|arrive)(_cluster)?|cluster_(arrive|wait)|mbarrier_init_fence"
@@ -86,7 +86,7 @@ def sampled(mutants: list[Mutant], count: int = SAMPLE) -> list[Mutant]:
     if os.environ.get("UNSLOTH_CUPY_ALL_MUTANTS"):
         return mutants
     days = max(1, -(-len(mutants) // count))
-    return mutants[datetime.date.today().toordinal() % days :: days]
+    return mutants[Sample.day % days :: days]
 
 
 SOURCES = _source.source_root()

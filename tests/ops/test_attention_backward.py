@@ -1,11 +1,9 @@
 """The kernels of attention_backward against its definition, which test_attention.py proves.
 
-A sample of the pairs of options, another every day; UNSLOTH_CUPY_ALL_VARIANTS=1 runs them all.
+A sample of the pairs of options runs; ``--sample all`` runs them all.
 """
 
-import datetime
 import itertools
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +32,7 @@ from ..parity import (
     outputs_of,
     within_rule,
 )
+from ..sample import Sample
 from ..stand_in import LIMITS
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients
 
@@ -247,19 +246,17 @@ def together(*names: str, **sizes: int) -> Case:
     return Case(" and ".join(names), **SMALL | sizes, **merged)
 
 
-ALL = bool(os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"))
-TODAY = datetime.date.today().toordinal()
 COUPLES = list(enumerate(itertools.combinations(OPTIONS, 2)))
 
 
 @pytest.mark.parametrize(
-    ("number", "names"), COUPLES if ALL else COUPLES[TODAY % 11 :: 11], ids=str
+    ("number", "names"), COUPLES if Sample.all else COUPLES[Sample.day % 11 :: 11], ids=str
 )
 def test_two_options_together(number: int, names: tuple[str, str]) -> None:
     _prove(together(*names), KERNEL_DTYPES[number % 3])
 
 
-@pytest.mark.parametrize("seed", range(40) if ALL else range(TODAY % 10 * 4, TODAY % 10 * 4 + 4))
+@pytest.mark.parametrize("seed", range(40) if Sample.all else range(40)[Sample.day % 10 :: 10])
 def test_some_options_together(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = [name for name in OPTIONS if rng.random() < 0.5]

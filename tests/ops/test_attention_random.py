@@ -1,12 +1,10 @@
 """A thousand random calls of attention: any options together, any lengths, inputs times 10.
 
 The definition is judged on all of them against attention with all scores at once.  Of the kernels
-a sample runs, another every day; UNSLOTH_CUPY_ALL_VARIANTS=1 runs them all.
+a sample runs; ``--sample all`` runs them all.
 """
 
-import datetime
 import itertools
-import os
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,12 @@ from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._op import OPS
 
 from ..parity import Case, _equal_bits, emulator, outputs_of, within_rule
+from ..sample import Sample
 from .attention_cases import beyond_denormals, worst_plain
 from .dense_attention import dense
 
 COUNT = 1000
-ALL = bool(os.environ.get("UNSLOTH_CUPY_ALL_VARIANTS"))
-TODAY = datetime.datetime.now(datetime.UTC).toordinal()
-A_DAY = 3  # calls that the kernels are asked for: each is two more to compile
+A_RUN = 3  # calls that the kernels are asked for: each is two more to compile
 OPTIONS = (
     *("causal", "window", "scale", "softcap", "mask", "bias", "alibi", "sinks", "key_lengths"),
     *("query_start", "block_mask", "dropout"),
@@ -141,9 +138,9 @@ def test_the_definition(first: int) -> None:
     assert hidden
 
 
-@pytest.mark.parametrize("number", range(COUNT) if ALL else range(A_DAY))
+@pytest.mark.parametrize("number", range(COUNT) if Sample.all else range(A_RUN))
 def test_kernels_of_random_calls(number: int) -> None:
-    number = number if ALL else (TODAY * A_DAY + number) % COUNT
+    number = number if Sample.all else (Sample.day * A_RUN + number) % COUNT
     arrays, options = made(number)
     call = Case(f"random call {number}", arrays=arrays, **options).draw(
         OPS["attention_forward"], KERNEL_DTYPES[number % len(KERNEL_DTYPES)]

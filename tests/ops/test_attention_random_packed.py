@@ -13,12 +13,12 @@ from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._op import OPS
 
 from ..parity import Case, _equal_bits, _seeds, emulator, outputs_of, within_rule
+from ..sample import Sample
 from .attention_cases import beyond_denormals, worst_gradients, worst_plain
 from .dense_attention import dense
-from .test_attention_random import ALL, TODAY
 
 COUNT = 300  # of each
-A_DAY = 2  # calls of each that the kernels are asked for
+A_RUN = 2  # calls of each that the kernels are asked for
 OPTIONS = ("causal", "window", "scale", "softcap", "alibi", "sinks", "dropout")
 PAIRS = [*itertools.combinations(OPTIONS, 2)]
 PACKED, PAGED = "attention_varlen_forward", "attention_paged_forward"
@@ -143,11 +143,11 @@ def test_the_definition(op: str) -> None:
     assert hidden
 
 
-@pytest.mark.parametrize("number", range(COUNT) if ALL else range(A_DAY))
+@pytest.mark.parametrize("number", range(COUNT) if Sample.all else range(A_RUN))
 @pytest.mark.parametrize("op", [PACKED, PAGED])
 def test_kernels(op: str, number: int) -> None:
     """Forward and, given their own out and lse and the definition's, backward."""
-    number = number if ALL else (TODAY * A_DAY + number) % COUNT
+    number = number if Sample.all else (Sample.day * A_RUN + number) % COUNT
     arrays, options, _ = made(op, number)
     dtype = KERNEL_DTYPES[number % len(KERNEL_DTYPES)]
     call = Case(f"random call {number}", arrays=arrays, **options).draw(OPS[op], dtype)

@@ -1,0 +1,26 @@
+"""Which part of its long lists of cases a run takes: a sample that the commit draws, or all.
+
+    pytest --sample all      all of them
+    pytest --day 17          the sample of this number
+
+The head of a report names the sample, so that another run can take it again.
+"""
+
+import subprocess
+from pathlib import Path
+
+
+class Sample:
+    """What the options of pytest say; conftest.py sets it before a test module is imported."""
+
+    day = 0
+    all = False
+
+
+def commits() -> int:
+    """Return the number of commits: the next one draws another sample; 0 where there is no git."""
+    command = ["git", "-C", Path(__file__).parent, "rev-list", "--count", "HEAD"]
+    try:
+        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return 0

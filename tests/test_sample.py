@@ -1,0 +1,70 @@
+"""The sample of a run: the commit draws it, and neither the date nor the order of tests."""
+
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from . import sample
+from .conftest import sampled
+from .parity import KernelParity
+
+TESTS = Path(__file__).parent
+CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today)\(")
+# what is written down with its date: no verdict
+DATED = {"hardware/__main__.py", "hardware/session.py"}
+
+
+def emulated(cls: type, label: str, dtype: str) -> Any:
+    """Return what pytest makes of a case in a dtype, as far as a sample asks."""
+    case = SimpleNamespace(label=label)
+    return SimpleNamespace(
+        nodeid=f"{cls.__name__}[{label}-{dtype}]",
+        cls=cls,
+        originalname="test_emulated_kernels",
+        callspec=SimpleNamespace(params={"case": case}),
+    )
+
+
+def test_the_order_of_tests_changes_no_sample() -> None:
+    """As where pytest-randomly shuffles them before."""
+    classes = [type(name, (KernelParity,), {}) for name in ("TestA", "TestB")]
+    items = [
+        emulated(cls, label, dtype)
+        for cls in classes
+        for label in ("one", "two", "three")
+        for dtype in ("float16", "bfloat16", "float32")
+    ]
+    for day in range(6):
+        first = {item.nodeid for item in sampled(items, day)}
+        assert len(first) == 6  # one of each case
+        for seed in range(3):
+            shuffled = random.Random(seed).sample(items, len(items))
+            assert {item.nodeid for item in sampled(shuffled, day)} == first
+    three = [item.nodeid for day in range(3) for item in sampled(items, day)]
+    assert sorted(three) == sorted(item.nodeid for item in items)  # each takes its turn
+
+
+def test_no_test_reads_the_calendar() -> None:
+    found = [
+        f"{path.relative_to(TESTS)}:{number}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if str(path.relative_to(TESTS)) not in DATED
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if CLOCK.search(line)
+    ]
+    assert not found, "draw from Sample.day, or write down why a verdict may change with the date"
+
+
+def test_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sample.commits() == 0
+
+
+def test_where_there_is_no_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sample, "__file__", str(tmp_path / "sample.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert sample.commits() == 0

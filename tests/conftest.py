@@ -5,6 +5,7 @@ commit; a run of some files, or of ``--sample all``, takes all.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str:
     """Name the sample."""
     return "sample: all" if Sample.all else f"sample: --day {Sample.day}"
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    """Undo after every test what it changed: none may depend on what ran before it."""
+    from .undo import undoing  # it imports NumPy
+
+    with undoing():
+        yield
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,0 +1,89 @@
+"""The fixture of conftest.py: what a test changes is gone when the next one starts."""
+
+import ast
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import unsloth_cupy
+from unsloth_cupy import AttentionConfig, _cupy, _jit, faults, rms_norm, softmax
+from unsloth_cupy._op import OPS
+from unsloth_cupy.errors import KernelError
+
+from .stand_in import gpu
+from .undo import caches, undoing, variables
+
+PACKAGE = Path(unsloth_cupy.__file__).parent
+X = np.ones((4, 64), np.float32)
+
+
+def full() -> list[str]:
+    """Return what holds anything: caches, and ops with plans."""
+    several = [name for name, cache in caches().items() if cache.cache_info().currsize]
+    return several + [name for name, op in OPS.items() if op.plans]
+
+
+def test_every_test_starts_with_empty_caches() -> None:
+    assert full() == []
+
+
+def test_what_is_asked_of_a_stand_in_is_forgotten() -> None:
+    with undoing():
+        with gpu("90") as machine:
+            rms_norm(machine.array((4, 4096), "float32"), machine.array(4096, "float32"))
+            softmax(machine.array((4, 4096), "float16"))
+            AttentionConfig().resolve(10**6)
+        rms_norm(X, X[0])
+        assert {"unsloth_cupy.ops._device._attribute", "unsloth_cupy._jit.Kernel"} <= {*full()}
+    assert full() == []
+    with pytest.raises(KernelError, match="no such GPU"):
+        AttentionConfig().resolve(10**6)
+
+
+def test_variables_and_the_process_are_as_before() -> None:
+    environment, folder, handler = dict(os.environ), os.getcwd(), signal.getsignal(signal.SIGINT)
+    before = {str(n): vars(n.owner)[n.name] for n in variables()}
+    assert {"unsloth_cupy._jit.targets", "unsloth_cupy.faults._records"} <= before.keys()
+    real, ops, errors = sys.modules["json"], dict(OPS), np.geterr()
+    with undoing():
+        _jit.targets = ()
+        _cupy.OnHost.last = object()  # type: ignore[assignment]
+        faults._records[7] = X
+        OPS["same"] = OPS["softmax"]
+        os.environ["UNSLOTH_CUPY_TEST"] = "1"
+        os.environ.pop("PATH", None)
+        os.chdir("/")
+        np.seterr(all="ignore")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.modules["json"] = sys.modules["no_such_module"] = types.ModuleType("stand-in")
+        del sys.modules["ast"]
+    assert {str(n): vars(n.owner)[n.name] for n in variables()} == before
+    assert 7 not in faults._records
+    assert ops == OPS
+    assert (dict(os.environ), os.getcwd(), np.geterr()) == (environment, folder, errors)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert sys.modules["json"] is real
+    assert sys.modules["ast"] is ast
+    assert "no_such_module" not in sys.modules
+
+
+def test_every_cache_that_the_sources_name_is_found() -> None:
+    """At the head of a module or a class: one within a function ends with what holds it."""
+    lost = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(["unsloth_cupy", *path.relative_to(PACKAGE).with_suffix("").parts])
+        tree = ast.parse(path.read_text())
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        for owner, node in [(o, n) for o in (tree, *classes) for n in o.body]:
+            if isinstance(node, ast.FunctionDef):
+                named = {ast.unparse(each).partition("(")[0] for each in node.decorator_list}
+                if {name.rpartition(".")[2] for name in named} & {"cache", "lru_cache"}:
+                    inside = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+                    lost.append(f"{module}.{inside}{node.name}")
+    assert lost
+    assert {*lost} <= caches().keys(), sorted({*lost} - caches().keys())

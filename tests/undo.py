@@ -1,0 +1,139 @@
+"""What a test changes of the library and of the process, undone: no test sees what ran before it.
+
+Found in the library, and not listed here: caches are what ``functools`` makes; variables are names
+in lower case, of a module or a class, as constants are in upper case.
+"""
+
+import functools
+import importlib
+import os
+import pkgutil
+import signal
+import sys
+import types
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import unsloth_cupy
+from unsloth_cupy import _threads
+from unsloth_cupy._op import OPS
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+class Name(NamedTuple):
+    """A name of a module or a class, and what it stands for."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        """Return where it is."""
+        owner = self.owner
+        where = f"{owner.__module__}." if isinstance(owner, type) else ""
+        return f"{where}{owner.__name__}.{self.name}"
+
+
+@functools.cache
+def names() -> tuple[Name, ...]:
+    """Return every name of the library's modules and their classes."""
+    for found in pkgutil.walk_packages(unsloth_cupy.__path__, "unsloth_cupy."):
+        if not found.name.endswith((".__main__", ".peers")):  # which takes a second: torch
+            with suppress(ImportError):  # the command line asks for packages of its own
+                importlib.import_module(found.name)
+    owners: list[Any] = []
+    for module in [m for name, m in sys.modules.items() if name.startswith("unsloth_cupy")]:
+        held = [v for v in vars(module).values() if isinstance(v, type)]
+        owners += [module, *(v for v in held if v.__module__ == module.__name__)]
+    several = [Name(owner, *item) for owner in owners for item in vars(owner).items()]
+    return tuple(n for n in several if not n.name.startswith("__"))
+
+
+@functools.cache
+def caches() -> dict[str, Any]:
+    """Return every cache of the library, by where it is defined."""
+    several = [n.value for n in names() if hasattr(n.value, "cache_clear")]
+    return {f"{cache.__module__}.{cache.__qualname__}": cache for cache in several}
+
+
+@functools.cache
+def variables() -> tuple[Name, ...]:
+    """Return the names whose values change: what is neither a constant, nor code."""
+    several = []
+    for n in names():
+        fields = hasattr(n.owner, "_fields") or hasattr(n.owner, "__dataclass_fields__")
+        code = callable(n.value) or hasattr(n.value, "__get__")
+        if n.name.islower() and not (fields or code or isinstance(n.value, types.ModuleType)):
+            several.append(n)
+    return tuple(n for n in several if n.name not in ("_abc_impl", "_is_protocol"))
+
+
+@functools.cache
+def _contains(kind: type[Any]) -> bool:
+    return issubclass(kind, MutableMapping | MutableSequence | MutableSet)
+
+
+def forget() -> None:
+    """Empty all caches, and the plans of ops: what a stand-in answered, what was compiled."""
+    if _threads._pool.cache_info().currsize:
+        _threads._pool().shutdown(wait=False)
+    for cache in caches().values():
+        cache.cache_clear()
+    for op in OPS.values():
+        op.plans.clear()
+
+
+def _inside(container: Any) -> Any:
+    """Return what a container holds, by identity: arrays are not compared."""
+    if isinstance(container, MutableMapping):
+        return {key: id(value) for key, value in container.items()}
+    return [*map(id, container)]
+
+
+def _put_back(container: Any, before: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, MutableSequence) else container.update)(before)
+
+
+def _replaced(modules: dict[str, Any]) -> None:
+    """Put modules back where something else stands, or nothing; drop what nobody imported."""
+    for name in {*modules, *sys.modules}:
+        now, before = sys.modules.get(name), modules.get(name)
+        if name in modules and now is not before:
+            sys.modules[name] = before
+        elif name not in modules and getattr(now, "__spec__", None) is None:
+            del sys.modules[name]
+
+
+@contextmanager
+def undoing() -> Iterator[None]:
+    """Undo, at the end of a ``with`` block, what is changed in it."""
+    now = [(owner, name, vars(owner)[name]) for owner, name, _ in variables()]
+    held = [OPS, *(value for *_, value in now if _contains(type(value)))]
+    copies = [container.copy() for container in held]
+    modules, environment = sys.modules.copy(), dict(os.environ)
+    folder, errors = os.getcwd(), np.geterr()
+    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for owner, name, value in now:
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+        for container, before in zip(held, copies, strict=True):
+            if _inside(container) != _inside(before):
+                _put_back(container, before)
+        forget()
+        if sys.modules != modules:
+            _replaced(modules)
+        if dict(os.environ) != environment:
+            _put_back(os.environ, environment)
+        os.chdir(folder)
+        np.seterr(**errors)
+        for number, handler in handlers:
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

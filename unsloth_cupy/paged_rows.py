@@ -9,6 +9,7 @@ import numpy as np
 from . import _arrays
 from ._typing import Array
 from .errors import ConfigError, ShapeError
+from .kv_cache import KVCache
 from .ops.attention import attention
 from .ops.attention_paged import attention_paged
 from .paged_kv_cache import PagedKVCache
@@ -18,6 +19,18 @@ OPTIONS = {
     for name, parameter in inspect.signature(attention_paged).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
+
+
+def rows_of(call: str, cache: Any, sequences: Any, batch: int) -> "KVCache | PagedRows | None":
+    """Return a cache as the rows of a call use it; raise ConfigError for what is not one."""
+    if isinstance(cache, PagedKVCache):
+        return PagedRows(call, cache, sequences, batch)
+    if not isinstance(cache, KVCache | None):
+        kind = type(cache).__name__
+        raise ConfigError(f"{call}: cache is a {kind}; pass a KVCache or a PagedKVCache, or None")
+    if sequences is not None:
+        raise ConfigError(f"{call}: sequences={sequences!r} are those of a PagedKVCache; pass one")
+    return cache
 
 
 class PagedRows:

@@ -36,6 +36,7 @@ from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..kv_cache import KVCache
+from ..paged_rows import PagedRows
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
 
@@ -52,7 +53,7 @@ class Call(NamedTuple):
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
     mask: Any = None  # (batch, 1, 1, keys)
     offsets: Any = None  # (texts + 1,) of texts that lie end to end, in a batch of one
-    cache: KVCache | None = None
+    cache: KVCache | PagedRows | None = None
     adapter: Adapter | None = None  # its parameters are among the others
     seed: int | None = None  # of its dropout; None: there is none
     chunked_mlp: bool = False
@@ -181,12 +182,14 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     if call.step is not None:  # its slots hold what one query sees, in any order
         k, v, mask, lengths = call.step.append(layer, k, v)
         window = None
-    elif call.cache is not None:
+    elif isinstance(call.cache, KVCache):
         k, v = call.cache.append(layer, k, v)
         window, mask = _remembered(call.cache, layer, tokens, window, mask)
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
-    if call.offsets is not None:
+    if isinstance(call.cache, PagedRows):
+        out = call.cache.attend(layer, q, k, v, **options)
+    elif call.offsets is not None:
         q, k, v = (each.reshape(batch * tokens, *each.shape[2:]) for each in (q, k, v))
         out = attention_varlen(q, k, v, call.offsets, call.offsets, **options)
     else:

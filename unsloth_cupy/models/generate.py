@@ -5,9 +5,8 @@ whose share reaches top_p, then to those of at least min_p times the likeliest; 
 where the running sum of p passes a uniform draw
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +15,13 @@ from .._call import is_integer, is_number
 from .._typing import Array
 from ..errors import ConfigError
 from ..find_nan import NonFiniteError
-from ..kv_cache import KVCache
+from ..paged_kv_cache import PagedKVCache
+from .ahead import InOrder, InPages, check_pages, new_sequences, on_device_of
 from .config import Config
 from .inputs import check
 from .network import Network
-from .step import Step
+
+Ahead = Callable[[Array, Array], Array]  # (tokens, which are real) on the host -> logits
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Options:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: int | Sequence[int] | None = None
+    cache: PagedKVCache | None = None
+    sequences: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens"):
@@ -85,6 +88,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     """Check everything, then return an iterator over the new tokens: (batch,) each."""
     ends = options.end_tokens(model.config)
     check(tokens, mask)
+    cache, sequences = options.cache, options.sequences
+    check_pages(model.config, cache, sequences, len(tokens))
     prompt = _arrays.on_host(tokens)
     real = np.ones(prompt.shape, bool) if mask is None else _arrays.on_host(mask) != 0
     if not real.any(axis=1).all():
@@ -93,49 +98,44 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     # Padding goes to the left, so that new tokens follow their prompt without a gap.
     order = np.argsort(real, axis=1, kind="stable")
     prompt, real = (np.take_along_axis(array, order, axis=1) for array in (prompt, real))
-    return _steps(model, tokens, prompt, real, ends, options)
+    most = options.max_new_tokens
+    if cache is None:
+        ahead: Ahead = InOrder(model, tokens, len(prompt), prompt.shape[1] + most)
+        return _steps(model, tokens, prompt, real, ends, options, ahead)
+    if sequences is not None:
+        ahead = InPages(model, tokens, cache, sequences)
+        return _steps(model, tokens, prompt, real, ends, options, ahead)
+    room = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # the last token is not stored
+
+    def freed_at_the_end() -> Iterator[Array]:
+        with new_sequences(cache, room) as own:
+            ahead = InPages(model, tokens, cache, own)
+            yield from _steps(model, tokens, prompt, real, ends, options, ahead)
+
+    return freed_at_the_end()
 
 
 def _steps(
-    model: Network, like: Array, prompt: Array, real: Array, ends: Array, options: Options
+    model: Network,
+    like: Array,
+    prompt: Array,
+    real: Array,
+    ends: Array,
+    options: Options,
+    ahead: Ahead,
 ) -> Iterator[Array]:
     config, most = model.config, options.max_new_tokens
-    batch, length = prompt.shape
+    batch = len(prompt)
     pad = config.pad_token
     if pad is None:
         pad = config.end_tokens[0] if config.end_tokens else 0
     draws = [np.random.default_rng([options.seed or 0, row]) for row in range(batch)]
-    cache = KVCache(
-        config.layers,
-        batch,
-        length + most,
-        config.kv_heads,
-        config.dim,
-        dtype=model.table.dtype,
-        like=model.table,
-        window=[config.window_of(layer) for layer in range(config.layers)],
-    )
-    decode: Step | None = None
     finished = np.zeros(batch, bool)
     past, seen = prompt, real
-    switch = _switch(config)
     for step in range(most):
         if finished.all():
             return
-        new = past if step == 0 else past[:, -1:]
-        if step == 1 and _steps_on_device(model, length + most):
-            decode = Step(model, cache, seen[:, :-1], length + most)
-        longest = int(seen.sum(axis=1).max(initial=0))
-        if longest == switch and step:  # every angle changes: the cache is worth nothing now
-            cache.reset()
-            new = past
-        if decode is not None:
-            found = decode(new)
-        else:
-            shown = _like(seen, like) if new is past and not seen.all() else None
-            x = model.hidden(model.parameters, _like(new, like), shown, cache)
-            found = model.head(x[:, -1:])[:, 0]
-        logits = _arrays.on_host(found).astype(np.float64)
+        logits = _arrays.on_host(ahead(past, seen)).astype(np.float64)
         if np.isnan(logits).any():
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"
@@ -148,7 +148,7 @@ def _steps(
             logits[:, ends] = -np.inf
         chosen = _choose(logits, options, draws)
         shown_tokens = np.where(finished, pad, chosen).astype(like.dtype)
-        yield _like(shown_tokens, like)
+        yield on_device_of(shown_tokens, like)
         # A pad token may lie outside the vocabulary: rows that ended go on with any other.
         past = np.concatenate([past, chosen[:, None].astype(like.dtype)], axis=1)
         seen = np.concatenate([seen, np.ones((batch, 1), bool)], axis=1)
@@ -186,26 +186,3 @@ def _draw(logits: Array, options: Options, uniform: float) -> int:
     index = np.searchsorted(running, uniform * running[-1], side="right")
     last = np.searchsorted(running, running[-1])  # behind it are tokens without a share
     return int(order[min(index, last)])
-
-
-def _switch(config: Config) -> int | None:
-    """Return the length beyond which longrope takes other angles for all positions."""
-    ropes = (rope for rope in config.ropes.values() if rope.original is not None)
-    found = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
-    return next((original + 1 for original in found if original is not None), None)
-
-
-def _steps_on_device(model: Network, most: int) -> bool:
-    """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay."""
-    ropes = model.config.ropes.values()
-    stay = all(rope.original is None or most <= rope.original for rope in ropes)
-    return stay and not isinstance(model.table, np.ndarray)
-
-
-def _like(array: Array, like: Any) -> Any:
-    """Return a NumPy array on the device of like."""
-    if isinstance(like, np.ndarray):
-        return array
-    there = _arrays.empty(array.shape, array.dtype, like)
-    there.set(np.ascontiguousarray(array))
-    return there

@@ -11,6 +11,8 @@ from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
 from ..ops._sequences import check_offsets
+from ..paged_kv_cache import PagedKVCache
+from ..paged_rows import PagedRows, rows_of
 from .config import Rope
 
 
@@ -31,41 +33,51 @@ class Places(NamedTuple):
 
 
 def check(
-    tokens: Any, mask: Any = None, cache: Any = None, offsets: Any = None, checkpoints: Any = None
-) -> None:
-    """Raise unless tokens, mask and offsets are arrays that fit each other and the cache."""
+    tokens: Any,
+    mask: Any = None,
+    cache: Any = None,
+    offsets: Any = None,
+    checkpoints: Any = None,
+    sequences: Any = None,
+) -> KVCache | PagedRows | None:
+    """Raise unless tokens, mask and offsets are arrays that fit each other and the cache.
+
+    Return the cache as these rows use it.
+    """
     given = {"tokens": tokens, "mask": mask, "offsets": offsets}
     for name, array in given.items():
         if array is not None or name == "tokens":
             _arrays.framework_of(array, f"Transformer: {name}")  # a number too is none
     _arrays.common("Transformer", [*given], [*given.values()])
-    for name, value, kind in (
-        ("cache", cache, KVCache),
-        ("checkpoint", checkpoints, CheckpointConfig),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"Transformer: {name} is {value!r}; pass a {kind.__name__}, or None")
+    if not isinstance(checkpoints, CheckpointConfig | None):
+        cure = "pass a CheckpointConfig, or None"
+        raise ConfigError(f"Transformer: checkpoint is {checkpoints!r}; {cure}")
     if tokens.ndim != 2:
         cure = "pass tokens[None]" if tokens.ndim == 1 else "pass (batch, tokens)"
         raise ShapeError(f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}")
     batch, new = tokens.shape
-    held = cache.length if cache is not None else 0
-    if cache is not None and cache.shape[0] != batch:
-        rows = cache.shape[0]
-        raise ShapeError(f"Transformer: tokens are {tokens.shape}, the cache has batch={rows}")
-    if cache is not None:
+    rows = rows_of("Transformer", cache, sequences, batch)
+    held = cache.length if isinstance(cache, KVCache) else 0
+    if isinstance(cache, KVCache):
+        if cache.shape[0] != batch:
+            have = cache.shape[0]
+            raise ShapeError(f"Transformer: tokens are {tokens.shape}, the cache has batch={have}")
         cache.check_room(new)
     if offsets is not None:
         _check_offsets(tokens, offsets, mask, cache)
     if mask is None:
-        return
+        return rows
+    if isinstance(cache, PagedKVCache):
+        cure = "leave mask out, and pass texts of different lengths one at a time"
+        raise ConfigError(f"Transformer: sequences in pages hold no padding; {cure}")
     if mask.shape not in ((batch, new), (batch, held + new)):
         raise ShapeError(f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make equal")
     if mask.dtype.kind not in "biu":
         raise DTypeError(f"Transformer: mask is {mask.dtype}; it must be bool or an integer")
+    return rows
 
 
-def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: KVCache | None) -> None:
+def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
     if mask is not None or cache is not None:
         other = "mask" if mask is not None else "cache"
         raise ConfigError(
@@ -88,19 +100,24 @@ def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
     return real if cache is None else cache.note(real, new)
 
 
-def places(angles: Angles, tokens: Any, mask: Any, cache: KVCache | None, offsets: Any) -> Places:
+def places(
+    angles: Angles, tokens: Any, mask: Any, cache: KVCache | PagedRows | None, offsets: Any
+) -> Places:
     """Return where tokens stand: behind those of the cache, between padding, or in their texts."""
     if offsets is not None:
         return _packed(angles, tokens.size, offsets)
     start, new = cache.length if cache is not None else 0, tokens.shape[1]
-    real = real_keys(mask, cache, new)
-    length, positions = start + new, None
+    length, positions, real = start + new, None, None
+    if isinstance(cache, PagedRows):
+        start, positions = cache.places(new)
+    else:
+        real = real_keys(mask, cache, new)
     if real is not None:
         counted = real.cumsum(axis=1)[:, start:] - 1
         positions = counted * (counted > 0)
         if _by_length(angles):
             length = int(positions.max()) + 1 if positions.size else 1
-    rows = slice(None) if real is not None else slice(start, start + new)
+    rows = slice(None) if positions is not None else slice(start, start + new)
     found: dict[str, Any] = {
         kind: tuple(table[rows] for table in tables(max(length, 1)))
         for kind, tables in angles.tables.items()

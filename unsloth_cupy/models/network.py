@@ -1,13 +1,15 @@
 """The network itself: its parameters, the angles of its positions, from tokens to logits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import _arrays
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
+from ..errors import ShapeError
 from ..kv_cache import KVCache
+from ..paged_kv_cache import PagedKVCache
 from .adapter import Adapter
 from .block import Call, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
@@ -50,25 +52,29 @@ class Network:
         parameters: Mapping[str, Any],
         tokens: Array,
         mask: Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
         checkpoints: CheckpointConfig | None = None,
         seed: int | None = None,
         offsets: Array | None = None,
+        sequences: Sequence[int] | None = None,
     ) -> Any:
         """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
 
         Texts that lie end to end are one row of it: (1, tokens, hidden).
         """
-        check(tokens, mask, cache, offsets, checkpoints)
+        held = check(tokens, mask, cache, offsets, checkpoints, sequences)
+        if cache is not None and len(cache.keys) != self.config.layers:
+            layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
+            raise ShapeError(f"Transformer: the cache has {layers}; make one for this model")
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
-        here = places(Angles(self.tables, self.config.ropes), tokens, mask, cache, offsets)
+        here = places(Angles(self.tables, self.config.ropes), tokens, mask, held, offsets)
         tokens = tokens if offsets is None else tokens.reshape(1, -1)
         branch = embedded(self.config, parameters, tokens)
         if self.adapter is not None:
             parameters = {**self.adapter.parameters, **parameters}
         call = Call(
-            self.config, parameters, *here, cache, self.adapter, seed, chunked_mlp=self.chunked_mlp
+            self.config, parameters, *here, held, self.adapter, seed, chunked_mlp=self.chunked_mlp
         )
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]

@@ -19,6 +19,7 @@ from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..loss_scaler import LossScaler
+from ..paged_kv_cache import PagedKVCache
 from ..tape import Tape
 from . import generate as generation
 from .adapter import create_adapter
@@ -87,7 +88,8 @@ class Transformer(Network):
         tokens: Array,
         *,
         mask: Array | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | None = None,
+        sequences: Sequence[int] | None = None,
         offsets: Array | None = None,
     ) -> Array:
         """Return the score of every next token, at every position.
@@ -99,9 +101,11 @@ class Transformer(Network):
         mask : (batch, tokens) bool or int, optional
             True or 1 where a token is real, 0 where it is padding, on the left or on the right.
             Positions count real tokens.  Logits at padding mean nothing.
-        cache : KVCache, optional
+        cache : KVCache or PagedKVCache, optional
             Continue after the tokens that it holds, and add these to it; mask may then also
-            cover all tokens, (batch, held + tokens).
+            cover all tokens, (batch, held + tokens).  In pages there is no padding.
+        sequences : sequence of int, optional
+            What each row continues in a PagedKVCache; they may hold different numbers of tokens.
         offsets : (texts + 1,) int, optional
             Several texts that share rows: where each one starts among all tokens, row after row,
             and the number of tokens last.  Each begins at position 0, and none sees another.
@@ -120,7 +124,7 @@ class Transformer(Network):
         ConfigError
             There are offsets and a mask, or a cache.
         """
-        x = self.hidden(self.parameters, tokens, mask, cache, offsets=offsets)
+        x = self.hidden(self.parameters, tokens, mask, cache, offsets=offsets, sequences=sequences)
         return self.head(x).reshape(*tokens.shape, self.config.vocab)
 
     @from_any_library
@@ -138,10 +142,8 @@ class Transformer(Network):
 
         Parameters
         ----------
-        tokens : (batch, tokens) int32 or int64
-            Token ids.
-        labels : (batch, tokens) int32 or int64
-            Usually the tokens themselves; -100 where a token does not count.
+        tokens, labels : (batch, tokens) int32 or int64
+            Labels are usually the tokens themselves; -100 where a token does not count.
         mask : (batch, tokens) bool or int, optional
             As in ``logits``; padding counts unless its label is -100.
         offsets : (texts + 1,) int, optional
@@ -207,6 +209,8 @@ class Transformer(Network):
         repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: int | Sequence[int] | None = None,
+        cache: PagedKVCache | None = None,
+        sequences: Sequence[int] | None = None,
     ) -> Array:
         """Return the prompts, each followed by the tokens that the model goes on with.
 
@@ -233,6 +237,11 @@ class Transformer(Network):
             Needed to draw.  Row i of a batch draws from (seed, i), whatever the other rows hold.
         stop : int or sequence of int, optional
             Tokens that end a row.  None: the config's; (): none, so rows run to max_new_tokens.
+        cache : PagedKVCache, optional
+            Where keys and values are kept, in place of a KVCache of its own.
+        sequences : sequence of int, optional
+            Of that cache: what each row goes on from, and holds afterwards, the last new token not
+            yet.  None: new ones, which are freed at the end.
 
         Returns
         -------
@@ -244,10 +253,12 @@ class Transformer(Network):
         ------
         ConfigError
             An option makes no sense.
+        DeviceMemoryError
+            The cache has too few free pages.
         """
         options = generation.Options(
             max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-            seed, stop,
+            seed, stop, cache, sequences,
         )  # fmt: skip
         added = generation.stream(self, tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
@@ -277,11 +288,9 @@ class Transformer(Network):
                 " writes the adapter, and merge_adapter() before save makes it part of the base",
                 stacklevel=2,
             )
-        name = self.table.dtype.name
-        config = dict(self.texts["config.json"])
-        for key in {"dtype", "torch_dtype"} & config.keys():
-            config[key] = name
-        texts = {**self.texts, "config.json": config}
+        config = self.texts["config.json"]
+        dtypes = dict.fromkeys({"dtype", "torch_dtype"} & config.keys(), self.table.dtype.name)
+        texts = {**self.texts, "config.json": {**config, **dtypes}}
         write_folder(Path(folder), texts, self.parameters, self.layout)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from .._typing import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache
-from ..paged_rows import PagedRows
+from ..paged_rows import PagedRows, rows_of
 from ..tape import Tape
 from ..variable import Var
 from .attention import attention
@@ -106,7 +106,7 @@ def attention_layer(
         given = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {given}")
-    held = _rows_of(cache, sequences, x.shape[0])
+    held = rows_of("attention_layer", cache, sequences, x.shape[0])
     q, k, v = (
         linear(x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
         for weight, bias in zip(weights.values(), (q_bias, k_bias, v_bias), strict=True)
@@ -137,20 +137,6 @@ def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
         cure = "pass cos and sin, as rope_tables returns them, or neither and no positions"
         raise ConfigError(f"attention_layer: {missing} is missing; {cure}")
     return cos is not None
-
-
-def _rows_of(cache: Any, sequences: Any, batch: int) -> KVCache | PagedRows | None:
-    """Return a cache as the rows of a call use it."""
-    if isinstance(cache, PagedKVCache):
-        return PagedRows("attention_layer", cache, sequences, batch)
-    if not isinstance(cache, KVCache | None):
-        cure = "pass a KVCache or a PagedKVCache"
-        raise ConfigError(f"attention_layer: cache is a {type(cache).__name__}; {cure}")
-    if sequences is not None:
-        raise ConfigError(
-            f"attention_layer: sequences={sequences!r} are those of a PagedKVCache; pass one"
-        )
-    return cache
 
 
 def _next(held: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, Any]:

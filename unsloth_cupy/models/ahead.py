@@ -1,0 +1,140 @@
+"""The logits behind the tokens so far, each token through the model once: by a cache.
+
+ahead = InOrder(model, like, batch, most)
+logits = ahead(tokens, real)                    of the prompts, padded on the left
+logits = ahead(tokens, real)                    of these and one more token each, and so on
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from .. import _arrays
+from .._typing import Array
+from ..errors import ConfigError
+from ..kv_cache import KVCache
+from ..paged_kv_cache import PagedKVCache
+from ..paged_rows import PagedRows
+from .config import Config
+from .network import Network
+from .step import Step
+
+
+class InOrder:
+    """Through a KVCache of its own, for rows of up to ``most`` tokens."""
+
+    def __init__(self, model: Network, like: Array, batch: int, most: int) -> None:
+        self.model, self.like, self.most = model, like, most
+        config = model.config
+        self.cache = KVCache(
+            config.layers,
+            batch,
+            most,
+            config.kv_heads,
+            config.dim,
+            dtype=model.table.dtype,
+            like=model.table,
+            window=[config.window_of(layer) for layer in range(config.layers)],
+        )
+        self.switch = _switch(config)
+        self.step: Step | None = None
+
+    def __call__(self, tokens: Array, real: Array) -> Array:
+        """Return the logits behind tokens of the host, (batch, tokens): (batch, vocab)."""
+        if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
+            self.cache.reset()  # every angle changes: the cache is worth nothing now
+        new = tokens[:, -1:] if self.cache.length else tokens
+        if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
+            self.step = Step(self.model, self.cache, real[:, :-1], self.most)
+        if self.step is not None:
+            return self.step(new)
+        shown = None if self.cache.length or real.all() else on_device_of(real, self.like)
+        x = self.model.hidden(
+            self.model.parameters, on_device_of(new, self.like), shown, self.cache
+        )
+        logits: Array = self.model.head(x[:, -1:])[:, 0]
+        return logits
+
+
+class InPages:
+    """Through sequences of a cache in pages, which hold no padding: prompts go in one by one."""
+
+    def __init__(
+        self, model: Network, like: Array, cache: PagedKVCache, sequences: Sequence[int]
+    ) -> None:
+        self.model, self.like, self.cache, self.sequences = model, like, cache, sequences
+        self.begun = False
+
+    def __call__(self, tokens: Array, real: Array) -> Array:
+        """Return the logits behind tokens of the host, (batch, tokens): (batch, vocab)."""
+        if self.begun or real.all():
+            new, self.begun = tokens[:, -1:] if self.begun else tokens, True
+            return self._last(new, self.sequences)
+        self.begun = True
+        every = zip(tokens, real, self.sequences, strict=True)
+        found = [self._last(row[there][None], [sequence]) for row, there, sequence in every]
+        logits: Array = np.concatenate(found)
+        return logits
+
+    def _last(self, tokens: Array, sequences: Sequence[int]) -> Array:
+        new = on_device_of(tokens, self.like)
+        x = self.model.hidden(self.model.parameters, new, cache=self.cache, sequences=sequences)
+        logits: Array = self.model.head(x[:, -1:])[:, 0]
+        return logits
+
+
+def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
+    """Raise unless generation can go on in a cache in pages, where there is one."""
+    if not isinstance(cache, PagedKVCache | None):
+        cure = "pass a PagedKVCache; without one, generate has a KVCache of its own"
+        raise ConfigError(f"generate: cache is a {type(cache).__name__}; {cure}")
+    if cache is None:
+        if sequences is not None:
+            cure = f"sequences={sequences!r} are those of a PagedKVCache; pass it as cache"
+            raise ConfigError(f"generate: {cure}")
+        return
+    if (switch := _switch(config)) is not None:
+        raise ConfigError(
+            f"generate: from {switch} tokens on the angles of this model are others for all"
+            " positions, which pages of several sequences cannot follow; leave cache out"
+        )
+    if sequences is not None:
+        PagedRows("generate", cache, sequences, batch)
+
+
+@contextmanager
+def new_sequences(cache: PagedKVCache, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """Yield new sequences with pages for so many tokens each; free them at the end."""
+    made: list[int] = []
+    try:
+        for each in tokens:
+            made.append(cache.allocate(each))
+        yield made
+    finally:
+        for sequence in made:
+            cache.free(sequence)
+
+
+def _switch(config: Config) -> int | None:
+    """Return the length beyond which longrope takes other angles for all positions."""
+    ropes = (rope for rope in config.ropes.values() if rope.original is not None)
+    found = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
+    return next((original + 1 for original in found if original is not None), None)
+
+
+def _steps_on_device(model: Network, most: int) -> bool:
+    """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay."""
+    ropes = model.config.ropes.values()
+    stay = all(rope.original is None or most <= rope.original for rope in ropes)
+    return stay and not isinstance(model.table, np.ndarray)
+
+
+def on_device_of(array: Array, like: Any) -> Any:
+    """Return a NumPy array on the device of like."""
+    if isinstance(like, np.ndarray):
+        return array
+    there = _arrays.empty(array.shape, array.dtype, like)
+    there.set(np.ascontiguousarray(array))
+    return there

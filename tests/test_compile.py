@@ -25,6 +25,7 @@ from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
 
 from . import budget
 from .budget import FILE
+from .compilers import NEWEST, OLDEST
 from .hardware.primitives import PRIMITIVES, launch
 from .sample import Sample
 from .stand_in import LIMITS, gpu, static_memory
@@ -116,6 +117,11 @@ def dynamic() -> set[str]:
         (k, numbers) for k, t in LINES.items() for by in t.values() for numbers in by.values()
     )
     return {kernel for kernel, numbers in several if numbers[2]}
+
+
+def test_the_compiler_of_this_environment_is_supported() -> None:
+    ends = [tuple(map(int, version.split("."))) for version in (OLDEST, NEWEST)]
+    assert ends[0] <= cupy.cuda.nvrtc.getVersion() <= ends[1]
 
 
 def test_reasons_are_of_kernels_that_need_one() -> None:

@@ -14,6 +14,8 @@ import unsloth_cupy.models
 from unsloth_cupy._op import OPS
 from unsloth_cupy._source import source_root
 
+from .compilers import NEWEST, OLDEST
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
@@ -56,6 +58,12 @@ def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[st
     shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S)
     assert shown is not None
     assert capsys.readouterr().out == shown[1]
+
+
+@pytest.mark.parametrize("page", ["docs/guide/getting-started.md", "README.md"])
+def test_compilers_that_are_supported_are_named(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert re.search(rf"NVRTC,? {re.escape(OLDEST)}\b[^.]* {re.escape(NEWEST)}\b", text)
 
 
 def test_performance_lists_every_kernel() -> None:

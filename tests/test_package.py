@@ -1,5 +1,6 @@
 """Wheel, sdist, editable install and bare checkout all hold the kernels."""
 
+import configparser
 import subprocess
 import sys
 import tarfile
@@ -60,6 +61,16 @@ def test_sdist_holds_what_building_and_testing_need(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"README.md", "LICENSE", "setup.cfg", "pyproject.toml", "tests/parity.py"}
     assert KERNELS | MODULES | wanted <= names
+
+
+def test_cupy_comes_with_a_numpy_that_its_bfloat16_takes() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    for_gpus = [name for name in extras if "[ctk]" in extras[name]]
+    assert for_gpus == ["cuda12", "cuda13"]
+    for name in for_gpus:
+        assert "numpy>=2.1.2" in extras[name].split()
 
 
 def test_installed_wheel_runs(built: Path, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Every kernel, compiled once by the oldest and by the newest NVRTC that is supported.
+
+    python -m tests.compilers             installs both, each in an environment of its own
+    python -m tests.compilers --here      tries the NVRTC of this environment
+
+An environment has NVRTC and its headers, which must be of one version, and sees all other packages
+of the one that this runs in.  Architectures take turns.  What a compiler refuses is an error.
+Registers that it spills are only told, as ``kernel_budget.toml`` holds for one compiler.
+"""
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import budget
+from .variants import ARCHITECTURES, Variant, declared, of_kernel
+
+OLDEST, NEWEST = "12.0", "13.5"
+
+
+def wheels(version: str) -> list[str]:
+    """Return what pip is asked for: NVRTC, and the headers of the same version."""
+    suffix = "-cu12" if version.startswith("12.") else ""
+    return [f"nvidia-cuda-{part}{suffix}=={version}.*" for part in ("nvrtc", "runtime")]
+
+
+def environment(folder: Path, version: str) -> Path:
+    """Make an environment with this NVRTC; return its Python."""
+    venv.create(folder)
+    places = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", places))
+    (site / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site)]
+    subprocess.run([*pip, *wheels(version)], check=True)
+    return Path(sysconfig.get_path("scripts", "venv", places)) / "python"
+
+
+def supported() -> list[str]:
+    """Return the architectures that NVRTC compiles for."""
+    from cupy.cuda import nvrtc
+
+    known = nvrtc.getSupportedArchs()
+    return [arch for arch in ARCHITECTURES if int(arch) in known]
+
+
+def headers() -> list[Path]:
+    """Return the folders in which CuPy lets NVRTC look for cuda_fp16.h."""
+    from cupy._core.core import assemble_cupy_compiler_options
+
+    options = assemble_cupy_compiler_options(())
+    folders = [Path(option[2:]) for option in options if option.startswith("-I")]
+    return [folder for folder in folders if (folder / "cuda_fp16.h").exists()]
+
+
+def inside(folder: Path) -> bool:
+    """Say whether a folder is one of this environment, not of a system toolkit."""
+    return folder.resolve().is_relative_to(Path(sys.prefix).resolve())
+
+
+def refused(variant: Variant) -> str | None:
+    """Compile; return what NVRTC says where it does not, and print what is spilled."""
+    launch = variant.launch
+    try:
+        log = budget.cubin(launch.source, launch.options, variant.arch)[1]
+    except Exception as error:  # CuPy's CompileException
+        return f"{variant}: {error}"
+    used = budget.read_log(log)[variant.kernel]
+    if used.spilled or used.local:
+        print(f"{variant}: {used.spilled} bytes spilled, {used.local} of local memory")
+    return None
+
+
+def try_here(wanted: str | None = None) -> None:
+    """Compile one variant of every kernel; exit with what does not compile."""
+    version, folders = budget.compiler_version(), headers()
+    print(f"NVRTC {version}, headers in {', '.join(map(str, folders))}")
+    if wanted and not (version == wanted and [*map(inside, folders)] == [True]):
+        sys.exit(f"NVRTC {wanted} and its headers should lie in {sys.prefix}")
+    archs = supported()
+    chosen = []
+    for number, kernel in enumerate(declared()):
+        several = of_kernel(kernel, archs[number % len(archs)])
+        chosen.append(several[number % len(several)])
+    with budget.without_a_device(), ThreadPoolExecutor(2) as pool:
+        failures = [said for said in pool.map(refused, chosen) if said is not None]
+    print(f"{len(chosen) - len(failures)} of {len(chosen)} kernels compile for {', '.join(archs)}")
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+def try_all() -> None:
+    """Compile by the oldest and the newest NVRTC; exit with the first that fails."""
+    for version in (OLDEST, NEWEST):
+        with tempfile.TemporaryDirectory() as folder:
+            python = environment(Path(folder), version)
+            done = subprocess.run([python, "-m", "tests.compilers", "--here", version], check=False)
+        if done.returncode:
+            sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case []:
+            try_all()
+        case ["--here", *version] if len(version) < 2:
+            try_here(*version)
+        case _:
+            sys.exit(__doc__)

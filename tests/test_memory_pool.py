@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import DeviceMemoryError, MemoryPool, Tape, add, checkpoint, memory_pool, multiply
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.errors import ConfigError, DeviceError
 
 MIB = 2**20
 PASSING = 4096  # bytes of objects that Python made since they were counted
@@ -226,7 +226,7 @@ class TestDevices:
         assert cupy.pool.limits == [0, 0]
 
     def test_no_such_device(self, cupy: Any) -> None:
-        with pytest.raises(ConfigError, match=r"device=2\): CuPy sees 2 GPUs"):
+        with pytest.raises(DeviceError, match=r"device=2\): CuPy sees 2 GPUs"):
             memory_pool(device=2).__enter__()
 
 

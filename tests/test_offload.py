@@ -1,15 +1,20 @@
 """Arrays that wait in pinned memory: on streams that are played, whose copies come late."""
 
+import contextlib
 import ctypes
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unsloth_cupy import Tape, _cupy, checkpoint, rms_norm
+from unsloth_cupy import Tape, _offload, checkpoint, rms_norm
+
+turn = threading.RLock()  # streams do their work one after another
 
 
 class Stream:
@@ -17,7 +22,7 @@ class Stream:
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.work: list[Callable[[], Any]] = []
-        self.ptr = id(self)
+        self.ptr, self.device, self.ended = id(self), now.device, 0
         streams[self.ptr] = self
 
     def record(self) -> "Event":
@@ -27,11 +32,17 @@ class Stream:
         self.work.append(event.synchronize)
 
     def run(self, until: int | None = None) -> None:
-        while self.ended < (len(self.work) if until is None else until):
-            self.ended += 1
-            self.work[self.ended - 1]()
+        with turn:
+            while self.ended < (len(self.work) if until is None else until):
+                self.ended += 1
+                self.work[self.ended - 1]()
 
-    ended = 0
+    def __enter__(self) -> None:
+        self.before = now.streams[self.device]
+        now.streams[self.device] = self
+
+    def __exit__(self, *_: object) -> None:
+        now.streams[self.device] = self.before
 
 
 class Event:
@@ -48,6 +59,28 @@ class Event:
         return self.stream.ended >= self.place
 
 
+class Now(threading.local):
+    """The current GPU of a thread, and its current stream of each."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+
+
+class Device:
+    """A GPU, current inside a with block."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.id = now.device if number is None else number
+
+    def __enter__(self) -> None:
+        self.before, now.device = now.device, self.id
+
+    def __exit__(self, *_: object) -> None:
+        now.device = self.before
+
+
 class Pinned:
     """Memory of a pool that gives it to the next who asks once it is let go."""
 
@@ -55,78 +88,181 @@ class Pinned:
 
     def __init__(self, size: int) -> None:
         self.pool = self.free.setdefault(size, [])
-        self.bytes = self.pool.pop() if self.pool else np.zeros(size, np.uint8)
+        try:
+            self.bytes = self.pool.pop()
+        except IndexError:
+            self.bytes = np.zeros(size, np.uint8)
         self.ptr = self.bytes.ctypes.data
 
     def __del__(self) -> None:
         self.pool.append(self.bytes)
 
 
+class Room:
+    """Memory of an array: let go, its stream writes something else there, in its turn."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.stream, self.device = array, now.streams[now.device], now.device
+
+    def __del__(self) -> None:
+        array = self.array
+        self.stream.work.append(lambda: array.fill(99))
+
+
 class Array(np.ndarray[Any, Any]):
     """What stands for an array of CuPy."""
 
-    data = property(lambda self: types.SimpleNamespace(ptr=self.ctypes.data))  # type: ignore[assignment]
-    device = property(lambda self: types.SimpleNamespace(id=7))
+    room: Room
+    data = property(  # type: ignore[assignment]
+        lambda self: types.SimpleNamespace(ptr=self.ctypes.data, device_id=self.room.device)
+    )
+    device = property(lambda self: Device(self.room.device))
 
 
 Array.__module__ = "cupy"
 streams: dict[int, Stream] = {}
+now = Now()
+
+
+def filled(value: Any, shape: Any = (8,), dtype: Any = np.float32) -> Any:
+    """Return an array of the current GPU, made on its current stream."""
+    memory = np.full(shape, value, dtype)
+    made = memory.view(Array)
+    made.room = Room(memory)
+    return made
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     """Return the stream that is current; the copies of another come when it waits for them."""
-    current = Stream()
+    for number in range(2):
+        with Device(number):
+            now.streams[number] = Stream()
 
     def copy(target: int, source: int, size: int, kind: int, stream: int) -> None:
+        assert streams[stream].device == now.device
         streams[stream].work.append(lambda: ctypes.memmove(target, source, size))
 
     cuda = types.SimpleNamespace(
         Stream=Stream,
+        Device=Device,
         alloc_pinned_memory=Pinned,
-        get_current_stream=lambda: current,
-        runtime=types.SimpleNamespace(memcpyAsync=copy),
+        get_current_stream=lambda: now.streams[now.device],
+        is_available=lambda: True,
+        runtime=types.SimpleNamespace(memcpyAsync=copy, getDeviceCount=lambda: 2),
     )
-    empty = lambda shape, dtype: np.zeros(shape, dtype).view(Array)  # noqa: E731
-    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, empty=empty))
-    monkeypatch.setattr(_cupy.OnHost, "last", None)
+    empty = lambda shape, dtype: filled(0, shape, dtype)  # noqa: E731
+    cupy = types.SimpleNamespace(cuda=cuda, empty=empty, ndarray=Array)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(Pinned, "free", {})
-    _cupy._copying.clear()
-    _cupy._side.cache_clear()
-    yield current
-    _cupy._copying.clear()
-    _cupy._side.cache_clear()
+    _offload._side.cache_clear()
+    yield now.streams[0]
+    _offload._side.cache_clear()
 
 
 def test_what_comes_back_is_what_went(here: Stream) -> None:
-    arrays = [np.full((5, 3), number, np.float16).view(Array) for number in range(4)]
-    waiting = [_cupy.on_host(array) for array in arrays]
+    arrays = [filled(number, (5, 3), np.float16) for number in range(4)]
+    expected = [np.array(array) for array in arrays]
+    waiting = [_offload.on_host(array) for array in arrays]
+    del arrays
     assert [each.array is None for each in waiting] == [True, True, True, False]
     back = [each.back() for each in waiting[::-1]]
     here.run()
-    for array, expected in zip(back, arrays[::-1], strict=True):
-        np.testing.assert_array_equal(array, expected)
+    for array, wanted in zip(back, expected[::-1], strict=True):
+        np.testing.assert_array_equal(array, wanted)
 
 
 def test_pinned_memory_waits_for_its_copy(here: Stream) -> None:
     """The pool would give it to the next who asks, while it is still read."""
-    first, second = (np.full(8, number, np.float32).view(Array) for number in (1, 2))
-    waiting = _cupy.on_host(first)
-    _cupy.on_host(second)  # so that the first is on the host alone
+    first, second = filled(1), filled(2)
+    expected, size = np.array(first), first.nbytes
+    waiting = _offload.on_host(first)
+    kept = _offload.on_host(second)  # so that the first is on the host alone
+    del first
     here.run()
     back = waiting.back()
     del waiting
-    Pinned(first.nbytes).bytes[...] = 255
+    Pinned(size).bytes[...] = 255
     here.run()
-    np.testing.assert_array_equal(back, first)
+    np.testing.assert_array_equal(back, expected)
+    assert kept.array is second
 
 
 def test_pinned_memory_is_let_go_after_its_copy(here: Stream) -> None:
     for number in range(6):
-        _cupy.on_host(np.full(8, number, np.float32).view(Array))
-        _cupy._side(7).run()
-    assert len(_cupy._copying) <= 1
+        _offload.on_host(filled(number))
+        _offload._side(0).stream.run()
+    assert len(_offload._side(0).copying) <= 1
     assert len(Pinned.free[32]) <= 3
+
+
+def test_nothing_is_kept_of_what_nobody_needs(here: Stream) -> None:
+    waiting = _offload.on_host(filled(1))
+    waiting = _offload.on_host(filled(2))
+    del waiting
+    _offload._side(0).stream.run()
+    _offload._side(0).copying.clear()
+    assert len(Pinned.free[32]) == 2
+
+
+def test_streams_take_turns(here: Stream) -> None:
+    """The memory that one lets go may not be written by its stream before it is copied."""
+    other, waiting = Stream(), []
+    for number in range(8):
+        with other if number % 2 else contextlib.nullcontext():
+            waiting.append(_offload.on_host(filled(number)))
+    here.run()
+    other.run()
+    for number, each in reversed([*enumerate(waiting)]):
+        back = each.back()
+        here.run()
+        np.testing.assert_array_equal(back, np.full(8, number))
+
+
+def test_gpus_take_turns(here: Stream) -> None:
+    """Whichever is current, an array waits for its own GPU and comes back to it."""
+    waiting = []
+    for number in range(8):
+        with Device(number % 2):
+            array = filled(number)
+        waiting.append(_offload.on_host(array))
+        del array
+    for stream in now.streams.values():
+        stream.run()
+    for number, each in reversed([*enumerate(waiting)]):
+        back = each.back()
+        assert back.device.id == number % 2
+        now.streams[number % 2].run()
+        np.testing.assert_array_equal(back, np.full(8, number))
+
+
+def test_threads_offload_at_once(here: Stream) -> None:
+    """Each on a stream of its own; all share the side that copies, and the pinned memory."""
+    before = dict(_offload.moved)
+
+    def train(number: int) -> bool:
+        now.streams[0] = Stream()
+        rng, right = np.random.default_rng(number), True
+        for turn_ in range(20):
+            values = rng.integers(0, 90, int(rng.integers(2, 9))).tolist()
+            waiting = [_offload.on_host(filled(value)) for value in values]
+            if turn_ % 3 == 0:
+                now.streams[0].run()
+            back = [each.back() for each in waiting[::-1]]
+            now.streams[0].run()
+            right &= all((b == v).all() for b, v in zip(back, values[::-1], strict=True))
+            counts.append(len(values))
+        return right
+
+    counts: list[int] = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(train, range(16)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert _offload.moved["to_host"] - before["to_host"] == 32 * sum(counts)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from . import _cupy, tape
+from . import _offload, tape
 from .errors import DeviceMemoryError
 from .memory import format_bytes
 
@@ -33,7 +33,7 @@ class OnHost:
     walked: ClassVar[int] = 0  # bytes of everything that it was believed for
 
     def __init__(self, limit: int | None, held: int = 0) -> None:
-        self.limit, self.held, self.moved = limit, held, dict(_cupy.moved)
+        self.limit, self.held, self.moved = limit, held, dict(_offload.moved)
         self.before = self.most = 0
         self.last: tuple[int, int] | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ._call import is_number
-from ._cupy import OnHost, on_host
+from ._offload import OnHost, on_host
 from ._op import OPS
 from .errors import ConfigError, GradientError
 from .tape import Gradients, Tape, add_up

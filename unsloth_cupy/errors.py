@@ -33,6 +33,10 @@ class KernelError(UnslothCupyError, RuntimeError):
     """A kernel does not compile or was launched with the wrong arguments."""
 
 
+class DeviceError(UnslothCupyError, RuntimeError):
+    """A device was asked for that is not there."""
+
+
 class DeviceMemoryError(UnslothCupyError, MemoryError):
     """A device has too little memory: ``required`` and ``available`` are in bytes."""
 

@@ -8,15 +8,14 @@ Where there is a GPU this looks at CuPy's pool; else at what NumPy allocates, th
 which makes small ops up to twice as slow.
 """
 
-import re
 import sys
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from . import _cupy
+from . import _devices, _offload
 from ._host_memory import OnHost, Usage
-from .errors import ConfigError, DeviceMemoryError
+from .errors import ConfigError, DeviceError, DeviceMemoryError
 from .memory import format_bytes
 
 
@@ -32,10 +31,10 @@ class MemoryPool:
         """Begin to count."""
         if self._source is not None:
             raise ConfigError("memory_pool: this one is in use; make another")
-        count = _cupy.device_count()
+        count = _devices.count()
         if self.device is not None and self.device >= count:
             known = f"CuPy sees {count} GPUs; leave device out"
-            raise ConfigError(f"memory_pool(device={self.device}): {known}")
+            raise DeviceError(f"memory_pool(device={self.device}): {known}")
         devices = range(count) if self.device is None else [self.device]
         own = sum(self.held.values())
         self._source = OnDevices(devices, self.limit) if count else OnHost(self.limit, own)
@@ -51,8 +50,7 @@ class MemoryPool:
         """Stop; what CuPy could not allocate becomes a DeviceMemoryError."""
         self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
-            asked = re.search(r"allocating ([\d,]+)", str(error))
-            required = int(asked[1].replace(",", "")) if asked else 0
+            required = _devices.bytes_asked(error)
             free = max(0, (self.limit or 0) - self.allocated)
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit beside"
@@ -85,7 +83,7 @@ class MemoryPool:
     @property
     def transferred(self) -> dict[str, int]:
         """Bytes that checkpoints moved since the block began, by way: to_host and to_device."""
-        return {way: _cupy.moved[way] - before for way, before in self._source.moved.items()}
+        return {way: _offload.moved[way] - before for way, before in self._source.moved.items()}
 
     def reset_peak(self) -> None:
         """Let ``peak`` begin with what is held now."""
@@ -117,7 +115,9 @@ def memory_pool(
     Raises
     ------
     ConfigError
-        The limit is not positive, or there is no such device.
+        The limit is not positive, or the device is not a number.
+    DeviceError
+        There is no such device.
     DeviceMemoryError
         From inside the block: arrays do not fit; ``required`` and ``available`` are bytes.
     """
@@ -133,7 +133,7 @@ class OnDevices:
 
     def __init__(self, devices: Any, limit: int | None) -> None:
         self.cupy = sys.modules["cupy"]
-        self.devices, self.limit, self.moved = [*devices], limit, dict(_cupy.moved)
+        self.devices, self.limit, self.moved = [*devices], limit, dict(_offload.moved)
         self.pool = self.cupy.get_default_memory_pool()
         self.last: dict[str, Usage] | None = None
 

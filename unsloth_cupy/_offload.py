@@ -1,0 +1,96 @@
+"""Arrays that wait in pinned memory of the host until they are needed: what checkpoints offload.
+
+Threads, streams and GPUs may do so side by side.  Of the arrays that a thread sends from a stream
+the newest stays where it is, as its copy is under way; the next one lets it go, when that stream
+waits for the copy.
+"""
+
+import functools
+import sys
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+from . import _arrays, _devices
+from ._cupy import is_cupys
+
+TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
+moved = {"to_host": 0, "to_device": 0}  # bytes, of all threads
+_moving = threading.Lock()
+_thread = threading.local()  # ``last``: the newest array of each of its streams
+
+
+class OnHost:
+    """An array that waits in pinned memory of the host, copied by a stream of its own."""
+
+    def __init__(self, array: Any) -> None:
+        with _devices.at(array):
+            cuda = sys.modules["cupy"].cuda
+            array = _arrays.packed(array)
+            self.shape, self.dtype, self.device = array.shape, array.dtype, array.device
+            self.memory, self.side = cuda.alloc_pinned_memory(array.nbytes), _side(self.device.id)
+            here, last = cuda.get_current_stream(), _newest()
+            key = _devices.stream(array)
+            before = last[key]() if key in last else None
+            if before is not None:  # its copy had a whole part of the model's time
+                here.wait_event(before.done)
+                before.array = None
+            pointers = self.memory.ptr, array.data.ptr
+            self.done: Any = self.side.copy(*pointers, array.nbytes, TO_HOST, self.memory)
+            self.array: Any = array
+            last[key] = weakref.ref(self)
+
+    def back(self) -> Any:
+        """Return the array on its device again, for the current stream."""
+        if (array := self.array) is not None:  # another thread may let it go after this line
+            return array
+        with _devices.on(self.device):
+            cupy = sys.modules["cupy"]
+            array = cupy.empty(self.shape, self.dtype)
+            pointers = array.data.ptr, self.memory.ptr
+            done = self.side.copy(*pointers, array.nbytes, TO_DEVICE, self.memory)
+            cupy.cuda.get_current_stream().wait_event(done)
+            return array
+
+
+class Side:
+    """The stream of one GPU that copies beside its other work, for any thread."""
+
+    def __init__(self) -> None:
+        self.stream = sys.modules["cupy"].cuda.Stream(non_blocking=True)
+        self.lock = threading.Lock()
+        self.copying: deque[tuple[Any, Any]] = deque()  # pinned memory, and what ends its copy
+
+    def copy(self, target: int, source: int, size: int, kind: int, memory: Any) -> Any:
+        """Copy behind what the current stream was asked so far; return the event that ends it."""
+        cuda = sys.modules["cupy"].cuda
+        before = cuda.get_current_stream().record()
+        with self.lock:
+            self.stream.wait_event(before)
+            cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
+            done = self.stream.record()
+            self.copying.append((done, memory))  # or the pool gives it to the next who asks
+            while self.copying and self.copying[0][0].done:
+                self.copying.popleft()
+        with _moving:
+            moved["to_host" if kind == TO_HOST else "to_device"] += size
+        return done
+
+
+@functools.cache
+def _side(device: int) -> Side:
+    """Return that of the GPU of this number, which is the current one."""
+    return Side()
+
+
+def _newest() -> dict[Any, Any]:
+    if not hasattr(_thread, "last"):
+        _thread.last = {}
+    found: dict[Any, Any] = _thread.last
+    return found
+
+
+def on_host(array: Any) -> Any:
+    """Return an array of a GPU as one that waits on the host; any other as it is."""
+    return OnHost(array) if is_cupys(array.__class__) else array

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _devices
 from ._arrays import empty
 from ._dtypes import FLOAT32, FLOATS
 from ._planned import Planned, turns
@@ -147,30 +148,36 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
         return
     compute, scalar = COMPUTE[a.dtype != FLOATS[3]]
     sizes = out.shape[-1], out.shape[-2], a.shape[-1]
-    library, handle = cublas(), _handle()
     strided, batch = out.ndim == 3, out.shape[0]
-    arguments: list[Any] = [handle, left.flag, right.flag, *sizes, ctypes.byref(scalar(1))]
+    arguments: list[Any] = [left.flag, right.flag, *sizes, ctypes.byref(scalar(1))]
     for each in (left, right):
         arguments += [each.array.data.ptr, DTYPES[a.dtype], each.stride]
         arguments += [each.batch_stride] * strided
     arguments += [ctypes.byref(scalar(add)), out.data.ptr, DTYPES[out.dtype], home.stride]
     arguments += [home.batch_stride, batch] if strided else []
+    library = cublas()
     call = library.cublasGemmStridedBatchedEx if strided else library.cublasGemmEx
-    if status := call(*arguments, compute, ANY_ALGORITHM):
+    with _devices.at(out):
+        handle, mode = _handle(library)
+        status = call(handle, *arguments, compute, ANY_ALGORITHM)
+        library.cublasSetMathMode(handle, mode)  # CuPy's own products count on it
+    if status:
         raise KernelError(f"gemm: cuBLAS gave status {status} for {a.shape} @ {b.shape}")
 
 
-def _handle() -> int:
-    """Return CuPy's handle of this thread and device, on the current stream."""
+def _handle(library: Any) -> tuple[int, int]:
+    """Return CuPy's handle of this thread and device, on the current stream, and its old mode."""
     import cupy
 
     handle: int = cupy.cuda.device.get_cublas_handle()
-    library, stream = cublas(), cupy.cuda.get_current_stream().ptr
-    if library.cublasSetStream_v2(handle, stream) or library.cublasSetMathMode(
-        handle, FULL_PRECISION
+    stream, mode = cupy.cuda.get_current_stream().ptr, ctypes.c_int()
+    if (
+        library.cublasSetStream_v2(handle, stream)
+        or library.cublasGetMathMode(handle, ctypes.byref(mode))
+        or library.cublasSetMathMode(handle, FULL_PRECISION)
     ):
         raise KernelError("gemm: cuBLAS takes neither the stream nor the mode; is the GPU lost?")
-    return handle
+    return handle, mode.value
 
 
 @functools.cache
@@ -184,7 +191,7 @@ def cublas() -> Any:
 
 
 def declare(library: Any) -> None:
-    """Say what the four functions take: addresses and integers."""
+    """Say what the five functions take: addresses and integers."""
     pointer, number, distance = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     matrix = [pointer, number, number]  # address, dtype, elements between columns
     head, tail = [pointer, *[number] * 5, pointer], [number, number]
@@ -196,3 +203,4 @@ def declare(library: Any) -> None:
     ]
     library.cublasSetStream_v2.argtypes = [pointer, pointer]
     library.cublasSetMathMode.argtypes = [pointer, number]
+    library.cublasGetMathMode.argtypes = [pointer, pointer]

@@ -816,12 +816,12 @@ def test_a_device_that_is_not_there_is_named_with_its_cure(
     assert_one_clear_error(run(*command.split(), "--device", "gpu"), "choose cpu, cuda or cuda:1")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
-        said = "needs CuPy: pip install 'unsloth-cupy[cuda12]' or leave device out"
+        said = "needs CuPy: pip install 'unsloth-cupy[cuda12]', or leave device out"
         assert_one_clear_error(run(*command.split(), "--device", "cuda"), said)
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     monkeypatch.setattr(cupy.cuda, "is_available", lambda: False)
     result = run(*command.split(), "--device", "cuda:1")
-    assert_one_clear_error(result, "device='cuda:1', but CuPy sees 0 GPUs; leave it out")
+    assert_one_clear_error(result, "device='cuda:1', but CuPy sees 0 GPUs; choose 'cpu'")
     assert not (wrong / "run").exists()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.errors import ConfigError, DeviceError
 from unsloth_cupy.models import create, load
 
 from ..parity import EPS
@@ -243,7 +243,7 @@ class TestBroken:
             load(folder, dtype="int8")
         with pytest.raises(ConfigError, match="device='gpu'"):
             load(folder, device="gpu")
-        with pytest.raises(ConfigError, match="device='cuda:97'"):
+        with pytest.raises(DeviceError, match="device='cuda:97'"):
             load(folder, device="cuda:97")
         with pytest.raises(ConfigError, match="seed"):
             create(CONFIG, seed=-1)

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import _devices
 from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
-from ..errors import ConfigError
+from ..errors import ConfigError, DeviceError
 from ..files import read_json, settle
 from .adapter_folder import read_adapter
 from .files import read_tensors
@@ -41,7 +42,7 @@ def load(
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
-        "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None: NumPy.
+        "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None or "cpu": NumPy.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
         What is stored in a dtype other than the model's is read as float32.
@@ -54,6 +55,8 @@ def load(
     ------
     ConfigError
         A file is missing, broken or at odds with config.json; the message names it and the cure.
+    DeviceError
+        The device is not there; the message names those that are.
     """
     path = Path(fspath(folder))
     if not path.is_dir():
@@ -107,6 +110,8 @@ def create(
     ------
     ConfigError
         The config or an option makes no sense.
+    DeviceError
+        The device is not there.
     """
     parsed, kind = parse(config), float_dtype("create", dtype)
     if type(seed) is not int or seed < 0:
@@ -129,22 +134,25 @@ def create(
 
 
 @contextmanager
-def on_device(call: str, device: str | None) -> Iterator[Callable[[Any], Any]]:
+def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that puts an array on the device, while that device is the current one."""
-    if device is None:
+    name = device if isinstance(device, str) else ""
+    if device is None or name == "cpu":
         yield lambda array: array
         return
-    found = re.fullmatch(r"cuda(?::(\d+))?", str(device))
+    found = re.fullmatch(r"cuda(?::(\d+))?", name)
     if found is None:
-        raise ConfigError(f"{call}: device={device!r}; choose None (NumPy), 'cuda' or 'cuda:1'")
+        cure = "choose 'cpu' (NumPy, as None), 'cuda' or 'cuda:1'"
+        raise ConfigError(f"{call}: device={device!r}; {cure}")
     try:
         import cupy
     except ImportError:
-        cure = "pip install 'unsloth-cupy[cuda12]' or leave device out"
-        raise ConfigError(f"{call}: device={device!r} needs CuPy: {cure}") from None
-    count = cupy.cuda.runtime.getDeviceCount() if cupy.cuda.is_available() else 0
-    number = int(found[1] or 0)
+        cure = "pip install 'unsloth-cupy[cuda12]', or leave device out"
+        raise DeviceError(f"{call}: device={device!r} needs CuPy: {cure}") from None
+    count, number = _devices.count(), int(found[1] or 0)
     if number >= count:
-        raise ConfigError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; leave it out")
+        there = " or ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(count))])
+        raise DeviceError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; choose {there}")
     with cupy.cuda.Device(number):
         yield cupy.asarray
+        cupy.cuda.get_current_stream().synchronize()  # any stream may read the parameters

@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays
+from .. import _arrays, _devices
+from .._devices import at_home
 from .._typing import Array
+from ..errors import DeviceMemoryError
 from ..kv_cache import KVCache
+from ..memory import format_bytes
 from ..ops.kv_append import kv_append_
 from .block import Call, blocks, embedded, join
 from .network import Network
 
 
+@at_home("model.table")
 class Step:
     """The next step of a model behind its cache, of rows that end in a real token.
 
@@ -47,7 +51,7 @@ class Step:
         self.logits: Any = None
         self.side: Any = None  # the stream that is captured, with a pool of memory of its own
         self.pool: Any = None
-        self.captures = True
+        self.captures, self.warm = True, False
 
     def _placed(self, numbers: Any) -> Array:
         made: Array = _arrays.placed(np.asarray(numbers, np.int64), self.model.table)
@@ -108,23 +112,40 @@ class Step:
             return self.logits
         if not self.captures:
             return self.run()
-        cuda = cupy.cuda
-        here, first = cuda.get_current_stream(), self.side is None
-        if first:
+        cuda, here = cupy.cuda, cupy.cuda.get_current_stream()
+        if self.side is None:
             self.side, self.pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
         # the graph keeps its addresses, so nothing else may be given the memory of its arrays
-        with self.side, cuda.using_allocator(self.pool.malloc):
-            self.side.wait_event(here.record())
-            if first:  # what is compiled, and what is allocated once, is no part of a graph
-                logits = self.run()
-                here.wait_event(self.side.record())
-                return logits
-            try:
-                self.side.begin_capture()
-                self.logits = self.run()
-                self.graph = self.side.end_capture()
-            except (RuntimeError, NotImplementedError):  # some library does not let itself
-                with contextlib.suppress(RuntimeError):
-                    self.side.end_capture()
-                self.captures = False
+        try:
+            with self.side, cuda.using_allocator(self.pool.malloc):
+                self.side.wait_event(here.record())
+                if self.warm:
+                    self._capture()
+                else:  # what is compiled, and what is allocated once, is no part of a graph
+                    logits = self.run()
+                    self.warm = True
+                    return logits
+        except MemoryError as error:
+            required, available = _devices.bytes_asked(error), cuda.runtime.memGetInfo()[0]
+            raise DeviceMemoryError(
+                f"generate: a step takes {format_bytes(required)} more, and the GPU has"
+                f" {format_bytes(available)}; generate fewer rows or fewer tokens at a time",
+                required,
+                available,
+            ) from error
+        finally:
+            here.wait_event(self.side.record())
         return self._played()
+
+    def _capture(self) -> None:
+        """Turn the step into a graph, unless some library does not let itself be captured."""
+        self.side.begin_capture()
+        try:
+            self.logits = self.run()
+            self.graph = self.side.end_capture()
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # or it would take no other work
+                self.side.end_capture()
+            self.captures = not isinstance(error, RuntimeError)
+            if self.captures:
+                raise

@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import sys
 import tomllib
@@ -25,9 +26,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy import _gemm, faults
+from unsloth_cupy import _gemm, _jit, faults
 from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy._op import OPS
+from unsloth_cupy.ops import _device, gradients
+
+from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
+from .stand_in_devices import faces as faces_of
 
 # Of an SM: threads, blocks, bytes of shared memory; all have 65,536 registers.  Then the bytes of
 # shared memory of a block, and the SMs of the largest GPU.
@@ -43,8 +48,8 @@ CLUSTER_LAUNCH = 120  # of cudaDeviceAttr; CuPy has no name for it
 GRAIN = 512  # bytes: CuPy's pool rounds up to them
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}  # sizes are values
 METHODS = {
-    *("astype", "copy", "fill", "max", "mean", "min", "ravel", "reshape", "sum", "swapaxes"),
-    "transpose",
+    *("all", "argmax", "astype", "clip", "copy", "cumsum", "fill", "max", "mean", "min", "ravel"),
+    *("reshape", "sum", "swapaxes", "transpose"),
 }
 
 
@@ -93,27 +98,46 @@ class Launch(NamedTuple):
 
 
 class Machine:
-    """A GPU that notes what it is asked to do."""
+    """A GPU, or several, that note what they are asked to do."""
 
-    def __init__(self, capability: str, clusters: bool) -> None:
+    def __init__(self, capability: str, clusters: bool, devices: int = 1) -> None:
         self.capability, self.clusters = capability, clusters
-        self.device = types.SimpleNamespace(id=int(capability), compute_capability=capability)
+        numbers = [int(capability)] if devices == 1 else [*range(devices)]
+        self.gpus, self.room = Gpus(numbers, capability), math.inf  # bytes
         self.launches: list[Launch] = []
         self.functions: list[str] = []  # of CuPy, for what the launches do not compute themselves
         self.products: list[str] = []  # that cuBLAS is asked for
         self.held = self.peak = 0
         self.strict = True  # False: values may be read and sent, as before a capture
 
-    def array(self, shape: Any, dtype: Any, shift: int = 0) -> "Array":
-        """Return a new array of zeros, which starts so many elements after an aligned address."""
+    def array(self, shape: Any, dtype: Any, shift: int = 0, device: Any = None) -> "Array":
+        """Return a new array of zeros, which starts so many elements after an aligned address.
+
+        It is there already, for every stream of its GPU: the current one, or that of this number.
+        """
+        made = self.new(shape, dtype, shift)
+        made.memory.made = None
+        made.memory.device = made.memory.device if device is None else device
+        return made
+
+    def new(self, shape: Any, dtype: Any, shift: int = 0) -> "Array":
+        """Return the same as CuPy makes it, on the current stream."""
         dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
         room = np.zeros(shift + int(np.prod(shape, dtype=np.int64)), dtype)
         values = room[shift:].reshape(shape)
         return Array(shape, dtype, of=values, memory=Memory(self, shape, dtype))
 
-    def place(self, values: Any) -> "Array":
+    def sent(self, values: Any) -> "Array":
+        """Return the same as CuPy sends it, on the current stream."""
+        if self.strict or self.gpus.stream.capturing:
+            raise HostWriteError(f"{values.dtype} {values.shape} of the host")
+        made = self.new(values.shape, values.dtype)
+        made.values[...] = values
+        return made
+
+    def place(self, values: Any, device: Any = None) -> "Array":
         """Return a copy of NumPy's values on this machine."""
-        made = self.array(values.shape, values.dtype)
+        made = self.array(values.shape, values.dtype, device=device)
         made.values[...] = values
         return made
 
@@ -124,6 +148,13 @@ class Memory:
     def __init__(self, machine: Machine, shape: Any, dtype: Any) -> None:
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         self.machine, self.size = machine, -(-size // GRAIN) * GRAIN
+        if machine.held + self.size > machine.room:
+            self.size = 0  # it takes nothing, and gives nothing back
+            raise OutOfMemoryError(
+                f"Out of memory allocating {size:,} bytes (allocated so far: {machine.held:,}"
+                " bytes)."
+            )
+        self.device, self.made = machine.gpus.current, machine.gpus.work("an allocation", ())
         machine.held += self.size
         machine.peak = max(machine.peak, machine.held)
 
@@ -141,6 +172,7 @@ def _reads(name: str) -> Callable[..., Any]:
     def read(array: "Array", *args: Any, **more: Any) -> Any:
         if array.memory.machine.strict:
             raise HostReadError(f"{name} of {array!r}: a value is read on the host")
+        array.memory.machine.gpus.work(name, [array.memory])
         return getattr(array.values, name)(*args, **more)
 
     return read
@@ -154,6 +186,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     __contains__, __iter__, __str__ = map(_reads, ("__contains__", "__iter__", "__str__"))
     get, item, tobytes, tolist = map(_reads, ("copy", "item", "tobytes", "tolist"))
     __hash__ = None  # type: ignore[assignment]
+    base = None
 
     def __init__(
         self, shape: Any, dtype: Any = float, *, of: Any = None, memory: Any = None
@@ -186,7 +219,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def device(self) -> Any:
-        return self.memory.machine.device
+        return sys.modules["cupy"].cuda.Device(self.memory.device)
 
     @property
     def data(self) -> Any:
@@ -194,16 +227,26 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         while isinstance(base.base, np.ndarray):
             base = base.base
         first = self.values.ctypes.data
-        return types.SimpleNamespace(ptr=first // 16 * 16 + (first - base.ctypes.data) % 16)
+        address = first // 16 * 16 + (first - base.ctypes.data) % 16
+        return types.SimpleNamespace(ptr=address, device_id=self.memory.device)
 
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
         masks = any(isinstance(p, Array) and p.dtype == np.bool_ for p in parts)
         if masks and self.memory.machine.strict:
             raise HostReadError("a mask selects, and the size of what it selects is a value")
-        return self._wrapped(self.values[self._inside(index)], "getitem")
+        if any(isinstance(p, Array) for p in parts):
+            self._worked("getitem", (self, *parts))
+        elif ... not in parts:
+            parts = (*parts, ...)  # one value, or none, is a view too
+        found = self.values[self._inside(parts)]
+        if not any(isinstance(p, Array | list) for p in parts):
+            return Array(found.shape, found.dtype, of=found, memory=self.memory)
+        return self._wrapped(found, "getitem")
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        self.memory.made = self._worked("setitem", (self, value, *parts))
         self.values[self._inside(index)] = self._inside(value)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
@@ -219,10 +262,20 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         """Compute with the values, as CuPy does with its own functions."""
         with np.errstate(all="ignore"):
             made = function(*self._inside(args), **self._inside(more))
+        given = [self, *args, *more.values(), *more.get("out", ())]
+        if not isinstance(made, np.ndarray) or not np.may_share_memory(made, self.values):
+            self._worked(function.__name__, given)
+        elif any(isinstance(old, Array) and made is old.values for old in more.get("out", ())):
+            self.memory.made = self._worked(function.__name__, given)
         for old in (*args, *more.get("out", ())):
             if isinstance(old, Array) and made is old.values:
                 return old  # changed in place, or nothing to change
         return self._wrapped(made, function.__name__)
+
+    def _worked(self, what: str, given: Any) -> Any:
+        arrays = [a for part in given for a in (part if isinstance(part, list | tuple) else [part])]
+        memories = [a.memory for a in arrays if isinstance(a, Array)]
+        return self.memory.machine.gpus.work(what, memories)
 
     def _inside(self, given: Any) -> Any:
         if isinstance(given, Array):
@@ -264,8 +317,10 @@ def static_memory() -> dict[str, int]:
 class Function:
     """A kernel of a module: a launch is a note."""
 
-    def __init__(self, name: str, source: str, options: tuple[str, ...], limit: int) -> None:
-        self.about = name, source, options
+    def __init__(
+        self, name: str, source: str, options: tuple[str, ...], limit: int, device: int = 0
+    ) -> None:
+        self.about, self._device = (name, source, options), device
         self.shared_size_bytes, self.limit = static_memory().get(name, 0), limit
         self._leave = (48 << 10) - self.shared_size_bytes
 
@@ -293,7 +348,11 @@ class Function:
         if not all(type(arg) is Array or isinstance(arg, np.generic) for arg in args):
             raise TypeError(f"{self.about[0]}: {args} are no arguments of a kernel")
         made = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
-        sys.modules["cupy"].machine.launches.append(made)
+        machine = sys.modules["cupy"].machine
+        if self._device != machine.gpus.current:
+            raise WrongDeviceError(f"{self.about[0]}: a kernel of GPU {self._device}")
+        machine.gpus.work(self.about[0], [arg.memory for arg in args if type(arg) is Array])
+        machine.launches.append(made)
 
 
 def _modules(machine: Machine) -> dict[str, types.ModuleType]:
@@ -304,22 +363,8 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             self.code, self.options = code, options
 
         def get_function(self, name: str) -> Function:
-            return Function(name, self.code, self.options, LIMITS[machine.capability][3])
-
-    class Device:
-        id = machine.device.id
-        compute_capability = machine.capability
-
-        def __init__(self, number: int | None = None) -> None:
-            pass
-
-        def __enter__(self) -> "Device":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        synchronize = _waits
+            most = LIMITS[machine.capability][3]
+            return Function(name, self.code, self.options, most, machine.gpus.current)
 
     class CompileException(Exception):  # noqa: N818 -- CuPy's name
         pass
@@ -334,11 +379,14 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "deviceGetAttribute": lambda name, device: (
             int(machine.clusters) if name == CLUSTER_LAUNCH else attributes[name]
         ),
-        "getDeviceCount": lambda: 1,
-        "getDevice": lambda: machine.device.id,
+        "getDeviceCount": lambda: len(machine.gpus.numbers),
+        "memGetInfo": lambda: (machine.room - machine.held, machine.room),
+        "getDevice": lambda: machine.gpus.current,
+        "memcpyAsync": machine.gpus.copy,
     }
-    empty = lambda shape, dtype=float: machine.array(shape, dtype)  # noqa: E731
-    like = lambda array, dtype=None: machine.array(array.shape, dtype or array.dtype)  # noqa: E731
+    empty = lambda shape, dtype=float: machine.new(shape, dtype)  # noqa: E731
+    like = lambda array, dtype=None: machine.new(array.shape, dtype or array.dtype)  # noqa: E731
+    asarray = lambda values: values if type(values) is Array else machine.sent(values)  # noqa: E731
     view = np.lib.stride_tricks.as_strided
     strided = lambda array, *how: array._wrapped(view(array.values, *how))  # noqa: E731
     faces = {
@@ -348,13 +396,11 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             "RawModule": RawModule,
             **dict.fromkeys(("empty", "zeros"), empty),
             **dict.fromkeys(("empty_like", "zeros_like"), like),
+            "asarray": asarray,
             "asnumpy": _waits,
+            "get_default_memory_pool": lambda: machine.gpus.pool,
         },
-        "cupy.cuda": {
-            "Device": Device,
-            "is_available": lambda: True,
-            "get_current_stream": lambda: types.SimpleNamespace(ptr=0),
-        },
+        "cupy.cuda": {"is_available": lambda: True, **faces_of(machine.gpus)},
         "cupy.cuda.device": {"get_cublas_handle": lambda: 0},
         "cupy.cuda.runtime": runtime,
         "cupy.lib": {},
@@ -391,13 +437,15 @@ class Cublas:
 
 
 @contextmanager
-def gpu(capability: str = "90", clusters: bool | None = None) -> Iterator[Machine]:
+def gpu(
+    capability: str = "90", clusters: bool | None = None, devices: int = 1
+) -> Iterator[Machine]:
     """Put a machine in the place of CuPy inside a ``with`` block; clusters begin with sm_90.
 
-    Its number is its compute capability, so that what is kept by device keeps capabilities apart
-    from each other and from real GPUs.
+    The number of one GPU is its compute capability, so that what is kept by device keeps
+    capabilities apart from each other and from real GPUs.  Several are numbered from 0.
     """
-    machine = Machine(capability, int(capability) >= 90 if clusters is None else clusters)
+    machine = Machine(capability, int(capability) >= 90 if clusters is None else clusters, devices)
     made = _modules(machine)
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
@@ -405,10 +453,16 @@ def gpu(capability: str = "90", clusters: bool | None = None) -> Iterator[Machin
     records = dict(faults._records)
     for op in OPS.values():
         op.plans.clear()  # what was recorded on another machine
+    gradients.tables.clear()
+    if devices > 1:
+        _forget_devices()
     try:
         yield machine
     finally:
+        if devices > 1:
+            _forget_devices()
         _gemm.cublas = found
+        gradients.tables.clear()  # addresses of a machine that is gone
         faults._records.clear()  # of devices that are gone
         faults._records.update(records)
         for name, module in before.items():
@@ -416,3 +470,10 @@ def gpu(capability: str = "90", clusters: bool | None = None) -> Iterator[Machin
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+def _forget_devices() -> None:
+    """Let go of what is kept by the number of a device: others have it too."""
+    _jit._kernel.cache_clear()
+    for kept in (_device._attribute, _device._capability, _device.limits_of):
+        kept.cache_clear()

@@ -68,13 +68,14 @@ def on(device: Any) -> AbstractContextManager[Any]:
 
 
 def at_home(attribute: str) -> Callable[[type[T]], type[T]]:
-    """Let every public method of a class run where an array of its object lives."""
+    """Let every public method of a class, and of those under it, run where an array of it lives."""
     found = operator.attrgetter(attribute)
 
     def decorated(owner: type[T]) -> type[T]:
         for name, method in [*vars(owner).items()]:
             if inspect.isfunction(method) and (name[0] != "_" or name == "__call__"):
                 setattr(owner, name, _moved(method, lambda self, *_: found(self)))
+        setattr(owner, "__init_subclass__", classmethod(decorated))  # noqa: B010 -- of any class
         return owner
 
     return decorated

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from . import _devices
 from ._replay import Recorded
 from ._source import Constants, check_arguments, parameters, translation_unit
 from .errors import KernelError
@@ -32,8 +33,7 @@ targets: tuple[Target, ...] = ()  # _cupy enters the first
 def using(target: Target) -> Iterator[None]:
     """Ask this target first, inside a ``with`` block."""
     global targets  # noqa: PLW0603 -- the one seam between the library and the machine
-    before = targets
-    targets = (target, *before)
+    before, targets = targets, (target, *targets)
     try:
         yield
     finally:
@@ -48,9 +48,8 @@ def target_of(array: Any) -> Target | None:
 class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
-    Neither CUDA nor CuPy checks the number or the type of arguments.  This class checks those of
-    the first launch (later ones come from the same line, with arrays that an op has checked and
-    packed), and turns Python scalars into the types that the source declares.
+    Neither CUDA nor CuPy checks arguments.  This class checks those of the first launch, as later
+    ones come from the same line, and turns Python scalars into the types that the source declares.
     """
 
     def __init__(
@@ -58,16 +57,14 @@ class Kernel:
     ) -> None:
         self.name = f"{name} of {file} with {constants}"
         self.parameters = parameters(file, name, constants)
-        scalars = [(i, dtype) for i, (dtype, pointer) in enumerate(self.parameters) if not pointer]
-        self.casts = [(i, dtype.type) for i, dtype in scalars]
+        self.casts = [(i, d.type) for i, (d, pointer) in enumerate(self.parameters) if not pointer]
         self.checked = False
         self.launch = target.compile(name, translation_unit(file, constants))
         self.ready = getattr(target, "ready", lambda scalar: scalar)  # for replays
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Callable[..., None]:
         """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""
-        grid, block, shared = shape if len(shape) == 3 else (*shape, 0)
-        return functools.partial(self._run, grid, block, shared)
+        return functools.partial(self._run, *(shape if len(shape) == 3 else (*shape, 0)))
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:
         if not self.checked:
@@ -91,6 +88,6 @@ def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     """Return kernel ``name`` of kernels_cu/``file`` for these constants, where ``like`` lives."""
     for target in targets:
         if target.owns(like):
-            device = 0 if like.__class__ is np.ndarray else like.device.id
-            return _kernel(target, device, file, name, constants)
+            with _devices.at(like):
+                return _kernel(target, _devices.number(like), file, name, constants)
     raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _devices
 from ._planned import Planned
 from ._typing import Array
 from .errors import RangeError
@@ -40,24 +41,27 @@ def reporter(op: str, operand: str, axis: str, otherwise: str = "") -> int:
 def record(like: Any) -> Array:
     """Return the words that kernels report to where ``like`` lives.
 
-    They are allocated once for each device: before a graph is captured, by the call that warms up.
+    They are allocated once for each device, and zero before any stream can ask for them.
     """
     device = None if isinstance(like, np.ndarray | Planned) else like.device.id
     found: Array | None = _records.get(device)
-    return _records.setdefault(device, _new(device)) if found is None else found
+    return _records.setdefault(device, _new(like)) if found is None else found
 
 
 def holds(array: Any) -> bool:
     """Say whether array is one that kernels report to."""
-    return any(array is words for words in _records.values())
+    return any(array is words for words in [*_records.values()])
 
 
-def _new(device: int | None) -> Any:
-    if device is None:
+def _new(like: Any) -> Any:
+    if isinstance(like, np.ndarray | Planned):
         return np.zeros(WORDS, np.int64)
     import cupy
 
-    return cupy.zeros(WORDS, np.int64)
+    with _devices.at(like), cupy.cuda.Stream(non_blocking=True) as side:
+        words = cupy.zeros(WORDS, np.int64)
+        side.synchronize()  # of this stream alone: the one that asks may be captured
+    return words
 
 
 def check_errors() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import tape
+from ._devices import at
 from ._dtypes import FLOAT32, FLOATS
 from ._typing import Array
 from .errors import UnslothCupyError
@@ -71,8 +72,11 @@ def find_nan(
         results = result if type(result) is tuple else (result,)
         for operand, array in zip(op.contract.outputs, results, strict=True):
             gradient = back or operand.name in slopes
-            if array is not None and (gradients or not gradient) and not fine(operand.name, array):
-                raise _error(op, operand.name, array, values, last, names)
+            if array is None or (gradient and not gradients):
+                continue
+            with at(array):
+                if not fine(operand.name, array):
+                    raise _error(op, operand.name, array, values, last, names)
 
     token = tape.watch_results.set(look)
     try:

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _arrays
 from ._call import is_number
+from ._devices import at, at_first, several
 from ._dtypes import FLOATS
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError
@@ -16,6 +17,7 @@ from .ops.cast import accumulate_, cast
 from .ops.gradients import GradientMeasure, measured, rescale, square_sum
 
 
+@at_first
 def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
     """Scale gradients in place so that their common norm is at most max_norm.
 
@@ -74,7 +76,8 @@ def sum_gradients(
     """
     total, sums = 0.0, dict[str, Array]()
     for loss, gradients in passes:
-        total += float(loss)
+        with at(loss):
+            total += float(loss)
         if count == 1:
             return total, gradients
         for name in [*gradients]:
@@ -85,6 +88,7 @@ def sum_gradients(
     return total, sums
 
 
+@at_first
 def measure_gradients(
     gradients: Mapping[str, Array], max_norm: float = math.inf, *, scaler: Any = None
 ) -> GradientMeasure:
@@ -148,7 +152,7 @@ def check_mapping(what: str, arrays: Any) -> None:
 
 
 def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
-    """Raise unless these are float arrays of NumPy or CuPy, by name."""
+    """Raise unless these are float arrays of NumPy or CuPy, by name, and all on one GPU."""
     check_mapping(what, arrays)
     for name, array in arrays.items():
         library = _arrays.framework_of(array, f"{what}: {name}")
@@ -156,6 +160,8 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
             raise FrameworkError(f"{what}: {name} comes from {library}; pass NumPy or CuPy arrays")
         if array.dtype not in FLOATS:
             raise DTypeError(f"{what}: {name} is {array.dtype}; pass float arrays only")
+    if several():
+        _arrays.common(what, [*arrays], [*arrays.values()])
 
 
 def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:

@@ -14,12 +14,14 @@ import numpy as np
 
 from . import _arrays
 from ._call import is_integer
+from ._devices import at_home
 from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
 from .ops.kv_append import kv_append_
 
 
+@at_home("real")
 class KVCache:
     """Keys and values of every layer, filled from the left.
 
@@ -90,8 +92,7 @@ class KVCache:
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
-        self.keys = [_arrays.empty(each, kind, place) for each in shapes]
-        self.values = [_arrays.empty(each, kind, place) for each in shapes]
+        self.keys, self.values = ([_arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
         self.shape, self.dtype = (batch, kv_heads, dim), kind
         self.real = _arrays.empty((batch, capacity), np.dtype(bool), place)
         self.filled = [0] * layers
@@ -105,10 +106,9 @@ class KVCache:
     @property
     def lengths(self) -> Array:
         """The number of tokens that each row holds, padding included: (batch,) int32."""
-        lengths = _arrays.empty(self.shape[:1], np.dtype("int32"), self.real)
         held = (min(n, k.shape[1]) for n, k in zip(self.filled, self.keys, strict=True))
-        lengths[...] = max(held, default=0)
-        return lengths
+        lengths = _arrays.empty(self.shape[:1], np.dtype("int32"), self.real)
+        return _arrays.full_like(lengths, max(held, default=0))
 
     def check_room(self, new: int, layer: int | None = None) -> None:
         """Raise RangeError unless a layer, or all layers, have room for new tokens."""

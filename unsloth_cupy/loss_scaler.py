@@ -7,6 +7,7 @@ import numpy as np
 
 from . import _arrays
 from ._call import is_number
+from ._devices import at, settle, several
 from ._jit import load, target_of
 from ._source import Constants
 from ._typing import Array
@@ -122,7 +123,9 @@ class LossScaler:
     skipped = _number("skipped")
 
     def on_device(self, like: Any) -> "DeviceState":
-        """Return the state where like lives, and keep it there."""
+        """Return the state where like lives, and keep it there; from another GPU it is brought."""
+        if self.device is not None and several() and self.device.scale.device != like.device:
+            self.value = self.value
         if self.device is None:
             value, good, skipped = self.numbers.values()
             self.device = DeviceState(
@@ -130,6 +133,7 @@ class LossScaler:
                 _arrays.placed(np.array(value, np.float32), like),
                 _arrays.placed(np.array([good, skipped], np.uint32), like),
             )
+            settle(like)  # any stream may scale a loss by it
         return self.device
 
     def scale(self, loss: Any) -> Any:
@@ -161,6 +165,10 @@ class LossScaler:
             A gradient is no float array of NumPy or CuPy.
         """
         check_floats("LossScaler.unscale", gradients)
+        with at(next(iter(gradients.values()), None)):
+            return self._unscaled(gradients)
+
+    def _unscaled(self, gradients: Mapping[str, Array]) -> tuple[dict[str, Array], Any]:
         arrays = [_arrays.packed(gradient) for gradient in gradients.values()]
         if launchable(arrays):
             lead = arrays[0]
@@ -188,7 +196,7 @@ class LossScaler:
         if self.device is not None and target_of(finite) is not None:
             kernel = load("loss_scaler.cu", "loss_scaler", finite, CONSTANTS)
             kernel[1, 1](
-                *self.device,
+                *self.on_device(finite),
                 finite,
                 self.growth,
                 self.backoff,
@@ -197,7 +205,10 @@ class LossScaler:
                 min(int(self.interval), MOST),
                 self.dynamic,
             )
-        elif not finite:
+            return
+        with at(finite):
+            good = bool(finite)
+        if not good:
             self.skipped += 1
             self.good = 0
             if self.dynamic:

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _arrays
 from ._call import is_number
+from ._devices import at, at_home, several
 from ._dtypes import FLOATS, allowed
 from ._typing import Array
 from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
@@ -19,6 +20,7 @@ from .ops.adamw_step import Launcher, Tensor, host_step
 SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them
 
 
+@at_home("home")
 class AdamW:
     """Adam with decoupled weight decay: the formula stands in ``ops/adamw.py``.
 
@@ -46,7 +48,8 @@ class AdamW:
     ConfigError
         An option is out of its range, or a parameter is read-only.
     DTypeError, FrameworkError
-        A parameter is no float array of NumPy or CuPy, or has 8-bit averages and is float64.
+        A parameter is no float array of NumPy or CuPy, or has 8-bit averages and is float64; or
+        they lie on several GPUs.
 
     Notes
     -----
@@ -75,11 +78,13 @@ class AdamW:
                 raise ConfigError(f"AdamW: {option}={value}; pass a finite number, 0 or more")
         check_in_place("AdamW", parameters)
         self.parameters = dict(parameters)
+        self.home = next(iter(self.parameters.values()), None)  # all are on one GPU
         self.lr, self.betas = lr, (float(betas[0]), float(betas[1]))
         self.eps, self.weight_decay = eps, weight_decay
-        self.tensors = {n: _tensor(n, p, state_bits) for n, p in self.parameters.items()}
         self.launcher: Launcher | None = None
-        self._prepare(0)
+        with at(self.home):
+            self.tensors = {n: _tensor(n, p, state_bits) for n, p in self.parameters.items()}
+            self._prepare(0)
 
     @property
     def steps(self) -> int:
@@ -244,9 +249,11 @@ def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
 
 def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:
     """Raise unless array has the library and shape of model and one of the dtypes."""
-    library, wanted_library = (_arrays.framework_of(a, what) for a in (array, model))
-    if library != wanted_library:
-        raise FrameworkError(f"{what} comes from {library}; it must come from {wanted_library}")
+    place, wanted = (_arrays.framework_of(a, what) for a in (array, model))
+    if several() and place == wanted == "cupy":
+        place, wanted = (f"cupy {a.device}" for a in (array, model))
+    if place != wanted:
+        raise FrameworkError(f"{what} comes from {place}; it must come from {wanted}")
     if array.shape != model.shape:
         raise ShapeError(f"{what} has shape {array.shape}; it must be {model.shape}")
     if array.dtype not in dtypes:

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _arrays
 from ._call import is_integer
+from ._devices import at_home
 from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, DeviceMemoryError, RangeError
@@ -23,6 +24,7 @@ from .kv_cache import check_new, home_of
 from .ops.kv_append import kv_append_paged_
 
 
+@at_home("keys")
 class PagedKVCache:
     """Keys and values of every layer, ``page`` tokens to a page; pages belong to sequences.
 

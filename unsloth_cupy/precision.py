@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ._call import is_number
+from ._devices import at_first
 from ._dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES
 from ._op import OPS
 from ._typing import Array
@@ -199,6 +200,7 @@ def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
     return cast(value, dtype) if kind == "float" and held in KERNEL_DTYPES else value
 
 
+@at_first
 def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
     """Return what a model computes with in place of its float32 parameters, by name.
 

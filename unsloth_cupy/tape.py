@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _arrays
+from ._devices import at
 from ._dtypes import DIFFERENTIABLE
 from .errors import DTypeError, GradientError, ShapeError
 from .variable import Var
@@ -105,6 +106,10 @@ class Tape:
         wrt = [*wrt]
         if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):
             raise GradientError("Tape.gradients: pass Vars of this tape: watch them on it")
+        with at(of.value):
+            return self._gradients(of, wrt, seed, release)
+
+    def _gradients(self, of: Var, wrt: list[Var], seed: Any, release: bool) -> list[Any]:
         if seed is None and of.shape != ():
             raise ShapeError(f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape")
         seed = _arrays.full_like(of.value, 1) if seed is None else seed

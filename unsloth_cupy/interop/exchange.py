@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from .. import _devices
 from .._planned import Planned, PlannedOnHost
 from .._planned_functions import SCIPY
 from .._replay import Recorded
@@ -207,7 +208,8 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     """
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
-        return np.full_like(array, number, shape=shape)
+        with _devices.at(array):
+            return np.full_like(array, number, shape=shape)
     shape = tuple(array.shape) if shape is None else shape
     if library == "torch":
         return array.new_full(shape, number)
@@ -224,12 +226,16 @@ def placed(array: Any, like: Any) -> Any:
         return FRAMEWORKS["torch"].give_back(array, like).to(like.device)
     if library == "jax":
         return FRAMEWORKS["jax"].give_back(array, like)
-    return np.asarray(array, like=like) if library == "cupy" else array
+    with _devices.at(like):
+        return np.asarray(array, like=like) if library == "cupy" else array
 
 
 def on_host(array: Any) -> Any:
     """Return array as NumPy's, copied from its GPU where it lives on one."""
-    return array if isinstance(array, np.ndarray) else array.get()
+    if isinstance(array, np.ndarray):
+        return array
+    with _devices.at(array):  # its current stream is the one to wait for
+        return array.get()
 
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:
@@ -242,7 +248,8 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
         return like.of(shape, dtype)
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
-    return sys.modules["cupy"].empty(shape, dtype)
+    with _devices.at(like):
+        return sys.modules["cupy"].empty(shape, dtype)
 
 
 def scipy_of(module: str, like: Any) -> Any:

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
+from .._arrays import placed
 from .._call import is_integer, is_number
+from .._devices import at
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError
@@ -182,12 +184,12 @@ def create_adapter(
         draw, bound = np.random.default_rng([seed, index]), 1 / math.sqrt(inputs)
         a, weight = draw.uniform(-bound, bound, (rank, inputs)), weights[f"{module}.weight"]
         prefix = f"{PREFIX}{module}."
-        parameters[prefix + DOWN] = np.asarray(a.astype(FLOAT32), like=weight)
-        parameters[prefix + UP] = np.zeros((outputs, rank), FLOAT32, like=weight)
+        parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), weight)
+        parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), weight)
         if dora:
-            down, up = parameters[prefix + DOWN], parameters[prefix + UP]
-            wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
-            parameters[prefix + MAGNITUDE] = row_norms(wide, down, up).astype(FLOAT32)
+            with at(weight):
+                wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
+                parameters[prefix + MAGNITUDE] = row_norms(wide, down, up).astype(FLOAT32)
     return Adapter(settings, parameters)
 
 

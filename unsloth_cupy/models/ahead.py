@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._devices import at_home
 from .._typing import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
@@ -22,6 +23,7 @@ from .network import Network
 from .step import Step
 
 
+@at_home("model.table")
 class InOrder:
     """Through a KVCache of its own, for rows of up to ``most`` tokens."""
 
@@ -58,6 +60,7 @@ class InOrder:
         return logits
 
 
+@at_home("model.table")
 class InPages:
     """Through sequences of a cache in pages, which hold no padding: prompts go in one by one."""
 
@@ -133,8 +136,4 @@ def _steps_on_device(model: Network, most: int) -> bool:
 
 def on_device_of(array: Array, like: Any) -> Any:
     """Return a NumPy array on the device of like."""
-    if isinstance(like, np.ndarray):
-        return array
-    there = _arrays.empty(array.shape, array.dtype, like)
-    there.set(np.ascontiguousarray(array))
-    return there
+    return _arrays.placed(np.ascontiguousarray(array), like)

@@ -32,6 +32,7 @@ from .. import (
     swiglu,
     swiglu_mlp,
 )
+from .._devices import stream
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
@@ -63,15 +64,16 @@ class Call(NamedTuple):
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
     """Return a function from a length to cos and sin of at least as many positions."""
 
-    @lru_cache(maxsize=8)
-    def build(size: int) -> tuple[Array, Array]:
-        return rope_tables(size, rope.dim, base=rope.base, scaling=rope.scaling, like=like)
+    @lru_cache(maxsize=64)
+    def on_stream(stream: Any) -> Callable[[int], tuple[Array, Array]]:
+        options: Any = {"base": rope.base, "scaling": rope.scaling, "like": like}
+        return lru_cache(maxsize=8)(lambda size: rope_tables(size, rope.dim, **options))
 
     def tables(length: int) -> tuple[Array, Array]:
         size = max(256, 1 << (length - 1).bit_length())  # so that decoding meets few sizes
         if rope.original is not None:
             size = min(size, rope.original) if length <= rope.original else length
-        return build(size)
+        return on_stream(stream(like))(size)
 
     return tables
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import _arrays
+from .._devices import at_home
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
@@ -17,6 +18,7 @@ from .inputs import Angles, check, places
 from .loss import logits_of
 
 
+@at_home("table")
 class Network:
     """The blocks of a transformer between its embedding and its head.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import full_like, packed, placed
+from .._devices import at, settle, stream
 from .._dtypes import KERNEL_DTYPES, allowed
 from .._jit import load
 from .._planned import turns
@@ -23,7 +24,7 @@ from ._dynamic_codes import BLOCK, decode, encode, tables
 from .adamw import adamw_
 
 PART = 1 << 16  # values decoded at a time on the host: they stay in its cache
-KEPT_TABLES = 8  # of gradients' addresses, which seldom change
+KEPT_TABLES = 8  # of streams and gradients' addresses, which seldom change
 
 
 class Tensor(NamedTuple):
@@ -99,11 +100,13 @@ class Launcher:
         corrections = np.array([unbiased / (1 - power1), unbiased], np.float32)
         self.powers, self.corrections = placed(powers, self.lead), placed(corrections, self.lead)
         self.counts = placed(np.array([steps, 0], np.uint32), self.lead)
+        settle(self.lead)  # any stream may make the first step
 
     @property
     def steps(self) -> int:
         """How many steps were not skipped; reading it waits for the device."""
-        return int(self.counts[0])
+        with at(self.counts):
+            return int(self.counts[0])
 
     def __call__(
         self,
@@ -146,15 +149,16 @@ class Launcher:
         )
 
     def _table(self, gradients: Sequence[Any]) -> _many.Table:
-        key = tuple((_many.address(gradient), gradient.dtype) for gradient in gradients)
-        if key not in self.tables:
+        key = stream(self.lead), *((_many.address(g), g.dtype) for g in gradients)
+        table = self.tables.get(key)
+        if table is None:
             if len(self.tables) >= KEPT_TABLES:
                 self.tables.clear()
             tensors = self.tensors.values()
             columns = [*zip(*tensors, strict=True), gradients]
             kinds = map(_kind, tensors, gradients)
-            self.tables[key] = _many.table(columns, [*kinds])
-        return self.tables[key]
+            table = self.tables[key] = _many.table(columns, [*kinds])
+        return table
 
 
 def _kind(tensor: Tensor, gradient: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._arrays import common
 from .._call import is_integer
+from .._devices import at
 from .._typing import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
@@ -125,7 +126,8 @@ def attention_layer(
         if held is not None:
             k, v = held.append(layer, k, v)
             seen, mask = held.mask(layer, x.shape[1]), options.get("mask")
-            options["mask"] = seen if mask is None else mask if seen is None else mask & seen
+            with at(k):
+                options["mask"] = seen if mask is None else mask if seen is None else mask & seen
         out = attention(q, k, v, causal=causal, **options)
     return linear(out.reshape(*x.shape[:2], rows), o_weight, o_bias)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import empty
+from .._devices import stream
 from .._dtypes import KERNEL_DTYPES
 from .._jit import load
 from .._planned import turns
@@ -22,7 +23,7 @@ from ._device import processors
 
 PART = 65536  # elements widened at a time on the host: they stay in its cache
 KEPT_TABLES = 16
-tables: dict[Any, _many.Table] = {}  # by the addresses of gradients, which seldom change
+tables: dict[Any, _many.Table] = {}  # by stream and addresses of gradients, which seldom change
 
 
 class GradientMeasure(NamedTuple):
@@ -99,11 +100,12 @@ def square_sum(gradient: Any) -> Any:
 
 def _table(gradients: Sequence[Any], out: Sequence[Any] | None) -> _many.Table:
     arrays = [*gradients, *(out or ())]
-    key = out is None, *((_many.address(a), a.size, a.dtype) for a in arrays)
-    if key not in tables:
+    key = out is None, stream(arrays[0]), *((_many.address(a), a.size, a.dtype) for a in arrays)
+    table = tables.get(key)  # other threads may clear them between any two lines
+    if table is None:
         if len(tables) >= KEPT_TABLES:
             tables.clear()
         columns = [gradients] if out is None else [gradients, out]
         kinds = [KERNEL_DTYPES.index(gradient.dtype) for gradient in gradients]
-        tables[key] = _many.table(columns, kinds)
-    return tables[key]
+        table = tables[key] = _many.table(columns, kinds)
+    return table

@@ -1,0 +1,229 @@
+"""The GPUs of the stand-in: which of them is current, and which work comes after which.
+
+Work on an array raises
+
+    WrongDeviceError    it lies on another GPU than the current one, or the kernel is another's
+    UnorderedError      another stream made it, and nothing waits for that stream
+
+as a GPU would read other memory, or memory that is not written yet.
+"""
+
+import threading
+from typing import Any
+
+
+class WrongDeviceError(AssertionError):
+    """Work on one GPU, arrays on another."""
+
+
+class UnorderedError(AssertionError):
+    """An array is used before the stream that makes it is waited for."""
+
+
+class OutOfMemoryError(MemoryError):
+    """What CuPy raises; ``machine.room`` says when."""
+
+
+Clock = dict[tuple[int, int], int]  # how much of each stream's work, by device and address
+
+
+class Gpus:
+    """Some GPUs, of which one is current for each thread, with a current stream of each."""
+
+    def __init__(self, numbers: list[int], capability: str) -> None:
+        self.numbers, self.capability = numbers, capability
+        self.thread = threading.local()
+        self.host: Clock = {}  # what the host has waited for
+        self.addresses = iter(range(1 << 12, 1 << 40, 16))
+        self.made: dict[int, Stream] = {}  # by address
+        self.pool = Pool(self)
+        self.null = {number: Stream(self, number, 0) for number in numbers}
+
+    @property
+    def current(self) -> int:
+        """The number of the current GPU."""
+        return getattr(self.thread, "device", self.numbers[0])
+
+    @current.setter
+    def current(self, number: int) -> None:
+        if number not in self.numbers:
+            raise ValueError(f"there is no GPU {number}")
+        self.thread.device = number
+
+    @property
+    def streams(self) -> dict[int, "Stream"]:
+        """The current streams of this thread, by device."""
+        if not hasattr(self.thread, "streams"):
+            self.thread.streams = dict(self.null)
+        return self.thread.streams
+
+    @property
+    def stream(self) -> "Stream":
+        """The current stream of the current GPU."""
+        return self.streams[self.current]
+
+    def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        """Stand for ``runtime.memcpyAsync``."""
+        if stream and self.made[stream].device_id != self.current:
+            raise WrongDeviceError("a copy by the stream of another GPU")
+
+    def work(self, what: str, memories: Any) -> "tuple[tuple[int, int], int]":
+        """Do work on memories where it is done now, and return when that was."""
+        stream = self.stream
+        for memory in memories:
+            if memory.device != self.current:
+                on = f"on GPU {self.current}, an array on {memory.device}"
+                raise WrongDeviceError(f"{what}: {on}")
+            if memory.made is not None:
+                maker, time = memory.made
+                known = max(stream.after.get(maker, 0), self.host.get(maker, 0))
+                if maker != stream.key and known < time:
+                    raise UnorderedError(f"{what}: a stream reads what another one still makes")
+        stream.time += 1
+        return stream.key, stream.time
+
+
+class Pool:
+    """CuPy's pool of memory, as far as it is asked for limits and sums."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self.gpus, self.limits = gpus, dict.fromkeys(gpus.numbers, 0)
+
+    def get_limit(self) -> int:
+        return self.limits[self.gpus.current]
+
+    def set_limit(self, *, size: int) -> None:
+        self.limits[self.gpus.current] = size
+
+    def used_bytes(self) -> int:
+        return 0
+
+    total_bytes = used_bytes
+
+
+class Stream:
+    """Work in order, after whatever events it has waited for."""
+
+    def __init__(self, gpus: Gpus, device: int, address: int) -> None:
+        self.gpus, self.device_id, self.ptr = gpus, device, address
+        self.key, self.time, self.after = (device, address), 0, Clock()
+        self.capturing = False
+
+    def __enter__(self) -> "Stream":
+        if self.device_id != self.gpus.current:
+            raise RuntimeError("The device that the stream is created on does not match")
+        self.before = self.gpus.stream
+        self.gpus.streams[self.device_id] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gpus.streams[self.device_id] = self.before
+
+    def record(self) -> "Event":
+        return Event({**self.after, self.key: self.time})
+
+    def wait_event(self, event: "Event") -> None:
+        for key, time in event.clock.items():
+            self.after[key] = max(time, self.after.get(key, 0))
+
+    def synchronize(self) -> None:
+        if self.capturing:
+            raise RuntimeError("a stream that captures cannot be waited for")
+        for key, time in self.record().clock.items():
+            self.gpus.host[key] = max(time, self.gpus.host.get(key, 0))
+
+    def begin_capture(self) -> None:
+        self.capturing = True
+
+    def end_capture(self) -> "Graph":
+        if not self.capturing:
+            raise RuntimeError("nothing was captured")
+        self.capturing = False
+        return Graph(self.gpus, self.device_id)
+
+
+class Event:
+    """A place in the work of a stream; the work before it is done."""
+
+    done = True
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+
+class Graph:
+    """What was captured on a GPU."""
+
+    def __init__(self, gpus: Gpus, device: int) -> None:
+        self.gpus, self.device, self.launched = gpus, device, 0
+
+    def launch(self) -> None:
+        if self.gpus.current != self.device:
+            raise WrongDeviceError("a graph of another GPU")
+        self.launched += 1
+
+
+def faces(gpus: Gpus) -> dict[str, Any]:
+    """Return what stands in ``cupy.cuda``."""
+
+    class Device:
+        def __init__(self, number: int | None = None) -> None:
+            self.id = gpus.current if number is None else int(number)
+            self.compute_capability = gpus.capability
+
+        def __enter__(self) -> "Device":
+            if not hasattr(gpus.thread, "entered"):
+                gpus.thread.entered = []
+            gpus.thread.entered.append(gpus.current)
+            gpus.current = self.id
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            gpus.current = gpus.thread.entered.pop()
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Device) and other.id == self.id
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __str__(self) -> str:
+            return f"<CUDA Device {self.id}>"
+
+        def synchronize(self) -> None:
+            with self:
+                gpus.stream.synchronize()
+
+    def stream(non_blocking: bool = False) -> Stream:
+        made = Stream(gpus, gpus.current, next(gpus.addresses))
+        gpus.made[made.ptr] = made
+        return made
+
+    class MemoryPool:
+        malloc = None
+
+    class UsingAllocator:
+        def __init__(self, allocator: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class MemoryHook:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Pinned:
+        ptr = 0
+
+        def __init__(self, size: int) -> None: ...
+
+    return {
+        "Device": Device,
+        "Stream": stream,
+        "MemoryHook": MemoryHook,
+        "MemoryPool": MemoryPool,
+        "using_allocator": UsingAllocator,
+        "alloc_pinned_memory": Pinned,
+        "get_current_stream": lambda: gpus.stream,
+    }

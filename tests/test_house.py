@@ -82,6 +82,11 @@ API = {
     "softmax": "x, *, scale=1.0",
     "swiglu_mlp": "x, gate_weight, up_weight, down_weight, *, chunk=None",
     "linear": "x, weight, bias=None",
+    "matmul": "a, b",
+    "sum": "x, *, axis=None, keepdims=False",
+    "mean": "x, *, axis=None, keepdims=False",
+    "broadcast_to": "x, *, shape",
+    "index": "x, *, key",
     "embedding": "tokens, weight",
     "cross_entropy": "logits, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None",
     "cross_entropy_": "logits, labels, dloss=1.0, *, ignore=-100, smoothing=0.0, z_loss=0.0,"
@@ -103,6 +108,8 @@ API = {
     "KVCache": "layers, batch, capacity, kv_heads, dim, *, dtype, like=None, window=None, sinks=0",
     "attention_layer": "x, q_weight, k_weight, v_weight, o_weight, cos, sin, positions=None, *,"
     " heads, causal=True, interleaved=False, cache=None, layer=0, **options",
+    "MultiHeadAttention": "hidden, heads, *, kv_heads=None, dim=None, bias=True, rope=None,"
+    " dtype='float32', seed, like=None",
     "PagedKVCache": "layers, pages, page, kv_heads, dim, *, dtype, like=None",
     "models.load": "folder, *, dtype=None, device=None",
     "models.create": "config, *, seed, dtype='float32', device=None",

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from unsloth_cupy import Tape, Var
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, GradientError, ShapeError
 
+from .parity import emulator
+
 SHAPES = [(2, 3), (3,), (1, 3), (2, 1), (), (4, 2, 3), (4, 1, 1)]
 BINARY: list[Callable[[Any, Any], Any]] = [
     operator.add,
@@ -246,3 +248,20 @@ def test_infinite_numbers_are_as_in_numpy() -> None:
     x = Tape().watch(np.array([1.0, -2.0]))
     assert (x * float("inf")).value.tolist() == [np.inf, -np.inf]
     assert (x + float("-inf")).value.tolist() == [-np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("other", SHAPES)
+def test_kernels_take_what_is_repeated(other: tuple[int, ...]) -> None:
+    """Elements computed in float32 and rounded once are the definition's, to the bit."""
+
+    def run() -> list[np.ndarray]:
+        tape = Tape()
+        x = tape.watch(draw(4, 2, 3, dtype=np.float16))
+        y = tape.watch(draw(*other, seed=1, dtype=np.float16))
+        total = 2 * (x * y + x)
+        return [total.value, *tape.gradients(total, [x, y], draw(4, 2, 3, dtype=np.float16))]
+
+    plain = run()
+    with emulator():
+        for found, expected in zip(run(), plain, strict=True):
+            np.testing.assert_array_equal(found, expected)

@@ -43,7 +43,7 @@ class PagedRows:
     ShapeError
         There are more sequences than rows, or fewer.
     RangeError
-        There is no such sequence, or it stands twice.
+        There is no such sequence.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class PagedRows:
         ------
         ConfigError
             An option is not one of ``attention_paged``.
+        RangeError
+            A sequence stands twice, or there is no such layer.
         DeviceMemoryError
             There are too few free pages; nothing changes.
         """

@@ -216,7 +216,7 @@ class TestFinetune:
         assert names == {"settings.json", "log.jsonl", "curve.png", "model"}
         assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert {p.name for p in (folder / "model").iterdir()} == {
-            "config.json", "model.safetensors", "tokenizer.json",
+            "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         }  # fmt: skip
         lines = numbers(folder)
         assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
@@ -304,7 +304,10 @@ class TestFinetune:
         assert done.exit_code == 0, done.output
         assert "adapters of" in done.output
         made = {path.name for path in (out / "model").iterdir()}
-        assert made == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+        assert made == {
+            "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
+            "tokenizer_config.json",
+        }  # fmt: skip
         said = run("generate", out, "the", "--max-new-tokens", 3)
         assert said.exit_code == 0, said.output
         settings = out / "model" / "adapter_config.json"
@@ -736,6 +739,10 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune truncated --out run", "model.safetensors"),
         ("finetune truncated --hidden 64 --out run", "leave them out"),
         ("generate missing", "missing does not exist"),
+        ("generate meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Ll"),
+        ("finetune a/b", "a/b does not exist; if it is a model of huggingface.co, download it"),
+        ("finetune full/b", "full/b does not exist; name a folder with config.json"),
+        ("plan a/b", "hf download a/b --local-dir b, and pass b"),
         ("generate empty.txt", "is a file"),
         ("generate no-tokenizer", "holds no tokenizer.json"),
         ("generate truncated Hi", "model.safetensors"),

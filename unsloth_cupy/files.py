@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,3 +133,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
     return values
+
+
+def absent(path: Path, cure: str) -> str:
+    """Return what to do about a folder that is not there: the cure, or how to download a model."""
+    name = path.as_posix()
+    if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return cure
+    return (
+        f"if it is a model of huggingface.co, download it: hf download {name} --local-dir"
+        f" {path.name}, and pass {path.name}"
+    )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -190,7 +191,27 @@ class TestBroken:
             load(folder)
 
     def test_no_folder(self, tmp_path):
-        self.refuses(tmp_path / "nowhere", "no folder")
+        self.refuses(tmp_path / "nowhere", "no folder; pass one that holds config.json")
+
+    def test_a_name_of_the_hub_says_how_to_download(self, folder, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        said = "hf download org/Some-1.5B --local-dir Some-1.5B, and pass Some-1.5B"
+        self.refuses("org/Some-1.5B", said)
+        with pytest.raises(ConfigError, match=said):
+            load(folder, lora="org/Some-1.5B")
+        (tmp_path / "org").mkdir()
+        self.refuses("org/Some-1.5B", "no folder; pass one")
+        for name in ("a/b/c", "/org2/x", "~/models/x"):
+            self.refuses(name, "no folder; pass one")
+
+    def test_an_adapter_alone(self, folder, tmp_path):
+        model = load(folder)
+        model.add_adapter(2, base=str(folder))
+        model.save_adapter(tmp_path / "adapter")
+        said = f"load('{folder}', lora='{tmp_path / 'adapter'}')"
+        self.refuses(
+            tmp_path / "adapter", "holds an adapter .* pass both, as in " + re.escape(said)
+        )
 
     def test_no_config(self, folder):
         (folder / "config.json").unlink()

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy.models import load
+from unsloth_cupy.cli.chat import CHATML_TOKENS, Chat
+from unsloth_cupy.cli.new_model import small_llama
+from unsloth_cupy.cli.tokenizer import END, train_tokenizer
+from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generate import Options, _draw
 
 from .peers import CONFIGS, batch, make
@@ -105,6 +108,32 @@ def test_shares_of_tokens(top_k, top_p, min_p):
     assert (np.abs(counted - draws * shares) <= 1).all()
     assert not counted[shares == 0].any()
     assert shares[_draw(logits, options, np.nextafter(1, 0))] > 0
+
+
+def test_transformers_opens_a_new_model(tmp_path):
+    """With what ends a text and fills a row; a padded batch goes on as rows alone do here."""
+    own = train_tokenizer("some text to learn from", 300, CHATML_TOKENS)
+    model = create(small_llama(own, 64, layers=1, hidden=32), seed=0)
+    model.save(tmp_path)
+    own.save(str(tmp_path / "tokenizer.json"))
+    chat = Chat(None)
+    for name, text in chat.keep().items():
+        (tmp_path / name).write_text(text)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert tokenizer.eos_token == tokenizer.pad_token == tokenizer.bos_token == END
+    end = own.token_to_id(END)
+    for settings in (peer.config, peer.generation_config):
+        assert (settings.eos_token_id, settings.pad_token_id) == (end, end)
+    prompts = ["some", "text to learn"]
+    rows = tokenizer(prompts, return_tensors="pt", padding=True)
+    made = peer.generate(**rows, max_new_tokens=8, do_sample=False)
+    ours = model.generate(rows.input_ids, mask=rows.attention_mask, max_new_tokens=8)
+    assert torch.equal(made, ours)
+    said = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    assert text == chat.text(said, answer=True)
+    assert tokenizer(text).input_ids == own.encode(text).ids
 
 
 def test_transformers_reads_what_we_save(pair, tmp_path):

@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from ..errors import ConfigError
 from ..files import read_json
+from .new_model import TOKENIZER
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 AT_ONCE = 32  # texts that a template is asked for together
@@ -42,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Chat:
-    """A template that makes a text of messages.
+    """A template that makes a text of messages: that of a model's folder, or a new model's.
 
     Attributes
     ----------
@@ -53,7 +54,7 @@ class Chat:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self.where, self.files = "ChatML", dict[str, str]()
+        self.where, self.files = "ChatML", {} if folder else {CONFIG: _settings(TOKENIZER)}
         self.tokens: dict[str, str] = {}
         self.source = CHATML if folder is None else self._read(folder)
         self.own = self.source != CHATML
@@ -92,7 +93,7 @@ class Chat:
         if self.own:
             return self.files
         settings = json.loads(self.files.get(CONFIG, "{}")) | {"chat_template": CHATML}
-        return self.files | {CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
+        return self.files | {CONFIG: _settings(settings)}
 
     def text(self, messages: Sequence[Message], *, answer: bool = False) -> str:
         """Return messages as text; with answer, up to where the assistant begins to speak.
@@ -198,6 +199,10 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
     with suppress(OSError), process:  # wait, and close its pipes
         pass
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def _text(path: Path) -> str:

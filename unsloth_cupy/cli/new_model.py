@@ -5,6 +5,15 @@ from typing import Any
 from ..errors import ConfigError
 from .tokenizer import END
 
+# tokenizer_config.json, by which other libraries know what ends a text and what fills a row
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": END,
+    "eos_token": END,
+    "pad_token": END,
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+}
 SIZES = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 
 

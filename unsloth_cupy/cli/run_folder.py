@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..files import PARTIAL, read_json, remove, written_beside
+from ..files import PARTIAL, absent, read_json, remove, written_beside
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -162,7 +162,8 @@ def load_model(folder: Path, dtype: str | None = None, device: str | None = None
 def model_folder(path: Path) -> Path:
     """Return the folder of a model's files: the path, or the result of the run in it."""
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; name a folder with config.json in it")
+        cure = absent(path, "name a folder with config.json in it")
+        raise ConfigError(f"{path} does not exist; {cure}")
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")
     if (path / "config.json").is_file() or (path / ADAPTER).is_file():

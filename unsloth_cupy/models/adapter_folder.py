@@ -13,7 +13,7 @@ from .._call import is_number
 from .._dtypes import FLOAT32, FLOATS, allowed
 from .._typing import Array
 from ..errors import ConfigError
-from ..files import read_json, settle
+from ..files import absent, read_json, settle
 from .adapter import (
     CONFIG,
     DOWN,
@@ -66,7 +66,8 @@ def read_adapter(
     """
     path = Path(fspath(folder))
     if not path.is_dir():
-        raise ConfigError(f"load(lora={str(path)!r}) is no folder; pass one that holds {CONFIG}")
+        cure = absent(path, f"pass one that holds {CONFIG}")
+        raise ConfigError(f"load(lora={str(path)!r}) is no folder; {cure}")
     settle(path, CONFIG)
     settings = read_json(path / CONFIG)
     _check(path / CONFIG, settings)

@@ -14,7 +14,8 @@ from .. import _devices
 from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
 from ..errors import ConfigError, DeviceError
-from ..files import read_json, settle
+from ..files import absent, read_json, settle
+from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
 from .files import read_tensors
 from .parse import parse, text_config, token_ids
@@ -60,8 +61,15 @@ def load(
     """
     path = Path(fspath(folder))
     if not path.is_dir():
-        raise ConfigError(f"load: {path} is no folder; pass one that holds config.json")
+        cure = absent(path, "pass one that holds config.json")
+        raise ConfigError(f"load: {path} is no folder; {cure}")
     settle(path, "config.json")
+    if (path / ADAPTER).is_file() and not (path / "config.json").exists():
+        base = read_json(path / ADAPTER).get("base_model_name_or_path") or "base"
+        raise ConfigError(
+            f"load: {path} holds an adapter without its base model; pass both, as in"
+            f" load({base!r}, lora={str(path)!r})"
+        )
     source = read_json(path / "config.json")
     try:
         config = parse(source)

@@ -1,5 +1,6 @@
 """Pictures of the command line: nothing is cut off, and labels can be read."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,32 @@ def test_a_timeline_has_room_for_its_title(tmp_path: Path, drawn: list[Figure]) 
     plan = plan_memory(CONFIG, batch=1, tokens=16, dtype="float32")
     draw_timeline(tmp_path / "plan.png", plan, title)
     assert_legible(drawn[0].axes[0])
+
+
+def read(title: str) -> str:
+    """Return a title with its characters in place of their escapes."""
+    return re.sub(r"\\(?:u\w{4}|U\w{8})", lambda found: chr(int(found[0][2:], 16)), title)
+
+
+NAMES = {
+    "漢字, सीखना on Grüße 👩‍👧": "漢字, सीखना on Grüße 👩‍👧",
+    "$x^{2 and $\\frac$": "$x^{2 and $\\frac$",
+    "bell\x07, \udcff and\nline": "bell\\x07, \\udcff and line",
+    "x" * 200: "x" * 200,
+}
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+@pytest.mark.filterwarnings("error")
+def test_titles_of_any_name(tmp_path: Path, drawn: list[Figure], name: str) -> None:
+    """No warning and no formula; what no font here has is escaped."""
+    draw_curve(tmp_path / "curve.png", [{"step": 1, "loss": 1.0}], name)
+    plan = plan_memory(CONFIG, batch=1, tokens=16, dtype="float32")
+    draw_timeline(tmp_path / "plan.png", plan, name)
+    for figure in drawn:
+        shown = figure.axes[0].get_title(loc="left").replace("\n", "" if " " not in name else " ")
+        assert read(shown) == read(NAMES[name])
+        assert_legible(figure.axes[0])
 
 
 @pytest.mark.parametrize("times", [(7400.0, 8200.0), (31.0, 3100.0)])

@@ -13,8 +13,9 @@ from .. import attention_backward, attention_forward, memory_pool
 from .._dtypes import BFLOAT16, FLOAT32
 from ..files import written_beside
 from ..memory import format_bytes
-from .curve import INK, SOFT
+from .curve import SOFT
 from .report import OURS, headline, ratio, ratio_title
+from .titles import INK
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..files import written_beside
+from .titles import INK, write_title
 
 SMOOTHING = 0.02  # share of the steps on either side that the smooth line averages over
-INK, SOFT = "#22272e", "#8b95a1"
+SOFT = "#8b95a1"
+TITLE_WIDTH = 65  # characters that fit beside each other
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 
 
@@ -41,7 +43,7 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
             baseline, color=BASELINE, linestyle=(0, (5, 3)), linewidth=1.4,
             label=f"unigram baseline: {baseline:.2f}",
         )  # fmt: skip
-    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+    write_title(axes, title, size=11, width=TITLE_WIDTH)
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel("loss (nats per token)", color=INK)
     axes.spines[["top", "right"]].set_visible(False)

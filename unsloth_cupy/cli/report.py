@@ -9,7 +9,8 @@ import numpy as np
 from .._op import OPS
 from ..errors import ConfigError
 from ..files import written_beside
-from .curve import INK, SOFT
+from .curve import SOFT
+from .titles import INK
 
 Report = dict[str, Any]
 

@@ -1,6 +1,5 @@
 """The memory of a step as a picture: what each part holds, op after op."""
 
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,8 @@ import numpy as np
 from .._ledger import MemoryPlan
 from ..files import written_beside
 from ..memory import format_bytes
-from .curve import INK, SOFT
+from .curve import SOFT
+from .titles import INK, write_title
 
 COLOURS = {  # what stays through a step lies below what comes and goes
     "weights": "#3b6fb6",
@@ -45,8 +45,7 @@ def draw_timeline(path: Path, plan: MemoryPlan, title: str) -> None:
         xytext=(-8 if left else 8, 6), textcoords="offset points", ha="right" if left else "left",
         fontsize=9,
     )  # fmt: skip
-    shown = textwrap.fill(title, TITLE_WIDTH, break_on_hyphens=False)
-    axes.set_title(shown, loc="left", fontsize=10, color=INK, pad=10)
+    write_title(axes, title, size=10, width=TITLE_WIDTH)
     axes.set_xlabel("op of the step: forward, backward, optimizer", color=INK)
     axes.set_ylabel(unit, color=INK)
     axes.set_xlim(0.5, len(steps) + 0.5)

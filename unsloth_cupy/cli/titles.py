@@ -1,0 +1,47 @@
+"""Titles of pictures: the names of files, in whatever script they are written."""
+
+import textwrap
+from typing import Any
+
+INK = "#22272e"
+# Asked after matplotlib's own, where they are installed: what many systems have for other scripts.
+FAMILIES = (
+    "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans",
+    "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Arial Unicode MS",
+    "Noto Sans Devanagari", "Nirmala UI", "Noto Sans Thai", "Leelawadee UI", "Segoe UI Symbol",
+)  # fmt: skip
+
+
+def write_title(axes: Any, title: str, *, size: float, width: int) -> None:
+    """Write a title of any characters above axes, in lines of at most so many.
+
+    A dollar sign is one and begins no formula; a character that no font has stands as its escape.
+    """
+    families = _families()
+    glyphs = [_glyphs(family) for family in families]
+    shown = "".join(
+        c if c.isspace() or any(ord(c) in known for known in glyphs) else _escaped(c) for c in title
+    )
+    lines = textwrap.fill(shown, width if shown.isascii() else width // 2, break_on_hyphens=False)
+    axes.set_title(
+        lines, loc="left", fontsize=size, color=INK, pad=10, parse_math=False, fontfamily=families
+    )
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _families() -> list[str]:
+    """Return the fonts that are there, matplotlib's own first."""
+    from matplotlib.font_manager import fontManager
+
+    known = {font.name for font in fontManager.ttflist}
+    return ["DejaVu Sans", *(family for family in FAMILIES if family in known)]
+
+
+def _glyphs(family: str) -> set[int]:
+    """Return the code points that a font draws."""
+    from matplotlib.font_manager import findfont, get_font
+
+    return {*get_font(findfont(family)).get_charmap()}

@@ -19,6 +19,7 @@ from unsloth_cupy import (
     attention_forward,
     compute_copies,
     measure_gradients,
+    memory_plan,
     memory_pool,
     models,
     tape,
@@ -194,6 +195,21 @@ def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch
     with memory_pool(held=arrays) as pool:
         attention_forward(*arrays, causal=True)
     assert pool.peak < 1.02 * ledger.plan().total
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("more", [{}, {"rank": 4}, {"checkpoint_every": 1}, {"optimizer": "none"}])
+def test_many_passes_are_planned_as_two(
+    more: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All passes behind the first one take what the second takes: a plan runs no thousand."""
+    options: dict[str, Any] = {"batch": 2, "tokens": 64, "dtype": "bfloat16", "device": device}
+    few = plan_memory(LLAMA, **options, **more, accumulate=1000)
+    monkeypatch.setattr(memory_plan, "ALIKE", 1000)
+    many = plan_memory(LLAMA, **options, **more, accumulate=5)
+    assert len(few.moments) < len(many.moments)
+    for name in (*few.at_peak, "total", "at_peak", "layers", "workspaces"):
+        assert getattr(few, name) == getattr(many, name), name
 
 
 def test_parts_add_up_to_the_peak() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adamw", "none")
 # arrays of each, and the bytes that its allocator rounds to: CuPy's pool has pieces of 512
 DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
+ALIKE = 2  # forward passes of a step: the first begins a sum, all others add to it
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would spare a copy
 
 
@@ -41,7 +42,7 @@ def plan_memory(
     optimizer: str = "adamw",
     state_bits: int = 32,
     rank: int | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | CheckpointConfig | None = None,
     accumulate: int = 1,
     chunked_mlp: bool = False,
     adapter: "Adapter | None" = None,
@@ -66,10 +67,12 @@ def plan_memory(
         Of the optimizer's averages, 32 or 8.
     rank : int, optional
         Of adapters of all linear layers, which are trained in place of the weights.
-    checkpoint_every : int, optional
-        How many blocks make a part whose input alone is kept; None: all is kept.
+    checkpoint_every : int or CheckpointConfig, optional
+        How many blocks make a part whose input alone is kept, or a CheckpointConfig; None: all is
+        kept.
     accumulate : int
-        Forward passes whose gradients make one step.
+        Forward passes whose gradients make one step; ``moments`` has two of them at the most, since
+        the others take what the second takes.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs, by chunks of rows.
     adapter : Adapter, optional
@@ -105,7 +108,10 @@ def plan_memory(
     if rank is not None and adapter is not None:
         raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
     parsed = config if isinstance(config, Config) else parse(config)
-    parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
+    parts = checkpoint_every
+    if parts is not None and not isinstance(parts, CheckpointConfig):
+        parts = CheckpointConfig(True, parts)
+    alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with keeping(ledger), ledger.told_of_ops():
@@ -115,14 +121,14 @@ def plan_memory(
         ledger.begin()
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
-            for _ in range(accumulate):
+            for _ in range(alike):
                 rows = arrays.of((batch, tokens), np.int64)
                 loss, gradients = model.loss_and_gradients(rows, rows, checkpoint=parts)
                 ledger.enter(GRADIENTS, gradients)
                 yield loss, gradients
                 del loss, gradients
 
-        _, gradients = sum_gradients(passes(), accumulate)
+        _, gradients = sum_gradients(passes(), alike)
         ledger.enter(GRADIENTS, gradients)
         ledger.note("sum of gradients" if accumulate > 1 else "gradients")
         if steps is not None:

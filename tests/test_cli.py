@@ -26,10 +26,13 @@ from unsloth_cupy.cli.chat import Chat
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.plan import Largest
 from unsloth_cupy.cli.run_folder import RunFolder
-from unsloth_cupy.cli.text import Batches, held_out_rows, split, unigram_baseline
+from unsloth_cupy.cli.text import Batches, Text, held_out_rows, split, unigram_baseline
 from unsloth_cupy.cli.tokenizer import StopStrings, TextStream, encode, train_tokenizer
 from unsloth_cupy.cli.trainer import Trainer
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.memory import format_bytes
+from unsloth_cupy.memory_plan import plan_memory
+from unsloth_cupy.models import load
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
@@ -112,20 +115,25 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, output
 
 
+def trained(text: Text) -> str:
+    """What of a text is trained on."""
+    return "".join(part for _, part in text.blocks())
+
+
 class TestText:
     def test_the_parts_share_no_paragraph(self) -> None:
         said_twice = "What is said twice."
         paragraphs = [f"Paragraph {i}." for i in range(50)]
         paragraphs[3] = paragraphs[48] = said_twice
         parts = split("name", "\n\n".join(paragraphs))
-        assert said_twice in parts.train
+        assert said_twice in trained(parts)
         assert said_twice not in parts.held_out
         assert "Paragraph 49." in parts.held_out
-        assert "Paragraph 49." not in parts.train
+        assert "Paragraph 49." not in trained(parts)
 
     def test_one_long_paragraph_is_split_too(self) -> None:
         parts = split("name", "word " * 1000)
-        assert len(parts.train) == 4500
+        assert len(trained(parts)) == 4500
         assert len(parts.held_out) == 500
 
     def test_batches_depend_on_seed_and_step_alone(self) -> None:
@@ -213,7 +221,7 @@ class TestFinetune:
     def test_what_a_run_leaves_and_prints(self, finished: tuple[Path, str]) -> None:
         folder, output = finished
         names = {path.name for path in folder.iterdir()}
-        assert names == {"settings.json", "log.jsonl", "curve.png", "model"}
+        assert names == {"settings.json", "log.jsonl", "curve.png", "model", "checkpoint-00000060"}
         assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert {p.name for p in (folder / "model").iterdir()} == {
             "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
@@ -611,6 +619,36 @@ class TestPlan:
             assert said in result.output
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
+
+    def test_a_picture_is_drawn_where_one_is_asked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """So a plan needs no folder that can be written to."""
+        monkeypatch.chdir(tmp_path)
+        tmp_path.chmod(0o500)
+        result = run("plan", LLAMA, "--tokens", 16)
+        tmp_path.chmod(0o700)
+        assert result.exit_code == 0, result.output
+        assert "timeline" not in result.output
+        assert not [*tmp_path.iterdir()]
+
+    def test_an_adapter_is_planned_as_it_is(self, tmp_path: Path) -> None:
+        model = load(LLAMA, dtype="float32")
+        model.add_adapter(3, seed=0, targets=("q_proj",), base=str(LLAMA))
+        model.save_adapter(tmp_path)
+        options = ("--tokens", 16, "--dtype", "float32", "--device", "cpu")
+        result = run("plan", tmp_path, *options)
+        assert result.exit_code == 0, result.output
+        assert f"the adapter in {tmp_path}" in " ".join(result.output.split())
+        wanted = plan_memory(
+            model.config, batch=1, tokens=16, dtype="float32", adapter=model.adapter, device="cpu"
+        )
+        assert f"total │ │ {format_bytes(wanted.total)}" in " ".join(result.output.split())
+        assert_one_clear_error(run("plan", tmp_path, "--lora", 4), "leave --lora out")
+
+    def test_the_machine_is_among_the_cards(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "device_memory", lambda _: (3 * 2**29, 0))
+        assert "here: 1.5 GB" in run("plan", LLAMA, "--tokens", 16, "--device", "cpu").output
 
     def test_rows_are_no_longer_than_a_model_has_positions(self, tmp_path: Path) -> None:
         """As in finetune; rows that nobody asked for have 2048 tokens, or all positions."""

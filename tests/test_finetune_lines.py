@@ -407,7 +407,7 @@ class TestLabels:
         asked = [("", "cat dog"), ("xyz", "uvw"), ("", "uvw"), ("cat", " dog")]
         known = [Record(n, [], *each) for n, each in enumerate(asked, 1)]
         found, long, lost = _examples(
-            Records(tmp_path, "", "", known, known), tokenizer, [], 8, Chat(None), known
+            Records(tmp_path, "", "", 0, known, known), tokenizer, [], 8, Chat(None), known
         )
         assert [example.line for example in found] == [1, 4]
         assert (long, lost) == (0, 1)

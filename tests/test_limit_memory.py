@@ -8,13 +8,13 @@ import click
 import pytest
 
 from unsloth_cupy import DeviceMemoryError, plan_memory
-from unsloth_cupy.cli import finetune
+from unsloth_cupy.cli import limit, machine, preparation
 from unsloth_cupy.cli.limit import Memory, Sizes, within
 from unsloth_cupy.cli.options import Size
-from unsloth_cupy.cli.trainer import Plan
+from unsloth_cupy.cli.settings import Plan
 from unsloth_cupy.models.parse import parse
 
-from .test_cli import run
+from .test_cli import assert_one_clear_error, run
 from .test_memory import GEMMA, LLAMA, SMALL
 
 MIB = 2**20
@@ -89,6 +89,55 @@ def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
     assert "--chunked-mlp" not in cures(PLAN, config=parse(GEMMA))
 
 
+@pytest.mark.parametrize("device", [None, "cuda:1"])
+def test_the_machine_is_the_limit_where_none_is_given(
+    device: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str | None] = []
+    memory = [10**12, 10**12]
+
+    def here(name: str | None) -> tuple[int, int]:
+        asked.append(name)
+        return memory[0], memory[1]
+
+    monkeypatch.setattr(limit, "device_memory", here)
+    plan = within(sizes(device=device), PLAN, None)
+    assert not capsys.readouterr().err
+    memory[1] = plan.total - 1
+    within(sizes(device=device), PLAN, None)
+    assert "are free now, of 931.32 GiB" in capsys.readouterr().err
+    memory[0] = plan.total - 1
+    with pytest.raises(DeviceMemoryError, match=f"--device {device or 'cpu'} has .*: a step") as e:
+        within(sizes(device=device), PLAN, None)
+    assert (e.value.required, e.value.available) == (plan.total, plan.total - 1)
+    assert "--checkpoint-every 1 saves" in str(e.value)
+    assert str(e.value).endswith("MiB tries all the same")
+    assert asked == [device] * 3
+    assert within(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"
+
+
+def test_nothing_is_loaded_that_the_machine_has_no_memory_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limit, "device_memory", lambda _: (2**20, 2**20))
+    monkeypatch.setattr(preparation.models, "create", None)
+    result = run(*TRAIN, "--out", tmp_path / "run")
+    assert_one_clear_error(result, "--device cpu has 1.00 MiB: a step holds")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_container_has_less_than_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = machine.machine_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(machine, "CGROUPS", (tmp_path / "memory.max", tmp_path / "none"))
+    assert machine.machine_memory() == whole
+    (tmp_path / "memory.max").write_text("123456\n")
+    assert machine.machine_memory() == 123456
+    assert machine.device_memory(None)[0] == 123456
+
+
 def test_what_fits_is_planned() -> None:
     plan = within(sizes(), PLAN, 2**30)
     assert plan == within(sizes(), PLAN, None)
@@ -103,13 +152,15 @@ def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
 
 
 def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
-    for limit, counted in ((), 2), (("--limit-memory", "1GiB"), 4):
+    for limited, counted in ((), 2), (("--limit-memory", "1GiB"), 4):
         out = tmp_path / f"run{counted}"
-        result = run(*TRAIN, *limit, "--out", out)
+        result = run(*TRAIN, *limited, "--out", out)
         assert result.exit_code == 0, result.output
         assert "arrays of a step" in result.output
         assert ", measured " in result.output
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        slowed = [line["step"] for line in lines if line.get("tokens_per_second", 1) is None]
+        assert slowed == ([] if limited else [1, 2]), "what is counted is no speed"
         lines = [line for line in lines if "peak_bytes" in line]
         assert [line["step"] for line in lines] == [*range(1, counted + 1)]
         for line in lines:
@@ -118,7 +169,7 @@ def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
 
 def test_the_limit_is_kept_to_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = plan_memory(SMALL, batch=1, tokens=8, dtype="float32", device="cpu")
-    monkeypatch.setattr(finetune, "within", lambda *_: small)  # a plan that was wrong
+    monkeypatch.setattr(preparation, "within", lambda *_: small)  # a plan that was wrong
     result = run(*TRAIN, "--limit-memory", "12MiB", "--out", tmp_path / "run")
     assert result.exit_code == 1
     assert "arrays hold 12." in result.output

@@ -4,45 +4,28 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import click
 
 from ..errors import ConfigError
 from ..files import written_beside
-from ..memory import format_bytes
-from .chat import CHATML_TOKENS, Chat
 from .curve import draw_curve
-from .generate import stream_text
-from .interrupt import Interrupted
-from .lessons import Shape, of_records, of_text
-from .limit import Memory, Sizes, check_tokens, within
-from .machine import blas_threads, console
-from .new_model import SIZES, small_llama
-from .options import FILE, Device, Number, Size, option
+from .fingerprint import fingerprints
+from .interrupt import Interrupted, Stop, stop_request
+from .machine import blas_threads
+from .new_model import SIZES
+from .options import FILE, ConfigFile, Device, Number, Size, option
+from .preparation import Request, prepare
 from .records import SUFFIX, Records, read_records
-from .run_folder import RunFolder, load_model, model_folder
+from .results import report, sample
+from .run_folder import RunFolder, base_of, model_folder
+from .settings import Plan, read_settings, settings_of
 from .text import Text, read_text
-from .tokenizer import load_tokenizer, train_tokenizer
-from .trainer import Plan, Trainer
+from .trainer import Trainer
 
-SAMPLE_TOKENS = 120
-
-
-class Request(NamedTuple):
-    """What the command line asks for."""
-
-    model: Path | None
-    text: Path | None
-    batch: int
-    tokens: int
-    layers: int | None
-    hidden: int | None
-    vocabulary: int | None
-    pack: bool | None
-    find_nan: bool
-    device: str | None
-    limit: int | None
+STEPS = 1200
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command()
@@ -50,7 +33,9 @@ class Request(NamedTuple):
 @option("--text", FILE, "UTF-8 file to learn; .jsonl: in lines.  [default: Python's docs]")
 @click.option("--pack/--no-pack", default=None, help="Lines share rows.  [default: --pack]")
 @option("--out", FILE, "Folder of the run.  [default: runs/MODEL-TEXT]")
-@option("--steps", click.IntRange(1), "Updates of the weights.", 1200)
+@option("--config", ConfigFile(), "TrainingConfig as JSON or TOML; options go before it.")
+@option("--steps", click.IntRange(1), f"Updates of the weights.  [default: {STEPS}]")
+@option("--epochs", Number(0, min_open=True), "Passes through the text, in place of --steps.")
 @option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
 @option("--batch", click.IntRange(1), "Rows of text in a step.", 4)
 @option("--tokens", click.IntRange(2), "Tokens in a row.", 128)
@@ -58,10 +43,11 @@ class Request(NamedTuple):
 @option("--max-norm", Number(0, min_open=True), "Norm to clip gradients to.", 1.0)
 @option(
     "--dtype",
-    click.Choice(["float32", "bfloat16", "float16"]),
+    click.Choice(DTYPES),
     "To compute in; the weights that are learned stay float32.",
     "float32",
 )
+@option("--save-dtype", click.Choice(DTYPES), "Of the weights that the run ends with.", "float32")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
@@ -85,13 +71,16 @@ def finetune(
     text: Path | None,
     pack: bool | None,
     out: Path | None,
-    steps: int,
+    config: Any,
+    steps: int | None,
+    epochs: float | None,
     lr: float | None,
     batch: int,
     tokens: int,
     weight_decay: float,
     max_norm: float,
     dtype: str,
+    save_dtype: str,
     lora: int | None,
     accumulate: int,
     checkpoint_every: int | None,
@@ -118,10 +107,12 @@ def finetune(
     by_lines = text is not None and text.suffix.lower() == SUFFIX
     if pack is not None and not by_lines:
         raise ConfigError(f"--pack and --no-pack are for the lines of a {SUFFIX} file; leave them")
+    if steps is not None and epochs is not None:
+        raise ConfigError("--steps and --epochs both say when to end; leave one out")
     pack = by_lines and pack is not False
     request = Request(
         model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device,
-        limit_memory,
+        limit_memory, epochs, evaluate_every,
     )  # fmt: skip
     source = None if model is None else model_folder(model)
     if source is not None and (layers or hidden or vocabulary):
@@ -132,164 +123,79 @@ def finetune(
     if lora is not None and source is None:
         raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
     rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
-    often = evaluate_every or math.ceil(steps / 10)
+    ends = steps or STEPS
     plan = Plan(
-        steps, rate, weight_decay, max_norm, seed, often, save_every, dtype, lora, accumulate,
-        checkpoint_every, int(state_bits), chunked_mlp,
+        ends, rate, weight_decay, max_norm, seed, evaluate_every or math.ceil(ends / 10),
+        save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
+        **({} if config is None else config.rest),
     )  # fmt: skip
-    words = read_records(text) if text is not None and by_lines else read_text(text)
-    name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
-    run = RunFolder(out or Path("runs") / name)
-    with on_device("finetune", device), run.claimed(settings(request, plan, words, source)):
-        if run.finished:
-            click.echo(f"{run.folder} is finished; train anew in another folder with --out\n")
-            report(run)
-            return
-        trainer = prepare(run, request, plan, words, source)
-        with blas_threads(trainer.model.config.hidden):
-            learn(trainer, name)
-            report(run)
-            sample(trainer, seed)
+    run: RunFolder | None = None
+    with stop_request() as stop:
+        try:
+            words = read_records(text) if text is not None and by_lines else read_text(text)
+            name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
+            run = RunFolder(out or Path("runs") / name)
+            asked = asked_for(run, request, plan, words, source)
+            with on_device("finetune", device), run.claimed(asked):
+                if run.finished:
+                    click.echo(f"{run.folder} is finished; more --steps or --epochs go on from its")
+                    click.echo("end, and another --out trains anew\n")
+                    report(run)
+                    return
+                trainer = prepare(run, request, plan, words, source)
+                with blas_threads(trainer.model.config.hidden):
+                    learn(trainer, name, stop, save_dtype)
+                    report(run)
+                    with stop.leaving("the sample"):
+                        sample(trainer, seed)
+        except Interrupted:
+            stopped(run, stop)
 
 
-def learn(trainer: Trainer, name: str) -> None:
-    """Train to the end, or until Ctrl-C; draw the curve; keep the model."""
-    run, stopped = trainer.run, False
+def asked_for(
+    run: RunFolder, request: Request, plan: Plan, text: Text | Records, source: Path | None
+) -> dict[str, Any]:
+    """Return the settings of a run, with a digest of what its adapters stand on."""
+    base: dict[str, Any] = {}
+    stands_on = source if plan.lora is not None else source and base_of(source)
+    if stands_on is not None:
+        known = read_settings(run.settings) if run.settings.is_file() else {}
+        base = fingerprints(stands_on, known.get("base") or {})
+    more: dict[str, Any] = {"batch": request.batch, "tokens": request.tokens}
+    if isinstance(text, Records):
+        more["pack"] = request.pack
+    if source is None:
+        more |= {key: getattr(request, key) or SIZES[key] for key in SIZES}
+    if request.epochs is not None:
+        more |= {"steps": None, "epochs": request.epochs, "evaluate_every": request.evaluate_every}
+    return settings_of(plan, text, source, base, **more)
+
+
+def learn(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
+    """Train to the end; draw the curve, however it ends; keep the model."""
+    run = trainer.run
     try:
-        trainer.train()
-    except Interrupted:
-        stopped = True
-    draw_curve(run.curve, run.lines(), name)
-    if stopped:
+        trainer.train(stop)
+    finally:
+        if run.lines():
+            draw_curve(run.curve, run.lines(), name)
+    stop.finishing("the model that is saved")
+    with written_beside(run.model) as partial:
+        trainer.save_model(partial, save_dtype)
+    run.drop_checkpoints(before=trainer.save().name)
+
+
+def stopped(run: RunFolder | None, stop: Stop) -> NoReturn:
+    """Say what is kept of a run that was asked to stop, and how it goes on."""
+    newest = None if run is None else run.newest_checkpoint()
+    if run is None or newest is None:
+        click.echo("stopped before the first evaluation: nothing is kept", err=True)
+    elif not run.finished:
         command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
+        step = int(newest.name.rpartition("-")[2])
         click.echo(
-            f"stopped after step {trainer.step} of {trainer.plan.steps}, saved in {run.folder};"
-            f" go on with the same command:\n  {command}",
+            f"stopped after step {step}, saved in {run.folder}; go on with the same command:\n"
+            f"  {command}",
             err=True,
         )
-        raise SystemExit(130)  # 128 + SIGINT, as shells count
-    with written_beside(run.model) as partial:
-        trainer.save_model(partial)
-    run.drop_checkpoints()
-
-
-def settings(
-    request: Request, plan: Plan, text: Text | Records, source: Path | None
-) -> dict[str, Any]:
-    """Return what makes the run this run and no other."""
-    return {
-        "model": None if source is None else str(source.resolve()),
-        "text": text.name,
-        "text_sha256": text.digest,
-        **plan._asdict(),
-        "batch": request.batch,
-        "tokens": request.tokens,
-        **({"pack": request.pack} if isinstance(text, Records) else {}),
-        **({} if source else {k: getattr(request, k) or SIZES[k] for k in SIZES}),
-    }
-
-
-def prepare(
-    run: RunFolder, request: Request, plan: Plan, text: Text | Records, source: Path | None
-) -> Trainer:
-    """Load or create model and tokenizer, at the newest checkpoint if there is one."""
-    from .. import models
-
-    checkpoint = run.newest_checkpoint()
-    folder, chat = checkpoint or source, Chat(checkpoint or source)
-    chatty = isinstance(text, Records) and text.chats
-    if folder is None:
-        size = {key: getattr(request, key) or SIZES[key] for key in SIZES}
-        tokenizer = train_tokenizer(text.words, size["vocabulary"], CHATML_TOKENS if chatty else ())
-        config = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
-        model = models.create(config, seed=plan.seed, dtype="float32", device=request.device)
-    else:
-        tokenizer = load_tokenizer(folder)
-        model = load_model(folder, dtype="float32", device=request.device)
-        if plan.lora is not None and folder == source:
-            if model.adapter is not None:
-                raise ConfigError(
-                    f"{source} holds adapters, which go on to learn; leave --lora out"
-                )
-            model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
-    vocabulary, positions = model.config.vocab, model.config.positions
-    check_tokens(request.tokens, positions)
-    sizes = Sizes(
-        model.config, request.batch, request.tokens, request.device, source is not None,
-        model.adapter,
-    )  # fmt: skip
-    memory = Memory(within(sizes, plan, request.limit), request.limit, request.device)
-    pad = model.config.pad_token
-    shape = Shape(
-        request.batch, request.tokens, bool(request.pack),
-        pad if pad is not None and pad < vocabulary else 0,
-    )  # fmt: skip
-    if isinstance(text, Records):
-        lessons = of_records(text, tokenizer, model.config, shape, plan.seed, chat)
-    else:
-        lessons = of_text(text, tokenizer, model.config, shape, plan.seed)
-    files = chat.keep() if chatty else chat.files
-    trainer = Trainer(
-        run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan
-    )
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-        click.echo(f"going on from {checkpoint}", err=True)
-    announce(trainer)
-    return trainer
-
-
-def announce(trainer: Trainer) -> None:
-    """Say what learns what."""
-    model, lessons = trainer.model, trainer.lessons
-    count = sum(array.size for array in model.parameters.values())
-    learned = sum(array.size for array in model.trainable.values())
-    adapted = f", adapters of {learned:,}" if model.adapter else ""
-    if lessons.told:
-        click.echo(lessons.told, err=True)
-    click.echo(
-        f"{model.config.model_type} of {count:,} parameters{adapted}; {lessons.learned:,} tokens to"
-        f" learn, {lessons.asked:,} held out; {trainer.run.folder}",
-        err=True,
-    )
-
-
-def report(run: RunFolder) -> None:
-    """Print the result of a run."""
-    from rich.table import Table
-
-    lines = run.lines()
-    last = next(line for line in reversed(lines) if "held_out_loss" in line)
-    loss, baseline = last["held_out_loss"], last["unigram_baseline"]
-    steps = [line for line in lines if "loss" in line]
-    table = Table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
-    side = "below" if loss < baseline else "above"
-    table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
-    table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
-    seconds = sum(line["seconds"] for line in steps)
-    speed = sum(line["tokens_per_second"] * line["seconds"] for line in steps) / seconds
-    table.add_row("time", f"{seconds:.0f} s in {len(steps)} steps, {speed:.0f} tokens/s")
-    counted = [line for line in steps if "peak_bytes" in line]
-    if counted:
-        planned, peak = counted[-1]["planned_bytes"], counted[-1]["peak_bytes"]
-        off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
-        told = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
-        table.add_row("arrays of a step", told)
-    table.add_row("peak of the process", format_bytes(max(line["memory_bytes"] for line in steps)))
-    table.add_row("model", str(run.model))
-    table.add_row("loss curve", str(run.curve))
-    table.add_row("numbers", str(run.log))
-    console(markup=False).print(table)
-
-
-def sample(trainer: Trainer, seed: int) -> None:
-    """Print how the model goes on from the beginning of what was held out."""
-    tokens = trainer.lessons.prompt
-    click.echo("\nsampled text:\n")
-    stream_text(
-        trainer.model, trainer.tokenizer, trainer.tokenizer.decode(tokens), tokens,
-        max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=seed,
-    )  # fmt: skip
+    raise SystemExit(128 + (stop.signal or 0))  # as shells count

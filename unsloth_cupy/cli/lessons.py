@@ -14,9 +14,11 @@ import numpy as np
 from .._typing import Array
 from ..errors import ConfigError
 from .chat import Chat, Span
+from .progress import reading
 from .records import Record, Records
 from .text import IGNORE, Batch, Batches, Lessons, Text, held_out_rows, unigram_baseline
-from .tokenizer import check_tokens, encode
+from .tokenizer import check_tokens, encode, token_kind
+from .tokens import tokens_of
 
 if TYPE_CHECKING:
     from ..models.config import Config
@@ -31,6 +33,42 @@ class Example(NamedTuple):
     tokens: Array
     labels: Array
     line: int
+
+
+class Examples(Sequence[Example]):
+    """Many texts, in few bytes: a token is 2 or 4, and whether it is learned is 1."""
+
+    def __init__(self, kind: np.dtype[Any]) -> None:
+        self.kind = kind
+        self.tokens, self.learned = bytearray(), bytearray()
+        self.ends, self.lines = [0], list[int]()
+
+    def append(self, example: Example) -> None:
+        """Add a text."""
+        self.tokens += example.tokens.astype(self.kind).tobytes()
+        self.learned += (example.labels != IGNORE).tobytes()
+        self.ends.append(self.ends[-1] + len(example.tokens))
+        self.lines.append(example.line)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: Any) -> Any:
+        start, stop = self.ends[index], self.ends[index + 1]
+        tokens = np.frombuffer(self.tokens, self.kind, stop - start, start * self.kind.itemsize)
+        learned = np.frombuffer(self.learned, bool, stop - start, start)
+        tokens = tokens.astype(np.int64)
+        return Example(tokens, np.where(learned, tokens, IGNORE), self.lines[index])
+
+    def labels(self) -> Array:
+        """Return the tokens of all texts that are learned."""
+        found: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
+        return found
+
+    @property
+    def most(self) -> int:
+        """The largest token."""
+        return int(np.frombuffer(self.tokens, self.kind).max(initial=0))
 
 
 class Shape(NamedTuple):
@@ -67,7 +105,7 @@ class Shape(NamedTuple):
 class Packed:
     """Batches of texts in a shuffled order."""
 
-    def __init__(self, examples: list[Example], shape: Shape, seed: int, name: str) -> None:
+    def __init__(self, examples: Sequence[Example], shape: Shape, seed: int, name: str) -> None:
         self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
         self.starts = [0]  # of each batch: the number of its first text, counted through epochs
 
@@ -80,6 +118,15 @@ class Packed:
         lines = sorted({example.line for example in self._examples(step)})
         shown = ", ".join(map(str, lines[:20])) + (", ..." if len(lines) > 20 else "")
         return f"line{'s' * (len(lines) > 1)} {shown} of {self.name}"
+
+    def count(self, epochs: float) -> int:
+        """Return how many batches so many passes through the texts are."""
+        step, wanted = 0, epochs * len(self.examples)
+        while self.starts[-1] < wanted:
+            self._examples(len(self.starts) - 1)
+        while self.starts[step] < wanted:
+            step += 1
+        return step
 
     def _examples(self, step: int) -> list[Example]:
         while len(self.starts) <= step + 1:
@@ -103,7 +150,7 @@ class Packed:
         return order
 
 
-def in_order(examples: list[Example], shape: Shape) -> list[Batch]:
+def in_order(examples: Sequence[Example], shape: Shape) -> list[Batch]:
     """Return all texts in batches, once each."""
     batches: list[Batch] = []
     waiting: list[Example] = []
@@ -118,8 +165,9 @@ def in_order(examples: list[Example], shape: Shape) -> list[Batch]:
 
 def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int) -> Lessons:
     """Return what is learned of running text: windows of it."""
-    train, held_out = encode(tokenizer, text.train), encode(tokenizer, text.held_out)
-    check_tokens(tokenizer, [*train.tolist(), *held_out.tolist()], config.vocab)
+    held_out, train = encode(tokenizer, text.held_out), tokens_of(text, tokenizer)
+    most = [int(part.max()) for part in (train, held_out) if len(part)]
+    check_tokens(tokenizer, most, config.vocab)
     batches = Batches(train, batch=shape.batch, length=shape.length, seed=seed)
     rows = held_out_rows(held_out, batch=shape.batch, length=shape.length)
     baseline = unigram_baseline(train, held_out[1:], config.vocab)
@@ -146,12 +194,9 @@ def of_records(
                 f"--text {records.path}: no text that is {which} gets to its answer in --tokens"
                 f" {shape.length}; give more --tokens"
             )
-    whole = [int(example.tokens.max()) for example in [*train, *held_out]]
-    check_tokens(tokenizer, whole, config.vocab)
+    check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     batches = Packed(train, shape, seed, records.path.name)
-    learned, asked = (
-        np.concatenate([e.labels[e.labels != IGNORE] for e in part]) for part in (train, held_out)
-    )
+    learned, asked = train.labels(), held_out.labels()
     if len(learned) < LEAST:
         raise ConfigError(
             f"--text {records.path} is too short: it has {len(learned)} token"
@@ -177,13 +222,14 @@ def _examples(
     most: int,
     chat: Chat,
     part: list[Record],
-) -> tuple[list[Example], int, int]:
+) -> tuple[Examples, int, int]:
     """Return the texts of records, how many lost their end, and how many all there was to learn.
 
     Running text goes on in a text of its own; of what has a prompt the end is lost.
     """
-    found, long, lost = [], 0, 0
-    for record in part:
+    found, long, lost = Examples(token_kind(tokenizer)), 0, 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # of each, about
+    for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         try:
             text, spans = record.text(chat)
         except ConfigError as error:

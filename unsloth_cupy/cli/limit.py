@@ -5,16 +5,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
 from .._ledger import MemoryPlan
 from ..errors import ConfigError, DeviceMemoryError
 from ..memory import format_bytes
 from ..memory_plan import plan_memory
 from ..memory_pool import memory_pool
+from .machine import device_memory
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
-    from .trainer import Plan
+    from .settings import Plan
 
 COUNTED = 2  # steps without a limit: they take alike, and to count slows small ops down
 ADAPTER_RANK = 8  # of the adapters that are proposed
@@ -40,7 +43,7 @@ class Sizes(NamedTuple):
             "state_bits": plan.state_bits,
             "rank": None if self.adapter else plan.lora,
             "adapter": self.adapter,
-            "checkpoint_every": plan.checkpoint_every,
+            "checkpoint_every": plan.checkpoint or plan.checkpoint_every,
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
@@ -57,23 +60,33 @@ def check_tokens(tokens: int, positions: int) -> None:
 def within(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     """Return what a step takes; raise if that is more than the limit, naming where and the cures.
 
+    Without a limit it is the memory of the machine that a step has to fit in.
+
     Raises
     ------
     DeviceMemoryError
         ``required`` is the peak of a step, ``available`` the limit.
     """
     made = sizes.planned(plan)
-    first = None if limit is None else made.beyond(limit)
-    if limit is None or first is None:
+    whole, free = device_memory(sizes.device) if limit is None else (limit, limit)
+    first = None if whole is None else made.beyond(whole)
+    if whole is None or first is None:
+        if free is not None and made.total > free:
+            told = f"a step holds {format_bytes(made.total)}; {format_bytes(free)} are free now"
+            click.echo(f"{told}, of {format_bytes(whole or 0)}", err=True)
         return made
     held = sorted(first.held.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
-    peak, over = f"{format_bytes(made.total)} at its peak", format_bytes(first.total - limit)
+    peak, over = f"{format_bytes(made.total)} at its peak", format_bytes(first.total - whole)
+    where = f"--device {sizes.device or 'cpu'} has" if limit is None else "--limit-memory"
+    raised = f"--limit-memory {made.total / 2**20 * 1.02:.0f}MiB"  # plans are that exact
+    raised += " tries all the same" if limit is None else " would do"
+    cures = _cures(sizes, plan, made, whole)
     raise DeviceMemoryError(
-        f"--limit-memory {format_bytes(limit)}: a step holds {peak}, in {made.moments[made.peak]};"
-        f" {over} do not fit in {first} already ({listed}). {_cures(sizes, plan, made, limit)}",
+        f"{where} {format_bytes(whole)}: a step holds {peak}, in {made.moments[made.peak]};"
+        f" {over} do not fit in {first} already ({listed}). {cures}{'; ' * bool(cures)}{raised}",
         made.total,
-        limit,
+        whole,
     )
 
 
@@ -114,8 +127,7 @@ def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
         f"{switch} saves {format_bytes(made.total - total)}" + " and fits" * (total <= limit)
         for total, switch in useful
     ]
-    raised = f"--limit-memory {made.total / 2**20 * 1.02:.0f}MiB would do"  # plans are that exact
-    return "; ".join([*told, raised])
+    return "; ".join(told)
 
 
 class Memory:
@@ -139,10 +151,11 @@ class Memory:
             self.stack.enter_context(self.pool)
             yield
 
-    def begin_step(self) -> None:
-        """Let the peak begin with what is held now."""
+    def begin_step(self) -> bool:
+        """Let the peak begin with what is held now; say whether counting slows this step alone."""
         if self.left:
             self.pool.reset_peak()
+        return bool(self.left) and self.limit is None and self.device is None
 
     def end_step(self) -> dict[str, int]:
         """Return the planned and the measured peak of a step, for its line of the log."""

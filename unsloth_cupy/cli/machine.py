@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 WIDE = 120  # columns of what is no terminal: tables and paths stay whole
 
 
@@ -61,11 +62,34 @@ def blas_threads(hidden: int) -> AbstractContextManager[Any]:
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory of the machine, if it says so."""
+    """Return the bytes of memory that the machine lets this process have, if it says so."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+    for limit in CGROUPS:  # of a container
+        with suppress(OSError, ValueError):
+            whole = min(whole, int(limit.read_text()))
+    return whole
+
+
+def device_memory(device: str | None) -> tuple[int | None, int | None]:
+    """Return the bytes of a device, or of the machine for None: all of them, and those free now."""
+    if device is None:
+        whole, free = machine_memory(), None
+        with suppress(OSError, StopIteration, ValueError):
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            free = int(next(n for n in lines if n.startswith("MemAvailable:")).split()[1]) * 1024
+        return whole, free if whole is None or free is None else min(free, whole)
+    found, _ = gpus()
+    number = int(device.partition(":")[2] or 0)
+    if number >= len(found):
+        return None, None
+    import cupy
+
+    with cupy.cuda.Device(number):
+        free, whole = cupy.cuda.runtime.memGetInfo()
+    return whole, free
 
 
 def version(*distributions: str) -> str | None:

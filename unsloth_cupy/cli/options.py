@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from .training_config import read_training_config
 
 FILE = click.Path(path_type=Path)
 
@@ -81,6 +82,18 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
         return None if value == "cpu" else value
 
 
+class ConfigFile(click.Path):
+    """A file of a TrainingConfig, which other options go before."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return what the file holds; its numbers become defaults of the other options."""
+        path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        found = read_training_config(path)
+        if ctx is not None:
+            ctx.default_map = {**(ctx.default_map or {}), **found.options}
+        return found
+
+
 class Size(click.ParamType):  # type: ignore[type-arg]
     """Bytes, as 2GiB, 1.5 GB or a number alone."""
 
@@ -103,6 +116,7 @@ METAVARS: dict[type, str] = {
     Number: "X",
     click.Path: "PATH",
     NewFile: "PATH",
+    ConfigFile: "PATH",
     Device: "NAME",
     Words: "TEXT",
     Size: "SIZE",
@@ -114,5 +128,6 @@ def option(name: str, kind: Any, text: str, default: Any = None) -> Callable[...
     metavar = METAVARS.get(type(kind))
     shown = default is not None
     return click.option(
-        name, type=kind, default=default, show_default=shown, metavar=metavar, help=text
-    )
+        name, type=kind, default=default, show_default=shown, metavar=metavar, help=text,
+        is_eager=isinstance(kind, ConfigFile),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from ..memory_plan import DEVICES, OPTIMIZERS, plan_memory
 from . import machine
 from .limit import check_tokens
 from .options import FILE, NewFile, option
-from .run_folder import model_folder
+from .run_folder import base_of, model_folder, model_without_weights
 from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
@@ -44,7 +44,7 @@ HOLDS = {
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks of rows, and again.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
-@option("--plot", NewFile(), "PNG file of the step's timeline.", "memory-plan.png")
+@option("--plot", NewFile(), "PNG file of the step's timeline, if one is wanted.")
 def plan(
     config: Path,
     batch: int,
@@ -57,22 +57,28 @@ def plan(
     chunked_mlp: bool,
     accumulate: int,
     device: str,
-    plot: Path,
+    plot: Path | None,
 ) -> None:
     """Say how much memory a step of training takes, and which cards have it.
 
-    CONFIG is a model folder or a config.json; no weights are read.
+    CONFIG is a folder of a model or of an adapter, or a config.json; no weights of a model are
+    read.
     """
     from ..files import read_json
     from ..models.parse import parse
 
-    path = config if config.is_file() else model_folder(config) / "config.json"
+    folder = None if config.is_file() else model_folder(config)
+    path = config if folder is None else (base_of(folder) or folder) / "config.json"
     values = read_json(path)
+    adapter = None if folder is None else model_without_weights(folder)[1]
+    if adapter is not None and lora is not None:
+        raise ConfigError(f"{folder} holds an adapter, which is planned as it is; leave --lora out")
     options = {
         "dtype": dtype,
         "optimizer": optimizer,
         "state_bits": int(state_bits),
         "rank": lora,
+        "adapter": adapter,
         "checkpoint_every": checkpoint_every,
         "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
@@ -97,12 +103,15 @@ def plan(
     plain = {"lora": None, "checkpoint every": None, "accumulate": 1, "state bits": 32}
     also = "".join(f", {name} {value}" for name, value in told.items() if value != plain[name])
     also += ", chunked MLP" * chunked_mlp
+    also += "" if adapter is None else f", the adapter in {folder}"
     title = f"{path}: {batch} x {tokens} tokens, {dtype}{also}"
     console = machine.console()
     console.print(ledger(made, title))
-    console.print(cards(planned, batch, tokens, positions))
-    draw_timeline(plot, made, title)
-    console.print(f"timeline: {plot}", markup=False)
+    here = machine.device_memory(None if device == "cpu" else device)[0]
+    console.print(cards(planned, batch, tokens, positions, here))
+    if plot is not None:
+        draw_timeline(plot, made, title)
+        console.print(f"timeline: {plot}", markup=False)
 
 
 def ledger(plan: MemoryPlan, title: str) -> Any:
@@ -150,9 +159,13 @@ def runs(layers: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def cards(
-    planned: Callable[[int, int], MemoryPlan], batch: int, tokens: int, positions: int
+    planned: Callable[[int, int], MemoryPlan],
+    batch: int,
+    tokens: int,
+    positions: int,
+    here: int | None,
 ) -> Any:
-    """Return the table of what fits on which card, in rows of up to so many positions."""
+    """Return the table of what fits on which card and here, in rows of up to so many positions."""
     from rich.table import Table
 
     table = Table(title="what fits", title_justify="left")
@@ -164,13 +177,13 @@ def cards(
     by_batch = Largest(lambda rows: planned(rows, tokens).total)
     step = min(64, positions)
     by_tokens = Largest(lambda length: planned(batch, length).total, step, positions)
-    for size in CARDS:
-        limit = size * GB
+    sizes = [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
+    for name, limit in [*sizes, *((f"{size} GB", size * GB) for size in CARDS)]:
         fits = (
             f"[green]fits, {total / limit:.1%} full[/]" if total <= limit else "[red]too large[/]"
         )
         rows, length = by_batch(limit), by_tokens(limit)
-        table.add_row(f"{size} GB", fits, str(rows or "-"), str(length or "-"))
+        table.add_row(name, fits, str(rows or "-"), str(length or "-"))
     return table
 
 

@@ -2,12 +2,15 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..memory import format_bytes
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BEFORE_A_BAR = 1.0
+PieceT = TypeVar("PieceT", bound=tuple[Any, ...])
 NEWEST = 0.1  # weight of the newest step in the loss and the speed that are shown
 
 
@@ -41,9 +44,10 @@ class Progress:
     def step(self, line: dict[str, Any]) -> None:
         """Show one step."""
         self.loss = _mean(self.loss, line["loss"])
-        self.speed = _mean(self.speed, line["tokens_per_second"])
-        memory = format_bytes(line["memory_bytes"])
-        now = f"loss {self.loss:.3f}, {self.speed:.0f} tokens/s, process {memory}"
+        speed = line["tokens_per_second"]
+        self.speed = self.speed if speed is None else _mean(self.speed, speed)
+        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s"
+        now = f"loss {self.loss:.3f}{pace}, process {format_bytes(line['memory_bytes'])}"
         if self.terminal:
             self.bar.set_postfix_str(now, refresh=False)
             self.bar.update()
@@ -67,3 +71,24 @@ class Progress:
 
 def _mean(mean: float | None, new: float) -> float:
     return new if mean is None else (1 - NEWEST) * mean + NEWEST * new
+
+
+def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
+    """Yield (bytes, ...) of so many bytes in all; what takes longer than a moment is shown."""
+    from tqdm import tqdm
+
+    terminal, done, began = sys.stderr.isatty(), 0, time.monotonic()
+    printed = began
+    with tqdm(
+        total=size, desc=what, unit="B", unit_scale=True, disable=not terminal, leave=False,
+        delay=SECONDS_BEFORE_A_BAR, dynamic_ncols=True,
+    ) as bar:  # fmt: skip
+        for piece in pieces:
+            yield piece
+            done += len(piece[0])
+            bar.update(len(piece[0]))
+            now = time.monotonic()
+            if not terminal and now - printed > SECONDS_BETWEEN_LINES:
+                printed, speed = now, format_bytes(done / (now - began))
+                share = f"{format_bytes(done)} of {format_bytes(size)}"
+                print(f"{what}: {share}, {speed}/s", file=sys.stderr, flush=True)

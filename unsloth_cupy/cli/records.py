@@ -8,6 +8,8 @@
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -16,12 +18,14 @@ import numpy as np
 
 from ..errors import ConfigError
 from .chat import Chat, Message, Span
-from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE
+from .progress import reading
+from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 SUFFIX = ".jsonl"
 ROLES = ("system", "user", "assistant", "tool")
 # A line that has all keys of several forms, as some published files do, is the first of them.
 FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
+RECORDS = 1000  # of a large file that a new tokenizer reads at a time
 SHOWN = 40  # characters of what is wrong
 
 
@@ -47,6 +51,7 @@ class Records(NamedTuple):
     path: Path
     name: str
     digest: str
+    size: int  # bytes
     train: list[Record]
     held_out: list[Record]
 
@@ -55,14 +60,17 @@ class Records(NamedTuple):
         """Whether some line is a chat."""
         return any(record.messages for record in self.train)
 
-    @property
-    def words(self) -> str:
-        """What a new tokenizer is made for."""
-        said = [[*chain.from_iterable(m.values() for m in r.messages)] for r in self.train]
-        return "\n".join(
-            "\n".join([*words, r.prompt, r.answer])
-            for words, r in zip(said, self.train, strict=True)
-        )
+    def blocks(self) -> Iterator[tuple[str, str]]:
+        """Yield what a new tokenizer is made for, whole where it is small, twice."""
+        count = len(self.train) if self.size <= SMALL else RECORDS
+        for start in range(0, len(self.train), count):
+            part = "\n".join(map(_words, self.train[start : start + count]))
+            yield part, part
+
+
+def _words(record: Record) -> str:
+    said = chain.from_iterable(message.values() for message in record.messages)
+    return "\n".join([*said, record.prompt, record.answer])
 
 
 def read_records(path: Path) -> Records:
@@ -73,34 +81,44 @@ def read_records(path: Path) -> Records:
     ConfigError
         The file cannot be read, or a line is no record; the message names file, line and cure.
     """
+    digest, records = hashlib.sha256(), list[Record]()
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            lines = reading(((line,) for line in file), size, "reading")
+            for number, (whole,) in enumerate(lines, 1):
+                line = whole.removeprefix(b"\xef\xbb\xbf") if number == 1 else whole
+                digest.update(line)
+                if line.strip():
+                    records.append(_record(path, number, line.removesuffix(b"\n")))
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--text {path}: {reason}; name a readable file") from None
-    records = [_record(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if len(records) < 2:
         problem = "is empty" if not records else "holds one record"
         raise ConfigError(f"--text {path} {problem}; write two lines or more: one is held out")
-    digest = hashlib.sha256(b"\n".join(lines)).hexdigest()
-    return Records(path, path.stem, digest, *_split(path, records))
+    return Records(path, path.stem, digest.hexdigest(), size, *_split(path, records))
 
 
 def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record]]:
     """Hold a tenth out, drawn from the whole file, with all lines that say the same."""
-    said = [repr(record[1:]) for record in records]
-    first = {text: index for index, text in reversed([*enumerate(said)])}
+    first, same, sizes = dict[bytes, int](), list[bytes](), list[int]()
+    for index, record in enumerate(records):
+        said = repr(record[1:])
+        same.append(hashlib.blake2b(said.encode(), digest_size=16).digest())
+        sizes.append(len(said))
+        first.setdefault(same[-1], index)
     order = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
-    held, characters = set[str](), 0
+    held, characters = set[bytes](), 0
     for index in order[: max(1, int(len(order) * HELD_OUT_SHARE))]:
         if held and characters > HELD_OUT_CHARACTERS:
             break
-        held.add(said[index])
-        characters += len(said[index])
-    train = [record for record, text in zip(records, said, strict=True) if text not in held]
+        held.add(same[index])
+        characters += sizes[index]
+    train = [record for record, said in zip(records, same, strict=True) if said not in held]
     if not train:
         raise ConfigError(f"--text {path} says one thing alone; write lines that differ")
-    return train, [records[index] for index in sorted(first[text] for text in held)]
+    return train, [records[index] for index in sorted(first[said] for said in held)]
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:

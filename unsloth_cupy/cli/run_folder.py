@@ -4,7 +4,8 @@
     log.jsonl            one line per step, one per evaluation
     checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json;
                          the one before it stays until a step from the newest has gone well
-    model/               the result; its presence says that the run is finished
+    model/               the result; its presence says that the run is finished.  The last
+                         checkpoint stays beside it: more steps go on from there
     curve.png
 
 Everything is written beside its place and renamed, so that a name always means a whole thing.
@@ -17,11 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, absent, read_json, remove, written_beside
+from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
     from ..models import Transformer
+    from ..models.adapter import Adapter
+    from ..models.config import Config
 
 ADAPTER = "adapter_config.json"
 
@@ -74,36 +79,48 @@ class RunFolder:
             if self.finished or self.newest_checkpoint():
                 self._compare(settings)
             else:
-                with written_beside(self.settings) as partial:
-                    partial.write_text(json.dumps(settings, indent=2) + "\n")
+                self._write(settings)
             for leftover in self.folder.glob("*" + PARTIAL):
                 remove(leftover)
             try:
                 yield
             finally:
-                if not (self.log.exists() or self.newest_checkpoint() or self.finished):
+                if not (self.lines() or self.newest_checkpoint() or self.finished):
                     self._leave(made)
 
     def _leave(self, made: list[Path]) -> None:
         """Remove what was made for a run that never began."""
         self.settings.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
         for folder in made:
             if any(folder.iterdir()):
                 return
             folder.rmdir()
 
     def _compare(self, settings: dict[str, Any]) -> None:
-        try:
-            before = json.loads(self.settings.read_text())
-            changed = [key for key in settings if before.get(key) != settings[key]]
-        except (ValueError, AttributeError):
-            raise ConfigError(f"{self.settings} is broken; name a new folder with --out") from None
-        if changed:
-            listed = ", ".join(f"{k} {before.get(k)} (now {settings[k]})" for k in changed)
+        """Raise if the folder's run is another one; let one that came to its end go on."""
+        before, newest = read_settings(self.settings), self.newest_checkpoint()
+        last = int(newest.name.rpartition("-")[2]) if newest else 0
+        ended = self.finished or last == before.get("steps")
+        if changed := differences(before, settings, ended=ended):
+            more = ", for more --steps or --epochs" if ended else ""
             raise ConfigError(
-                f"--out {self.folder} holds a run with {listed}; ask for the same to go on with"
-                " it, or name a new folder with --out"
+                f"--out {self.folder} holds a run with {'; '.join(changed)}; ask for the same to go"
+                f" on with it{more}, or name a new folder with --out"
             )
+        if ended and asks_for_more(before, settings):
+            if newest is None:
+                raise ConfigError(
+                    f"--out {self.folder} holds no checkpoint, from which more steps would go on;"
+                    " name a new folder with --out"
+                )
+            if self.finished:
+                remove(self.model)
+            self._write(settings)
+
+    def _write(self, settings: dict[str, Any]) -> None:
+        with written_beside(self.settings) as partial:
+            partial.write_text(json.dumps(settings, indent=2) + "\n")
 
     @property
     def finished(self) -> bool:
@@ -137,8 +154,14 @@ class RunFolder:
         whole = self.log.read_bytes().split(b"\n")[:-1]
         return [json.loads(line) for line in whole]
 
+    def evaluated(self, step: int) -> bool:
+        """Say whether the log holds the held-out loss after a step."""
+        return any(line["step"] == step and "held_out_loss" in line for line in self.lines())
+
     def trim(self, step: int) -> None:
         """Forget what the log says of later steps: they will run again."""
+        if not self.log.exists():
+            return
         kept = [line for line in self.lines() if line["step"] <= step]
         with written_beside(self.log) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -148,15 +171,38 @@ def load_model(folder: Path, dtype: str | None = None, device: str | None = None
     """Return the model of a folder; that of an adapter names the folder of its base."""
     from .. import models
 
-    if not (folder / ADAPTER).is_file():
+    base = base_of(folder)
+    if base is None:
         return models.load(folder, dtype=dtype, device=device)
+    return models.load(base, dtype=dtype, device=device, lora=folder)
+
+
+def base_of(folder: Path) -> Path | None:
+    """Return the folder of an adapter's base model; None for a folder that holds no adapter."""
+    if not (folder / ADAPTER).is_file():
+        return None
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():
         raise ConfigError(
             f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is no folder here;"
             " write the folder of the adapter's base model there"
         )
-    return models.load(base, dtype=dtype, device=device, lora=folder)
+    return Path(base)
+
+
+def model_without_weights(folder: Path) -> "tuple[Config, Adapter | None]":
+    """Return the config of a folder's model, and its adapter if it has one."""
+    from ..models.adapter_folder import read_adapter
+    from ..models.parse import parse
+
+    base = base_of(folder)
+    path = (base or folder) / "config.json"
+    values = read_json(path)
+    try:
+        config = parse(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return config, None if base is None else read_adapter(folder, config, FLOAT32)
 
 
 def model_folder(path: Path) -> Path:

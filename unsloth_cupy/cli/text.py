@@ -1,18 +1,29 @@
 """Text to learn from: reading it, holding a part out, and the order in which batches come."""
 
+import codecs
 import functools
 import hashlib
+import io
+import math
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
 from .._typing import Array
 from ..errors import ConfigError
+from .progress import reading
 
 HELD_OUT_SHARE = 0.1
 HELD_OUT_CHARACTERS = 50_000  # enough for a loss steady to 0.02 nats; evaluating stays cheap
 PARAGRAPH = "\n\n"
+SMALL = 2**20  # bytes of a text that is tokenised whole, in memory
+PIECE = 2**17  # bytes of a larger one that are at a time: an encoding takes 200 bytes for each
+BLOCK = 2**22  # bytes that are read at a time where nothing is tokenised
+FARTHEST = 2**20  # bytes before what is to be held out where a paragraph may begin
+COUNTED = 2**20  # tokens that are counted at a time
 IGNORE = -100
 
 
@@ -35,6 +46,9 @@ class Source(Protocol):
     def where(self, step: int) -> str:
         """Return where in the text a batch comes from."""
 
+    def count(self, epochs: float) -> int:
+        """Return how many batches so many passes through the text are."""
+
 
 class Lessons(NamedTuple):
     """What a model is to learn, and how it is examined."""
@@ -49,21 +63,33 @@ class Lessons(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text in two parts that share no paragraph."""
+    """A text in two parts that share no paragraph; it stays where it is, and is read in pieces."""
 
     name: str
-    train: str
+    path: Path | None  # None: Python's documentation
+    opened: Callable[[], BinaryIO]
+    size: int  # bytes
+    cut: int  # bytes that are trained on
     held_out: str
+    digest: str  # of both parts: tells this text from others
 
-    @property
-    def digest(self) -> str:
-        """What tells this text from others."""
-        return hashlib.sha256((self.train + self.held_out).encode()).hexdigest()
+    def blocks(self) -> Iterator[tuple[bytes, str]]:
+        """Yield what is trained on, whole where it is small: bytes, and the characters in them."""
+        with self.opened() as file:
+            yield from decoded(file, self.cut, SMALL if self.cut <= SMALL else PIECE)
 
-    @property
-    def words(self) -> str:
-        """What a new tokenizer is made for."""
-        return self.train
+
+def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]:
+    """Yield the bytes up to a place in blocks, each with the characters that end in it."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    while read < stop and (data := file.read(min(size, stop - read))):
+        before = read - len(decoder.getstate()[0])
+        read += len(data)
+        try:
+            yield data, decoder.decode(data, final=read == stop)
+        except UnicodeDecodeError as error:
+            place = before + error.start
+            raise ConfigError(f"byte {place} is {text_byte(error)}") from None
 
 
 def read_text(path: Path | None) -> Text:
@@ -75,18 +101,10 @@ def read_text(path: Path | None) -> Text:
             f"--text {path} is JSON, not text; write one object in each line of a .jsonl file"
         )
     try:
-        text = path.read_bytes().decode("utf-8")
+        return _split(path.stem, path, lambda: path.open("rb"))
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--text {path}: {reason}; name a readable text file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--text {path} is not UTF-8: byte {error.start} is {text_byte(error)};"
-            " convert it, for example with iconv -t utf-8"
-        ) from None
-    if not text.strip():
-        raise ConfigError(f"--text {path} is empty; name a file with text in it")
-    return split(path.stem, text)
 
 
 def text_byte(error: UnicodeDecodeError) -> str:
@@ -107,19 +125,68 @@ def python_documentation() -> str:
 
 
 def split(name: str, text: str) -> Text:
-    """Hold out the end of the text, less the paragraphs that the rest holds too.
+    """Return a text of the memory, split in two."""
+    data = text.encode()
+    return _split(name, None, lambda: io.BytesIO(data))
+
+
+def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text:
+    """Hold out the end of a text, less the paragraphs that the rest holds too.
 
     The Python documentation repeats a fifth of its paragraphs; a loss on text that was
     trained on would say nothing.
     """
-    wanted = min(len(text) * HELD_OUT_SHARE, HELD_OUT_CHARACTERS)
-    cut = text.rfind(PARAGRAPH, 0, len(text) - int(wanted)) + len(PARAGRAPH)
-    if cut < len(text) // 2:  # one long paragraph
-        cut = len(text) - int(wanted)
-    train = text[:cut]
-    seen = {paragraph.strip() for paragraph in train.split(PARAGRAPH)}
-    kept = [p for p in text[cut:].split(PARAGRAPH) if p.strip() not in seen]
-    return Text(name, train, PARAGRAPH.join(kept))
+    with opened() as file:
+        size = file.seek(0, os.SEEK_END)
+        characters, blank = _counted(file, size, path)
+        if blank:
+            raise ConfigError(f"--text {path or name} is empty; name a file with text in it")
+        end = _last(file, size, int(min(characters * HELD_OUT_SHARE, HELD_OUT_CHARACTERS)))
+        least = max(size // 2, end - FARTHEST)
+        file.seek(least)
+        found = file.read(end - least).rfind(PARAGRAPH.encode())
+        cut = end if found < 0 else least + found + len(PARAGRAPH)  # else one long paragraph
+        file.seek(cut)
+        paragraphs = file.read().decode().split(PARAGRAPH)
+        file.seek(0)
+        seen, digest = _seen(file, cut, {paragraph.strip() for paragraph in paragraphs})
+    held_out = PARAGRAPH.join(p for p in paragraphs if p.strip() not in seen)
+    digest.update(held_out.encode())
+    return Text(name, path, opened, size, cut, held_out, digest.hexdigest())
+
+
+def _counted(file: BinaryIO, size: int, path: Path | None) -> tuple[int, bool]:
+    """Return how many characters a file has, and whether all of them are blank."""
+    characters, blank = 0, True
+    file.seek(0)
+    try:
+        for _, text in reading(decoded(file, size, BLOCK), size, "reading"):
+            characters, blank = characters + len(text), blank and not text.strip()
+    except ConfigError as error:
+        raise ConfigError(
+            f"--text {path} is not UTF-8: {error}; convert it, for example with iconv -t utf-8"
+        ) from None
+    return characters, blank
+
+
+def _last(file: BinaryIO, size: int, characters: int) -> int:
+    """Return the byte at which the last so many characters begin."""
+    file.seek(max(0, size - 4 * characters))  # bytes of a character, at most
+    tail = file.read().decode(errors="ignore")  # but for the half of one at its start
+    return size - len(tail[len(tail) - characters :].encode())
+
+
+def _seen(file: BinaryIO, cut: int, wanted: set[str]) -> tuple[set[str], Any]:
+    """Return which of the wanted paragraphs a file has before the cut, and the digest of that."""
+    seen, digest, rest = set[str](), hashlib.sha256(), ""
+    for data, text in reading(decoded(file, cut, BLOCK), cut, "comparing"):
+        digest.update(data)
+        *whole, rest = (rest + text).split(PARAGRAPH)
+        seen.update(wanted.intersection(map(str.strip, whole)))
+        if len(rest) > 2 * FARTHEST:  # longer than what is held out
+            rest = rest[-FARTHEST:]
+    seen.update(wanted.intersection([rest.strip()]))
+    return seen, digest
 
 
 class Batches:
@@ -140,11 +207,16 @@ class Batches:
     def at(self, step: int) -> Batch:
         """Return the rows of one step."""
         rows = np.stack([self.tokens[at : at + self.length] for at in self._rows(step)])
+        rows = rows.astype(np.int64, copy=False)
         return Batch(rows, rows, None, self.batch * (self.length - 1), rows.size)
 
     def where(self, step: int) -> str:
         """Return where in the text a batch comes from."""
         return f"rows from tokens {', '.join(map(str, self._rows(step)))}"
+
+    def count(self, epochs: float) -> int:
+        """Return how many batches so many passes through the text are."""
+        return math.ceil(epochs * self.windows / self.batch)
 
     def _rows(self, step: int) -> list[int]:
         """Return the tokens at which the rows of a batch start."""
@@ -182,5 +254,7 @@ def unigram_baseline(train: Array, asked: Array, vocabulary: int) -> float:
 
     Frequencies are counted in what is trained on, each plus one.
     """
-    counts = np.bincount(train, minlength=vocabulary) + 1.0
+    counts = np.ones(vocabulary)
+    for start in range(0, len(train), COUNTED):
+        counts += np.bincount(train[start : start + COUNTED], minlength=vocabulary)
     return float(-np.log(counts / counts.sum())[asked].mean())

@@ -33,8 +33,8 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def train_tokenizer(text: str, vocabulary: int, special: Sequence[str] = ()) -> Any:
-    """Return a byte-level BPE tokenizer of at most this many tokens, learnt from text.
+def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Any:
+    """Return a byte-level BPE tokenizer of at most this many tokens, learnt from text or pieces.
 
     The end of text is a token of its own, and so is each of ``special``.
 
@@ -59,13 +59,19 @@ def train_tokenizer(text: str, vocabulary: int, special: Sequence[str] = ()) -> 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator([text] if isinstance(text, str) else text, trainer)
     return tokenizer
 
 
 def encode(tokenizer: Any, text: str) -> Array:
     """Return the tokens of a text, as int64, with no token that marks its start or end."""
     return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+
+def token_kind(tokenizer: Any) -> np.dtype[Any]:
+    """Return the smallest dtype that all tokens of a tokenizer go into."""
+    most = max(tokenizer.get_vocab().values(), default=0)
+    return np.dtype(np.uint16 if most < 2**16 else np.uint32)
 
 
 def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:

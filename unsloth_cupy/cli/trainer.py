@@ -10,27 +10,28 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from .. import _arrays
 from .._typing import Array
-from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..faults import check_errors
 from ..files import written_beside
 from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients, sum_gradients
+from ..models.adapter import Adapter
 from ..models.files import write_tensors
 from ..optimizer import AdamW
-from ..precision import MixedPrecisionConfig, compute_copies
+from ..precision import DTYPES, compute_copies
 from ..schedules import cosine_schedule
-from .interrupt import Interrupted, stop_request
+from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .machine import peak_memory
 from .progress import Progress
 from .run_folder import RunFolder
+from .settings import Plan
 from .text import Batch, Lessons
 
 if TYPE_CHECKING:
@@ -40,24 +41,6 @@ BETAS = (0.9, 0.95)  # the second moment of so short a run must forget faster th
 LAST_RATE = 0.1  # share of the learning rate at the end
 WARMUP_SHARE = 0.05
 SCALER = ("value", "good", "skipped")  # all the state that a LossScaler has
-
-
-class Plan(NamedTuple):
-    """How to train."""
-
-    steps: int
-    lr: float
-    weight_decay: float
-    max_norm: float
-    seed: int
-    evaluate_every: int
-    save_every: int
-    dtype: str = "float32"
-    lora: int | None = None
-    accumulate: int = 1
-    checkpoint_every: int | None = None
-    state_bits: int = 32
-    chunked_mlp: bool = False
 
 
 class Trainer:
@@ -88,44 +71,57 @@ class Trainer:
             self.optimizer.keep_copies(self.copies)
         model.parameters = model.parameters | self.copies  # an adapter's own stay float32
         model.chunked_mlp = plan.chunked_mlp
-        every = plan.checkpoint_every
-        self.checkpoint = None if every is None else CheckpointConfig(checkpoint_every=every)
-        self.scaler = MixedPrecisionConfig(plan.dtype).scaler()
+        self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
+        self.begun = -1  # the step up to which the log is this run's
         self.unproven: str | None = None  # the newest checkpoint, while nothing has come of it
 
-    def train(self) -> None:
-        """Run the steps that are left; the log and the checkpoints tell of them."""
-        self.run.trim(self.step if self.step else -1)
+    def train(self, stop: Stop) -> None:
+        """Run the steps that are left; the log and the checkpoints tell of them.
+
+        Raises
+        ------
+        Interrupted
+            The run was asked to stop; if it has begun, the last whole step is saved.
+        """
+        self.stop, steps = stop, self.plan.steps
+        self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
         arrays = (self.model.parameters, self.masters, self.optimizer.state())
         held = [array for named in arrays for array in named.values()]
         with (
-            stop_request() as stop,
-            Progress(self.step, self.plan.steps) as progress,
+            Progress(self.step, steps) as progress,
             self.memory.watched(held),
             np.errstate(over="ignore", invalid="ignore"),  # what is not finite is looked for
         ):
-            if self.step == 0:
-                self._evaluate(progress)
-            while self.step < self.plan.steps:
-                self._one_step(progress)
-                last = self.step == self.plan.steps
-                self.seconds = time.perf_counter() - started
-                if last or self.step % self.plan.evaluate_every == 0:
-                    self._evaluate(progress)
-                if stop.is_set() or (self.step % self.plan.save_every == 0 and not last):
+            try:
+                self._evaluate_if_due(progress)
+                while self.step < steps:
+                    self._one_step(progress)
                     self.seconds = time.perf_counter() - started
+                    self._evaluate_if_due(progress)
+                    self.seconds = time.perf_counter() - started
+                    if self.step % self.plan.save_every == 0 or self.step == steps:
+                        self.save()
+            except Interrupted:
+                if self.run.lines():
                     self.save()
-                if stop.is_set():
-                    raise Interrupted
-        self.seconds = time.perf_counter() - started
+                raise
+
+    def _evaluate_if_due(self, progress: Progress) -> None:
+        """Evaluate, unless a run that stopped here has."""
+        due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
+        if due and not self.run.evaluated(self.step):
+            with self.stop.leaving(f"the held-out loss after step {self.step}"):
+                self._evaluate(progress)
 
     def _one_step(self, progress: Progress) -> None:
         started, scaler = time.perf_counter(), self.scaler
-        self.memory.begin_step()
-        loss, count, gradients = self._gradients()
-        check_errors()  # a loss that was read has been waited for
+        slowed = self.memory.begin_step()
+        with self.stop.leaving(f"step {self.step + 1}"):
+            loss, count, gradients = self._gradients()
+            check_errors()  # a loss that was read has been waited for
+        self.stop.finishing(f"the update of step {self.step + 1}")
         found = measure_gradients(gradients, self.plan.max_norm, scaler=scaler)
         norm, finite = float(found.norm), bool(found.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
@@ -149,7 +145,7 @@ class Trainer:
             "loss": loss,
             "lr": rate,
             "gradient_norm": norm if finite else None,
-            "tokens_per_second": round(count / seconds, 1),
+            "tokens_per_second": None if slowed else round(count / seconds, 1),
             "memory_bytes": peak_memory(),
             "seconds": round(seconds, 4),
         }
@@ -168,10 +164,11 @@ class Trainer:
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number, batch in zip(numbers, batches, strict=True):
+                self.stop.check()
                 with self._watched(number):
                     found = self.model.loss_and_gradients(
                         **self._placed(batch), count=asked, scaler=self.scaler,
-                        checkpoint=self.checkpoint,
+                        checkpoint=self.plan.checkpoint,
                     )  # fmt: skip
                 yield found
 
@@ -236,6 +233,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this step; the one before it stays until the next step."""
+        self.stop.finishing(f"the checkpoint of step {self.step}")
         path = self.run.folder / f"checkpoint-{self.step:08d}"
         broken = [name for name, array in self.masters.items() if not fine(name, array)]
         if broken:
@@ -255,14 +253,20 @@ class Trainer:
             self.unproven = path.name  # until its weights have given a loss
         return path
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, folder: Path, dtype: str = "float32") -> None:
         """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder."""
-        if self.model.adapter is not None:
-            self.model.save_adapter(folder)
+        model, written = self.model, self.masters
+        if dtype != "float32":
+            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
+            broken = [name for name, array in written.items() if not fine(name, array)]
+            if broken:
+                raise ConfigError(f"{dtype} does not hold {broken[0]}; give another --save-dtype")
+        if model.adapter is not None:
+            Adapter(model.adapter.settings, written).save(folder)
         else:
-            self.model.parameters = self.masters
-            self.model.save(folder)
-            self.model.parameters = self.masters | self.copies
+            named, model.parameters = model.parameters, written
+            model.save(folder)
+            model.parameters = named
         self.tokenizer.save(str(folder / "tokenizer.json"))
         for name, text in self.files.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -279,6 +283,7 @@ class Trainer:
             placed = {name: _arrays.placed(array, table) for name, array in averages.items()}
             self.optimizer.load_state({"steps": steps, **placed})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            self.begun = self.step
             for name in SCALER:
                 setattr(self.scaler, name, state["scaler"][name])
             self.unproven = checkpoint.name

@@ -1,0 +1,108 @@
+"""What a run begins with: model, tokenizer and lessons, once its memory is planned."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from .. import models
+from ..errors import ConfigError
+from ..models.parse import parse
+from .chat import CHATML_TOKENS, Chat
+from .lessons import Shape, of_records, of_text
+from .limit import Memory, Sizes, check_tokens, within
+from .new_model import SIZES, small_llama
+from .progress import reading
+from .records import Records
+from .results import announce
+from .run_folder import RunFolder, load_model, model_without_weights
+from .settings import Plan
+from .text import Lessons, Text
+from .tokenizer import load_tokenizer, train_tokenizer
+from .trainer import Trainer
+
+
+class Request(NamedTuple):
+    """What the command line asks for."""
+
+    model: Path | None
+    text: Path | None
+    batch: int
+    tokens: int
+    layers: int | None
+    hidden: int | None
+    vocabulary: int | None
+    pack: bool | None
+    find_nan: bool
+    device: str | None
+    limit: int | None
+    epochs: float | None = None
+    evaluate_every: int | None = None
+
+
+def prepare(
+    run: RunFolder, request: Request, plan: Plan, text: Text | Records, source: Path | None
+) -> Trainer:
+    """Load or create model and tokenizer, at the newest checkpoint if there is one."""
+    checkpoint = run.newest_checkpoint()
+    folder, chat = checkpoint or source, Chat(checkpoint or source)
+    chatty = isinstance(text, Records) and text.chats
+    adds = plan.lora is not None and folder == source
+    values: dict[str, Any] = {}
+    if folder is None:
+        size = {key: getattr(request, key) or SIZES[key] for key in SIZES}
+        special = CHATML_TOKENS if chatty else ()
+        tokenizer = train_tokenizer(shown(text), size["vocabulary"], special)
+        values = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
+        config, adapter = parse(values), None
+    else:
+        tokenizer = load_tokenizer(folder)
+        config, adapter = model_without_weights(folder)
+        if adds and adapter is not None:
+            raise ConfigError(f"{source} holds adapters, which go on to learn; leave --lora out")
+    check_tokens(request.tokens, config.positions)
+    sizes = Sizes(
+        config, request.batch, request.tokens, request.device, source is not None, adapter
+    )
+    memory = Memory(within(sizes, plan, request.limit), request.limit, request.device)
+    if folder is None:
+        model = models.create(values, seed=plan.seed, dtype="float32", device=request.device)
+    else:
+        model = load_model(folder, dtype="float32", device=request.device)
+        if adds and plan.lora is not None:
+            model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
+    pad = model.config.pad_token
+    shape = Shape(
+        request.batch, request.tokens, bool(request.pack),
+        pad if pad is not None and pad < config.vocab else 0,
+    )  # fmt: skip
+    if isinstance(text, Records):
+        lessons = of_records(text, tokenizer, model.config, shape, plan.seed, chat)
+    else:
+        lessons = of_text(text, tokenizer, model.config, shape, plan.seed)
+    plan = with_steps(plan, request, lessons)
+    files = chat.keep() if chatty else chat.files
+    trainer = Trainer(
+        run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan
+    )
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+        click.echo(f"going on from {checkpoint}", err=True)
+    announce(trainer)
+    return trainer
+
+
+def with_steps(plan: Plan, request: Request, lessons: Lessons) -> Plan:
+    """Return a plan of so many steps as the epochs that were asked for have."""
+    if request.epochs is not None:
+        batches = lessons.batches.count(request.epochs)
+        plan = plan._replace(steps=max(1, math.ceil(batches / plan.accumulate)))
+        click.echo(f"{request.epochs:g} epochs are {plan.steps} steps", err=True)
+    return plan._replace(evaluate_every=request.evaluate_every or math.ceil(plan.steps / 10))
+
+
+def shown(text: Text | Records) -> Iterator[str]:
+    """Yield what a new tokenizer is made for, and show how far it is."""
+    yield from (part for _, part in reading(text.blocks(), text.size, "making a tokenizer"))

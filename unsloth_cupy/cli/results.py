@@ -1,0 +1,78 @@
+"""What a run says of itself: what learns what, its result, and a sample."""
+
+import math
+from typing import Any
+
+import click
+
+from ..memory import format_bytes
+from .generate import stream_text
+from .machine import console
+from .run_folder import RunFolder
+from .trainer import Trainer
+
+SAMPLE_TOKENS = 120
+
+
+def announce(trainer: Trainer) -> None:
+    """Say what learns what."""
+    model, lessons = trainer.model, trainer.lessons
+    count = sum(array.size for array in model.parameters.values())
+    learned = sum(array.size for array in model.trainable.values())
+    adapted = f", adapters of {learned:,}" if model.adapter else ""
+    if lessons.told:
+        click.echo(lessons.told, err=True)
+    click.echo(
+        f"{model.config.model_type} of {count:,} parameters{adapted}; {lessons.learned:,} tokens to"
+        f" learn, {lessons.asked:,} held out; {trainer.run.folder}",
+        err=True,
+    )
+
+
+def report(run: RunFolder) -> None:
+    """Print the result of a run."""
+    from rich.table import Table
+
+    lines = run.lines()
+    last = next(line for line in reversed(lines) if "held_out_loss" in line)
+    loss, baseline = last["held_out_loss"], last["unigram_baseline"]
+    steps = [line for line in lines if "loss" in line]
+    table = Table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
+    side = "below" if loss < baseline else "above"
+    table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
+    table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
+    seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
+    told = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
+    if timed:
+        tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
+        told += f", {tokens / sum(line['seconds'] for line in timed):.0f} tokens/s"
+    table.add_row("time", told)
+    counted = [line for line in steps if "peak_bytes" in line]
+    if counted:
+        planned, peak = counted[-1]["planned_bytes"], counted[-1]["peak_bytes"]
+        off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
+        told = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
+        table.add_row("arrays of a step", told)
+    table.add_row("peak of the process", format_bytes(max(line["memory_bytes"] for line in steps)))
+    table.add_row("model", str(run.model))
+    table.add_row("loss curve", str(run.curve))
+    table.add_row("numbers", str(run.log))
+    console(markup=False).print(table)
+
+
+def is_timed(line: dict[str, Any]) -> bool:
+    """Say whether the speed of a step is that of others: the first ones count their arrays."""
+    return line["tokens_per_second"] is not None
+
+
+def sample(trainer: Trainer, seed: int) -> None:
+    """Print how the model goes on from the beginning of what was held out."""
+    tokens = trainer.lessons.prompt
+    click.echo("\nsampled text:\n")
+    stream_text(
+        trainer.model, trainer.tokenizer, trainer.tokenizer.decode(tokens), tokens,
+        max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=seed,
+    )  # fmt: skip

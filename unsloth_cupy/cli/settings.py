@@ -1,0 +1,129 @@
+"""What a run is asked to do, and whether a second run asks for the same."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..checkpoint import CheckpointConfig
+from ..errors import ConfigError
+from ..precision import MixedPrecisionConfig
+
+if TYPE_CHECKING:
+    from .records import Records
+    from .text import Text
+
+MORE = ("steps", "epochs", "evaluate_every")  # what a run that came to its end may be given anew
+ABOUT = ("text_file", "text_bytes")  # what is said of a text that has changed
+
+
+class Plan(NamedTuple):
+    """How to train."""
+
+    steps: int
+    lr: float
+    weight_decay: float
+    max_norm: float
+    seed: int
+    evaluate_every: int
+    save_every: int
+    dtype: str = "float32"
+    lora: int | None = None
+    accumulate: int = 1
+    checkpoint_every: int | None = None
+    state_bits: int = 32
+    chunked_mlp: bool = False
+    keep: tuple[str, ...] = ()
+    offload: bool = False
+    loss_scale: float = 65536.0
+    dynamic_scaling: bool = True
+
+    @property
+    def checkpoint(self) -> CheckpointConfig | None:
+        """Which blocks are computed again."""
+        if self.checkpoint_every is None:
+            return None
+        every, keep = self.checkpoint_every, tuple(self.keep)
+        return CheckpointConfig(checkpoint_every=every, keep=keep, offload=self.offload)
+
+    @property
+    def precision(self) -> MixedPrecisionConfig:
+        """What is computed in which dtype."""
+        scale, dynamic = self.loss_scale, self.dynamic_scaling
+        return MixedPrecisionConfig(self.dtype, loss_scale=scale, dynamic_scaling=dynamic)
+
+
+def settings_of(
+    plan: Plan, text: "Text | Records", source: Path | None, base: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Return what makes a run this run and no other, as settings.json holds it."""
+    path = text.path
+    return {
+        "model": None if source is None else str(source.resolve()),
+        "text": text.name,
+        "text_file": None if path is None else str(path.resolve()),
+        "text_bytes": text.size,
+        "text_sha256": text.digest,
+        **plan._asdict(),
+        **more,
+        "base": base,
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: bool) -> list[str]:
+    """Return in words what two runs differ in; a run that came to its end may be given more.
+
+    What an earlier version did not write down is taken to be the same.
+    """
+    now = json.loads(json.dumps(now))
+    changed = [key for key in now if key in before and before[key] != now[key]]
+    if ended and any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs")):
+        changed = [key for key in changed if key not in MORE]
+    found = []
+    for key in changed:
+        if key in ABOUT:
+            continue
+        if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
+            then, size = (each.get("text_bytes") or 0 for each in (before, now))
+            name = now.get("text_file") or "Python's documentation"
+            told = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
+            found.append(f"another text: {name} has changed since ({told})")
+        elif key == "text_sha256":
+            then = before.get("text_file") or before.get("text")
+            found.append(f"another text: {then} (now {now.get('text_file') or now['text']})")
+        elif key == "base":
+            found += _other_files(before[key] or {}, now[key] or {})
+        elif key != "text" or "text_sha256" not in changed:
+            found.append(f"{key} {before[key]} (now {now[key]})")
+    return found
+
+
+def asks_for_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Say whether a run is asked to go on beyond the end that it was given."""
+    return any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs"))
+
+
+def _more(before: Any, now: Any) -> bool:
+    return before is not None and now is not None and now > before
+
+
+def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return which files of a base have changed, come or gone."""
+    found = []
+    for name in sorted({*before, *now}):
+        digests = [each.get(name, {}).get("sha256") for each in (before, now)]
+        if digests[0] != digests[1]:
+            state = "is new" if digests[0] is None else "is gone" if digests[1] is None else "has"
+            state += " changed since" if state == "has" else ""
+            found.append(f"another base model: {name} {state}")
+    return found
+
+
+def read_settings(path: Any) -> dict[str, Any]:
+    """Return the settings that a run was begun with, or raise a ConfigError."""
+    try:
+        found = json.loads(path.read_text())
+        found.keys()
+    except (OSError, ValueError, AttributeError):
+        raise ConfigError(f"{path} is broken; name a new folder with --out") from None
+    return dict(found)

@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def calls() -> Iterator[Any]:
         for values in itertools.product(*axes):
             if (suite.__name__, *values) not in LONG:
                 yield pytest.param(suite, values, id="-".join(map(str, (label, *values))))
+
+
+def test_what_each_run_rewrites_is_not_kept() -> None:
+    """And a fresh machine says what it is before it runs: asv would ask, or refuse."""
+    root = Path(__file__).parents[1]
+    ignored = (root / ".gitignore").read_text().splitlines()
+    assert "asv_benchmarks/results/benchmarks.json" in ignored
+    if (root / ".git").exists():
+        listed = subprocess.check_output(["git", "ls-files", "asv_benchmarks/results"], cwd=root)
+        assert b"benchmarks.json" not in listed
+    told = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "asv machine --yes\nasv run" in told
 
 
 @pytest.mark.parametrize("label", SUITES)

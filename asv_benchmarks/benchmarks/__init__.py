@@ -1,6 +1,7 @@
 """Benchmarks; run by hand, results are committed.
 
 cd asv_benchmarks
+asv machine --yes                                  # once on each machine
 asv run --python=same --set-commit-hash $(git rev-parse HEAD)
 """
 

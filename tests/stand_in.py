@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
 import re
 import sys
 import tomllib
@@ -103,7 +102,7 @@ class Machine:
     def __init__(self, capability: str, clusters: bool, devices: int = 1) -> None:
         self.capability, self.clusters = capability, clusters
         numbers = [int(capability)] if devices == 1 else [*range(devices)]
-        self.gpus, self.room = Gpus(numbers, capability), math.inf  # bytes
+        self.gpus, self.room = Gpus(numbers, capability), 1 << 40  # bytes
         self.launches: list[Launch] = []
         self.functions: list[str] = []  # of CuPy, for what the launches do not compute themselves
         self.products: list[str] = []  # that cuBLAS is asked for

@@ -171,7 +171,7 @@ def test_bad_input():
     with pytest.raises(DTypeError, match="like is no array but str"):
         KVCache(1, 1, 1, 1, 1, dtype="float32", like="cuda")
     for size in (-1, 1.5, "2", None, True):
-        with pytest.raises(ConfigError, match="integers, none of them negative"):
+        with pytest.raises(ConfigError, match=r"none of them negative|must be an integer"):
             KVCache(1, size, 1, 1, 1, dtype="float32")
     for window in (0, 2.5, True, [3], [3, -1]):
         with pytest.raises(ConfigError, match="window"):

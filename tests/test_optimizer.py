@@ -243,14 +243,14 @@ def test_a_resumed_run_has_equal_bits(dtype: np.dtype, bits: int) -> None:
     [
         ({"state_bits": 16}, "choose 32 or 8"),
         ({"lr": -1.0}, "lr=-1.0; pass a finite number"),
-        ({"lr": np.nan}, "pass a finite number"),
-        ({"eps": np.inf}, "pass a finite number"),
+        ({"lr": np.nan}, "lr must be a finite number"),
+        ({"eps": np.inf}, "eps must be a finite number"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1; pass a finite number"),
         ({"betas": (0.9, 1.0)}, "each from 0 to below 1"),
         ({"betas": (0.9,)}, "pass two numbers"),
         ({"betas": 0.9}, "pass two numbers"),
         ({"betas": ("high", 0.9)}, "pass two numbers"),
-        ({"lr": None}, "lr=None; pass a finite number"),
+        ({"lr": None}, "lr=None.*must be a finite number"),
     ],
     ids=str,
 )

@@ -215,7 +215,7 @@ def test_defaults() -> None:
         (lambda: MixedPrecisionConfig(None), "compute_dtype=None"),
         (lambda: MixedPrecisionConfig("float16", "float16"), "choose from float32"),
         (lambda: MixedPrecisionConfig(loss_scale=0), "scale=0"),
-        (lambda: MixedPrecisionConfig(dynamic_scaling=1), "pass a bool"),
+        (lambda: MixedPrecisionConfig(dynamic_scaling=1), "must be True or False"),
         (lambda: TrainingConfig(batch_size=0), "batch_size=0.*pass an integer, 1 or more"),
         (lambda: TrainingConfig(max_seq_len="long"), "max_seq_len='long'"),
         (lambda: TrainingConfig(gradient_accumulation_steps=1.5), "steps=1.5"),

@@ -4,9 +4,29 @@ from typing import Any
 
 import numpy as np
 
-from .interop.exchange import common, empty, framework_of, full_like, on_host, placed, scipy_of
+from .interop.exchange import (
+    check_library,
+    common,
+    empty,
+    framework_of,
+    full_like,
+    home_of,
+    on_host,
+    placed,
+    scipy_of,
+)
 
-__all__ = ["common", "empty", "framework_of", "full_like", "on_host", "placed", "scipy_of"]
+__all__ = [
+    "check_library",
+    "common",
+    "empty",
+    "framework_of",
+    "full_like",
+    "home_of",
+    "on_host",
+    "placed",
+    "scipy_of",
+]
 
 
 def packed(array: Any) -> Any:

@@ -19,7 +19,8 @@ its annotation:
     chunk: int | None           an integer or None
     interleaved: bool           True or False
 
-Bounds, and options annotated otherwise, are the op's own to check.
+Bounds, and options annotated otherwise, are the op's own to check.  ``checked`` holds other
+functions and classes to their annotations in the same way.
 """
 
 import functools
@@ -36,6 +37,8 @@ import numpy as np
 
 from . import _jit
 from .errors import ConfigError, DTypeError
+
+F = typing.TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(NamedTuple):
@@ -129,6 +132,39 @@ def option_of(parameter: inspect.Parameter) -> Option | None:
     optional = types.NoneType in kinds
     kinds.discard(types.NoneType)
     return Option(kinds.pop(), optional) if len(kinds) == 1 and kinds <= KINDS.keys() else None
+
+
+def checked(made: F) -> F:
+    """Check the options of a function or of a class's ``__init__`` by their annotations.
+
+    NumPy's numbers become Python's.
+
+    Raises
+    ------
+    ConfigError
+        From the call: an option is not what its annotation says.
+    """
+    function: Any = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    options_of = {name: option for name, p in parameters.items() if (option := option_of(p))}
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            given = signature.bind(*args, **options)
+        except TypeError:
+            return function(*args, **options)  # Python's own error names the parameter
+        for name in options_of.keys() & given.arguments.keys():
+            value = given.arguments[name]
+            if value is not None or not options_of[name].optional:
+                given.arguments[name] = _fit(made.__qualname__, parameters, name, value)
+        return function(*given.args, **given.kwargs)
+
+    if isinstance(made, type):
+        made.__init__ = call  # type: ignore[misc]
+        return made
+    return typing.cast(F, call)
 
 
 def is_number(value: Any) -> bool:

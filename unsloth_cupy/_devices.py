@@ -14,6 +14,7 @@ and of these nothing is left where there is one GPU, or none.
 import functools
 import inspect
 import operator
+import os
 import re
 import sys
 import threading
@@ -23,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .errors import ConfigError
+from .errors import ConfigError, DeviceMemoryError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,6 +148,32 @@ def bytes_asked(error: BaseException | None) -> int:
     """Return the bytes that CuPy was asked for when it raised for want of memory; 0: none said."""
     asked = re.search(r"allocating ([\d,]+)", str(error))
     return int(asked[1].replace(",", "")) if asked else 0
+
+
+def machine_memory(like: Any = None) -> int:
+    """Return the bytes of memory of the GPU where ``like`` lives, or of the machine."""
+    if like is not None and type(like).__module__.startswith("cupy"):
+        with at(like):
+            return int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows does not say
+        return sys.maxsize
+
+
+def check_bytes(call: str, required: int, like: Any = None) -> None:
+    """Raise DeviceMemoryError for arrays that the whole memory does not hold, before they are made.
+
+    ``call`` shows the sizes that were asked for.
+    """
+    available = machine_memory(like)
+    if required > available:
+        raise DeviceMemoryError(
+            f"{call} takes {required / 2**30:,.1f} GiB, and there are {available / 2**30:,.1f} GiB"
+            " of memory; pass smaller sizes",
+            required,
+            available,
+        )
 
 
 def _on_gpu(array: Any) -> bool:

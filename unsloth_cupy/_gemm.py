@@ -54,7 +54,9 @@ def gemm(
     if out is None:
         out = empty((*batch, m, n), a.dtype if dtype is None else dtype, like=a)
     if b.shape[-2] != k or out.shape != (*batch, m, n):
-        raise ShapeError(f"gemm: {a.shape} @ {b.shape} does not make {out.shape}")
+        wanted = (*batch, m, n)
+        problem = f"gemm: {a.shape} @ {b.shape} does not make {out.shape}"
+        raise ShapeError(problem, expected=wanted, actual=tuple(out.shape))
     if 0 in out.shape:
         return out
     if k == 0:

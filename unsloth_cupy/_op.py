@@ -62,6 +62,10 @@ class Op(Generic[P, R]):
         self.__class__ = type("Op", (Op,), {"__call__": staticmethod(call)})  # calls ask the class
         OPS[self.__name__] = self
 
+    def __reduce__(self) -> Any:
+        """Pickle and copy by name: an op is one, wherever it is loaded."""
+        return op_named, (self.__name__,)
+
     def __repr__(self) -> str:
         """Show the signature, so that help() does."""
         return f"<op {self.__name__}: {self.signature}>"
@@ -150,7 +154,13 @@ class Op(Generic[P, R]):
             bad = values[(values < 0) | (values >= limit)].flat[0]
             name, below = self.contract.inputs[index].name, self.contract.inputs[index].below
             problem = f"{name} holds {bad}; it must be in 0 .. {limit - 1}, the {below} axis"
-            raise RangeError(explain(self.__name__, problem, self.contract.inputs, arrays))
+            problem = explain(self.__name__, problem, self.contract.inputs, arrays)
+            raise RangeError(problem, expected=range(limit), actual=int(bad))
+
+
+def op_named(name: str) -> Op[..., Any]:
+    """Return an op: what a pickle of one calls."""
+    return OPS[name]
 
 
 def op(signature: str, *, widen: bool = True) -> Callable[[Callable[P, R]], Op[P, R]]:

@@ -160,7 +160,8 @@ class Planned(np.lib.mixins.NDArrayOperatorsMixin):
         known = math.prod(n for n in asked if n != -1)
         sizes = [self.size // max(known, 1) if n == -1 else int(n) for n in asked]
         if math.prod(sizes) != self.size:
-            raise ShapeError(f"reshape: {self.shape} does not make {tuple(asked)}")
+            problem = f"reshape: {self.shape} does not make {tuple(asked)}"
+            raise ShapeError(problem, expected=tuple(asked), actual=self.shape)
         strides = reshaped(self.shape, self.strides, sizes)
         if strides is None:
             return self.of(sizes, self.dtype)

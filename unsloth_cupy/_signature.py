@@ -95,13 +95,17 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             if not array.dtype.isnative:
                 cure = f"{operand.name}.astype({name!r})"
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
-            raise DTypeError(explain(op, problem, contract.inputs, arrays))
+            problem = explain(op, problem, contract.inputs, arrays)
+            raise DTypeError(problem, expected=wanted, actual=array.dtype)
         if misfit := _bind(operand, array.shape, sizes):
-            raise ShapeError(explain(op, misfit, contract.inputs, arrays))
+            problem = explain(op, misfit, contract.inputs, arrays)
+            actual = tuple(array.shape)
+            raise ShapeError(problem, expected=_wanted(operand, sizes), actual=actual)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
-            raise ShapeError(explain(op, problem, contract.inputs, arrays))
+            problem = explain(op, problem, contract.inputs, arrays)
+            raise ShapeError(problem, expected=f"a multiple of {sizes[few]}", actual=sizes[many])
     known = {operand.name: array.dtype for operand, array in given}
     outputs = [
         None if o.kind == "none" else known.get(o.name[1:], allowed(o.kind, dtype)[0])
@@ -131,6 +135,16 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
         if size != (want := size_of(axis, sizes)):
             return f"{operand.name} has {axis.strip('*?')}={size}; it must be {want}"
     return None
+
+
+def _wanted(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the shape that an operand must have: its axes' sizes, or names where any will do."""
+    found: list[Any] = []
+    for axis in operand.axes:
+        name = parts(axis)[0]
+        size = size_of(axis, sizes) if name.isdigit() or name in sizes else axis
+        found.extend(size if isinstance(size, tuple) else [size])
+    return tuple(found)
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> Any:

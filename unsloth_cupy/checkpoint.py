@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ._call import is_number
+from ._call import checked, is_number
 from ._offload import OnHost, on_host
 from ._op import OPS
 from .errors import ConfigError, GradientError
@@ -23,6 +23,7 @@ from .variable import Var
 T = TypeVar("T")
 
 
+@checked
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Which parts of a model are checkpointed.
@@ -70,6 +71,7 @@ class CheckpointConfig:
         return math.ceil(layers / self.checkpoint_every) / layers
 
 
+@checked
 def checkpoint(
     function: Callable[..., Any],
     /,
@@ -102,6 +104,8 @@ def checkpoint(
     GradientError
         Arguments are on two tapes, or the function returned other results the second time.
     """
+    if not callable(function):
+        raise ConfigError(f"checkpoint({function!r}): pass a function, then its arguments")
     _check_names("checkpoint", keep)
     found = list(_leaves((args, options), Var))
     if not found:

@@ -1,8 +1,21 @@
 """What can go wrong, by name; every message shows the call and the cure."""
 
+from typing import Any
+
 
 class UnslothCupyError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    Attributes
+    ----------
+    expected, actual : object
+        What was asked for and what was given, where the error is about one thing: a shape (names
+        stand for axes of any size), a dtype, a number.  None where the message alone tells.
+    """
+
+    def __init__(self, message: str = "", *, expected: Any = None, actual: Any = None) -> None:
+        super().__init__(message)
+        self.expected, self.actual = expected, actual
 
 
 class ShapeError(UnslothCupyError, ValueError):
@@ -38,8 +51,16 @@ class DeviceError(UnslothCupyError, RuntimeError):
 
 
 class DeviceMemoryError(UnslothCupyError, MemoryError):
-    """A device has too little memory: ``required`` and ``available`` are in bytes."""
+    """Memory does not hold what is asked for.
 
-    def __init__(self, message: str, required: int = 0, available: int = 0) -> None:
-        super().__init__(message)
+    Attributes
+    ----------
+    required : int
+        Bytes asked for in all, together with what is held already.
+    available : int
+        Bytes that could be had in all: a limit, the pages of a cache, the memory of a device.
+    """
+
+    def __init__(self, message: str = "", required: int = 0, available: int = 0) -> None:
+        super().__init__(message, expected=available, actual=required)
         self.required, self.available = required, available

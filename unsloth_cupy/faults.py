@@ -80,7 +80,9 @@ def check_errors() -> None:
     for device, words in [*_records.items()]:
         found = _taken(words) if device is None else _taken_from(device, words)
         if found[0]:
-            raise RangeError(_explain(_reporters[found[0] - 1], *found[1:]))
+            who, (place, number, end) = _reporters[found[0] - 1], found[1:]
+            problem = _explain(who, place, number, end)
+            raise RangeError(problem, expected=range(end), actual=number)
 
 
 def _taken(words: Any) -> list[int]:

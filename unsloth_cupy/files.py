@@ -17,6 +17,17 @@ NEW = ".new"  # inside a folder: files that are whole and about to replace those
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def path_of(call: str, given: Any) -> Path:
+    """Return what a caller gave as a path; raise ConfigError for what is not one."""
+    try:
+        path = Path(os.fspath(given))
+    except TypeError:
+        raise ConfigError(f"{call}({given!r}): pass a path, a str or a pathlib.Path") from None
+    if "\0" in str(path):
+        raise ConfigError(f"{call}({given!r}): no path has a null character; pass another")
+    return path
+
+
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
     """Give a name beside path to write a file or a folder to; rename it when all is on disk.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import tape
+from ._call import checked
 from ._devices import at
 from ._dtypes import FLOAT32, FLOATS
 from ._typing import Array
@@ -34,6 +35,7 @@ class NonFiniteError(UnslothCupyError, FloatingPointError):
 
 
 @contextmanager
+@checked
 def find_nan(
     parameters: Mapping[str, Array] | None = None, *, gradients: bool = True
 ) -> Iterator[None]:

@@ -7,21 +7,25 @@ Bytes: 2 * layers * batch * slots * kv_heads * dim * itemsize, where slots is ca
 sinks + window where that is less.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import _arrays
-from ._call import is_integer
-from ._devices import at_home
+from ._call import checked, is_integer
+from ._devices import at_home, check_bytes
 from ._dtypes import float_dtype
 from ._typing import Array
-from .errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
+from .errors import ConfigError, DTypeError, RangeError, ShapeError
 from .ops.kv_append import kv_append_
+
+MOST_LAYERS = 10_000
 
 
 @at_home("real")
+@checked
 class KVCache:
     """Keys and values of every layer, filled from the left.
 
@@ -74,10 +78,14 @@ class KVCache:
         sinks: int = 0,
     ) -> None:
         shape = (layers, batch, capacity, kv_heads, dim)
-        if not all(map(is_integer, shape)):
-            raise ConfigError(f"KVCache{shape}: sizes must be integers, none of them negative")
+        if not all(map(is_integer, shape)) or layers > MOST_LAYERS:
+            problem = (
+                f"sizes must be integers, none of them negative, nor layers above {MOST_LAYERS}"
+            )
+            raise ConfigError(f"KVCache{shape}: {problem}")
         kind = float_dtype("KVCache", dtype)
-        windows = list(window) if isinstance(window, Sequence) else [window] * layers
+        each: Any = window
+        windows = [*each] if isinstance(each, tuple | list) else [each] * layers
         whole = all(w is None or is_integer(w, 1) for w in windows)
         if len(windows) != layers or not whole:
             cure = "pass how many tokens stay, 1 or more, None for all, or one such for each layer"
@@ -86,12 +94,14 @@ class KVCache:
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
             )
-        place = home_of("KVCache", like)
+        place = _arrays.home_of("KVCache", like)
         self.capacity, self.sinks = capacity, int(sinks)
         # a window that the capacity does not reach is none
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
+        held = sum(map(math.prod, shapes))
+        check_bytes(f"KVCache{shape}", 2 * held * kind.itemsize, place)
         self.keys, self.values = ([_arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
         self.shape, self.dtype = (batch, kv_heads, dim), kind
         self.real = _arrays.empty((batch, capacity), np.dtype(bool), place)
@@ -249,13 +259,14 @@ class KVCache:
 
         Raises
         ------
-        ShapeError, DTypeError, FrameworkError, RangeError
+        ShapeError, DTypeError, RangeError
             index is not (batch,) integers in 0 .. batch - 1; on a GPU its values are not read.
         """
         batch = self.shape[0]
-        _check_library("KVCache.reorder: index", index)
+        _arrays.check_library("KVCache.reorder: index", index)
         if index.shape != (batch,):
-            raise ShapeError(f"KVCache.reorder: index is {index.shape}; it must be ({batch},)")
+            problem = f"KVCache.reorder: index is {index.shape}; it must be ({batch},)"
+            raise ShapeError(problem, expected=(batch,), actual=tuple(index.shape))
         if index.dtype.kind not in "iu":
             raise DTypeError(f"KVCache.reorder: index is {index.dtype}; it must hold integers")
         read = batch and isinstance(index, np.ndarray)
@@ -281,20 +292,8 @@ def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -
         shape = getattr(array, "shape", None)
         if shape != (rows, tokens, kv_heads, dim):
             wanted = f"({axis}={rows}, tokens, kv_heads={kv_heads}, dim={dim})"
-            raise ShapeError(f"{call}: {name} is {shape}; it must be {wanted}")
+            problem = f"{call}: {name} is {shape}; it must be {wanted}"
+            raise ShapeError(problem, expected=(rows, "tokens", kv_heads, dim), actual=shape)
         if array.dtype != storage.dtype:
             cure = f"make the cache with dtype={array.dtype.name!r}"
             raise DTypeError(f"{call}: {name} is {array.dtype}, not {storage.dtype}; {cure}")
-
-
-def home_of(call: str, like: Any) -> Any:
-    """Return an array that lives where a cache is to live; raise for libraries that have none."""
-    if like is None:
-        return np.empty(0)
-    _check_library(f"{call}: like", like)
-    return like
-
-
-def _check_library(what: str, array: Any) -> None:
-    if (library := _arrays.framework_of(array, what)) not in ("numpy", "cupy"):
-        raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _arrays
-from ._call import is_number
+from ._call import checked, is_number
 from ._devices import at, settle, several
 from ._jit import load, target_of
 from ._source import Constants
@@ -49,6 +49,7 @@ def _number(name: str) -> Any:
     return property(read, write)
 
 
+@checked
 class LossScaler:
     """A scale for the loss that grows while gradients stay finite and shrinks when they do not.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._call import checked
 from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
 from ._planned import Planned, PlannedOnHost, keeping
@@ -33,6 +34,7 @@ ALIKE = 2  # forward passes of a step: the first begins a sum, all others add to
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would spare a copy
 
 
+@checked
 def plan_memory(
     config: "Mapping[str, Any] | Config",
     *,
@@ -97,8 +99,8 @@ def plan_memory(
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
     sizes |= {} if rank is None else {"rank": rank}
     for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more")
+        if not 1 <= size < 2**31:
+            raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more, less than 2**31")
     for name, value, known in (
         ("optimizer", optimizer, OPTIMIZERS),
         ("device", device, tuple(DEVICES)),

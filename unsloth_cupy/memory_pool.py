@@ -51,12 +51,12 @@ class MemoryPool:
         self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
             required = _devices.bytes_asked(error)
-            free = max(0, (self.limit or 0) - self.allocated)
+            most = self.limit or self._source.total()
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit beside"
                 f" {format_bytes(self.allocated)}; raise the limit, or compute in smaller batches",
-                required,
-                free,
+                required + self.allocated,
+                most,
             ) from error
 
     @property
@@ -119,7 +119,7 @@ def memory_pool(
     DeviceError
         There is no such device.
     DeviceMemoryError
-        From inside the block: arrays do not fit; ``required`` and ``available`` are bytes.
+        From inside the block: arrays do not fit.
     """
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ConfigError(f"memory_pool(limit={limit!r}): pass bytes, as in limit=8 << 30")
@@ -179,6 +179,15 @@ class OnDevices:
     def peak(self) -> int:
         """Return the most bytes at a time."""
         return self.top
+
+    def total(self) -> int:
+        """Return the bytes of memory that the devices have."""
+        info = self.cupy.cuda.runtime.memGetInfo
+        sizes = []
+        for device in self.devices:
+            with self.cupy.cuda.Device(device):
+                sizes.append(info()[1])
+        return sum(sizes)
 
     def reset_peak(self) -> None:
         """Begin with what is held now."""

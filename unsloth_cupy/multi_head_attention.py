@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._call import is_integer
+from ._call import checked
 from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, ShapeError
-from .kv_cache import KVCache, home_of
+from .kv_cache import KVCache
 from .ops.attention_layer import attention_layer
 from .paged_kv_cache import PagedKVCache
 
 PARTS = ("q", "k", "v", "o")  # of the projections
 
 
+@checked
 class MultiHeadAttention:
     """Attention of tokens over each other, between projections.
 
@@ -79,20 +80,18 @@ class MultiHeadAttention:
         sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads}
         sizes |= {} if dim is None else {"dim": dim}
         for name, size in sizes.items():
-            _require(is_integer(size, 1), name, size, "pass an integer, 1 or more")
+            _require(size >= 1, name, size, "pass an integer, 1 or more")
         _require(heads % kv_heads == 0, "kv_heads", kv_heads, f"heads={heads} is not a multiple")
         cure = f"hidden={hidden} is not a multiple; pass dim, the size of a head"
         _require(dim is not None or hidden % heads == 0, "heads", heads, cure)
-        flag: Any = bias
-        _require(isinstance(flag, bool), "bias", bias, "pass True or False")
-        _require(is_integer(seed), "seed", seed, "pass an integer, 0 or more")
+        _require(seed >= 0, "seed", seed, "pass an integer, 0 or more")
         pair = isinstance(rope, tuple | list) and len(rope) == 2
         _require(rope is None or pair, "rope", rope, "pass (cos, sin), or None")
         self.dtype = float_dtype("MultiHeadAttention", dtype)
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads
         self.dim = hidden // heads if dim is None else dim
         self.rope: tuple[Array, ...] = () if rope is None else tuple(rope)
-        place, rng = home_of("MultiHeadAttention", like), np.random.default_rng(seed)
+        place, rng = _arrays.home_of("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
         self.parameters: dict[str, Array] = {}
@@ -176,7 +175,9 @@ class MultiHeadAttention:
             if (whole := found.pop(f"in_proj_{kind}", None)) is not None:
                 if whole.shape[0] != sum(rows):
                     cure = f"q, k and v have {' + '.join(map(str, rows))}"
-                    raise ShapeError(f"load: in_proj_{kind} is {tuple(whole.shape)}; {cure} rows")
+                    shape = tuple(whole.shape)
+                    problem = f"load: in_proj_{kind} is {shape}; {cure} rows"
+                    raise ShapeError(problem, expected=(sum(rows), *shape[1:]), actual=shape)
                 parts = np.cumsum([0, *rows]).tolist()
                 for part, start, stop in zip("qkv", parts, parts[1:], strict=False):
                     found[f"{part}_proj.{kind}"] = whole[start:stop]
@@ -188,7 +189,8 @@ class MultiHeadAttention:
             _arrays.common("MultiHeadAttention.load", ("the layer", name), (array, found[name]))
             if tuple(found[name].shape) != array.shape:
                 shape = tuple(found[name].shape)
-                raise ShapeError(f"load: {prefix}{name} is {shape}; it must be {array.shape}")
+                problem = f"load: {prefix}{name} is {shape}; it must be {array.shape}"
+                raise ShapeError(problem, expected=array.shape, actual=shape)
             float_dtype(f"MultiHeadAttention.load: {name}", found[name].dtype)
         for name, array in self.parameters.items():
             array[...] = _arrays.rounded(found[name], array.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._call import is_number
+from ._call import checked, is_number
 from ._devices import at, at_home, several
 from ._dtypes import FLOATS, allowed
 from ._typing import Array
@@ -21,6 +21,7 @@ SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps the
 
 
 @at_home("home")
+@checked
 class AdamW:
     """Adam with decoupled weight decay: the formula stands in ``ops/adamw.py``.
 
@@ -255,7 +256,8 @@ def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None
     if place != wanted:
         raise FrameworkError(f"{what} comes from {place}; it must come from {wanted}")
     if array.shape != model.shape:
-        raise ShapeError(f"{what} has shape {array.shape}; it must be {model.shape}")
+        problem = f"{what} has shape {array.shape}; it must be {model.shape}"
+        raise ShapeError(problem, expected=tuple(model.shape), actual=tuple(array.shape))
     if array.dtype not in dtypes:
         cure = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
         raise DTypeError(f"{what} is {array.dtype}; it must be {cure}")

@@ -9,22 +9,24 @@ Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import _arrays
-from ._call import is_integer
-from ._devices import at_home
+from ._call import checked, is_integer
+from ._devices import at_home, check_bytes
 from ._dtypes import float_dtype
 from ._typing import Array
 from .errors import ConfigError, DeviceMemoryError, RangeError
-from .kv_cache import check_new, home_of
+from .kv_cache import check_new
 from .ops.kv_append import kv_append_paged_
 
 
 @at_home("keys")
+@checked
 class PagedKVCache:
     """Keys and values of every layer, ``page`` tokens to a page; pages belong to sequences.
 
@@ -70,7 +72,8 @@ class PagedKVCache:
             cure = "sizes must be integers, none of them negative, nor page be 0"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype)
-        place = home_of("PagedKVCache", like)
+        place = _arrays.home_of("PagedKVCache", like)
+        check_bytes(f"PagedKVCache{shape}", 2 * math.prod(shape) * kind.itemsize, place)
         self.keys = _arrays.empty(shape, kind, place)
         self.values = _arrays.empty(shape, kind, place)
         self.uses = [0] * pages  # sequences that have a page
@@ -254,8 +257,8 @@ class PagedKVCache:
             raise DeviceMemoryError(
                 f"PagedKVCache.{call}: {wanted} pages are needed, {free} of {len(self.uses)} are"
                 " free; free a sequence, or make the cache with more pages",
-                wanted * bytes_of_page,
-                free * bytes_of_page,
+                (len(self.uses) - free + wanted) * bytes_of_page,
+                len(self.uses) * bytes_of_page,
             )
 
     def _placed(self, numbers: Any) -> Array:

@@ -55,7 +55,8 @@ class PagedRows:
         cache.check_sequences(call, sequences)
         if len(sequences) != batch:
             cure = f"pass one for each row, of {batch}"
-            raise ShapeError(f"{call}: sequences={[*sequences]}; {cure}")
+            problem = f"{call}: sequences={[*sequences]}; {cure}"
+            raise ShapeError(problem, expected=batch, actual=len(sequences))
         self.cache, self.sequences = cache, [*sequences]
 
     @property

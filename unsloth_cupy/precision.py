@@ -15,14 +15,13 @@ be given.  (Micikevicius and others, Mixed Precision Training, 2018.)
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ._call import is_number
+from ._call import checked
 from ._devices import at_first
 from ._dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES
 from ._op import OPS
@@ -64,6 +63,7 @@ POLICY: Mapping[str, str] = dict.fromkeys(
 DTYPES = {dtype.name: dtype for dtype in KERNEL_DTYPES}
 
 
+@checked
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
     """What is computed in which dtype.
@@ -96,8 +96,9 @@ class MixedPrecisionConfig:
         for name, known in (("compute_dtype", [*DTYPES]), ("master_dtype", ["float32"])):
             given = getattr(self, name)
             try:
-                dtype = BFLOAT16 if given == "bfloat16" else np.dtype(given)
-            except TypeError:
+                named = isinstance(given, str) and given == "bfloat16"
+                dtype = BFLOAT16 if named else np.dtype(given)
+            except (TypeError, ValueError):
                 dtype = np.dtype(object)
             if dtype.name not in known:
                 call = f"MixedPrecisionConfig({name}={given!r})"
@@ -115,6 +116,7 @@ class MixedPrecisionConfig:
         return LossScaler(1.0, dynamic=False)
 
 
+@checked
 @dataclass(frozen=True)
 class TrainingConfig:
     """How much a step of training takes in, and what it computes with.
@@ -148,9 +150,15 @@ class TrainingConfig:
         """Check the numbers."""
         for name in ("batch_size", "max_seq_len", "gradient_accumulation_steps"):
             number = getattr(self, name)
-            whole = is_number(number) and 1 <= number < math.inf and number == int(number)
-            if not whole:
+            if number < 1:
                 raise ConfigError(f"TrainingConfig({name}={number!r}): pass an integer, 1 or more")
+        for name, kind in (
+            ("mixed_precision", MixedPrecisionConfig),
+            ("checkpoint", CheckpointConfig),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                given = f"TrainingConfig({name}={getattr(self, name)!r})"
+                raise ConfigError(f"{given}: pass a {kind.__name__}")
 
     @property
     def tokens_per_step(self) -> int:

@@ -6,10 +6,11 @@ From step ``steps`` on the rate stays at ``minimum * lr``.
 
 import math
 
-from ._call import is_number
+from ._call import checked, is_number
 from .errors import ConfigError
 
 
+@checked
 def cosine_schedule(
     step: int, *, lr: float, warmup: int, steps: int, minimum: float = 0.0
 ) -> float:
@@ -45,6 +46,7 @@ def cosine_schedule(
     return lr * growth * (minimum + (1 - minimum) * (1 + math.cos(math.pi * t)) / 2)
 
 
+@checked
 def linear_schedule(
     step: int, *, lr: float, warmup: int, steps: int, minimum: float = 0.0
 ) -> float:
@@ -56,6 +58,7 @@ def linear_schedule(
     return lr * growth * (minimum + (1 - minimum) * (1 - t))
 
 
+@checked
 def constant_schedule(
     step: int, *, lr: float, warmup: int, steps: int, minimum: float = 0.0
 ) -> float:

@@ -111,14 +111,15 @@ class Tape:
 
     def _gradients(self, of: Var, wrt: list[Var], seed: Any, release: bool) -> list[Any]:
         if seed is None and of.shape != ():
-            raise ShapeError(f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape")
+            problem = f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape"
+            raise ShapeError(problem, expected=(), actual=tuple(of.shape))
         seed = _arrays.full_like(of.value, 1) if seed is None else seed
         _arrays.framework_of(seed, "Tape.gradients: seed")  # a number too is none
         _arrays.common("Tape.gradients", ("of", "seed"), (of.value, seed))
         if tuple(seed.shape) != tuple(of.shape):
-            raise ShapeError(
-                f"Tape.gradients: seed has shape {tuple(seed.shape)}; it must be {tuple(of.shape)}"
-            )
+            wanted, given = tuple(of.shape), tuple(seed.shape)
+            problem = f"Tape.gradients: seed has shape {given}; it must be {wanted}"
+            raise ShapeError(problem, expected=wanted, actual=given)
         if seed.dtype != of.dtype:
             raise DTypeError(f"Tape.gradients: seed is {seed.dtype}; it must be {of.dtype}")
         values = [value for entry in self.entries for value in entry.values.values()]

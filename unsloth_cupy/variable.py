@@ -173,7 +173,8 @@ def _joint(a: tuple[int, ...], b: tuple[int, ...], sign: str) -> tuple[int, ...]
         return np.broadcast_shapes(a, b)
     except ValueError as error:
         cure = "sizes must be equal or 1, from the last axis on"
-        raise ShapeError(f"Var {sign} other: {a} {sign} {b} do not broadcast; {cure}") from error
+        problem = f"Var {sign} other: {a} {sign} {b} do not broadcast; {cure}"
+        raise ShapeError(problem, expected=a, actual=b) from error
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -181,7 +182,7 @@ def _product(a: Any, b: Any) -> Any:
     left, right = tuple(a.shape), tuple(b.shape)
     if not left or not right or left[-1] != right[max(len(right) - 2, 0)]:
         cure = "the last axis of the first must have the size of the last but one of the second"
-        raise ShapeError(f"Var @ other: {left} @ {right}; {cure}")
+        raise ShapeError(f"Var @ other: {left} @ {right}; {cure}", expected=left, actual=right)
     if len(right) == 1:
         return _called("reshape", _called("linear", a, _shaped(b, 1, -1)), shape=left[:-1])
     if len(right) == 2:

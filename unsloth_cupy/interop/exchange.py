@@ -180,6 +180,20 @@ def framework_of(array: Any, what: str) -> str:
     raise DTypeError(f"{what} is no array but {kind}; wrap it in numpy.asarray(...)")
 
 
+def home_of(call: str, like: Any) -> Any:
+    """Return an array that lives where something new is to live: ``like``, or else NumPy's."""
+    if like is None:
+        return np.empty(0)
+    check_library(f"{call}: like", like)
+    return like
+
+
+def check_library(what: str, array: Any) -> None:
+    """Raise unless an array is NumPy's or CuPy's."""
+    if (library := framework_of(array, what)) not in ("numpy", "cupy"):
+        raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")
+
+
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
     """Return the one library that all arrays of a call come from; raise where they mix."""
     places: dict[str, str] = {}

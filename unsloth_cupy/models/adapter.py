@@ -13,15 +13,14 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
 from .._arrays import placed
-from .._call import is_integer, is_number
-from .._devices import at
+from .._call import checked, is_integer, is_number
+from .._devices import at, check_bytes
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError
@@ -114,9 +113,10 @@ class Adapter:
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the folder of the adapter, beside its place first."""
         layout = {WEIGHTS: list(self.parameters)}
-        write_folder(Path(folder), {CONFIG: self.settings}, self.parameters, layout)
+        write_folder(folder, {CONFIG: self.settings}, self.parameters, layout)
 
 
+@checked
 def create_adapter(
     config: Config,
     weights: Mapping[str, Array],
@@ -177,6 +177,8 @@ def create_adapter(
         "inference_mode": True,
         "base_model_name_or_path": base,
     }
+    needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
+    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed)
     parameters: dict[str, Array] = {}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
         if module.rpartition(".")[2] not in chosen:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from .._call import is_number
 from .._dtypes import FLOAT32, FLOATS, allowed
 from .._typing import Array
 from ..errors import ConfigError
-from ..files import absent, read_json, settle
+from ..files import absent, path_of, read_json, settle
 from .adapter import (
     CONFIG,
     DOWN,
@@ -64,7 +64,7 @@ def read_adapter(
     ConfigError
         A file is missing or broken, asks for what is not LoRA, or is for another model.
     """
-    path = Path(fspath(folder))
+    path = path_of("load(lora=)", folder)
     if not path.is_dir():
         cure = absent(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is no folder; {cure}")

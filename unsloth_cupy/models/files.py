@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from .. import _arrays
 from .._dtypes import BFLOAT16, FLOATS
 from .._typing import Array
 from ..errors import ConfigError
-from ..files import read_json, renewed
+from ..files import path_of, read_json, renewed
 from .config import Config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -109,7 +110,7 @@ def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:
 
 
 def write_folder(
-    folder: Path,
+    given: str | PathLike[str],
     texts: Mapping[str, Mapping[str, Any]],
     parameters: Mapping[str, Array],
     layout: Layout,
@@ -123,6 +124,7 @@ def write_folder(
     ConfigError
         The folder holds weights in other files: together they would be no checkpoint.
     """
+    folder = path_of("save", given)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"save: {folder} is a file; pass a folder")
     if len(layout) > 1:

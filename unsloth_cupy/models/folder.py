@@ -1,20 +1,22 @@
 """Models from folders and from nothing: ``load`` and ``create``."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from .. import _devices
+from .._call import checked
+from .._devices import check_bytes
 from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
 from ..errors import ConfigError, DeviceError
-from ..files import absent, read_json, settle
+from ..files import absent, path_of, read_json, settle
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
 from .files import read_tensors
@@ -59,7 +61,7 @@ def load(
     DeviceError
         The device is not there; the message names those that are.
     """
-    path = Path(fspath(folder))
+    path = path_of("load", folder)
     if not path.is_dir():
         cure = absent(path, "pass one that holds config.json")
         raise ConfigError(f"load: {path} is no folder; {cure}")
@@ -93,6 +95,7 @@ def load(
         return model
 
 
+@checked
 def create(
     config: Mapping[str, Any], *, seed: int, dtype: Any = "float32", device: str | None = None
 ) -> Transformer:
@@ -124,6 +127,8 @@ def create(
     parsed, kind = parse(config), float_dtype("create", dtype)
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
+    size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
+    check_bytes("create: the parameters of this config: it", size)
     with on_device("create", device) as place:
         parameters: dict[str, Array] = {}
         for index, (name, shape) in enumerate(parsed.shapes().items()):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import _arrays
-from .._call import is_integer, is_number
+from .._call import checked, is_integer, is_number
 from .._typing import Array
 from ..errors import ConfigError
 from ..find_nan import NonFiniteError
@@ -24,6 +24,7 @@ from .network import Network
 Ahead = Callable[[Array, Array], Array]  # (tokens, which are real) on the host -> logits
 
 
+@checked
 @dataclass(frozen=True)
 class Options:
     """How to go on, as ``Transformer.generate`` describes it."""
@@ -74,8 +75,8 @@ class Options:
         stop = self.stop
         if stop is None:
             return np.array([token for token in config.end_tokens if token < config.vocab], int)
-        listed = list(stop) if isinstance(stop, Sequence) else [stop]
-        if not all(is_integer(token, 0) for token in listed):
+        listed = [*stop] if isinstance(stop, Sequence) else [stop]
+        if isinstance(stop, bytes) or not all(is_integer(token, 0) for token in listed):
             raise ConfigError(f"generate: stop={stop!r} must be a token, a list of them, or None")
         if any(token >= config.vocab for token in listed):
             raise ConfigError(

@@ -54,14 +54,16 @@ def check(
         raise ConfigError(f"Transformer: checkpoint is {checkpoints!r}; {cure}")
     if tokens.ndim != 2:
         cure = "pass tokens[None]" if tokens.ndim == 1 else "pass (batch, tokens)"
-        raise ShapeError(f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}")
+        problem = f"Transformer: tokens are {tokens.shape}, not (batch, tokens); {cure}"
+        raise ShapeError(problem, expected=("batch", "tokens"), actual=tuple(tokens.shape))
     batch, new = tokens.shape
     rows = rows_of("Transformer", cache, sequences, batch)
     held = cache.length if isinstance(cache, KVCache) else 0
     if isinstance(cache, KVCache):
         if cache.shape[0] != batch:
             have = cache.shape[0]
-            raise ShapeError(f"Transformer: tokens are {tokens.shape}, the cache has batch={have}")
+            problem = f"Transformer: tokens are {tokens.shape}, the cache has batch={have}"
+            raise ShapeError(problem, expected=(have, "tokens"), actual=tuple(tokens.shape))
         cache.check_room(new)
     if offsets is not None:
         _check_offsets(tokens, offsets, mask, cache)
@@ -71,7 +73,8 @@ def check(
         cure = "leave mask out, and pass texts of different lengths one at a time"
         raise ConfigError(f"Transformer: sequences in pages hold no padding; {cure}")
     if mask.shape not in ((batch, new), (batch, held + new)):
-        raise ShapeError(f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make equal")
+        problem = f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make equal"
+        raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(mask.shape))
     if mask.dtype.kind not in "biu":
         raise DTypeError(f"Transformer: mask is {mask.dtype}; it must be bool or an integer")
     return rows
@@ -84,7 +87,8 @@ def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
             f"Transformer: offsets lay texts end to end, without padding; leave {other} out"
         )
     if offsets.ndim != 1 or not len(offsets):
-        raise ShapeError(f"Transformer: offsets are {offsets.shape}; they must be (texts + 1,)")
+        problem = f"Transformer: offsets are {offsets.shape}; they must be (texts + 1,)"
+        raise ShapeError(problem, expected=("texts + 1",), actual=tuple(offsets.shape))
     if offsets.dtype not in KINDS["int"]:
         raise DTypeError(f"Transformer: offsets are {offsets.dtype}; they must be int32 or int64")
     if isinstance(offsets, np.ndarray):  # a GPU is not asked: it waits

@@ -23,7 +23,8 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     _arrays.framework_of(labels, "loss: labels")  # None and a number are none
     _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
-        raise ShapeError(f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal")
+        problem = f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal"
+        raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(labels.shape))
     if labels.dtype.kind != "i":
         raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
     if offsets is not None:  # rows go on in each other, texts do not

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import _arrays
+from .._call import is_integer
 from .._devices import at_home
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache
 from .adapter import Adapter
@@ -39,10 +40,23 @@ class Network:
         self.config, self.parameters = config, parameters
         self.adapter: Adapter | None = None
         self.chunked_mlp = False
+        self._turn()
+
+    def _turn(self) -> None:
+        """Make the tables of the rotary embeddings."""
         here = _arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
-        self.tables = {kind: rope_rows(rope, here) for kind, rope in sorted(config.ropes.items())}
+        ropes = sorted(self.config.ropes.items())
+        self.tables = {kind: rope_rows(rope, here) for kind, rope in ropes}
         for tables in self.tables.values():
             tables(1)  # a broken rope_scaling shows now, not in the first call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the tables out of pickles: they are made again."""
+        return {name: value for name, value in self.__dict__.items() if name != "tables"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._turn()
 
     @property
     def table(self) -> Array:
@@ -67,7 +81,10 @@ class Network:
         held = check(tokens, mask, cache, offsets, checkpoints, sequences)
         if cache is not None and len(cache.keys) != self.config.layers:
             layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
-            raise ShapeError(f"Transformer: the cache has {layers}; make one for this model")
+            problem = f"Transformer: the cache has {layers}; make one for this model"
+            raise ShapeError(problem, expected=self.config.layers, actual=len(cache.keys))
+        if seed is not None and not is_integer(seed):
+            raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
         here = places(Angles(self.tables, self.config.ropes), tokens, mask, held, offsets)

@@ -23,6 +23,8 @@ UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
 }
 
+MOST, MOST_LAYERS = 2**31 - 1, 10_000  # beyond them a number is a mistake
+
 
 class Reader:
     """A config.json that names what is missing or wrong in it."""
@@ -45,8 +47,9 @@ class Reader:
         value = self.get(key)
         if value is None:
             raise ConfigError(f'config: {key} is missing; add it, as in "{key}": 64')
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"config: {key} is {value!r}; it must be a positive integer")
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+        if type(value) is not int or not 1 <= value <= most:
+            raise ConfigError(f"config: {key} is {value!r}; it must be an integer in 1 .. {most}")
         return value
 
     def number(self, key: str) -> float:

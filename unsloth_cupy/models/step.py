@@ -126,12 +126,12 @@ class Step:
                     self.warm = True
                     return logits
         except MemoryError as error:
-            required, available = _devices.bytes_asked(error), cuda.runtime.memGetInfo()[0]
+            more, (free, whole) = _devices.bytes_asked(error), cuda.runtime.memGetInfo()
             raise DeviceMemoryError(
-                f"generate: a step takes {format_bytes(required)} more, and the GPU has"
-                f" {format_bytes(available)}; generate fewer rows or fewer tokens at a time",
-                required,
-                available,
+                f"generate: a step takes {format_bytes(more)} more, and the GPU has"
+                f" {format_bytes(free)}; generate fewer rows or fewer tokens at a time",
+                whole - free + more,
+                whole,
             ) from error
         finally:
             here.wait_event(self.side.record())

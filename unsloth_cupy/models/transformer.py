@@ -8,7 +8,6 @@ loss, gradients = model.loss_and_gradients(tokens, labels)
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -291,7 +290,7 @@ class Transformer(Network):
         config = self.texts["config.json"]
         dtypes = dict.fromkeys({"dtype", "torch_dtype"} & config.keys(), self.table.dtype.name)
         texts = {**self.texts, "config.json": {**config, **dtypes}}
-        write_folder(Path(folder), texts, self.parameters, self.layout)
+        write_folder(folder, texts, self.parameters, self.layout)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Write the adapter alone, as peft does; ``load(base, lora=folder)`` reads it."""

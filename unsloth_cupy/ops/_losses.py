@@ -30,6 +30,8 @@ def checked(
     call: str, ignore: int, smoothing: float, z_loss: float, softcap: float | None
 ) -> Options:
     """Return the options; raise for one that makes no sense."""
+    if not -(2**63) <= ignore < 2**63:
+        raise ConfigError(f"{call}(ignore={ignore}): ignore must be an integer of 64 bits")
     if not 0 <= smoothing <= 1:
         raise ConfigError(f"{call}(smoothing={smoothing}): smoothing must be in [0, 1]")
     if not 0 <= z_loss < np.inf:

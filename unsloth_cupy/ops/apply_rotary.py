@@ -107,7 +107,8 @@ def _launched(
 
 def _check_dim(x: Array) -> None:
     if x.shape[3] % 2:
-        raise ShapeError(f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn")
+        problem = f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn"
+        raise ShapeError(problem, expected="an even dim", actual=tuple(x.shape))
 
 
 def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:

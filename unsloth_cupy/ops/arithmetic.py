@@ -119,10 +119,12 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     given: Any = shape
     whole = isinstance(given, tuple | list) and all(isinstance(n, int | np.integer) for n in given)
     if not whole or min(given, default=0) < -1 or list(given).count(-1) > 1:
-        raise ShapeError(f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1")
+        problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
+        raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     known = math.prod(n for n in shape if n != -1)
     if (x.size != known) if -1 not in shape else (known == 0 or x.size % known):
-        raise ShapeError(f"reshape: x {x.shape} has {x.size} elements; shape={shape} does not")
+        problem = f"reshape: x {x.shape} has {x.size} elements; shape={shape} does not"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(x.shape))
     return x.reshape(shape)
 
 
@@ -172,7 +174,8 @@ def _places(x: Array, order: Any) -> list[int]:
     whole = isinstance(order, tuple | list) and all(is_integer(n, -x.ndim) for n in order)
     if not whole or sorted(n % x.ndim if n < 0 else n for n in order) != list(range(x.ndim)):
         cure = f"name each of its {x.ndim} axes once"
-        raise ShapeError(f"transpose(order={order!r}): x is {tuple(x.shape)}; {cure}")
+        problem = f"transpose(order={order!r}): x is {tuple(x.shape)}; {cure}"
+        raise ShapeError(problem, expected=tuple(range(x.ndim)), actual=order)
     return [int(n) % x.ndim for n in order]
 
 

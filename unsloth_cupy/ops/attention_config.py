@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._call import is_integer
+from .._call import checked, is_integer
 from .._dtypes import KERNEL_DTYPES, float_dtype
 from .._jit import target_of
 from .._op import OPS
@@ -25,6 +25,7 @@ from ._attention_tiles import Start, Tiles, resolve
 from ._device import Limits, limits, limits_of
 
 
+@checked
 @dataclass(frozen=True)
 class AttentionConfig:
     """Queries and threads of a block of the forward kernel of attention: the most to begin with.

@@ -157,7 +157,8 @@ def _check_axes(**arrays: Any) -> None:
         axes, shape = 3 if name == "x" else 2, tuple(getattr(value, "shape", ()))
         if len(shape) != axes:
             cure = "it must have (batch, tokens, hidden)" if name == "x" else "it must have 2 axes"
-            raise ShapeError(f"attention_layer: {name} is {shape}; {cure}")
+            problem = f"attention_layer: {name} is {shape}; {cure}"
+            raise ShapeError(problem, expected=axes, actual=shape)
 
 
 def attention_layer_backward(

@@ -106,11 +106,13 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     """
     given: Any = shape
     if not isinstance(given, tuple | list) or not all(map(is_integer, given)):
-        raise ShapeError(f"broadcast_to(shape={shape!r}): pass a tuple of sizes")
+        problem = f"broadcast_to(shape={shape!r}): pass a tuple of sizes"
+        raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
     if len(own) != len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=True)):
         cure = "sizes must be equal or 1, from the last axis on"
-        raise ShapeError(f"broadcast_to(shape={shape}): x is {tuple(x.shape)}; {cure}")
+        problem = f"broadcast_to(shape={shape}): x is {tuple(x.shape)}; {cure}"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(x.shape))
     return np.broadcast_to(x, shape)
 
 
@@ -130,10 +132,12 @@ def _axes(call: str, x: Array, axis: Any) -> tuple[int, ...]:
     if not all(is_integer(each, -math.inf) for each in listed):
         raise ConfigError(f"{call}(axis={axis!r}): pass an integer, a tuple of them, or None")
     if not all(-x.ndim <= each < x.ndim for each in listed):
-        raise ShapeError(f"{call}(axis={axis!r}): x is {tuple(x.shape)}, of {x.ndim} axes")
+        problem = f"{call}(axis={axis!r}): x is {tuple(x.shape)}, of {x.ndim} axes"
+        raise ShapeError(problem, expected=range(-x.ndim, x.ndim), actual=axis)
     found = tuple(int(each) % x.ndim for each in listed)
     if len(set(found)) < len(found):
-        raise ShapeError(f"{call}(axis={axis!r}): an axis of {tuple(x.shape)} stands twice")
+        problem = f"{call}(axis={axis!r}): an axis of {tuple(x.shape)} stands twice"
+        raise ShapeError(problem, expected="each axis once", actual=axis)
     return found
 
 

@@ -118,7 +118,9 @@ def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> No
     if 2 * half > x.shape[3]:
         raise ShapeError(
             f"{call}: cos {cos.shape} turns {2 * half} columns and a head of x {x.shape} has"
-            f" {x.shape[3]}; make tables with rope_tables(length, dim <= {x.shape[3]})"
+            f" {x.shape[3]}; make tables with rope_tables(length, dim <= {x.shape[3]})",
+            expected=(length, x.shape[3] // 2),
+            actual=(length, half),
         )
     if positions is None and x.shape[1] > length:
         raise RangeError(

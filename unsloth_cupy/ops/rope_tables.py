@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
+from .._devices import check_bytes
 from .._typing import Array
 from ..errors import ConfigError, ShapeError
 
@@ -65,7 +66,9 @@ def rope_tables(
     if not whole or dim < 0 or dim % 2 or length < 0:
         raise ShapeError(
             f"rope_tables(length={length}, dim={dim}): length must be 0 or more, and dim even:"
-            " rotations turn pairs of columns"
+            " rotations turn pairs of columns",
+            expected="a length of 0 or more, and an even dim",
+            actual=(length, dim),
         )
     given: Any = {} if scaling is None else scaling
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
@@ -76,6 +79,7 @@ def rope_tables(
         raise ConfigError(
             f"rope_tables(scaling={dict(given)}): rope_type must be one of {', '.join(RULES)}"
         )
+    check_bytes(f"rope_tables(length={length}, dim={dim})", 4 * length * dim, like)
     frequency, factor = RULES[kind](given, length, dim, base)
     angle = np.arange(length, dtype=np.float32)[:, None] * frequency
     cos, sin = np.cos(angle), np.sin(angle)

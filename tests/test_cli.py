@@ -732,6 +732,9 @@ def wrong(tmp_path: Path) -> Path:
     (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.doc").write_text("years of work")
+    (tmp_path / "orphan").mkdir()
+    orphan = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.2-1B"}
+    (tmp_path / "orphan" / "adapter_config.json").write_text(json.dumps(orphan))
     shutil.copytree(LLAMA, tmp_path / "no-tokenizer")
     for name, config in {
         "broken": "{",
@@ -780,7 +783,8 @@ def wrong(tmp_path: Path) -> Path:
         ("generate meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Ll"),
         ("finetune a/b", "a/b does not exist; if it is a model of huggingface.co, download it"),
         ("finetune full/b", "full/b does not exist; name a folder with config.json"),
-        ("plan a/b", "hf download a/b --local-dir b, and pass b"),
+        ("plan orphan", "is no folder here; if it is a model of huggingface.co, download it"),
+        ("plan a/b", "hf download a/b --local-dir b, then give b here"),
         ("generate empty.txt", "is a file"),
         ("generate no-tokenizer", "holds no tokenizer.json"),
         ("generate truncated Hi", "model.safetensors"),

@@ -153,5 +153,5 @@ def absent(path: Path, cure: str) -> str:
         return cure
     return (
         f"if it is a model of huggingface.co, download it: hf download {name} --local-dir"
-        f" {path.name}, and pass {path.name}"
+        f" {path.name}, then give {path.name} here"
     )

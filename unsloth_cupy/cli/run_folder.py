@@ -183,9 +183,10 @@ def base_of(folder: Path) -> Path | None:
         return None
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_dir():
+        cure = "write the folder of the adapter's base model there"
         raise ConfigError(
             f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is no folder here;"
-            " write the folder of the adapter's base model there"
+            f" {absent(Path(str(base)), cure)}"
         )
     return Path(base)
 

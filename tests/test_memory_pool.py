@@ -2,13 +2,23 @@
 
 import gc
 import sys
+import tracemalloc
 import types
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unsloth_cupy import DeviceMemoryError, MemoryPool, Tape, add, checkpoint, memory_pool, multiply
+from unsloth_cupy import (
+    DeviceMemoryError,
+    MemoryPool,
+    Tape,
+    add,
+    checkpoint,
+    memory_pool,
+    multiply,
+    tape,
+)
 from unsloth_cupy.errors import ConfigError, DeviceError
 
 MIB = 2**20
@@ -65,6 +75,22 @@ class TestHost:
             objects = [(number, str(number)) for number in range(30_000)]
             add(y, y)
         assert len(objects) == 30_000
+
+    def test_pools_of_threads_end_in_any_order(self) -> None:
+        """Those that go on count on, and after the last one nobody watches."""
+        before, x = tape.watch_memory, Tape().watch(mebibyte())
+        first, second = memory_pool(limit=64 * MIB), memory_pool(limit=3 * MIB // 2)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert tracemalloc.is_tracing()
+        with pytest.raises(DeviceMemoryError, match="after add"):
+            kept = [add(x, x), add(x, x)]
+        second.__exit__(None, None, None)
+        assert tape.watch_memory is before
+        assert not tracemalloc.is_tracing()
+        kept = [add(x, x) for _ in range(4)]
+        assert len(kept) == 4
 
     def test_an_op_beyond_the_limit_raises(self) -> None:
         x = mebibyte()
@@ -210,6 +236,19 @@ class TestDevices:
         cupy.pool.limits = [7, 8]
         with memory_pool(limit=1 << 30, device=1):
             assert cupy.pool.limits == [7, 1 << 30]
+        assert cupy.pool.limits == [7, 8]
+
+    def test_limits_of_threads_end_in_any_order(self, cupy: Any) -> None:
+        """The pool is one for all of them: the last that ends leaves what was there."""
+        cupy.pool.limits = [7, 8]
+        pools = [memory_pool(limit=limit << 20, device=1) for limit in (3, 4, 5)]
+        for pool in pools:
+            pool.__enter__()
+        found = []
+        for number in (1, 0, 2):
+            found.append(cupy.pool.limits[1] >> 20)
+            pools[number].__exit__(None, None, None)
+        assert found == [5, 5, 5]
         assert cupy.pool.limits == [7, 8]
 
     def test_what_does_not_fit(self, cupy: Any) -> None:

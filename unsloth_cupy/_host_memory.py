@@ -5,8 +5,9 @@ are among them.  Which bytes are theirs a walk over all of them finds.  Objects 
 the last walk is believed until the peak has grown.
 """
 
+import threading
 import tracemalloc
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,9 @@ class Usage(NamedTuple):
 class OnHost:
     """Counts what arrays hold, beyond what they held at the start but for some."""
 
-    active: ClassVar[list["OnHost"]] = []  # pools inside each other
+    active: ClassVar[list["OnHost"]] = []  # pools inside each other, or of several threads
+    lock: ClassVar[Any] = threading.RLock()  # of what follows
+    before_all: ClassVar[tuple[bool, Any]]  # of the first pool: whether others trace, and watch
     objects: ClassVar[int] = 0  # bytes of Python's own, by the last walk
     walked: ClassVar[int] = 0  # bytes of everything that it was believed for
 
@@ -39,22 +42,26 @@ class OnHost:
 
     def start(self) -> None:
         """Begin to count."""
-        self.mine = not tracemalloc.is_tracing()
-        if self.mine:
-            tracemalloc.start()
-        self._settle()  # of pools around this one
-        self.before = self._walk()
-        self.active.append(self)
-        self.reset_peak()
-        self.others, tape.watch_memory = tape.watch_memory, self.check
+        with self.lock:
+            if not self.active:
+                OnHost.before_all = tracemalloc.is_tracing(), tape.watch_memory
+                tracemalloc.start()
+                tape.watch_memory = _check_all
+            self._settle()  # of pools around this one
+            self.before = self._walk()
+            self.active.append(self)
+            self.reset_peak()
 
     def stop(self) -> None:
         """Keep the last numbers."""
-        self.last = self._now(), self.peak()
-        self.active.remove(self)
-        tape.watch_memory = self.others
-        if self.mine:
-            tracemalloc.stop()
+        with self.lock:
+            self.last = self._now(), self.peak()
+            self.active.remove(self)
+            if self.active:  # another began before this one, and is not done
+                return
+            traced, tape.watch_memory = self.before_all
+            if not traced:
+                tracemalloc.stop()
 
     def _walk(self) -> int:
         """Return the bytes of arrays; what else is held are Python's own objects."""
@@ -102,8 +109,6 @@ class OnHost:
 
     def check(self, op: str) -> None:
         """Raise if the limit is passed after an op."""
-        if self.others is not None:
-            self.others(op)
         self._settle()
         held = self._beyond(tracemalloc.get_traced_memory()[0] - self.objects)
         if self.limit is not None and held > self.limit:
@@ -115,3 +120,12 @@ class OnHost:
                 held,
                 self.limit,
             )
+
+
+def _check_all(op: str) -> None:
+    """Let every pool look, those around others first."""
+    with OnHost.lock:
+        if OnHost.active and (others := OnHost.before_all[1]) is not None:
+            others(op)
+        for pool in [*OnHost.active]:
+            pool.check(op)

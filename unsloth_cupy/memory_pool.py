@@ -9,6 +9,7 @@ which makes small ops up to twice as slow.
 """
 
 import sys
+import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -128,6 +129,10 @@ def memory_pool(
     return MemoryPool(limit, device, held)
 
 
+_limits: dict[int, list[tuple[Any, Any]]] = {}  # of each GPU: who set it; None: it was there
+_limiting = threading.Lock()
+
+
 class OnDevices:
     """Counts what CuPy's pool hands out, by a hook, for the thread that entered the block."""
 
@@ -138,17 +143,19 @@ class OnDevices:
         self.last: dict[str, Usage] | None = None
 
     def start(self) -> None:
-        """Set the limit, and hook into the pool."""
-        self.limits, self.held, self.most = {}, {}, {}
+        """Set the limit, behind a hook into the pool."""
+        self.held, self.most = {}, {}
         for device in self.devices:
             with self.cupy.cuda.Device(device):
-                self.limits[device] = self.pool.get_limit()
-                if self.limit is not None:
-                    self.pool.set_limit(size=self.limit)
                 self.held[device] = self.most[device] = self.pool.used_bytes()
         self.top = sum(self.held.values())
         self.hook = _hook(self)
         self.hook.__enter__()
+        for device in self.devices if self.limit is not None else ():
+            with _limiting, self.cupy.cuda.Device(device):
+                _limits.setdefault(device, [(None, self.pool.get_limit())])
+                _limits[device].append((self, self.limit))
+                self.pool.set_limit(size=self.limit)
 
     def note(self, device: int, size: int) -> None:
         """Add bytes that were allocated, or take those that were freed."""
@@ -161,9 +168,12 @@ class OnDevices:
         """Keep the last numbers, and take the limit back."""
         self.last = self.usage()
         self.hook.__exit__(None, None, None)
-        for device, limit in self.limits.items():
-            with self.cupy.cuda.Device(device):
-                self.pool.set_limit(size=limit)
+        for device in self.devices if self.limit is not None else ():
+            with _limiting, self.cupy.cuda.Device(device):
+                left = [pair for pair in _limits.pop(device) if pair[0] is not self]
+                self.pool.set_limit(size=left[-1][1])
+                if len(left) > 1:  # another thread's
+                    _limits[device] = left
 
     def usage(self) -> dict[str, Usage]:
         """Return the bytes of each device."""

@@ -60,7 +60,8 @@ def test_variables_and_the_process_are_as_before() -> None:
         os.chdir("/")
         np.seterr(all="ignore")
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        sys.modules["json"] = sys.modules["no_such_module"] = types.ModuleType("stand-in")
+        sys.modules["json"] = sys.modules["cupy_stand_in"] = types.ModuleType("stand-in")
+        sys.modules["imported_half"] = types.ModuleType("made by an extension, as torch's are")
         del sys.modules["ast"]
     assert {str(n): vars(n.owner)[n.name] for n in variables()} == before
     assert 7 not in faults._records
@@ -69,7 +70,8 @@ def test_variables_and_the_process_are_as_before() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
     assert sys.modules["json"] is real
     assert sys.modules["ast"] is ast
-    assert "no_such_module" not in sys.modules
+    assert "cupy_stand_in" not in sys.modules
+    assert sys.modules.pop("imported_half")
 
 
 def test_every_cache_that_the_sources_name_is_found() -> None:

@@ -100,13 +100,20 @@ def _put_back(container: Any, before: Any) -> None:
 
 
 def _replaced(modules: dict[str, Any]) -> None:
-    """Put modules back where something else stands, or nothing; drop what nobody imported."""
+    """Put modules back where something else stands, or nothing; drop stand-ins of CuPy.
+
+    Modules that an import brought stay: half of a library, such as torch, is none.
+    """
     for name in {*modules, *sys.modules}:
         now, before = sys.modules.get(name), modules.get(name)
         if name in modules and now is not before:
             sys.modules[name] = before
-        elif name not in modules and getattr(now, "__spec__", None) is None:
+        elif name not in modules and name.startswith("cupy") and not _imported(now):
             del sys.modules[name]
+
+
+def _imported(module: Any) -> bool:
+    return getattr(module, "__spec__", None) is not None
 
 
 @contextmanager

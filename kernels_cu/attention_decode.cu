@@ -85,7 +85,8 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
 
 // chunks     of a sequence that the grid holds; row_pages, pages and page: of page_table, of k
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
-//            for each FAN of these, and so on; arrived, (sequences, slots), counts from 0
+//            for each FAN of these, and so on; arrived, (sequences, slots), finds zeros and leaves
+//            zeros: a counter wraps at the last to arrive
 // apart      tokens from the first key of a batch to that of the next, where not PAGED
 KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy import _gemm, _jit, faults
+from unsloth_cupy import _counters, _gemm, _jit, faults
 from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy._op import OPS
 from unsloth_cupy.ops import _device, gradients
@@ -382,6 +382,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "memGetInfo": lambda: (machine.room - machine.held, machine.room),
         "getDevice": lambda: machine.gpus.current,
         "memcpyAsync": machine.gpus.copy,
+        "streamIsCapturing": machine.gpus.captures,
     }
     empty = lambda shape, dtype=float: machine.new(shape, dtype)  # noqa: E731
     like = lambda array, dtype=None: machine.new(array.shape, dtype or array.dtype)  # noqa: E731
@@ -453,6 +454,7 @@ def gpu(
     for op in OPS.values():
         op.plans.clear()  # what was recorded on another machine
     gradients.tables.clear()
+    _counters._kept.clear()
     if devices > 1:
         _forget_devices()
     try:
@@ -462,6 +464,7 @@ def gpu(
             _forget_devices()
         _gemm.cublas = found
         gradients.tables.clear()  # addresses of a machine that is gone
+        _counters._kept.clear()
         faults._records.clear()  # of devices that are gone
         faults._records.update(records)
         for name, module in before.items():

@@ -67,6 +67,10 @@ class Gpus:
         if stream and self.made[stream].device_id != self.current:
             raise WrongDeviceError("a copy by the stream of another GPU")
 
+    def captures(self, stream: int) -> bool:
+        """Stand for ``runtime.streamIsCapturing``."""
+        return self.made[stream].capturing
+
     def work(self, what: str, memories: Any) -> "tuple[tuple[int, int], int]":
         """Do work on memories where it is done now, and return when that was."""
         stream = self.stream

@@ -1,6 +1,8 @@
 """A call like an earlier one: its launch is not worked out again, and does the same."""
 
+import contextlib
 import gc
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit, _replay
+from unsloth_cupy import _counters, _jit, _replay
 from unsloth_cupy._arrays import empty, packed
 from unsloth_cupy._cupy import CupyTarget
 from unsloth_cupy._op import OPS, Op, op
@@ -190,6 +192,89 @@ def recorded(name: str) -> bool:
     ]
     known = [found for cell in cells for found in cell["known"].cell_contents.values()]
     return all(found.__name__ == "replay" for found in known)
+
+
+def of_many_keys(rng: np.random.Generator, keys: int = 1100) -> list[Any]:
+    """Return arrays of a decode whose keys are several chunks, merged by the last to arrive."""
+    shapes = ((2, 1, 2, 8), (2, keys, 1, 8), (2, keys, 1, 8))
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def test_a_decode_of_several_chunks_is_recorded() -> None:
+    with gpu() as machine:
+        arrays = [machine.place(array) for array in of_many_keys(np.random.default_rng(0))]
+        for _ in range(3):
+            machine.launches.clear()
+            OPS["attention_forward"](*arrays)
+            assert [launch.kernel for launch in machine.launches] == ["attention_decode"]
+            assert not machine.functions
+        assert recorded("attention_forward")
+
+
+def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two streams or devices that run at once each has its own, whoever was recorded."""
+    found, of_stream = list[Any](), _counters._of_stream
+    monkeypatch.setattr(
+        _counters, "_of_stream", lambda *form: found.append(of_stream(*form)) or found[-1]
+    )
+    with gpu(devices=2) as machine:
+        cuda, arrays = sys.modules["cupy"].cuda, of_many_keys(np.random.default_rng(0))
+        longer = [machine.place(array) for array in of_many_keys(np.random.default_rng(0), 4000)]
+        there = [machine.array(array.shape, array.dtype, device=1) for array in arrays]
+        arrays = [machine.place(array) for array in arrays]
+
+        def called(stream: Any = None, given: Any = arrays) -> Any:
+            machine.functions.clear()
+            with stream or contextlib.nullcontext():
+                OPS["attention_forward"](*given)
+            assert not machine.functions
+            return found[-1]
+
+        first = [called() for _ in range(4)]
+        assert all(each is first[0] for each in first)
+        side, graph = cuda.Stream(), cuda.Stream()
+        second = [called(side), called(side)]
+        assert second[0] is second[1], "replayed, it takes those of the stream that it is called on"
+        assert second[0] is not first[0], "two streams run at once"
+        assert called() is first[0]
+        graph.begin_capture()
+        assert called(graph) is not called(graph), "it may run anywhere"
+        graph.end_capture()
+        assert called(given=there) is not first[0], "another GPU"
+        assert called(given=there) is called(given=there)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(called).result() is first[0], "the same stream"
+            side.ptr = _counters.PER_THREAD
+            machine.gpus.made[side.ptr] = side
+            assert thread.submit(called, side).result() is not called(side)
+        grown = called(given=longer)
+        assert grown.size > first[0].size
+        assert called() is grown
+        for _ in range(2 * _counters.KEPT):
+            called(cuda.Stream())
+        assert len(_counters._kept) == _counters.KEPT
+
+
+@pytest.mark.parametrize("keys", [600, 9000])  # merged once, and twice
+def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one launch leaves of its counters, the next finds: of other lengths too."""
+    rng = np.random.default_rng(keys)
+    calls = [(of_many_keys(rng, n), np.array([n, n // 3], np.int32)) for n in (keys, keys, 1100)]
+    kept, used = np.zeros(256, np.uint32), list[Any]()
+
+    def found() -> list[Any]:
+        OPS["attention_forward"].plans.clear()
+        results = []
+        for arrays, lengths in calls:
+            results.append(OPS["attention_forward"](*arrays, key_lengths=lengths)[0].tobytes())
+            assert not kept.any()
+        return results
+
+    with emulator(check=False):
+        fresh = found()
+        monkeypatch.setattr(_counters, "_on_host", lambda *form: used.append(form) or kept)
+        assert found() == fresh
+    assert len(used) >= len(calls)
 
 
 @pytest.mark.parametrize("name", LAUNCHED)

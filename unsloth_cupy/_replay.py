@@ -49,21 +49,20 @@ class Recording:
 
     def __init__(self) -> None:
         self.arrays: list[Recorded] = []  # those of the call, then those that are allocated
-        self.forms: list[tuple[Any, Any]] = []  # shape and dtype of the latter
+        self.forms: list[tuple[Any, Any, Any]] = []  # of the latter: what makes it, shape, dtype
         self.starts: list[tuple[Any, ...]] = []  # of kernels: how, grid, block, arguments, shared
-        self.new: Any = None  # what makes arrays
 
     def enter(self, array: Any) -> Any:
         """Return what the launch gets in place of an array."""
         self.arrays.append(Recorded(array, self))
         return array if array is None or type(array) is int else self.arrays[-1]
 
-    def allocate(self, shape: Any, dtype: Any, like: Any) -> Any:
-        """Return a new array, as ``empty`` does."""
+    def allocate(self, shape: Any, dtype: Any, like: Any, new: Any = None) -> Any:
+        """Return a new array, as ``empty`` does, or what ``new`` makes of shape and dtype."""
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-        self.forms.append((sizes, np.dtype(dtype)))
-        self.new = _allocator(like)
-        return self.enter(self.new(*self.forms[-1]))
+        made = new or _allocator(like)
+        self.forms.append((made, sizes, np.dtype(dtype)))
+        return self.enter(made(sizes, np.dtype(dtype)))
 
     def starting(self, kernel: Any) -> Callable[..., None]:
         """Return what takes down a launch of a kernel."""
@@ -93,10 +92,10 @@ class Recording:
 
         results = picker(result if type(result) is tuple else (result,))
         starts = [(*start[:3], picker(start[3]), start[4]) for start in self.starts]
-        new, forms = self.new, self.forms
+        forms = self.forms
 
         def replay(arrays: list[Any], options: dict[str, Any]) -> Any:
-            live = [*arrays, *[new(shape, dtype) for shape, dtype in forms], *fixed]
+            live = [*arrays, *[new(shape, dtype) for new, shape, dtype in forms], *fixed]
             for launch, grid, block, pick, shared in starts:
                 launch(grid, block, pick(live), shared)
             return results(live)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import empty, full_like
+from .._arrays import empty
+from .._counters import counters
 from .._jit import load
 from .._source import Constants
 from .._typing import Array
@@ -168,7 +169,7 @@ def launch_decode(
             slots += merged
         rows = min(ROWS, heads // kv_heads * queries)
         parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
-        arrived = full_like(empty((sequences, slots), np.dtype("uint32"), like=q), 0)
+        arrived = counters(sequences * slots, like=q)
     starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
     kernel[sequences * chunks, 32 * tiles.warps, size](

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import empty
+from .._counters import counters
 from .._devices import stream
 from .._dtypes import KERNEL_DTYPES
 from .._jit import load
@@ -61,7 +62,7 @@ def measured(
     kernel = load("gradients.cu", "measure", lead, chosen)
     # as many as are resident at once, each with one sum for the last: 16 KB of an SM are in flight
     blocks = min(table.chunks, 4 * processors(lead))
-    sums, arrived = empty(blocks, np.float64, lead), np.zeros_like(lead, np.uint32, shape=1)
+    sums, arrived = empty(blocks, np.float64, lead), counters(1, lead)
     found = GradientMeasure(*(empty((), t, lead) for t in (np.float64, np.bool_, np.float32)))
     kernel[blocks, _many.THREADS](
         table.tensors,

@@ -77,7 +77,7 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
 KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__restrict__ rests,
                               const S *__restrict__ sinks, G *__restrict__ to, int batch,
                               int heads, int rows, const P *__restrict__ offsets) {
-    __shared__ float partial[32];
+    __shared__ Exchange<32> exchange;
     const int blocks = KEEP_ROWS ? (rows + THREADS - 1) / THREADS : 1;
     const int own_head = KEEP_HEADS ? blockIdx.x / blocks % heads : 0;
     const int own_batch = KEEP_BATCH ? blockIdx.x / blocks / (KEEP_HEADS ? heads : 1) : 0;
@@ -104,7 +104,7 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
             }
         }
     if constexpr (!KEEP_ROWS) {
-        sum = row_sum<THREADS>(sum, partial);
+        sum = row_sum<THREADS>(sum, exchange);
         if (threadIdx.x == 0) to[blockIdx.x] = (G)sum;
     } else if (first < rows) {
         to[(long long)(blockIdx.x / blocks) * rows + first] = (G)sum;

@@ -515,7 +515,7 @@ class TestGenerate:
             assert_one_clear_error(result, "standard input is not UTF-8: byte 2 is 0xfc")
 
     def test_it_stops_at_the_models_positions(
-        self, finished: tuple[Path, str], tmp_path: Path
+        self, finished: tuple[Path, str], text: Path, tmp_path: Path
     ) -> None:
         folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
         config = json.loads((folder / "config.json").read_text())
@@ -531,6 +531,9 @@ class TestGenerate:
         result = run("generate", folder, "The dog sees the dog and the dog sees the dog.")
         assert_one_clear_error(result, "the model has 8 positions, which leaves no room")
         assert not result.stdout
+        sizes = ("--tokens", 8, "--batch", 1, "--steps", 1)
+        learned = run("finetune", folder, "--text", text, "--out", tmp_path / "run", *sizes)
+        assert learned.exit_code == 0, learned.output  # with its sample
 
     def test_it_stops_before_a_text(self, finished: tuple[Path, str]) -> None:
         write = partial(run, "generate", finished[0])

@@ -45,7 +45,7 @@ COMPOSED = {
     "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
     "lora_linears": ["lora_down", "lora_up"],
 }
-NOTHING = {"rope_tables": "it makes tables of no array, once for a model"}
+NOTHING = {"rope_tables": "it takes no array, and a model calls it once"}
 
 
 def chosen(*names: str) -> list[Op[..., Any]]:

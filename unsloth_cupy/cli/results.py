@@ -70,7 +70,7 @@ def is_timed(line: dict[str, Any]) -> bool:
 
 def sample(trainer: Trainer, seed: int) -> None:
     """Print how the model goes on from the beginning of what was held out."""
-    tokens = trainer.lessons.prompt
+    tokens = trainer.lessons.prompt[: trainer.model.config.positions - 1]  # room for one more
     click.echo("\nsampled text:\n")
     stream_text(
         trainer.model, trainer.tokenizer, trainer.tokenizer.decode(tokens), tokens,

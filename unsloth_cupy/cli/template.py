@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, ext, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CHARACTERS = 1 << 25  # of a text
+CHARACTERS = 1 << 23  # of a text
 WORDS = 500  # characters of an error
 BYTES = 1 << 29  # of memory, where the system limits it
 TODAY = date(2024, 7, 26)  # in templates that ask: texts stay the same when a run goes on

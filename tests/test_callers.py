@@ -1,0 +1,122 @@
+"""Many threads that call the library at once, each with arrays of its own."""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import AdamW, LossScaler, _op, _replay, clip_gradients, measure_gradients
+from unsloth_cupy._cases import Scale, draw
+from unsloth_cupy._cupy import CupyTarget
+from unsloth_cupy._op import OPS
+from unsloth_cupy.ops import adamw_step, gradients
+
+from .parity import emulator
+from .stand_in import Function, gpu
+
+CALLERS = 8
+NAMES = ("add", "softmax", "swiglu", "rms_norm_forward", "rope_qk", "cross_entropy_forward")
+
+
+@pytest.fixture(autouse=True)
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let threads take turns between any two lines, and what is kept be let go all the time."""
+    for module, name in (
+        (_op, "KEPT_PLANS"),
+        (_replay, "KEPT"),
+        (gradients, "KEPT_TABLES"),
+        (adamw_step, "KEPT_TABLES"),
+    ):
+        monkeypatch.setattr(module, name, 2)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def at_once(work: Callable[[int], Any]) -> list[Any]:
+    """Return what as many calls of work give, one for each thread."""
+    with ThreadPoolExecutor(CALLERS) as threads:
+        return [*threads.map(work, range(CALLERS))]
+
+
+def bits(results: Any) -> list[bytes]:
+    """Return the bytes of results."""
+    return [np.asarray(array).tobytes() for array in results]
+
+
+@pytest.mark.parametrize("emulated", [False, True], ids=["definitions", "kernels"])
+def test_ops_of_any_shapes(emulated: bool) -> None:
+    """Each call gives the bits that it gives alone, whoever plans, records or forgets it."""
+    rng = random.Random(0)
+    scales = [
+        Scale(tokens=rng.choice((1, 3, 5)), hidden=rng.choice((8, 24)), heads=2, kv_heads=1, dim=8)
+        for _ in range(3)
+    ]
+    drawn = [draw(OPS[name], scale).cast(np.float32) for name in NAMES for scale in scales]
+    with emulator(check=False) if emulated else nullcontext():
+        expected = [bits(call.run().values()) for call in drawn]
+        for name in NAMES:
+            OPS[name].plans.clear()
+
+        def calls(number: int) -> bool:
+            mine = random.Random(number)
+            chosen = [mine.randrange(len(drawn)) for _ in range(40)]
+            return all(bits(drawn[i].run().values()) == expected[i] for i in chosen)
+
+        assert all(at_once(calls))
+
+
+class Slow(dict[Any, Any]):
+    """A dict that others come to before its caller goes on."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        time.sleep(1e-4)
+
+
+def test_optimizers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of addresses are shared, and forgotten by whoever makes room for another."""
+    monkeypatch.setattr(gradients, "tables", Slow())
+
+    def trains(number: int) -> list[bytes]:
+        values = np.random.default_rng(number).standard_normal((4, 300)).astype(np.float32)
+        parameters = {"a": values.copy(), "b": values[0].copy()}
+        optimizer, scaler = AdamW(parameters), LossScaler(2.0)
+        for step in range(6):
+            found = {n: np.full_like(p, step - 2.5) * p for n, p in parameters.items()}
+            measured = measure_gradients(found, 1.0, scaler=scaler)
+            clip_gradients(found, 0.5)
+            optimizer.step(found, finite=measured.finite, factor=measured.factor)
+            scaler.update(measured.finite)
+        return bits((*parameters.values(), measured.norm))
+
+    with emulator(check=False):
+        expected = [trains(number) for number in range(CALLERS)]
+        assert at_once(trains) == expected
+
+
+def test_leave_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that needs less does not take away what another asked for."""
+    leave: Any = Function.max_dynamic_shared_size_bytes
+
+    def slowly(function: Any, size: int) -> None:
+        leave.fset(function, size)
+        time.sleep(1e-4)  # others come before its caller goes on
+
+    monkeypatch.setattr(Function, "max_dynamic_shared_size_bytes", property(leave.fget, slowly))
+    with gpu("90"):
+        for _ in range(5):
+            launch = CupyTarget().compile("softmax", "")
+
+            def starts(number: int, launch: Any = launch) -> None:
+                for shared in random.Random(number).sample(range(40 << 10, 200 << 10), 20):
+                    launch((1,), (32,), (), shared)
+
+            at_once(starts)

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.cli import interrupt
-from unsloth_cupy.cli.run_folder import RunFolder
+from unsloth_cupy.cli.run_folder import RunFolder, model_without_weights
 from unsloth_cupy.cli.settings import differences
 from unsloth_cupy.cli.trainer import Trainer
 from unsloth_cupy.models import load
@@ -349,3 +349,18 @@ class TestTrainingConfig:
         result = self.trained(tmp_path, text, "--config", tmp_path / name)
         assert_one_clear_error(result, f"--config {tmp_path / name}", said)
         assert not (tmp_path / "run").exists()
+
+
+def test_a_config_is_the_models_before_its_weights_are_read(finished: Path, tmp_path: Path) -> None:
+    """End tokens of generation_config.json too: lines are made before a model is loaded."""
+    folder = shutil.copytree(finished / "model", tmp_path / "model")
+    values = {"eos_token_id": [7, 9], "pad_token_id": 8}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    model = load(folder)
+    model.add_adapter(2, seed=0, base=str(folder))
+    model.save_adapter(tmp_path / "adapter")
+    for path in (folder, tmp_path / "adapter"):
+        config, adapter = model_without_weights(path)
+        assert config == model.config
+        assert (config.end_tokens, config.pad_token) == ((7, 9), 8)
+        assert (adapter is None) == (path == folder)

@@ -13,6 +13,7 @@ import pytest
 from unsloth_cupy.cli.chat import CHATML, Chat, Span
 from unsloth_cupy.cli.lessons import (
     Example,
+    Examples,
     Packed,
     Shape,
     _examples,
@@ -486,6 +487,22 @@ class TestPacking:
             else:
                 assert batch.tokens.size == batch.real == batch.offsets[-1]
                 assert np.diff(batch.offsets).max() <= 16
+
+    @pytest.mark.parametrize("shape", [(3, 16), (2, 8000), (50, 16)])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_what_is_planned_holds_any_batch(self, pack: bool, shape: tuple[int, int]) -> None:
+        """And is no larger than the texts: --tokens is the most that a text may have."""
+        texts = Examples(np.dtype(np.uint16))
+        for example in self.EXAMPLES:
+            texts.append(example)
+        packed = Packed(texts, Shape(*shape, pack, 0), 3, "file")
+        rows, longest = texts.largest(packed.shape)
+        assert longest == 16
+        assert rows * longest <= sum(len(example.tokens) for example in self.EXAMPLES) + 16 * rows
+        for batch in map(packed.at, range(12)):
+            assert batch.tokens.size <= rows * longest
+            if not pack:
+                assert len(batch.tokens) <= rows
 
     def test_held_out_texts_come_once_and_in_order(self) -> None:
         for pack in (True, False):

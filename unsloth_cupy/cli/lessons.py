@@ -7,6 +7,7 @@ seed and n alone.
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,12 @@ class Examples(Sequence[Example]):
         """Return the tokens of all texts that are learned."""
         found: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
         return found
+
+    def largest(self, shape: "Shape") -> tuple[int, int]:
+        """Return the rows, and the tokens in each, that hold any batch of these texts."""
+        longest = max(stop - start for start, stop in pairwise(self.ends))
+        tokens = min(shape.batch * shape.length, self.ends[-1])
+        return (-(-tokens // longest) if shape.pack else min(shape.batch, len(self)), longest)
 
     @property
     def most(self) -> int:
@@ -172,7 +179,8 @@ def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: in
     rows = held_out_rows(held_out, batch=shape.batch, length=shape.length)
     baseline = unigram_baseline(train, held_out[1:], config.vocab)
     prompt = held_out[:PROMPT_TOKENS].tolist()
-    return Lessons(batches, rows, baseline, len(train), len(held_out), prompt, "")
+    largest = (shape.batch, shape.length)
+    return Lessons(batches, rows, baseline, len(train), len(held_out), prompt, "", largest)
 
 
 def of_records(
@@ -212,7 +220,7 @@ def of_records(
         told += " lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
     baseline = unigram_baseline(learned, asked, config.vocab)
     return Lessons(batches, in_order(held_out, shape), baseline, len(learned), len(asked), prompt,
-                   told)  # fmt: skip
+                   told, train.largest(shape))  # fmt: skip
 
 
 def _examples(

@@ -63,25 +63,25 @@ def prepare(
         if adds and adapter is not None:
             raise ConfigError(f"{source} holds adapters, which go on to learn; leave --lora out")
     check_tokens(request.tokens, config.positions)
-    sizes = Sizes(
-        config, request.batch, request.tokens, request.device, source is not None, adapter
-    )
-    memory = Memory(within(sizes, plan, request.limit), request.limit, request.device)
-    if folder is None:
-        model = models.create(values, seed=plan.seed, dtype="float32", device=request.device)
-    else:
-        model = load_model(folder, dtype="float32", device=request.device)
-        if adds and plan.lora is not None:
-            model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
-    pad = model.config.pad_token
+    pad = config.pad_token
     shape = Shape(
         request.batch, request.tokens, bool(request.pack),
         pad if pad is not None and pad < config.vocab else 0,
     )  # fmt: skip
-    if isinstance(text, Records):
-        lessons = of_records(text, tokenizer, model.config, shape, plan.seed, chat)
+    if isinstance(text, Records):  # lines may be shorter than rows: first, how long they are
+        lessons = of_records(text, tokenizer, config, shape, plan.seed, chat)
+    there, device = source is not None, request.device
+    rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
+    sizes = Sizes(config, *rows, device, there, adapter)
+    memory = Memory(within(sizes, plan, request.limit), request.limit, device)
+    if isinstance(text, Text):
+        lessons = of_text(text, tokenizer, config, shape, plan.seed)
+    if folder is None:
+        model = models.create(values, seed=plan.seed, dtype="float32", device=device)
     else:
-        lessons = of_text(text, tokenizer, model.config, shape, plan.seed)
+        model = load_model(folder, dtype="float32", device=device)
+        if adds and plan.lora is not None:
+            model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     plan = with_steps(plan, request, lessons)
     files = chat.keep() if chatty else chat.files
     trainer = Trainer(

@@ -194,15 +194,10 @@ def base_of(folder: Path) -> Path | None:
 def model_without_weights(folder: Path) -> "tuple[Config, Adapter | None]":
     """Return the config of a folder's model, and its adapter if it has one."""
     from ..models.adapter_folder import read_adapter
-    from ..models.parse import parse
+    from ..models.folder import read_config
 
     base = base_of(folder)
-    path = (base or folder) / "config.json"
-    values = read_json(path)
-    try:
-        config = parse(values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    config, _ = read_config(base or folder)
     return config, None if base is None else read_adapter(folder, config, FLOAT32)
 
 

@@ -20,7 +20,7 @@ HELD_OUT_SHARE = 0.1
 HELD_OUT_CHARACTERS = 50_000  # enough for a loss steady to 0.02 nats; evaluating stays cheap
 PARAGRAPH = "\n\n"
 SMALL = 2**20  # bytes of a text that is tokenised whole, in memory
-PIECE = 2**17  # bytes of a larger one that are at a time: an encoding takes 200 bytes for each
+PIECE = 2**15  # bytes of a larger one that are at a time: an encoding takes 200 bytes for each
 BLOCK = 2**22  # bytes that are read at a time where nothing is tokenised
 FARTHEST = 2**20  # bytes before what is to be held out where a paragraph may begin
 COUNTED = 2**20  # tokens that are counted at a time
@@ -60,6 +60,7 @@ class Lessons(NamedTuple):
     asked: int  # tokens that are held out
     prompt: list[int]  # what a sample goes on from
     told: str  # what of the text is left out
+    largest: tuple[int, int]  # rows of a batch and tokens in a row, at most
 
 
 class Text(NamedTuple):

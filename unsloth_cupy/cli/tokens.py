@@ -21,7 +21,7 @@ from .progress import reading
 from .text import PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
 
-CONTEXT = 512  # characters on either side of a seam: longer than what a token depends on
+CONTEXT = 256  # characters on either side of a seam: longer than what a token depends on
 AGREED = 8  # tokens before a seam that two pieces must agree in
 SPARE = 1.2  # room that is asked for, over what the first piece lets expect
 CACHE = "UNSLOTH_CUPY_CACHE_DIR"

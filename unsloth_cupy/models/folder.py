@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..errors import ConfigError, DeviceError
 from ..files import absent, path_of, read_json, settle
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
+from .config import Config
 from .files import read_tensors
 from .parse import parse, text_config, token_ids
 from .transformer import Transformer
@@ -72,6 +74,20 @@ def load(
             f"load: {path} holds an adapter without its base model; pass both, as in"
             f" load({base!r}, lora={str(path)!r})"
         )
+    config, texts = read_config(path)
+    wanted = None if dtype is None else float_dtype("load", dtype)
+    with on_device("load", device) as place:
+        parameters, layout = read_tensors(path, config, wanted)
+        parameters = {name: place(array) for name, array in parameters.items()}
+        model = Transformer(config, parameters, texts, layout)
+        if lora is not None:
+            model.adapter = read_adapter(lora, config, model.table.dtype, place)
+        return model
+
+
+def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
+    """Return the config of a model's folder, and the files that say it; no weights are read."""
+    settle(path, "config.json")
     source = read_json(path / "config.json")
     try:
         config = parse(source)
@@ -85,14 +101,7 @@ def load(
             end_tokens=token_ids("eos_token_id", generation) or config.end_tokens,
             pad_token=next(iter(token_ids("pad_token_id", generation)), config.pad_token),
         )
-    wanted = None if dtype is None else float_dtype("load", dtype)
-    with on_device("load", device) as place:
-        parameters, layout = read_tensors(path, config, wanted)
-        parameters = {name: place(array) for name, array in parameters.items()}
-        model = Transformer(config, parameters, texts, layout)
-        if lora is not None:
-            model.adapter = read_adapter(lora, config, model.table.dtype, place)
-        return model
+    return config, texts
 
 
 @checked

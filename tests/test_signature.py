@@ -76,6 +76,14 @@ def test_one_more() -> None:
     assert "o has n+1=0; it must be 1" in misfit("o(n+1) -> y(n)", (0,))
 
 
+def test_a_quotient_binds_no_name() -> None:
+    """Nor is it checked where no other array has the axis: an option may say how long it is."""
+    signature = "m?(keys/128), k?(keys|1), n?(keys/128) -> y(keys)"
+    assert "keys" not in bind(signature, (3,), (1,), (2,)).sizes
+    assert bind(signature, None, (256,), (2,)).sizes["keys"] == 256
+    assert "n has keys/128=3; it must be 2" in misfit(signature, None, (256,), (3,))
+
+
 @pytest.mark.parametrize(("keys", "blocks"), [(0, 0), (1, 1), (128, 1), (129, 2), (256, 2)])
 def test_quotients_are_rounded_up(keys: int, blocks: int) -> None:
     signature = "k(keys), mask(keys/128) -> y(keys)"

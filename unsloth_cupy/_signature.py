@@ -5,7 +5,8 @@
 An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
 
     hidden      a name, bound to one size in the whole call, or a number
-    hidden+1    one more than the size bound to the name;  keys/128  its quotient, rounded up
+    hidden+1    one more than the size bound to the name;  keys/128  its quotient, rounded up, where
+                a size is bound to the name
     *rows       any number of leading axes
     batch?      may be absent
     keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
@@ -128,7 +129,7 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
         return f"{operand.name} has {len(shape)} {plural}, not ({', '.join(operand.axes)})"
     for axis, size in zip(axes, found, strict=True):
         name, operator, number = parts(axis)
-        if operator == "|" and size == 1:
+        if (operator == "|" and size == 1) or (operator == "/" and name not in sizes):
             continue
         if not name.isdigit() and name not in sizes:
             sizes[name] = max(size - int(number), 0) if operator == "+" else size

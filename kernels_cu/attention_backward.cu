@@ -40,7 +40,8 @@ constexpr float UNIT = FOLD ? LOG2E : 1.0f;  // of lse
 // rests   with RESTS, of every query, log2 of what its p sum to; written without BY_KEYS, and then
 //         with the part of sinks, if there are some
 // dx      dk BY_KEYS, else dq      dy   dv
-// sums    (batch, heads, rows), zeros before      slopes   (batch, heads, rows)
+// sums    (batch, heads, rows), zeros before      slopes   (batch, heads, rows); with VARLEN
+//         (heads, rows)
 KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows, float *rests,
@@ -53,7 +54,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     long long bias_head, long long bias_query, int bias_key, const A *__restrict__ alibi,
     int alibi_batch, const bool *__restrict__ block_mask, long long block_mask_batch,
     long long block_mask_head, unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
-    const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences) {
+    const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences,
+    int padded_queries, int padded_keys) {
     DYNAMIC_SHARED(T, memory);
     const X own_x{memory};
     const Y own_y{memory + ROWS * X::PITCH};
@@ -85,7 +87,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
          starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
          bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
-         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown},
+         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown, padded_queries,
+         padded_keys},
         batch);
 
     // what passes by: for each head the tiles of other rows that a row here may see
@@ -185,6 +188,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         return total + __shfl_xor_sync(0xffffffffu, total, 2);
     };
+    const long long first_own = BY_KEYS ? first_key : first_query;
     auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
 #pragma unroll
         for (int m = 0; m < WARP_TILES; m++)
@@ -193,7 +197,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
                 const int row = top + m * 16 + half * 8 + lane / 4;
                 const float total = of_row(from[m][half]) * (BY_KEYS ? 1 : share[m][half]);
                 if (lane % 4 == 0 && row < rows)
-                    to[VARLEN ? (long long)head * all_rows + first_query + row
+                    to[VARLEN ? (long long)head * all_rows + first_own + row
                               : (long long)(batch * heads + head) * rows + row] = total;
             }
     };

@@ -10,10 +10,13 @@
 //               WARP_TILES       tiles of 16 queries a warp
 //               TILE             keys
 //               RESIDENT         blocks of an SM
+//               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
+//                                are the dtypes of their offsets
 //
 //   The trick: a block owns a tile of pairs and adds what all batches and heads give it, in their
 //   order.  Other blocks of its SM compute while it loads.
 #include "common/attention_gradient.cuh"
+#include "common/segment.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TILE / 8;
@@ -35,11 +38,16 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
     int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
     long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
     const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
-    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown) {
+    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
+    const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences,
+    int padded_queries, int padded_keys) {
     DYNAMIC_SHARED(T, memory);
     const X query_x{memory}, key_x{query_x.start + ROWS * X::PITCH};
     const Y query_y{key_x.start + TILE * X::PITCH}, key_y{query_y.start + ROWS * Y::PITCH};
 
+    const int all_queries = queries, all_keys = keys;
+    if constexpr (VARLEN)
+        queries = padded_queries, keys = padded_keys, batches = sequences;  // those of the bias
     const int tiles = (keys + TILE - 1) / TILE, row_blocks = (queries + ROWS - 1) / ROWS;
     const int here = blockIdx.x % tiles * TILE, first_row = blockIdx.x / tiles % row_blocks * ROWS;
     const int owner = blockIdx.x / tiles / row_blocks;
@@ -55,21 +63,32 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
     for (int i = 0; i < shared_batches * shared_heads; i++) {
         const int batch = own_batch + i / shared_heads, head = own_head + i % shared_heads;
         const int kv_head = head / (heads / kv_heads);
+        long long row = (long long)batch * queries, key = (long long)batch * keys;
+        long long stat = (long long)(batch * heads + head) * stat_rows;
+        int own_queries = queries, own_keys = keys;
+        if constexpr (VARLEN) {
+            const Run rows = run_of(q_offsets, batch, all_queries);
+            const Run columns = run_of(k_offsets, batch, all_keys);
+            row = rows.first, key = columns.first;
+            own_queries = rows.count, own_keys = columns.count;
+            stat = stats_of(q_offsets, batch, all_queries) + (long long)head * stat_rows;
+            if (first_row >= own_queries) continue;
+        }
         const Scores scores(
-            {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
+            {heads, kv_heads, own_queries, own_keys, factor, cap, left, right, key_lengths, starts,
              starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
              bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
-             block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown},
+             block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown,
+             padded_queries, padded_keys},
             batch);
         if (scores.none(first_row, first_row + ROWS - 1, here, last)) continue;
         if (scores.skipped(head, first_row, here)) continue;
 
         __syncthreads();  // everyone has left the tiles of the pair before
-        const long long row = (long long)batch * queries, key = (long long)batch * keys;
         query_x.copy<ROWS, DIM, THREADS, UNROLLED>(q + row * query_stride + head * DIM, first_row,
-                                                   queries, query_stride);
+                                                   own_queries, query_stride);
         query_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(
-            dout + row * out_stride + head * VALUE_DIM, first_row, queries, out_stride);
+            dout + row * out_stride + head * VALUE_DIM, first_row, own_queries, out_stride);
         key_x.copy<TILE, DIM, THREADS, UNROLLED>(k + key * key_stride + kv_head * DIM, here,
                                                  scores.length, key_stride);
         key_y.copy<TILE, VALUE_DIM, THREADS, UNROLLED>(v + key * value_stride + kv_head * VALUE_DIM,
@@ -80,8 +99,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const long long at = (long long)(batch * heads + head) * stat_rows + top + m * 16 +
-                                     half * 8 + lane / 4;
+                const long long at = stat + top + m * 16 + half * 8 + lane / 4;
                 own_stats.read(m, half, stats + at * 2, rests + at);
             }
         cp_async_wait<0>();

@@ -22,7 +22,6 @@
 #include "common/attention.cuh"
 #include "common/vector.cuh"
 
-static_assert(!BLOCK_MASK && !DROPOUT, "attention_forward.cu has these");
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
 constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in registers
 constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(VALUE_DIM) / 8;
@@ -30,6 +29,7 @@ using KeyTile = Tile<T, padded(DIM)>;  // also of queries
 using ValueTile = Tile<T, padded(VALUE_DIM)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
 constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
+static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may lie in several pages
 constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is not there
 constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // of a row of a part
@@ -98,7 +98,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
     int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
     long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
-    long long apart) {
+    const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
+    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown, long long apart) {
     DYNAMIC_SHARED(T, memory);
     __shared__ bool last;
     const KeyTile query_tile{memory};
@@ -113,7 +114,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const Scores scores({heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths,
                          starts, starts_batch, started, start, mask, mask_batch, mask_head,
                          mask_query, mask_key, bias, bias_batch, bias_head, bias_query, bias_key,
-                         alibi, alibi_batch},
+                         alibi, alibi_batch, block_mask, block_mask_batch, block_mask_head,
+                         seed_low, seed_high, dropped, grown},
                         batch);
 
     // this block's chunk, of those that some row sees; one block is there in any case
@@ -169,10 +171,19 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                     q + (token * heads + kv_head * group + own % group) * DIM + (there ? column : 0),
                     there);
     }
-    int here = begin + warp * TILE_KEYS;
+    auto seen_from = [&](int key) {  // the first of a warp's tiles from there on that a row sees
+        if constexpr (BLOCK_MASK)
+            while (key < end &&
+                   !__any_sync(0xffffffffu, !scores.skipped(head[0], query[0], key) ||
+                                                !scores.skipped(head[1], query[1], key)))
+                key += TURN;
+        return key;
+    };
+    int here = seen_from(begin + warp * TILE_KEYS);
     load(here, 0);
     cp_async_commit();
-    load(here + TURN, 1);
+    int ahead = seen_from(here + TURN);  // with BLOCK_MASK; else TURN keys further in any case
+    load(ahead, 1);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();  // queries are there for all warps
@@ -183,7 +194,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 
     float o[1][VALUE_PARTS][4] = {};
     float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};  // sum: of this lane's columns
-    for (int stage = 0; here < end; here += TURN, stage ^= 1) {
+    for (int stage = 0; here < end; stage ^= 1) {
         cp_async_wait<1>();
         __syncwarp();  // this tile is there for all lanes
         const KeyTile key_tile{ring + stage * STAGE};
@@ -197,6 +208,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float most = top[half];
+            const bool skipped = scores.skipped(head[half], query[half], here);
 #pragma unroll
             for (int n = 0; n < PARTS; n++)
 #pragma unroll
@@ -218,6 +230,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                                                        query[half] * mask_query +
                                                        (long long)key * mask_key])
                             x = NO_SCORE;
+                    if (skipped) x = NO_SCORE;
                 }
             if (edge) {
                 int last = scores.length - 1;
@@ -257,10 +270,26 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
                 for (int i = 0; i < 4; i++) o[0][n][i] *= rescale[i / 2];
         }
+        if constexpr (DROPOUT) {
+            const bool odd = lane % 2;
+#pragma unroll
+            for (int n = 0; n < PARTS; n++) {
+                unsigned words[4];
+                scores.share_out(words, philox(batch, odd ? head[1] : head[0],
+                                               odd ? query[1] : query[0],
+                                               (here + n * 8 + lane % 4 * 2) / 4, seed_low,
+                                               seed_high));
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[0][n][i] = words[i] < dropped ? 0 : s[0][n][i];
+            }
+        }
         add_product<1>(o, s, value_tile);  // of a chunk, a warp has few keys
         __syncwarp();                      // all lanes have left this tile
-        load(here + 2 * TURN, stage);
+        const int later = BLOCK_MASK ? seen_from(ahead + TURN) : here + 2 * TURN;
+        load(later, stage);
         cp_async_commit();
+        here = BLOCK_MASK ? ahead : here + TURN;
+        ahead = later;
     }
 
     // what the warps found becomes one part, in the memory of their rings
@@ -330,7 +359,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         }
         const bool empty = m.sum == 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) m.value[j] = empty ? 0.0f : m.value[j] / m.sum;
+        for (int j = 0; j < 4; j++) {
+            m.value[j] = empty ? 0.0f : m.value[j] / m.sum;
+            if constexpr (DROPOUT) m.value[j] *= grown;
+        }
         const long long token = (long long)batch * queries + row / group;
         store(out + (token * heads + own) * VALUE_DIM + column, m.value);
         if (column == 0)

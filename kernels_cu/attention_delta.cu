@@ -72,13 +72,15 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
 }
 
 // from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2), and rests or none; with
-//        VARLEN (heads, rows), and a batch has the rows that its offsets say
+//        VARLEN (heads, rows), and a batch has the rows that its offsets say, padded_rows at most
 // A thread sums alone where rows are kept; else a block shares out the rows.
 KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__restrict__ rests,
                               const S *__restrict__ sinks, G *__restrict__ to, int batch,
-                              int heads, int rows, const P *__restrict__ offsets) {
-    __shared__ Exchange<32> exchange;
-    const int blocks = KEEP_ROWS ? (rows + THREADS - 1) / THREADS : 1;
+                              int heads, int rows, const P *__restrict__ offsets,
+                              int padded_rows) {
+    __shared__ float partial[32];
+    const int kept_rows = VARLEN ? padded_rows : rows;
+    const int blocks = KEEP_ROWS ? (kept_rows + THREADS - 1) / THREADS : 1;
     const int own_head = KEEP_HEADS ? blockIdx.x / blocks % heads : 0;
     const int own_batch = KEEP_BATCH ? blockIdx.x / blocks / (KEEP_HEADS ? heads : 1) : 0;
     const int first = KEEP_ROWS ? blockIdx.x % blocks * THREADS + threadIdx.x : threadIdx.x;
@@ -86,10 +88,10 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
     for (int b = own_batch; b < (KEEP_BATCH ? own_batch + 1 : batch); b++)
         for (int h = own_head; h < (KEEP_HEADS ? own_head + 1 : heads); h++) {
             long long start = (long long)(VARLEN ? h : b * heads + h) * rows;
-            int stop = KEEP_ROWS ? min(first + 1, rows) : rows;
+            int stop = KEEP_ROWS ? min(first + 1, kept_rows) : rows;
             if constexpr (VARLEN) {
                 const Run own = run_of(offsets, b, rows);
-                start += own.first, stop = own.count;
+                start += own.first, stop = KEEP_ROWS ? min(stop, own.count) : own.count;
             }
             for (int row = first; row < stop; row += THREADS) {
                 if constexpr (SINKS) {
@@ -104,9 +106,9 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
             }
         }
     if constexpr (!KEEP_ROWS) {
-        sum = row_sum<THREADS>(sum, exchange);
+        sum = row_sum<THREADS>(sum, partial);
         if (threadIdx.x == 0) to[blockIdx.x] = (G)sum;
-    } else if (first < rows) {
-        to[(long long)(blockIdx.x / blocks) * rows + first] = (G)sum;
+    } else if (first < kept_rows) {
+        to[(long long)(blockIdx.x / blocks) * kept_rows + first] = (G)sum;
     }
 }

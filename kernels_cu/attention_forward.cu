@@ -49,7 +49,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const A *__restrict__ alibi, int alibi_batch, const bool *__restrict__ block_mask,
     long long block_mask_batch, long long block_mask_head, unsigned seed_low, unsigned seed_high,
     unsigned dropped, float grown, const P *__restrict__ q_offsets,
-    const L *__restrict__ k_offsets, int sequences, long long apart) {
+    const L *__restrict__ k_offsets, int sequences, int padded_queries, int padded_keys,
+    long long apart) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
@@ -81,7 +82,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
          starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
          bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
-         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown},
+         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown, padded_queries,
+         padded_keys},
         batch);
 
     const int last_row = min(first_row + ROWS, queries) - 1;

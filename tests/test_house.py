@@ -56,9 +56,11 @@ API = {
     " softcap=None, mask=None, bias=None, alibi=None, sinks=None, key_lengths=None,"
     " query_start=None, block_mask=None, dropout=0.0, seed=None",
     "attention_varlen": "q, k, v, q_offsets, k_offsets, *, max_queries, max_keys, causal=False,"
-    " window=None, scale=None, softcap=None, alibi=None, sinks=None, dropout=0.0, seed=None",
+    " window=None, scale=None, softcap=None, alibi=None, sinks=None, dropout=0.0, seed=None,"
+    " mask=None, bias=None, block_mask=None",
     "attention_paged": "q, k_pages, v_pages, page_table, lengths, *, causal=True, window=None,"
-    " scale=None, softcap=None, alibi=None, sinks=None",
+    " scale=None, softcap=None, alibi=None, sinks=None, mask=None, bias=None, query_start=None,"
+    " block_mask=None, dropout=0.0, seed=None",
     "merge_attention": "out_a, lse_a, out_b, lse_b",
     "AttentionConfig": "tile=128, block=256, head_dim=64",
     "rope_tables": "length, dim, *, base=10000.0, scaling=None, like=None",

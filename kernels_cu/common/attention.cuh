@@ -8,6 +8,8 @@
 //               LENGTHS, STARTS  each batch has a number of keys, a position of its first query
 //               MASK, BIAS, ALIBI, SOFTCAP, DROPOUT
 //               FOLD             nothing comes between the product and exp2: it takes the factor
+//               VARLEN           batches lie end to end; mask, bias and block_mask have the rows and
+//                                columns of a padded batch
 #pragma once
 #include "common/philox.cuh"
 #include "common/tile.cuh"
@@ -38,6 +40,7 @@ struct Options {
     long long block_mask_batch, block_mask_head;
     unsigned seed_low, seed_high, dropped;  // words below it drop a probability
     float grown;                            // by which the others grow
+    int padded_queries, padded_keys;        // with VARLEN; pairs beyond have no mask and no bias
 };
 
 __device__ __forceinline__ int clipped(long long offset) {  // no query or key is as far
@@ -74,7 +77,9 @@ struct Scores : Options {
     // The tile of block_mask that a query and a key lie in is left out.
     __device__ __forceinline__ bool skipped(int head, int query, int key) const {
         if constexpr (!BLOCK_MASK) return false;
-        const int columns = (keys + BLOCK_MASK_TILE - 1) / BLOCK_MASK_TILE;
+        if (VARLEN && (query >= padded_queries || key >= padded_keys)) return false;
+        const int wide = VARLEN ? padded_keys : keys;
+        const int columns = (wide + BLOCK_MASK_TILE - 1) / BLOCK_MASK_TILE;
         return !block_mask[head * block_mask_head +
                            (long long)(query / BLOCK_MASK_TILE) * columns + key / BLOCK_MASK_TILE];
     }
@@ -89,6 +94,8 @@ struct Scores : Options {
         const B *const added = BIAS ? bias + head * bias_head : nullptr;
         float slope = 0;
         if constexpr (ALIBI) slope = (float)alibi[batch * alibi_batch + head];
+        const int real_queries = VARLEN ? min(queries, padded_queries) : queries;
+        const int real_keys = VARLEN ? min(keys, padded_keys) : keys;
         row += lane / 4, column += lane % 4 * 2;
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -103,7 +110,7 @@ struct Scores : Options {
                             float &x = s[m][n][half * 2 + e];
                             const int other = column + n * 8 + e;
                             const int query = BY_KEYS ? other : own, key = BY_KEYS ? own : other;
-                            const bool real = query < queries && key < keys;
+                            const bool real = query < real_queries && key < real_keys;
                             if constexpr (!FOLD) x *= factor;
                             if constexpr (SOFTCAP) {
                                 const float share = tanhf(x);
@@ -170,11 +177,15 @@ struct Scores : Options {
             }
         } else {  // two lanes hold four keys: one draws for the upper row, one for the lower
             const int odd = lane % 2;
-            const uint4 w = philox(batch, head, row + odd * 8, column / 4, seed_low, seed_high);
-            const unsigned x = __shfl_xor_sync(0xffffffffu, odd ? w.x : w.z, 1);
-            const unsigned y = __shfl_xor_sync(0xffffffffu, odd ? w.y : w.w, 1);
-            words[0] = odd ? x : w.x, words[1] = odd ? y : w.y;
-            words[2] = odd ? w.z : x, words[3] = odd ? w.w : y;
+            share_out(words, philox(batch, head, row + odd * 8, column / 4, seed_low, seed_high));
         }
+    }
+    // An odd lane drew for the lower row of both, an even one for the upper row.
+    static __device__ __forceinline__ void share_out(unsigned (&words)[4], uint4 w) {
+        const int odd = threadIdx.x % 2;
+        const unsigned x = __shfl_xor_sync(0xffffffffu, odd ? w.x : w.z, 1);
+        const unsigned y = __shfl_xor_sync(0xffffffffu, odd ? w.y : w.w, 1);
+        words[0] = odd ? x : w.x, words[1] = odd ? y : w.y;
+        words[2] = odd ? w.z : x, words[3] = odd ? w.w : y;
     }
 };

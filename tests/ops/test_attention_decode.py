@@ -20,6 +20,7 @@ from .test_attention_forward import _within
 
 SMALL = GROUPED | {"queries": 3, "keys": 300, "dim": 8, "value_dim": 16}
 PAGE = {"batch": 2, "heads": 6, "kv_heads": 2, "pages": 9}
+THREES = PAGE | {"queries": 2, "page": 3, "max_pages": 3, "dim": 8, "value_dim": 16}
 
 
 def hides_first(rng: np.random.Generator) -> np.ndarray:
@@ -87,6 +88,13 @@ def pages(size: int, seed: int = 0) -> dict[str, Any]:
     return {"page_table": table, "lengths": np.array([2 * size + 1, size], np.int32)}
 
 
+def left_out(rng: np.random.Generator) -> np.ndarray:
+    seen = rng.random((2, 6, 1, 4)) < 0.6
+    seen[:, :3, :, 1] = False  # no head of the first group
+    seen[1, 5] = False
+    return seen
+
+
 class TestAttentionPaged(KernelParity):
     op = "attention_paged_forward"
     test_gradient_matches_finite_differences = None  # it has none
@@ -120,6 +128,26 @@ class TestAttentionPaged(KernelParity):
             window=(20, 3),
             softcap=2.0,
             scale=0.3,
+        ),
+        Case("a mask of keys", **THREES, arrays=pages(3) | {"mask": tiles(9)}),
+        Case("a bias of pairs", **THREES, keys=9, given=["bias"], arrays=pages(3)),
+        Case("dropout", **THREES, arrays=pages(3), dropout=0.4, seed=2**40 + 3),
+        Case(
+            "tiles of keys left out, of one head or of all",
+            **THREES | {"page": 130, "queries": 19},
+            arrays=pages(130) | {"block_mask": left_out, "query_start": 200},
+        ),
+        Case(
+            "everything",
+            **THREES | {"page": 130},
+            keys=390,
+            given=["mask", "bias", "alibi", "sinks"],
+            arrays=pages(130) | {"block_mask": left_out, "query_start": [250, 77]},
+            window=(230, None),
+            softcap=2.0,
+            scale=0.3,
+            dropout=0.3,
+            seed=9,
         ),
     )
 

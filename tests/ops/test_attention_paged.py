@@ -40,6 +40,13 @@ OPTIONS = [
     {"scale": 0.2, "softcap": 1.5},
     {"alibi": np.linspace(0.1, 1, 4), "sinks": np.linspace(-1, 1, 4)},
     {"alibi": np.linspace(0, 1, 16).reshape(4, 4)},
+    {"mask": np.arange(12) % 5 != 1},
+    {"mask": np.arange(48).reshape(4, 1, 1, 12) % 7 != 2, "query_start": 2},
+    {"bias": np.where(np.arange(48) % 5, np.linspace(-2, 2, 48), -np.inf).reshape(4, 1, 12)},
+    {"query_start": np.array([3, 0, 9, 1]), "window": (3, 1)},
+    {"block_mask": np.array([True, False, True, True]).reshape(4, 1, 1, 1), "causal": False},
+    {"block_mask": np.array([True, False, False, True]).reshape(1, 4, 1, 1)},
+    {"dropout": 0.4, "seed": 7},
 ]
 
 
@@ -95,3 +102,16 @@ def test_wrong_arrays() -> None:
         attention_paged(q, k, v, table.astype(np.float64), lengths)
     with pytest.raises(ConfigError, match="softcap"):
         attention_paged(q, k, v, table, lengths, softcap=-1.0)
+    with pytest.raises(ConfigError, match="seed"):
+        attention_paged(q, k, v, table, lengths, dropout=0.5)
+    with pytest.raises(ShapeError, match=r"mask has heads\|1=3; it must be 4"):
+        attention_paged(q, k, v, table, lengths, mask=np.ones((3, 1, 12), bool))
+    with pytest.raises(ShapeError, match="block_mask has queries/128=2; it must be 1"):
+        attention_paged(q, k, v, table, lengths, block_mask=np.ones((1, 1, 2, 1), bool))
+    for name, array, cure in (
+        ("mask", np.ones(9, bool), "9 for keys; it must be 1 or 12"),
+        ("bias", np.ones((1, 13)), "13 for keys; it must be 1 or 12"),
+        ("block_mask", np.ones((1, 1, 1, 2), bool), "2 for keys; it must be 1"),
+    ):
+        with pytest.raises(ShapeError, match=f"{name} of shape .* has {cure}: .* 12 keys"):
+            attention_paged(q, k, v, table, lengths, **{name: array})

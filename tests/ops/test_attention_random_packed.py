@@ -16,10 +16,14 @@ from ..parity import Case, _equal_bits, _seeds, emulator, outputs_of, within_rul
 from ..sample import Sample
 from .attention_cases import beyond_denormals, worst_gradients, worst_plain
 from .dense_attention import dense
+from .test_attention_random import broadcast
 
 COUNT = 300  # of each
 A_RUN = 2  # calls of each that the kernels are asked for
-OPTIONS = ("causal", "window", "scale", "softcap", "alibi", "sinks", "dropout")
+OPTIONS = (
+    *("causal", "window", "scale", "softcap", "alibi", "sinks", "dropout"),
+    *("mask", "bias", "block_mask"),
+)
 PAIRS = [*itertools.combinations(OPTIONS, 2)]
 PACKED, PAGED = "attention_varlen_forward", "attention_paged_forward"
 
@@ -67,17 +71,53 @@ def made(op: str, number: int) -> Random:
         options["scale"] = float(rng.choice([0.0, -0.3, 0.3]))
     if "softcap" in chosen:
         options["softcap"] = float(rng.choice([0.5, 30.0]))
-    if "dropout" in chosen and op == PACKED:
+    if "dropout" in chosen:
         options |= {"dropout": float(rng.choice([0.1, 0.9])), "seed": int(rng.integers(2**62))}
     given = {}
     if "alibi" in chosen:
         given["alibi"] = rng.random((batch, heads) if rng.random() < 0.3 else heads, np.float32)
     if "sinks" in chosen:
         given["sinks"] = rng.standard_normal(heads, np.float32)
+    scores = (batch, heads, q.shape[1], k.shape[1])
+    if "mask" in chosen:
+        given["mask"] = rng.random(broadcast(rng, scores)) < rng.choice([0.1, 0.7])
+    if "bias" in chosen:
+        bias = rng.standard_normal(broadcast(rng, scores), np.float32)
+        given["bias"] = np.where(rng.random(bias.shape) < 0.1, -np.float32("inf"), bias)
+    if "block_mask" in chosen:
+        some = [1 if rng.random() < 0.5 else n for n in (batch, heads)]
+        given["block_mask"] = rng.random((*some, *(-(-n // 128) for n in scores[2:]))) < 0.6
     beside = {"q": q, "k": k, "v": v, "key_lengths": keys, "query_start": keys - rows, **given}
     offsets = rng.choice([np.int32, np.int64])
     store = in_pages if op == PAGED else end_to_end
-    return Random(store(rng, q, k, v, rows, keys, offsets) | given, options, beside)
+    arrays = store(rng, q, k, v, rows, keys, offsets)
+    if op == PAGED and rng.random() < 0.3:
+        beside["query_start"] = given["query_start"] = keys - rows + rng.integers(-40, 40, batch)
+    room = arrays["page_table"].shape[1] * arrays["k_pages"].shape[1] if op == PAGED else None
+    given |= {n: grown(n, given[n], rows, keys, room) for n in MASKS if n in given}
+    return Random(arrays | given, options, beside)
+
+
+MASKS = ("mask", "bias", "block_mask")
+
+
+def grown(
+    name: str, array: np.ndarray, rows: np.ndarray, keys: np.ndarray, room: int | None
+) -> np.ndarray:
+    """Return what is past the tokens of sequences too: NaN where it is a bias, else True."""
+    tile = 128 if name == "block_mask" else 1
+    if name == "bias" and array.ndim == 4 and len(array) == len(rows):
+        past = np.zeros(array.shape, bool)
+        for axis, lengths in ((2, rows), (3, keys)):
+            if array.shape[axis] > 1:
+                numbers = np.arange(array.shape[axis]).reshape(-1, *[1] * (3 - axis))
+                past |= numbers >= lengths.reshape(-1, *[1] * 3)
+        array = np.where(past, np.float32("nan"), array)
+    if room is not None and (array.shape[-1:] > (1,) or tile > 1):
+        more = -(-room // tile) - array.shape[-1]
+        fill = np.nan if name == "bias" else True
+        array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, more)], constant_values=fill)
+    return array
 
 
 def end_to_end(
@@ -115,7 +155,7 @@ def test_every_pair_of_options_is_among_them(op: str) -> None:
         call.arrays.keys() | {n for n, value in call.options.items() if value is not False}
         for call in calls
     ]
-    assert all(any({*pair} <= names for names in seen) for pair in PAIRS if op == PACKED)
+    assert all(any({*pair} <= names for names in seen) for pair in PAIRS)
     assert any(not keys for call in calls for keys in call.beside["key_lengths"])
 
 

@@ -13,12 +13,14 @@ from unsloth_cupy import (
 from unsloth_cupy._op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
-from ..parity import Case, KernelParity, Parity, emulator
-from .test_attention import Device
+from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
+from .attention_cases import hides, tiles
+from .test_attention import Device, agree
 
 SIZES = {"tokens": 9, "key_tokens": 11, "heads": 4, "kv_heads": 2, "dim": 3, "value_dim": 2}
 OFFSETS = {"q_offsets": [0, 3, 3, 5, 9], "k_offsets": [0, 4, 6, 6, 11]}
 SEQUENCES = {"sequences": 4}
+PADDED = SIZES | SEQUENCES | {"max_queries": 4, "max_keys": 5}
 
 
 class TestAttentionVarlen(Parity):
@@ -31,6 +33,10 @@ class TestAttentionVarlen(Parity):
         Case("alibi", **SIZES, arrays=OFFSETS | {"alibi": [0.5, 0.25, 0.1, 1.0]}, causal=True),
         Case("sinks", **SIZES, arrays=OFFSETS, given=["sinks"], causal=True),
         Case("dropout", **SIZES, arrays=OFFSETS, dropout=0.4, seed=1),
+        Case("mask", **PADDED, arrays=OFFSETS, given=["mask"], causal=True),
+        Case("bias", **PADDED, arrays=OFFSETS, given=["bias"], softcap=2.0),
+        Case("bias of keys", **SIZES, arrays=OFFSETS | {"bias": hides(6)}),
+        Case("tiles left out", **PADDED, arrays=OFFSETS | {"block_mask": tiles(4, 4, 1, 1)}),
         Case(
             "no tokens",
             **SIZES | {"tokens": 0, "key_tokens": 0},
@@ -58,6 +64,14 @@ APART = {
     "k_offsets": [0, 40, 53, 53, 75],
 }
 
+WIDE = LONG | {"sequences": 4, "max_queries": 137, "max_keys": 41}
+FAR_SIZES = LONG | {"key_tokens": 200}
+FAR = {"q_offsets": [0, 11, 150], "k_offsets": [0, 189, 200]}
+
+
+def shared(*shape: int) -> Any:
+    return lambda rng: rng.standard_normal(shape)
+
 
 class TestKernels(KernelParity):
     op = "attention_varlen_forward"
@@ -75,6 +89,14 @@ class TestKernels(KernelParity):
             dropout=0.3,
             seed=5,
         ),
+        Case("mask", **WIDE, arrays=APART, given=["mask"], causal=True),
+        Case("bias of pairs", **WIDE, arrays=APART, given=["bias", "sinks"]),
+        Case("bias of pairs, shared", **LONG, arrays=APART | {"bias": shared(130, 70)}),
+        Case("bias of keys", **LONG, arrays=APART | {"bias": hides(40)}, causal=True),
+        Case("bias of keys of a sequence", **LONG, arrays=APART | {"bias": shared(4, 1, 1, 70)}),
+        Case("bias of queries", **LONG, arrays=APART | {"bias": shared(4, 4, 130, 1)}),
+        Case("bias of heads", **LONG, arrays=APART | {"bias": shared(4, 1, 1)}),
+        Case("tiles left out", **FAR_SIZES, arrays=FAR | {"block_mask": tiles(2, 4, 2, 2)}),
         Case(
             "all",
             **LONG,
@@ -87,7 +109,58 @@ class TestKernels(KernelParity):
             dropout=0.3,
             seed=5,
         ),
+        Case(
+            "everything",
+            **FAR_SIZES,
+            sequences=2,
+            max_queries=140,
+            max_keys=190,
+            arrays=FAR | {"block_mask": tiles(2, 4, 2, 2)},
+            given=["mask", "bias", "alibi", "sinks"],
+            window=(90, 3),
+            softcap=2.0,
+            scale=0.4,
+            dropout=0.3,
+            seed=5,
+        ),
     )
+
+
+class TestSequencesLongerThanTheirMasks(KernelAlone):
+    """On a GPU nobody reads offsets first: what is past the arrays is seen, and not read."""
+
+    op = "attention_varlen_forward"
+    cases = tuple(
+        Case(f"{name} {shape}", arrays={name: shape})
+        for name, *shapes in (
+            ("mask", (2, 2, 9, 70)),
+            ("bias", (2, 2, 9, 70), (1, 2, 1, 70), (2, 1, 9, 1)),
+            ("block_mask", (2, 2, 1, 1)),
+        )
+        for shape in shapes
+    )
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        ((name, shape),) = case.arrays.items()
+        rng = np.random.default_rng(0)
+        q, k, dout = rng.standard_normal((3, 150, 2, 8)).astype(dtype)
+        short = rng.standard_normal(shape).astype(dtype) if name == "bias" else tiles(*shape)(rng)
+        more = (0, 0, 131, 70) if name != "block_mask" else (0, 0, 1, 1)
+        room = [(0, n * (size > 1 or n == 1)) for n, size in zip(more, shape, strict=True)]
+        long = np.pad(short, room, constant_values=name != "bias")
+        arrays = (q, k, k, *2 * (np.array([0, 10, 150]),))
+        forward, backward = (
+            OPS[f"attention_varlen_{way}"].launch for way in ("forward", "backward")
+        )
+        found = []
+        with emulator():
+            for array in (short, long):
+                out, lse = forward(*arrays, **{name: array})
+                found.append([out, lse, *backward(dout, *arrays, out, lse, **{name: array})])
+        for one, other in zip(*found, strict=True):
+            if one is not None:
+                inside = other[tuple(map(slice, one.shape))]
+                np.testing.assert_array_equal(one, inside)
 
 
 @pytest.mark.parametrize("offsets", [[0, 150, 9], [-5, 80, 900], [7, 7, 7]])
@@ -100,6 +173,7 @@ def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
         launch(q, k, k, *both, causal=True)
 
 
+DRAWN = np.random.default_rng(3)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"causal": True},
@@ -107,11 +181,21 @@ OPTIONS: list[dict[str, Any]] = [
     {"alibi": np.linspace(0.1, 1, 12).reshape(3, 4), "causal": True},
     {"alibi": np.linspace(0.1, 1, 4), "sinks": np.linspace(-1, 1, 4)},
     {"dropout": 0.3, "seed": 11},
+    {"mask": DRAWN.random((3, 4, 6, 6)) < 0.6, "causal": True},
+    {"mask": DRAWN.random(6) < 0.6},
+    {"mask": DRAWN.random((3, 1, 6, 1)) < 0.6, "block_mask": np.array([[[[True]]]])},
+    {"bias": DRAWN.standard_normal((3, 4, 6, 6)), "window": (3, 1), "softcap": 2.0},
+    {"bias": DRAWN.standard_normal((3, 1, 1, 6)), "dropout": 0.3, "seed": 11},
+    {"bias": DRAWN.standard_normal((4, 6, 1))},
+    {"bias": DRAWN.standard_normal((6, 6)), "alibi": np.linspace(0.1, 1, 4)},
+    {"bias": DRAWN.standard_normal((1, 4, 1, 1)), "mask": DRAWN.random((4, 6, 6)) < 0.6},
+    {"bias": np.array(0.7), "sinks": np.linspace(-1, 1, 4)},
+    {"block_mask": np.array([1, 0, 1, 1, 0, 1], bool).reshape(3, 2, 1, 1).repeat(2, axis=1)},
 ]
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_equals_padded(options: dict[str, Any], on_host: bool) -> None:
     """Results and gradients are those of one padded batch, dropout included."""
     rng = np.random.default_rng(0)
@@ -136,10 +220,67 @@ def test_equals_padded(options: dict[str, Any], on_host: bool) -> None:
     back = attention_varlen_backward(dout[real], *arrays, *found, dlse=dlse, **limits, **options)
     for one, other in zip(back[:3], gradients[:3], strict=True):
         np.testing.assert_allclose(one, other[real], rtol=1e-11, atol=1e-13)
-    for one, other in zip(back[5:], gradients[4:], strict=True):
+    for one, other in zip(back[5:], (*gradients[4:], gradients[3]), strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
+
+
+def test_torch() -> None:
+    """torch's own attention of one sequence after the other, and its gradients."""
+    torch = pytest.importorskip("torch", reason="an optional peer")
+    rng = np.random.default_rng(0)
+    q_offsets, k_offsets = np.array([0, 7, 7, 20]), np.array([0, 9, 12, 30])
+    arrays = [
+        rng.standard_normal((n, h, 8)).astype(np.float32) for n, h in ((20, 4), (30, 2), (30, 2))
+    ]
+    bias = rng.standard_normal((3, 4, 13, 18)).astype(np.float32)
+    mask = rng.random((3, 1, 13, 18)) < 0.7
+    mask[2, :, 4] = False  # a row that sees no key; torch gives NaN
+    dout = rng.standard_normal((20, 4, 8)).astype(np.float32)
+    there = [torch.tensor(a, requires_grad=True) for a in (*arrays, bias)]
+    expected = []
+    for number in range(3):
+        rows, keys = (slice(*o[number : number + 2]) for o in (q_offsets, k_offsets))
+        size = rows.stop - rows.start, keys.stop - keys.start
+        q, k, v = (
+            a[part].transpose(0, 1) for a, part in zip(there, (rows, keys, keys), strict=False)
+        )
+        hidden = torch.tensor(~mask[number, :, : size[0], : size[1]])
+        added = there[3][number, :, : size[0], : size[1]].masked_fill(hidden, -torch.inf)
+        seen = (~hidden).any(-1, keepdim=True)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.where(seen, added, 0.0), enable_gqa=True
+        )
+        expected.append((out * seen).transpose(0, 1))
+    whole = torch.cat(expected)
+    (whole * torch.tensor(dout)).sum().backward()
+    offsets = q_offsets, k_offsets
+    found = attention_varlen_forward(*arrays, *offsets, bias=bias, mask=mask)
+    agree(found[0], whole.detach().numpy())
+    back = attention_varlen_backward(dout, *arrays, *offsets, *found, bias=bias, mask=mask)
+    for one, tensor in zip((*back[:3], back[7]), there, strict=True):
+        agree(one, tensor.grad.numpy())
+    assert not back[0][7 + 4].any()
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_nothing_is_read_past_a_sequence(on_host: bool) -> None:
+    """NaN in a bias there reaches nothing, and its gradient there is 0."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((9, 2, 4)) for _ in range(4))
+    q_offsets, k_offsets = np.array([0, 3, 3, 9]), np.array([0, 1, 5, 9])
+    inside = [np.arange(8) < np.diff(offsets)[:, None] for offsets in (q_offsets, k_offsets)]
+    pairs = (inside[0][..., None] & inside[1][:, None])[:, None]
+    bias = np.where(pairs, rng.standard_normal((3, 2, 8, 8)), np.nan)
+    arrays = [a if on_host else a.view(Device) for a in (q, k, v)]
+    arrays += [q_offsets, k_offsets]
+    found = attention_varlen_forward(*arrays, bias=bias)
+    dbias = attention_varlen_backward(dout, *arrays, *found, bias=bias)[7]
+    assert np.isfinite(found[0]).all()
+    assert np.isfinite(dbias).all()
+    assert ((dbias != 0) <= pairs).all()
+    assert dbias.any()
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -180,3 +321,17 @@ def test_wrong_arrays() -> None:
         call([0.0, 4.0, 9.0], good)
     with pytest.raises(ConfigError, match="seed"):
         call(good, good, dropout=0.5)
+    with pytest.raises(RangeError, match="5 tokens; max_queries=4"):
+        call(good, good, mask=np.ones((4, 9), bool))
+    with pytest.raises(RangeError, match="5 tokens; max_keys=4"):
+        call(good, good, bias=np.ones((2, 1, 1, 4)))
+    with pytest.raises(ShapeError, match=r"mask of shape .* has 5 for max_keys=7; it must be 7"):
+        call(good, good, mask=np.ones(5, bool), max_keys=7)
+    with pytest.raises(ShapeError, match=r"has 2 for max_queries=128; it must be 1"):
+        call(good, good, block_mask=np.ones((1, 1, 2, 1), bool), max_queries=128)
+    with pytest.raises(ShapeError, match=r"mask has sequences\|1=3; it must be 2"):
+        call(good, good, mask=np.ones((3, 1, 5, 5), bool))
+    with pytest.raises(ShapeError, match=r"bias has max_keys\|1=6; it must be 5"):
+        call(good, good, mask=np.ones((5, 5), bool), bias=np.ones((5, 6)))
+    with pytest.raises(ShapeError, match=r"block_mask has max_keys/128=2; it must be 1"):
+        call(good, good, mask=np.ones(5, bool), block_mask=np.ones((1, 1, 1, 2), bool))

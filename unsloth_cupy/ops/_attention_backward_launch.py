@@ -16,7 +16,7 @@ from .._jit import load
 from .._source import Constants
 from .._typing import Array
 from ._attention_backward_tiles import Tiles, resolve
-from ._attention_options import ANY, Told, in_chunks, laid_out, strides, told
+from ._attention_options import ANY, in_chunks, laid_out, strides, told
 from ._device import limits
 from ._scores import check_options
 
@@ -101,8 +101,8 @@ def launch_backward(
 ) -> Any:
     """Launch the backward kernels; NotImplemented for head dims that they have no tiles for.
 
-    With offsets, of queries and of keys, sequences lie end to end and there is no bias; the batch
-    of alibi is that of the sequences, and no other array has such an axis.
+    With offsets, of queries and of keys, sequences lie end to end: the batch of masks, bias and
+    alibi is that of the sequences, and no other array has such an axis.
     """
     check_options("attention", *(options[n] for n in ("window", "softcap", "dropout", "seed")))
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
@@ -114,9 +114,9 @@ def launch_backward(
         return NotImplemented
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
-    fold, (named, ends) = call.constants["FOLD"], laid_out(call.constants, offsets)
+    named, ends = laid_out(call.constants, offsets, bias=bias, **options)
     rows_of_stats = _padded(queries) + PADDING * ends[2]
-    stats, rests = _launch_delta(dout, out, lse, dlse, rows_of_stats, fold, ends[0])
+    stats, rests = _launch_delta(dout, out, lse, dlse, rows_of_stats, named["FOLD"], ends[0])
     given = (q, k, v, dout, stats, rows_of_stats, rests)
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
@@ -142,24 +142,23 @@ def launch_backward(
     if alibi is not None:
         slopes = empty((batch, heads, queries), np.float32, like=q)
     launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
-    by_key = sums if by == "keys" else None
-    if tiles.by_key.together:
-        launch(tiles.by_key, dk, dv, by_key, None)
-    else:
+    together = tiles.by_key.together
+    if not together:
         launch(tiles.by_key, None, dv, None, None)
-        launch(tiles.by_key, dk, None, by_key, None)
+    launch(tiles.by_key, dk, dv if together else None, sums if by == "keys" else None, None)
 
     if sums is not None:
         kept = [step != 0 for step in strides(bias)]
-        _launch_sum(sums, dbias, (kept[0], kept[1], kept[2] or kept[3]))
+        keep = kept[0], kept[1], kept[2] or kept[3]
+        _launch_sum(sums, dbias, keep, offsets=offsets and offsets[by == "keys"])
     elif bias is not None:
-        _launch_pairs(tiles.by_pair, call, given, dbias)
+        _launch_pairs(tiles.by_pair, named, (*given, dbias, batch, *call.arguments, *ends), dbias)
     if alibi is not None:
         dalibi = empty(alibi.shape, alibi.dtype, like=q)
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=ends[0])
     if sinks is not None:
         dsinks = empty(sinks.shape, sinks.dtype, like=q)
-        _launch_sum(stats, dsinks, (False, True, False), sinks, fold, rests)
+        _launch_sum(stats, dsinks, (False, True, False), sinks, named["FOLD"], rests)
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
@@ -189,12 +188,15 @@ def _launch_delta(
     return stats, rests
 
 
-def _launch_pairs(own: Tiles, call: Told, given: tuple[Any, ...], dbias: Any) -> None:
-    q, v = given[0], given[2]
-    shape = q.dtype.itemsize, q.shape[3], v.shape[3]
-    blocks = -(-q.shape[1] // own.rows) * -(-v.shape[1] // own.tile) * math.prod(dbias.shape[:-2])
-    kernel = load("attention_bias.cu", "attention_bias", q, constants(own, **call.constants))
-    kernel[blocks, 32 * own.warps, own.bytes(*shape)](*given, dbias, q.shape[0], *call.arguments)
+def _launch_pairs(
+    own: Tiles, named: dict[str, Any], arguments: tuple[Any, ...], dbias: Any
+) -> None:
+    q, _, v = arguments[:3]
+    rows, columns = dbias.shape[-2:]
+    blocks = -(-rows // own.rows) * -(-columns // own.tile) * math.prod(dbias.shape[:-2])
+    size = own.bytes(q.dtype.itemsize, q.shape[-1], v.shape[-1])
+    kernel = load("attention_bias.cu", "attention_bias", q, constants(own, **named))
+    kernel[blocks, 32 * own.warps, size](*arguments)
 
 
 def _launch_sum(
@@ -208,15 +210,18 @@ def _launch_sum(
 ) -> None:
     """Sum (batch, heads, rows) over what is not kept; of stats, what they are to sinks.
 
-    With offsets, the rows of all batches lie end to end: as one, where batches are summed.
+    With offsets, the rows of all batches lie end to end: as one, where both are summed.
     """
     batch, heads, rows = sums.shape[:3]
-    offsets = offsets if keep[0] else None
+    offsets = offsets if keep[0] or keep[2] else None
+    kept_rows = rows if offsets is None else math.prod(total.shape[-2:])
     batch = batch if offsets is None else offsets.size - 1
     of = None if offsets is None else offsets.dtype
     sink = None if sinks is None else sinks.dtype
     chosen = delta_constants(np.dtype("float32"), 8, fold, total.dtype, sink, of, keep)
     kernel = load("attention_delta.cu", "attention_sum", total, chosen)
-    blocks = -(-rows // chosen["THREADS"]) if keep[2] else 1
+    blocks = -(-kept_rows // chosen["THREADS"]) if keep[2] else 1
     blocks *= (batch if keep[0] else 1) * (heads if keep[1] else 1)
-    kernel[blocks, chosen["THREADS"]](sums, rests, sinks, total, batch, heads, rows, offsets)
+    kernel[blocks, chosen["THREADS"]](
+        *(sums, rests, sinks, total, batch, heads, rows, offsets, kept_rows)
+    )

@@ -3,7 +3,6 @@
 bytes = max(16 * row(dim) + warps * 2 * keys * (row(dim) + row(value_dim)), what its warps found)
 """
 
-import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,14 +14,7 @@ from .._jit import load
 from .._source import Constants
 from .._typing import Array
 from ._attention_launch import launch_forward
-from ._attention_options import (
-    by_batch,
-    factors_of,
-    in_chunks,
-    near,
-    row_bytes,
-    strides,
-)
+from ._attention_options import by_batch, in_chunks, row_bytes, told
 from ._attention_tiles import Table, rows_of
 from ._blocks import FARTHEST, Window
 from ._device import Limits, limits
@@ -43,12 +35,14 @@ class Tiles(NamedTuple):
     warps: int
     keys: int
 
-    def resident(self, size: int, shared: int) -> int:
+    def resident(self, size: int, shared: int, eight: bool = False) -> int:
         """Return how many blocks of this size an SM is to hold: up to 8 warps, or 12 in fours.
 
-        As many as memory lets in leave the compiler all registers that these do not need.
+        As many as memory lets in leave the compiler all registers that these do not need.  With
+        eight, never more: addresses of a page and of a mask together would spill those of twelve.
         """
-        return max(1, min(shared // (size + STATIC), 3 if self.warps == 4 else 8 // self.warps))
+        most = 3 if self.warps == 4 and not eight else 8 // self.warps
+        return max(1, min(shared // (size + STATIC), most))
 
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
         """Return the shared memory of a block: queries and rings, later what the warps found."""
@@ -89,8 +83,7 @@ def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | 
 @cache
 def constants(tiles: Tiles, **named: Any) -> Constants:
     """Return the constants of attention_decode.cu."""
-    kept = {"BLOCK_MASK": False, "DROPOUT": False}
-    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, FAN=FAN, **kept, **named)
+    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, FAN=FAN, **named)
 
 
 def launch_decode(
@@ -99,16 +92,8 @@ def launch_decode(
     v: Array,
     page_table: Array | None = None,
     *,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
     sinks: Array | None = None,
-    key_lengths: Array | None = None,
-    query_start: Array | int | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    **options: Any,
 ) -> Any:
     """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
 
@@ -120,42 +105,27 @@ def launch_decode(
     pages, page = v.shape[:2]
     keys = page if page_table is None else page_table.shape[1] * page
     there = limits(q)
-    tiles = resolve(q.dtype.itemsize, dim, value_dim, there)
+    call = told(q, v, keys=keys, **options)
+    tiles = call and resolve(q.dtype.itemsize, dim, value_dim, there)
     tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
-    if tiles is None or max(queries * heads, keys) >= FARTHEST or tokens >= 2**32 - 1:
+    if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
         return NotImplemented
     k, v, apart = by_batch(k, v)
     (q,) = in_chunks(q)
-    left, right = window or (None, None)
-    right = 0 if causal else right
-    scale = 1 / math.sqrt(dim) if scale is None else scale
-    fold, *factors = factors_of(scale, softcap, bias, alibi)
-    int32 = np.dtype("int32")
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
+    by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
     named = constants(
         tiles,
-        RESIDENT=tiles.resident(size, there.shared),
-        T=q.dtype,
-        B=q.dtype if bias is None else bias.dtype,
-        A=q.dtype if alibi is None else alibi.dtype,
+        RESIDENT=tiles.resident(size, there.shared, by_pair and page_table is not None),
         S=q.dtype if sinks is None else sinks.dtype,
-        L=int32 if key_lengths is None else key_lengths.dtype,
-        P=getattr(query_start, "dtype", int32),
-        G=int32 if page_table is None else page_table.dtype,
-        DIM=dim,
-        VALUE_DIM=value_dim,
+        G=np.dtype("int32") if page_table is None else page_table.dtype,
         PAGED=page_table is not None,
         PAGE=1 if page_table is None else page,
-        LENGTHS=key_lengths is not None,
-        STARTS=type(query_start) is not int and query_start is not None,
-        LEFT=left is not None,
-        RIGHT=right is not None,
-        MASK=mask is not None,
-        BIAS=bias is not None,
-        ALIBI=alibi is not None,
-        SOFTCAP=softcap is not None,
-        FOLD=fold,
+        VARLEN=False,
+        **call.constants,
     )
+    left, right = options.get("window") or (None, None)
+    right = 0 if options.get("causal") else right
     span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
     chunks = -(-span // CHUNK)  # a span may begin inside a chunk
     sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
@@ -170,15 +140,10 @@ def launch_decode(
         rows = min(ROWS, heads // kv_heads * queries)
         parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
         arrived = counters(sequences * slots, like=q)
-    starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
     kernel[sequences * chunks, 32 * tiles.warps, size](
         *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks, slots),
-        *(keys // page, pages, heads, kv_heads, queries, keys),
-        *factors,
-        *(near(left), near(right), key_lengths),
-        *(starts, strides(starts, 1)[0], first is not None, near(first)),
-        *(mask, *strides(mask), bias, *strides(bias), alibi, strides(alibi, 2)[0], apart),
+        *(keys // page, pages, *call.arguments, apart),
     )
     return out, lse
 

@@ -56,7 +56,7 @@ def launch_forward(
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((*batch, heads, queries), np.float32, like=q)
-    named, ends = laid_out(call.constants, offsets)
+    named, ends = laid_out(call.constants, offsets, **options)
     named["S"] = q.dtype if sinks is None else sinks.dtype
     named["SLICE"] = slice_of(value_dim)
     constants = _constants(tiles, **named)

@@ -7,7 +7,7 @@ import numpy as np
 
 from .._arrays import lanes, packed
 from .._typing import Array
-from ._blocks import FARTHEST, Window
+from ._blocks import FARTHEST, TILE, Window
 from ._rows import spanned
 
 LOG2E = 1 / math.log(2)
@@ -39,10 +39,15 @@ def told(
     softcap: float | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
+    keys: int | None = None,
 ) -> Told | None:
-    """Return what kernels are told; None where they cannot run these options."""
+    """Return what kernels are told; None where they cannot run these options.
+
+    With keys, so many of them lie in the pages of v.
+    """
     *_, queries, heads, dim = q.shape
-    keys, kv_heads, value_dim = v.shape[-3:]
+    tokens, kv_heads, value_dim = v.shape[-3:]
+    keys = tokens if keys is None else keys
     left, right = window or (None, None)
     right = 0 if causal else right
     scale = 1 / math.sqrt(dim) if scale is None else scale
@@ -94,13 +99,29 @@ def factors_of(
 
 
 def laid_out(
-    constants: dict[str, Any], offsets: tuple[Array, Array] | None
-) -> tuple[dict[str, Any], tuple[Any, Any, int]]:
+    constants: dict[str, Any],
+    offsets: tuple[Array, Array] | None,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: Array | None = None,
+    **_: Any,
+) -> tuple[dict[str, Any], tuple[Any, Any, int, int, int]]:
     """Return constants and last arguments that say whether sequences lie end to end."""
     if offsets is None:
-        return constants | {"VARLEN": False}, (None, None, 0)
+        return constants | {"VARLEN": False}, (None, None, 0, 0, 0)
     dtypes = {"P": offsets[0].dtype, "L": offsets[1].dtype}
-    return constants | {"VARLEN": True} | dtypes, (*offsets, offsets[0].size - 1)
+    rows, columns = (padded(axis, mask, bias, block_mask) for axis in (-2, -1))
+    ends = (*offsets, offsets[0].size - 1, rows, columns)
+    return constants | {"VARLEN": True} | dtypes, ends
+
+
+def padded(axis: int, mask: Any, bias: Any, block_mask: Any) -> int:
+    """Return how long the longest sequence may be, by what is given for a padded batch."""
+    sizes = [a.shape[axis] for a in (mask, bias) if a is not None and a.ndim >= -axis]
+    sizes = [size for size in sizes if size != 1]  # 1 is for all
+    sizes += [] if block_mask is None else [TILE * block_mask.shape[axis]]
+    return min(sizes, default=FARTHEST)
 
 
 def in_chunks(*arrays: Array) -> tuple[Array, ...]:

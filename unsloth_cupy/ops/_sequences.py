@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._typing import Array
-from ..errors import RangeError
+from ..errors import RangeError, ShapeError
+from ._blocks import TILE, four_axes
 
 
 class Sequence(NamedTuple):
@@ -16,6 +17,11 @@ class Sequence(NamedTuple):
     start: int
     stop: int
     lengths: None = None
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens there are."""
+        return self.stop - self.start
 
     def take(self, array: Array, fill: float) -> Array:
         """Return these tokens of a packed array."""
@@ -31,7 +37,8 @@ class Padded:
 
     def __init__(self, offsets: Array, longest: int | None, tokens: int) -> None:
         self.lengths = offsets[1:] - offsets[:-1]
-        inside = np.arange(tokens if longest is None else min(longest, tokens), like=offsets)
+        self.size = tokens if longest is None else min(longest, tokens)
+        inside = np.arange(self.size, like=offsets)
         self.real = inside < self.lengths[:, None]
         self.token = np.minimum(offsets[:-1, None] + inside, tokens - 1)
         every = np.arange(tokens, like=offsets)
@@ -77,6 +84,40 @@ def sides_of(
     rows, keys = (itertools.pairwise(offsets.tolist()) for offsets in (q_offsets, k_offsets))
     for row, key in zip(rows, keys, strict=True):
         yield Sequence(*row), Sequence(*key)
+
+
+def longest(
+    call: str, max_queries: Any, max_keys: Any, mask: Any, bias: Any, block_mask: Any
+) -> tuple[int | None, int | None]:
+    """Return the most queries and keys of a sequence that arrays are for, or None for any number.
+
+    Raise ShapeError where arrays are for others than max_queries and max_keys say.
+    """
+    found: list[Any] = []
+    given = {"mask": (mask, 1), "bias": (bias, 1), "block_mask": (block_mask, TILE)}
+    for axis, name, most in ((-2, "max_queries", max_queries), (-1, "max_keys", max_keys)):
+        sizes = []
+        for of, (array, tile) in given.items():
+            if array is None or array.ndim < -axis or (tile == 1 and array.shape[axis] == 1):
+                continue  # it is for any number
+            size = array.shape[axis]
+            if most is not None and size != -(-most // tile):
+                problem = f"{of} of shape {array.shape} has {size} for {name}={most}"
+                raise ShapeError(f"{call}: {problem}; it must be {-(-most // tile)}")
+            sizes.append(tile * size)
+        found.append(min(sizes, default=None) if most is None else most)
+    return found[0], found[1]
+
+
+def share_of(array: Any, number: int, rows: Any, keys: Any, tile: int = 1) -> Any:
+    """Return what the sequence of a number has of an array that is for a padded batch, or all."""
+    if array is None:
+        return None
+    array = four_axes(array)
+    batch = slice(None) if keys.lengths is not None else slice(number, number + 1)
+    parts = (batch, slice(None), slice(-(-rows.size // tile)), slice(-(-keys.size // tile)))
+    shared = (slice(None) if size == 1 else p for size, p in zip(array.shape, parts, strict=True))
+    return array[tuple(shared)]
 
 
 def check_offsets(call: str, name: str, offsets: Array, tokens: int) -> None:

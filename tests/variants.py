@@ -66,10 +66,13 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
         ),
         {"queries": 256, "dim": 512, "value_dim": 512},  # forward alone
     ),
-    "attention_paged_forward": ({"page": 1}, {}),
+    "attention_paged_forward": ({"page": 1, "keys": 16}, {}),
+    # a bias has sums of queries, or of keys, or pairs
+    "attention_varlen_forward": ({"max_keys": 1}, {}, {"max_queries": 1}),
 }
 
 LEFT = {"window": (128, None)}
+EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "geglu": ({"approximate": False}, {"approximate": True}),
     **dict.fromkeys(
@@ -87,6 +90,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"softcap": 50.0},
         {"dropout": 0.1, "seed": 1},
     ),
+    **dict.fromkeys(("attention_paged_forward", "attention_varlen_forward"), ({}, EVERY)),
 }
 
 

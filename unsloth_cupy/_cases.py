@@ -71,7 +71,7 @@ def chosen(*names: str) -> list[Op[..., Any]]:
 
 
 def composed(names: Iterable[str]) -> list[str]:
-    """Return a line about each name that is no op by itself."""
+    """Return a line about each name that is not an op by itself."""
     found = [name for name in dict.fromkeys(names) if name in COMPOSED]
     return [f"{name} is made of {', '.join(COMPOSED[name])}: those follow." for name in found]
 

@@ -60,9 +60,9 @@ def generate(
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
     of a finetune run. PROMPT may come from standard input, without the line break that ends it: as
-    -, or left out where that is no terminal. --chat without PROMPT at a terminal is a conversation,
-    which Ctrl-D ends. The text goes to standard output as it is written, the speed to standard
-    error.
+    -, or left out where that is not a terminal. --chat without PROMPT at a terminal is a
+    conversation, which Ctrl-D ends. The text goes to standard output as it is written, the speed to
+    standard error.
     """
     from ..models.folder import on_device
 

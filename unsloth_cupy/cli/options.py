@@ -35,7 +35,7 @@ class Words(click.ParamType):  # type: ignore[type-arg]
         self.some = some
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text, or fail with the byte that is no part of one."""
+        """Return the text, or fail with the byte that is not part of one."""
         if self.some and not value:
             self.fail("it is empty; write at least one character.", param, ctx)
         try:

@@ -119,7 +119,7 @@ class TextStream:
 class StopStrings:
     """Text goes in by pieces and comes out up to the string that is the first to be complete.
 
-    What may be the beginning of one waits until it is known to be none.
+    What may be the beginning of one waits until the rest of it comes, or something else.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

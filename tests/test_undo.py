@@ -13,7 +13,7 @@ import pytest
 import unsloth_cupy
 from unsloth_cupy import AttentionConfig, _cupy, _jit, faults, rms_norm, softmax
 from unsloth_cupy._op import OPS
-from unsloth_cupy.errors import KernelError
+from unsloth_cupy.errors import DeviceError
 
 from .stand_in import gpu
 from .undo import caches, undoing, variables
@@ -41,7 +41,7 @@ def test_what_is_asked_of_a_stand_in_is_forgotten() -> None:
         rms_norm(X, X[0])
         assert {"unsloth_cupy.ops._device._attribute", "unsloth_cupy._jit.Kernel"} <= {*full()}
     assert full() == []
-    with pytest.raises(KernelError, match="no such GPU"):
+    with pytest.raises(DeviceError, match="no such GPU"):
         AttentionConfig().resolve(10**6)
 
 

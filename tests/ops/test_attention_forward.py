@@ -10,7 +10,7 @@ from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
-from unsloth_cupy.errors import ConfigError, DTypeError, KernelError
+from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelError
 from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops._attention_tiles import FORWARD, OWN, Start, fitting, resolve
 from unsloth_cupy.ops._device import Limits
@@ -310,7 +310,7 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
         (ConfigError, "pass a GPU's number", lambda: AttentionConfig().resolve(("90", 1))),
         (ConfigError, "dim='64'", lambda: AttentionConfig().resolve((90, 1), dim="64")),  # type: ignore[arg-type]
         (ConfigError, "value_dim=-8", lambda: AttentionConfig().resolve((90, 1), value_dim=-8)),
-        (KernelError, "no such GPU is found", lambda: AttentionConfig().resolve(10**6)),
+        (DeviceError, "no such GPU is found", lambda: AttentionConfig().resolve(10**6)),
         (DTypeError, "float64", lambda: AttentionConfig().resolve((90, 1), dtype="float64")),
         (DTypeError, "choose from float16", lambda: AttentionConfig().resolve(0, dtype="half_")),
         (KernelError, "dim=12", lambda: AttentionConfig().resolve((90, 2**18), dim=12)),

@@ -18,7 +18,7 @@ from .._call import checked, is_integer
 from .._dtypes import KERNEL_DTYPES, float_dtype
 from .._jit import target_of
 from .._op import OPS
-from ..errors import ConfigError, DTypeError, KernelError
+from ..errors import ConfigError, DeviceError, DTypeError, KernelError
 from . import _attention_tiles
 from ._attention_options import ANY, CAUSAL
 from ._attention_tiles import Start, Tiles, resolve
@@ -124,7 +124,9 @@ class AttentionConfig:
         ConfigError, DTypeError
             device, a dim or options is nothing of the kind; there is no kernel for the dtype.
         KernelError
-            No tiles fit: the definition runs there; or no such GPU is found.
+            No tiles fit: the definition runs there.
+        DeviceError
+            No such GPU is found.
         """
         if not is_integer(options) or options > ANY:
             raise ConfigError(f"AttentionConfig.resolve(options={options!r}): pass 0, 1 or 2")
@@ -183,4 +185,4 @@ def _limits(device: Any) -> Limits:
     except (ImportError, RuntimeError) as error:  # no CuPy, no driver, no GPU of this number
         known = "pass the number of a GPU, or what to know of one: (90, 227 * 1024)"
         problem = f"AttentionConfig.resolve(device={device}): no such GPU is found ({error})"
-        raise KernelError(f"{problem}; {known}") from error
+        raise DeviceError(f"{problem}; {known}") from error

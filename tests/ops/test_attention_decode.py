@@ -10,7 +10,7 @@ from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
 from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
-from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FAN, FEW, resolve
+from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 from unsloth_cupy.ops._device import Limits
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
@@ -167,7 +167,10 @@ def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, bu
     """Every head dim has tiles in every budget, twice in an SM; they share out a chunk."""
     for dim in range(8, width + 1, 8):
         chosen = resolve(itemsize, dim, width, Limits(architecture, budget))
-        assert chosen is not None
+        if chosen is None:  # what a block takes beside does not fit: forward takes such calls
+            least = DECODE[architecture, itemsize, width][-1].bytes(itemsize, dim, width)
+            assert budget - STATIC < least <= budget
+            continue
         size = chosen.bytes(itemsize, dim, width)
         assert (size if budget < 99 << 10 else 2 * size + 1024) <= budget
         assert CHUNK % (chosen.warps * chosen.keys) == 0
@@ -260,12 +263,12 @@ def test_replayed_counters() -> None:
     made = []
     from unsloth_cupy.ops import _attention_decode
 
-    def keep(array: np.ndarray, number: float) -> np.ndarray:
-        made.append(np.full_like(array, number))
+    def keep(count: int, like: np.ndarray) -> np.ndarray:
+        made.append(np.zeros_like(like, np.uint32, shape=count))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch, using(_emulator()):
-        patch.setattr(_attention_decode, "full_like", keep)
+        patch.setattr(_attention_decode, "counters", keep)
         attention_forward(q, k, k)
     assert made
     assert not made[0].any()

@@ -74,14 +74,14 @@ def prepare(
     rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
     sizes = Sizes(config, *rows, device, there, adapter)
     memory = Memory(within(sizes, plan, request.limit), request.limit, device)
-    if isinstance(text, Text):
-        lessons = of_text(text, tokenizer, config, shape, plan.seed)
     if folder is None:
         model = models.create(values, seed=plan.seed, dtype="float32", device=device)
     else:
         model = load_model(folder, dtype="float32", device=device)
         if adds and plan.lora is not None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
+    if isinstance(text, Text):
+        lessons = of_text(text, tokenizer, config, shape, plan.seed)
     plan = with_steps(plan, request, lessons)
     files = chat.keep() if chatty else chat.files
     trainer = Trainer(

@@ -67,8 +67,13 @@ SIZES: dict[str, tuple[dict[str, Any], ...]] = {
         {"queries": 256, "dim": 512, "value_dim": 512},  # forward alone
     ),
     "attention_paged_forward": ({"page": 1, "keys": 16}, {}),
-    # a bias has sums of queries, or of keys, or pairs
-    "attention_varlen_forward": ({"max_keys": 1}, {}, {"max_queries": 1}),
+    "attention_varlen_forward": (
+        {"dim": 64, "value_dim": 64},
+        {"max_keys": 1},  # a bias has sums of queries, or of keys, or pairs
+        {},
+        {"max_queries": 1},
+        {"dim": 256, "value_dim": 256},
+    ),
 }
 
 LEFT = {"window": (128, None)}

@@ -62,7 +62,7 @@ def attention_paged(
     mask, bias : up to 4 axes that broadcast to (batch, heads, queries, keys), optional
         As in attention, for ``keys = max_pages * page``; those past a length are not read.
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
-        As in attention: of a tile that is False no page is read.
+        As in attention: of a tile that is False for all heads of a group no page is read.
 
     Returns
     -------

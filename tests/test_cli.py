@@ -836,6 +836,21 @@ def test_a_full_disk_is_one_clear_error(
     assert run(*command).exit_code == 0
 
 
+def test_a_disk_too_small_for_the_run_is_known_before_the_first_step(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("finetune", "--text", text, "--out", tmp_path / "run", *SMALL)
+    kept = tmp_path / "free"
+    assert run(*(kept if word == tmp_path / "run" else word for word in command)).exit_code == 0
+    saved = [path.stat().st_size for path in (kept / "model").glob("*.safetensors")]
+    with monkeypatch.context() as patch:
+        used = shutil.disk_usage(tmp_path)._replace(free=4 * sum(saved))
+        patch.setattr(shutil, "disk_usage", lambda path: used)
+        said = "the run, with two checkpoints, takes"
+        assert_one_clear_error(run(*command), said)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_above_the_baseline_is_called_so(text: Path, tmp_path: Path) -> None:
     sizes = ("--layers", 1, "--hidden", 32, "--vocabulary", 300, "--tokens", 16)
     result = run("finetune", "--text", text, "--out", tmp_path / "run", "--steps", 1, *sizes)

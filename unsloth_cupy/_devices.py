@@ -19,7 +19,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 HERE: AbstractContextManager[Any] = nullcontext()
 PER_THREAD = 2  # the address of CUDA's default stream of each thread, which is another in each
 _seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPUs
@@ -150,23 +152,28 @@ def bytes_asked(error: BaseException | None) -> int:
     return int(asked[1].replace(",", "")) if asked else 0
 
 
-def machine_memory(like: Any = None) -> int:
-    """Return the bytes of memory of the GPU where ``like`` lives, or of the machine."""
-    if like is not None and type(like).__module__.startswith("cupy"):
-        with at(like):
-            return int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
+def machine_memory() -> int | None:
+    """Return the bytes of memory that the machine lets this process have, if it says so."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows does not say
-        return sys.maxsize
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    for limit in CGROUPS:  # of a container
+        with suppress(OSError, ValueError):
+            whole = min(whole, int(limit.read_text()))
+    return whole
 
 
 def check_bytes(call: str, required: int, like: Any = None) -> None:
     """Raise DeviceMemoryError for arrays that the whole memory does not hold, before they are made.
 
-    ``call`` shows the sizes that were asked for.
+    They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
     """
-    available = machine_memory(like)
+    if like is not None and _on_gpu(like):
+        with at(like):
+            available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
+    else:
+        available = machine_memory() or sys.maxsize
     if required > available:
         raise DeviceMemoryError(
             f"{call} takes {required / 2**30:,.1f} GiB, and there are {available / 2**30:,.1f} GiB"

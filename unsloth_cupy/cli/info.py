@@ -5,6 +5,7 @@ import platform
 import click
 
 from .. import _source
+from .._devices import machine_memory
 from .._op import OPS
 from .._version import __version__
 from ..memory import format_bytes
@@ -28,7 +29,7 @@ def info() -> None:
     from rich.table import Table
 
     gpus, reason = machine.gpus()
-    memory = machine.machine_memory()
+    memory = machine_memory()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

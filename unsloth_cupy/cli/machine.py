@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._devices import machine_memory
+
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
-CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 WIDE = 120  # columns of what is no terminal: tables and paths stay whole
 
 
@@ -59,18 +60,6 @@ def blas_threads(hidden: int) -> AbstractContextManager[Any]:
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1 if hidden < THREADS_PAY else None, user_api="blas")
-
-
-def machine_memory() -> int | None:
-    """Return the bytes of memory that the machine lets this process have, if it says so."""
-    try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-    for limit in CGROUPS:  # of a container
-        with suppress(OSError, ValueError):
-            whole = min(whole, int(limit.read_text()))
-    return whole
 
 
 def device_memory(device: str | None) -> tuple[int | None, int | None]:

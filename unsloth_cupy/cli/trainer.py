@@ -18,7 +18,7 @@ from .. import _arrays
 from .._typing import Array
 from ..errors import ConfigError
 from ..faults import check_errors
-from ..files import written_beside
+from ..files import check_room, written_beside
 from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients, sum_gradients
 from ..models.adapter import Adapter
@@ -83,11 +83,17 @@ class Trainer:
         ------
         Interrupted
             The run was asked to stop; if it has begun, the last whole step is saved.
+        ConfigError
+            The disk has no room for what will be saved.
         """
         self.stop, steps = stop, self.plan.steps
         self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
-        arrays = (self.model.parameters, self.masters, self.optimizer.state())
+        states = self.optimizer.state()
+        weights, averages = (sum(a.nbytes for a in s.values()) for s in (self.masters, states))
+        needed = (2 - bool(self.step)) * (weights + averages) + weights
+        check_room(self.run.folder, needed, "the run, with two checkpoints,")
+        arrays = (self.model.parameters, self.masters, states)
         held = [array for named in arrays for array in named.values()]
         with (
             Progress(self.step, steps) as progress,

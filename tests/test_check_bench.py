@@ -94,6 +94,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     cuda = types.SimpleNamespace(
         Event=FakeEvent,
+        is_available=lambda: True,
         get_elapsed_time=lambda start, stop: stop.time - start.time,
         Device=lambda: types.SimpleNamespace(id=0),
         runtime=types.SimpleNamespace(

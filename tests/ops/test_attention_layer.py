@@ -285,8 +285,8 @@ def test_bad_pages() -> None:
     with pytest.raises(DeviceMemoryError, match="4 pages are needed, 2 of 2 are free"):
         attention_layer(x[:1], *weights, sequences=[one], **options)
     assert (cache.filled[one], cache.free_pages) == ([0, 0], [1, 0])
-    with pytest.raises(ConfigError, match="no option 'dropout' of attention; choose from"):
-        attention_layer(x[:1], *weights, sequences=[one], dropout=0.5, seed=0, **options)
+    with pytest.raises(ConfigError, match="no option 'key_lengths' of attention; choose from"):
+        attention_layer(x[:1], *weights, sequences=[one], key_lengths=np.array([3]), **options)
     watched: Any = Tape().watch(x[:1])
     with pytest.raises(GradientError, match="cache"):
         attention_layer(watched, *weights, sequences=[one], **options)

@@ -102,8 +102,10 @@ def longest(
                 continue  # it is for any number
             size = array.shape[axis]
             if most is not None and size != -(-most // tile):
+                fitting = -(-most // tile)
                 problem = f"{of} of shape {array.shape} has {size} for {name}={most}"
-                raise ShapeError(f"{call}: {problem}; it must be {-(-most // tile)}")
+                problem = f"{call}: {problem}; it must be {fitting}"
+                raise ShapeError(problem, expected=fitting, actual=size)
             sizes.append(tile * size)
         found.append(min(sizes, default=None) if most is None else most)
     return found[0], found[1]

@@ -215,7 +215,9 @@ def _check_keys(keys: int, mask: Any, bias: Any, block_mask: Any) -> None:
             cure = " or ".join(map(str, sorted(fitting)))
             raise ShapeError(
                 f"attention_paged: {problem}; it must be {cure}: a row of page_table"
-                f" has room for {keys} keys"
+                f" has room for {keys} keys",
+                expected=tuple(sorted(fitting)),
+                actual=array.shape[-1],
             )
 
 

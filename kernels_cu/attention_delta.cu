@@ -78,7 +78,7 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
                               const S *__restrict__ sinks, G *__restrict__ to, int batch,
                               int heads, int rows, const P *__restrict__ offsets,
                               int padded_rows) {
-    __shared__ float partial[32];
+    __shared__ Exchange<32> exchange;
     const int kept_rows = VARLEN ? padded_rows : rows;
     const int blocks = KEEP_ROWS ? (kept_rows + THREADS - 1) / THREADS : 1;
     const int own_head = KEEP_HEADS ? blockIdx.x / blocks % heads : 0;
@@ -106,7 +106,7 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
             }
         }
     if constexpr (!KEEP_ROWS) {
-        sum = row_sum<THREADS>(sum, partial);
+        sum = row_sum<THREADS>(sum, exchange);
         if (threadIdx.x == 0) to[blockIdx.x] = (G)sum;
     } else if (first < kept_rows) {
         to[(long long)(blockIdx.x / blocks) * kept_rows + first] = (G)sum;

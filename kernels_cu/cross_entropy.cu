@@ -119,8 +119,9 @@ __device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, fl
 
 // From the sums of every thread to those of the row, which all of its threads get.
 __device__ __forceinline__ void reduce_row(Sums &s) {
-    __shared__ float partial[2 * WARPS], totals[WARPS];
-    row_exp_sum<ROW_THREADS>(s.top, s.sum, partial);
+    __shared__ Exchange<2 * WARPS> exchange;
+    __shared__ Exchange<WARPS> totals;
+    row_exp_sum<ROW_THREADS>(s.top, s.sum, exchange);
     if constexpr (SMOOTHING) s.total = row_sum<ROW_THREADS>(s.total, totals);
     if (s.sum == 0) s.top = 0;  // nothing but -inf
 }

@@ -37,12 +37,12 @@
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     const T *x, T *y, long long rows, long long inner, long long x_outer, long long x_step,
     float scale) {
-    __shared__ float partial[2 * WARPS];
+    __shared__ Exchange<2 * WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
     const T *its_x = x + start(row, {inner, x_outer, x_step}) + first;
     T *its_y = y + row * COLUMNS + first;
-    enter<CLUSTER>();
+    enter<CLUSTER>(exchange);
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
 #pragma unroll(KEEP ? DEPTH : 2)
@@ -72,7 +72,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
         }
     }
     const float mine = top;
-    row_exp_sum<ROW_THREADS, CLUSTER>(top, sum, partial);
+    row_exp_sum<ROW_THREADS, CLUSTER>(top, sum, exchange);
     if (row >= rows) return;
     const float share = sum == 0 ? 0 : (KEEP ? exp_below(mine - top) : 1) / sum;
 
@@ -95,13 +95,13 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
     const T *dy, const T *y, T *dx, long long rows, long long inner, long long dy_outer,
     long long dy_step, long long y_outer, long long y_step, float scale) {
-    __shared__ float partial[WARPS];
+    __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
     const T *its_dy = dy + start(row, {inner, dy_outer, dy_step}) + first;
     const T *its_y = y + start(row, {inner, y_outer, y_step}) + first;
     T *its_dx = dx + row * COLUMNS + first;
-    enter<CLUSTER>();
+    enter<CLUSTER>(exchange);
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
     float sum = 0;
@@ -116,7 +116,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
 #pragma unroll
         for (int j = 0; j < LANES; j++) sum += d[j] * v[j];
     }
-    sum = row_sum<ROW_THREADS, CLUSTER>(sum, partial);
+    sum = row_sum<ROW_THREADS, CLUSTER>(sum, exchange);
     if (row >= rows) return;
 
 #pragma unroll(KEEP ? DEPTH : 2)

@@ -5,9 +5,13 @@
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define CLUSTER_KERNEL(size, ...) KERNEL(__VA_ARGS__)
 __device__ uint32_t cluster_rank();  // named below, never called
-__device__ void cluster_arrive();
+__device__ void cluster_arrive_relaxed();
 __device__ void cluster_wait();
-__device__ void *cluster_map(const void *p, int rank);
+__device__ void mbarrier_init(uint64_t *bar, int count);
+__device__ void mbarrier_init_fence();
+__device__ void mbarrier_arrive_expect_tx(uint64_t *bar, int bytes);
+__device__ void mbarrier_wait(uint64_t *bar, int parity);
+__device__ void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank);
 #else
 // CLUSTER_KERNEL(blocks of a cluster, and what KERNEL takes) name(parameters)
 #define CLUSTER_KERNEL(size, ...) KERNEL(__VA_ARGS__) __cluster_dims__(size, 1, 1)
@@ -18,23 +22,46 @@ template <int SIZE> __device__ __forceinline__ int rank_in() {
     else return 0;
 }
 
-// Wait for all threads of all blocks, and see what they wrote to shared memory.
-template <int SIZE> __device__ __forceinline__ void meet() {
+// Shared memory for FLOATS numbers that the warps of all blocks tell each other; of a cluster, with
+// a barrier that counts their bytes.  A barrier of the whole cluster would wait for all stores to
+// global memory too, and empty the L1 cache.
+template <int CLUSTER> struct Landing { uint64_t landed; };
+template <> struct Landing<1> {};
+template <int FLOATS, int CLUSTER = 1> struct Exchange : Landing<CLUSTER> { float told[FLOATS]; };
+
+// Before anything else: a neighbour whose block does not run yet has no shared memory.
+template <int SIZE, class... E> __device__ __forceinline__ void enter(E &...exchanges) {
     if constexpr (SIZE > 1) {
-        cluster_arrive();
+        if (threadIdx.x == 0) {
+            (mbarrier_init(&exchanges.landed, 1), ...);
+            mbarrier_init_fence();
+        }
+        cluster_arrive_relaxed();
         cluster_wait();
-    } else {
-        __syncthreads();
     }
 }
 
-// Before anything else: a neighbour whose block does not run yet has no shared memory.
-template <int SIZE> __device__ __forceinline__ void enter() {
-    if constexpr (SIZE > 1) meet<SIZE>();
-}
-
-// Where the block of a rank keeps what p points to in this one.
-template <int SIZE, class E> __device__ __forceinline__ E *of_block(E *p, int rank) {
-    if constexpr (SIZE > 1) return static_cast<E *>(cluster_map(p, rank));
-    else return p;
+// Tell all blocks v, one number after `stride` others, as number `mine` of the N * stride that all
+// warps tell; wait for those of the others.  A warp calls it together.  An exchange is used again,
+// its `turn` one higher, behind the use of another.
+template <int SIZE, int N, class E>
+__device__ __forceinline__ void tell(E &exchange, const float (&v)[N], int mine, int stride,
+                                     int turn) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (SIZE > 1) {
+        __syncwarp();  // all lanes have read the exchange before this one
+        if (threadIdx.x == 0)
+            mbarrier_arrive_expect_tx(&exchange.landed, N * stride * (int)sizeof(float));
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (lane < SIZE)
+                store_async_b32(&exchange.told[i * stride + mine], __float_as_uint(v[i]),
+                                &exchange.landed, lane);
+        mbarrier_wait(&exchange.landed, turn & 1);  // counts what has landed: L1 need not be emptied
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (lane == 0) exchange.told[i * stride + mine] = v[i];
+        __syncthreads();
+    }
 }

@@ -64,14 +64,14 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
                                         const B *bias, T *y, T *h, float *mean, float *rstd,
                                         long long rows, const Layout &of_x,
                                         const Layout &of_residual, float eps, float offset) {
-    __shared__ float partial[2][WARPS];
+    __shared__ Exchange<WARPS, CLUSTER> exchange[2];
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const bool there = row < rows;
     x += start(row, of_x);
     if constexpr (RESIDUAL) residual += start(row, of_residual);
     y += row * HIDDEN;
     h += row * HIDDEN;
-    enter<CLUSTER>();
+    enter<CLUSTER>(exchange[0], exchange[1]);
 
     float kept[KEEP ? DEPTH : 1][LANES], sum[1] = {}, squares[1] = {};
     Moments moments = {};
@@ -89,7 +89,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     }
     float centre = 0;
     if constexpr (CENTRED) {
-        row_sums<ROW_THREADS, CLUSTER>(sum, partial[0]);
+        row_sums<ROW_THREADS, CLUSTER>(sum, exchange[0]);
         centre = divided_by<HIDDEN>(sum[0]);
         const float apart = moments.mean - centre;
         squares[0] = moments.squares + moments.count * apart * apart;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
             }
         }
     }
-    row_sums<ROW_THREADS, CLUSTER>(squares, partial[1]);
+    row_sums<ROW_THREADS, CLUSTER>(squares, exchange[1]);
     const float scale = 1 / sqrtf(divided_by<HIDDEN>(squares[0]) + eps);
     if (!there) return;
     if (column_of(0) == 0) {
@@ -184,9 +184,10 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
                                          float *partial, long long rows, const Layout &of_dy,
                                          const Layout &of_dh, const Layout &of_h, float offset) {
     DYNAMIC_SHARED(float, held);
-    __shared__ float exchange[2][MEANS * WARPS];
+    __shared__ Exchange<MEANS * WARPS, CLUSTER> exchange[2];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
     int turn = 0;
+    enter<CLUSTER>(exchange[0], exchange[1]);
     // Where four sums of a thread lie; neighbours 16 bytes apart, so that no bank is asked twice.
     // Without KEEP they are too many, and lie where they end.
     const auto place = [&](int which, int k, int q, int thread) {
@@ -216,7 +217,6 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
 
     for (int i = 0; i < SUMS * DEPTH; i++)
         if (inside(column_of(i % DEPTH))) set(i / DEPTH, i % DEPTH, {});
-    enter<CLUSTER>();
     for (long long top = (long long)group * ROWS * GROUP; top < rows;
          top += groups * ROWS * GROUP) {
         Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_h[KEEP ? DEPTH : 1];
@@ -248,8 +248,8 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
 #pragma unroll
             for (int k = 0; EARLY && k < DEPTH; k++)
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
-            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[turn]);
-            turn ^= 1;
+            row_sums<ROW_THREADS, CLUSTER>(sum, exchange[turn & 1], turn >> 1);
+            turn++;
 #pragma unroll
             for (int m = 0; m < MEANS; m++) row[i].mean[m] = divided_by<HIDDEN>(sum[m]);
         }

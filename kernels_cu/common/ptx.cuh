@@ -218,6 +218,11 @@ PTX uint32_t cluster_size() {
   return r;
 }
 PTX void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+// The same, and what was written before need not be seen by those who wait: nothing is waited for,
+// and no cache is emptied.  What fence.mbarrier_init published is seen.
+PTX void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 PTX void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // Where a pointer to one's own shared memory lies in the block of a rank.
 PTX void *cluster_map(const void *p, int rank) {

@@ -124,6 +124,7 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (5, 2, 32, "mapa: rank 2 in a cluster of 2"),
         (6, 2, 32, "deadlock: .* wait at barrier.cluster .* wait at mbarrier"),
         (7, 2, 32, "st.async operand is not aligned to its size"),
+        (8, 2, 32, r"race on static shared .*: read here, unordered with write by .* block rank"),
     ],
 }
 

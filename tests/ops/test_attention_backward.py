@@ -56,7 +56,7 @@ class TestAttentionBackward(KernelParity):
             causal=True,
         ),
         Case("several blocks", **ALONE | {"heads": 2}, queries=150, keys=140, causal=True),
-        Case("window", **ALONE, queries=150, keys=170, window=(20, 9)),
+        Case("window", **ALONE | {"value_dim": 40}, queries=150, keys=170, window=(20, 9)),
         Case("left window", **SMALL, window=(9, None), scale=0.0, arrays={"query_start": 3}),
         Case("rows of 16 chunks", **ALONE | {"dim": 128, "value_dim": 72}, queries=20, keys=40),
         Case("rows of 32 chunks", **ALONE | {"dim": 72, "value_dim": 256}, queries=20, keys=20),

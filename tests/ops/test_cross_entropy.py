@@ -30,6 +30,16 @@ class TestCrossEntropy(KernelParity):
     )
 
 
+class TestCrossEntropySharedRows(KernelParity):
+    """2 to 32 threads of a warp share a row; its label is in the first access, in the last."""
+
+    op = "cross_entropy_forward"
+    cases = tuple(
+        Case(f"{n} words", rows=[4], vocab=n, arrays={"labels": [0, n - 1, -100, n // 2]})
+        for n in (5, 26, 30, 63, 127, 255, 511)
+    )
+
+
 class TestCrossEntropyLongRows(KernelParity):
     op = "cross_entropy_forward"
     cases = (

@@ -29,6 +29,16 @@ class TestCrossEntropyOver(KernelInPlace):
     )
 
 
+class TestCrossEntropyOverSharedRows(KernelInPlace):
+    """2 to 32 threads of a warp share a row; its label is in the first access, in the last."""
+
+    op = "cross_entropy_over_"
+    cases = tuple(
+        Case(f"{n} words", rows=[4], vocab=n, arrays={"labels": [0, n - 1, -100, n // 2]})
+        for n in (5, 26, 30, 63, 127, 255, 511)
+    )
+
+
 class TestCrossEntropyOverLongRows(KernelInPlace):
     op = "cross_entropy_over_"
     cases = (

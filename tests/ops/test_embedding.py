@@ -22,6 +22,8 @@ class TestEmbedding(KernelParity):
         Case("one token", rows=[], vocab=5, hidden=13),
         Case("no tokens", rows=[0], vocab=5, hidden=2),
         Case("no columns", rows=[3], vocab=5, hidden=0),
+        Case("two columns at a time", rows=[3], vocab=5, hidden=6),
+        Case("four columns at a time", rows=[3], vocab=5, hidden=12),
         Case("two blocks a row", rows=[3], vocab=2, hidden=1032),
         Case("frequent tokens", rows=[400], vocab=3, hidden=8),
     )

@@ -19,6 +19,9 @@ class TestLayerNorm(KernelParity):
         Case("no columns", rows=[2], hidden=0, given=["bias"]),
         Case("odd width", rows=[2, 3], hidden=201, given=["bias"]),
         Case("one column", rows=[3], hidden=1, given=["bias"]),
+        *(  # 2 to 32 threads share a row
+            Case(f"{n} columns", rows=[9], hidden=n, given=["bias"]) for n in (18, 68, 264)
+        ),
         Case("large eps", rows=[5], hidden=64, eps=1.0),
         Case("all", rows=[2, 5], hidden=64, given=["residual", "bias"]),
         Case("blocks that walk rows", rows=[2, 70], hidden=64, given=["residual", "bias"]),
@@ -36,7 +39,10 @@ class TestLayerNormLongRows(KernelParity):
     op = "layer_norm_forward"
     cases = (
         Case("a ragged block a row", rows=[3], hidden=4104, given=["residual", "bias"]),
+        Case("a short block a row", rows=[3], hidden=1032),
         Case("two blocks share a row", rows=[3], hidden=8200, given=["residual", "bias"]),
+        Case("four blocks share a row", rows=[1], hidden=16392),
+        Case("eight blocks share a row", rows=[1], hidden=32776),
     )
     test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold
 

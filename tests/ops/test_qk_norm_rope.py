@@ -32,6 +32,7 @@ class TestQKNormRope(KernelParity):
         Case("neighbours", **SIZES | {"heads": 3}, given=["positions"], interleaved=True),
         Case("part of a head", **SIZES | {"half": 8}),
         Case("neighbours, part", **SIZES | {"half": 2, "dim": 7}, interleaved=True),
+        *(Case(f"heads of {n}", **SIZES | {"dim": n, "half": n // 2}) for n in (4, 16, 17, 24)),
         Case("a group of threads half full", **SIZES | {"heads": 1, "dim": 24, "half": 8}),
         Case("slices", **SIZES, given=["positions"], gaps=True),
         Case("no tokens", **SIZES | {"tokens": 0}),

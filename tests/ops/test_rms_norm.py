@@ -19,6 +19,8 @@ class TestRMSNorm(KernelParity):
         Case("no columns", rows=[2], hidden=0),
         Case("odd width", rows=[2, 3], hidden=201),
         Case("one column", rows=[3], hidden=1),
+        Case("8 threads a row", rows=[3], hidden=68, given=["bias"]),
+        Case("32 threads a row", rows=[9], hidden=264, given=["residual"]),
         Case("seven columns", rows=[900], hidden=7, given=["bias"]),
         Case("large eps", rows=[5], hidden=64, eps=1.0),
         Case("residual", rows=[4], hidden=130, given=["residual"]),
@@ -44,6 +46,7 @@ class TestRMSNormLongRows(KernelParity):
         Case("a ragged block a row", rows=[20], hidden=1032, given=["residual", "bias"]),
         Case("four blocks an SM", rows=[7], hidden=4096),
         Case("two blocks share a row", rows=[3], hidden=8200, given=["residual", "bias"]),
+        Case("four blocks share a row", rows=[1], hidden=16392),
         Case("eight blocks share a row", rows=[1], hidden=32776),
     )
     test_any_strides = None  # NumPy adds pairwise along contiguous axes only: 4 eps do not hold

@@ -31,7 +31,10 @@ CASES = (
 
 class TestRope(KernelParity):
     op = "rope"
-    cases = (CASES[0], CASES[2], *CASES[5:])  # rope_qk, which runs the same code, takes them all
+    cases = (
+        *(CASES[0], CASES[2], *CASES[5:]),  # rope_qk, which runs the same code, takes them all
+        *(Case(f"heads of {n}", **SIZES | {"dim": n, "half": n // 2}) for n in (4, 8, 16)),
+    )
 
 
 class TestRopeQK(KernelParity):
@@ -41,6 +44,7 @@ class TestRopeQK(KernelParity):
             Case(case.label, given=case.given, arrays=case.arrays, kv_heads=2, **case.both)
             for case in CASES
         ),
+        Case("heads of 8", **SIZES | {"dim": 8, "half": 4}, kv_heads=2),
         Case("slices", **SIZES | {"dim": 16, "half": 8}, kv_heads=2, gaps=True),
     )
 

@@ -30,6 +30,9 @@ class TestSoftmax(KernelParity):
         Case("one row", rows=[], columns=13),
         Case("one column", rows=[3], columns=1),
         Case("slices", rows=[2, 3], columns=24, gaps=True),
+        *(  # 4 to 32 threads share a row
+            Case(f"{n} columns", rows=[3], columns=n) for n in (34, 68, 136, 264)
+        ),
         Case("no rows", rows=[0], columns=4),
         Case("no columns", rows=[3], columns=0),
         Case("hidden columns and a hidden row", arrays={"x": HIDDEN}, scale=2.0),
@@ -41,6 +44,7 @@ class TestSoftmaxLongRows(KernelParity):
     cases = (
         Case("a block a row", rows=[2], columns=1000),
         Case("a ragged block a row", rows=[2], columns=4104, scale=3.0),
+        Case("two blocks, backward", rows=[2], columns=8200),
         Case("two blocks, in slices", rows=[1, 2], columns=16392, gaps=True),
         Case("four blocks, one by one", rows=[1], columns=32771),
         Case("eight blocks share a row", rows=[1], columns=131072),

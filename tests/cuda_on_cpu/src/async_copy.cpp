@@ -53,6 +53,14 @@ static MBarrier &mbar(const void *p, Where at) {
   return i->second;
 }
 
+// Its initialisation must be ordered before us: by clocks or, once published, by the cluster's
+// barrier, a relaxed one too.
+static MBarrier &initialised(const void *p, Where at) {
+  auto i = mbarriers.find(p);
+  if (i == mbarriers.end() || !i->second.fenced || !M.cur->met) touch(p, 8, Read, at);
+  return mbar(p, at);
+}
+
 static void end_phase(MBarrier &b) {
   if (b.pending || b.bytes) return;
   b.phase ^= 1;
@@ -82,8 +90,7 @@ void mbarrier_init_fence() {
 
 void mbarrier_arrive(void *p, int expect_tx, const char *file, int line) {
   Where at{file, line};
-  touch(p, 8, Read, at);  // the initialisation must be ordered before us
-  MBarrier &b = mbar(p, at);
+  MBarrier &b = initialised(p, at);
   if (b.pending == 0)
     fail("mbarrier: more arrivals than its count of " + std::to_string(b.count), at);
   if (M.checks) {
@@ -97,8 +104,7 @@ void mbarrier_arrive(void *p, int expect_tx, const char *file, int line) {
 
 void mbarrier_wait(void *p, int parity, const char *file, int line) {
   Where at{file, line};
-  touch(p, 8, Read, at);
-  MBarrier &b = mbar(p, at);
+  MBarrier &b = initialised(p, at);
   while (b.phase == parity) {
     b.waiting.push_back(M.cur);
     suspend("mbarrier", at);
@@ -182,7 +188,7 @@ static Map check_map(int rank, const void *tensor_map, uint32_t shared, Where at
 static void issue(const Map &map, uint32_t dst, int rank, uint32_t bar, const int *coord,
                   Where at) {
   char *barrier = from_shared(bar, 8, at, rank);
-  Copy t{map, dst, rank, {}, &mbar(barrier, at), next_agent(), at};
+  Copy t{map, dst, rank, {}, &initialised(barrier, at), next_agent(), at};
   if (!t.bar->fenced)
     fail("TMA uses an mbarrier whose initialisation no fence.mbarrier_init (or fence.proxy.async)"
          " published", at);
@@ -193,7 +199,6 @@ static void issue(const Map &map, uint32_t dst, int rank, uint32_t bar, const in
     Clock *c = agent_clock(t.agent);
     join(c, M.cur->clock);
     c[M.fibers + t.agent]++;
-    touch(barrier, 8, Read, at);
     touch(p, n, Write, at, t.agent);
   }
   memset(p, 0xff, n);

@@ -100,7 +100,7 @@ KERNEL(32) __cluster_dims__(4, 1, 1) signals(int *out, int *noted) {
   prepare(&arrivals, 128);
   prepare(&words, 1);
   if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&words, 16);
-  cluster_arrive();
+  cluster_arrive_relaxed();
   cluster_wait();
   const int note = rank * 32 + threadIdx.x;
   static_cast<int *>(cluster_map(notes, 0))[note] = 3 * note;

@@ -161,12 +161,14 @@ KERNEL(32) __cluster_dims__(2, 1, 1) broken_cluster(int *out, int mode) {
   const int rank = cluster_rank();
   cell[threadIdx.x] = 1;
   if (mode == 0 && rank == 0) cluster_wait();
-  cluster_arrive();
+  if (mode == 8) cluster_arrive_relaxed();
+  else cluster_arrive();
   if (mode == 1) cluster_arrive();
   if (mode == 2) return;
   cluster_wait();
   if (mode == 3) static_cast<int *>(cluster_map(cell, 1))[0] = rank;
   if (mode == 4 && rank) out[threadIdx.x] = static_cast<int *>(cluster_map(cell, 0))[threadIdx.x];
+  if (mode == 8) out[threadIdx.x] = static_cast<int *>(cluster_map(cell, 1 - rank))[threadIdx.x];
   if (mode == 5 && rank) out[threadIdx.x] = *static_cast<int *>(cluster_map(cell, 2));
   if (mode == 7)
     store_async_b32(reinterpret_cast<char *>(cell) + 2, 1, reinterpret_cast<uint64_t *>(cell), 0);

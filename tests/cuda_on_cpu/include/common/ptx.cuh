@@ -24,7 +24,7 @@ void tma_store(int rank, const void *map, const void *src, const int *coord, boo
 void bulk_load(void *dst, const void *src, int bytes, void *bar, EMU_WHERE);
 void bulk_store(void *dst, const void *src, int bytes, EMU_WHERE);
 void store_async(void *dst, uint32_t value, void *bar, int rank, EMU_WHERE);
-void cluster_arrive(EMU_WHERE);
+void cluster_arrive(bool relaxed, EMU_WHERE);
 void cluster_wait(EMU_WHERE);
 int cluster_rank();
 int cluster_size();
@@ -138,7 +138,8 @@ inline void fence_proxy_async() { emu::fence_proxy_async(); }
 
 inline uint32_t cluster_rank() { return emu::cluster_rank(); }
 inline uint32_t cluster_size() { return emu::cluster_size(); }
-inline void cluster_arrive(EMU_PLACE) { emu::cluster_arrive(EMU_HERE); }
+inline void cluster_arrive(EMU_PLACE) { emu::cluster_arrive(false, EMU_HERE); }
+inline void cluster_arrive_relaxed(EMU_PLACE) { emu::cluster_arrive(true, EMU_HERE); }
 inline void cluster_wait(EMU_PLACE) { emu::cluster_wait(EMU_HERE); }
 inline void *cluster_map(const void *p, int rank, EMU_PLACE) {
   return emu::cluster_map(p, rank, EMU_HERE);

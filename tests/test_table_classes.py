@@ -1,0 +1,141 @@
+"""What launch tables tell apart is met by a case of some kernel's proof.
+
+Sizes are run through the launches alone, without a kernel, and the constants that these choose are
+noted: those of every size, and those of the cases.  A value that no case meets has no proof.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from unsloth_cupy._cases import Call
+from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy._jit import using
+from unsloth_cupy._op import OPS
+
+from .cuda_on_cpu.build import DYNAMIC_SHARED
+from .parity import Case, KernelAlone, KernelParity
+from .variants import constants
+
+NOTES: list[tuple[str, str]] = []  # of launches: kernel, translation unit
+Class = tuple[str, str, Any]  # kernel, constant, what its value is a case of
+
+
+class Noted(NamedTuple):
+    """A Target that notes launches, of the machine that an ``Emulator`` is."""
+
+    shared_memory: int = DYNAMIC_SHARED
+    architecture: int = 90
+    clusters: bool = True
+
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def compile(self, name: str, source: str) -> Callable[..., None]:
+        return lambda *_: NOTES.append((name, source))
+
+
+def classes(call: Call, sides: tuple[str, ...]) -> set[Class]:
+    """Return what a call and its backward op ask of kernels, value by value."""
+    NOTES.clear()
+    outputs = call.run()
+    if "forward" not in sides:
+        NOTES.clear()
+    backward = call.op.backward
+    if "backward" in sides and backward is not None and backward.launch is not None:
+        call.backward(outputs, call.seeds(outputs, every=True)).launches()
+    return {
+        (kernel, name, bucket(name, value))
+        for kernel, source in NOTES
+        for name, value in constants(source).items()
+        if name not in SIZES
+    }
+
+
+SIZES = {"COLUMNS", "HIDDEN", "DIM", "VALUE_DIM", "HALF", "HEADS", "KV_HEADS", "ROW", "SLICE"}
+SIZES |= {"THREADS", "SLOTS", "TOKENS", "RESIDENT", "BLOCKS"}  # which alone changes no statement
+MOST = {"STORED": 1}  # of a number: from here on all are one class
+
+
+def bucket(name: str, value: str) -> Any:
+    """Return the power of two below a number, up to 64; what is not a number as it is."""
+    if not value.isdigit():
+        return value
+    return min(MOST.get(name, 64), 1 << int(value).bit_length() >> 1)
+
+
+def proofs() -> Iterator[type[KernelParity]]:
+    """Yield the classes that compare kernels with definitions."""
+    for path in sorted(Path(__file__).parent.glob("ops/test_*.py")):
+        for value in vars(importlib.import_module(f"tests.ops.{path.stem}")).values():
+            judges = isinstance(value, type) and issubclass(value, KernelParity)
+            if judges and not issubclass(value, KernelAlone) and hasattr(value, "op"):
+                yield value
+
+
+def met(op: str, dtype: Any) -> set[Class]:
+    """Return what the cases of an op ask of kernels."""
+    found: set[Class] = set()
+    for proof in proofs():
+        if proof.op == op:
+            with using(Noted(**proof.machine)):
+                for case in proof.cases:
+                    call = case.draw(OPS[op], dtype).mapped(np.copy)
+                    if all(a is None or a.size for a in call.arrays.values()):
+                        found |= classes(call, tuple(proof.sides))
+    return found
+
+
+# near every power of two, and between; odd ones, of which no two values are accessed at once
+AROUND = {n for k in range(5, 18) for n in (2**k - 1, 2**k, 2**k + 8, 3 * 2**k // 2)}
+WIDE = sorted({*range(1, 33), *AROUND})
+HEAD = [n for n in WIDE if n <= 512]
+
+
+def rows_of(axis: str, sizes: Any = WIDE, **more: Any) -> list[dict[str, Any]]:
+    return [{axis: n, "rows": [2], **more} for n in sizes]
+
+
+def heads_of(dim: int, **more: Any) -> dict[str, Any]:
+    sizes = {"batch": 1, "tokens": 2, "heads": 2, "kv_heads": 1, "dim": dim}
+    return sizes | {"half": max(1, dim // 2), "length": 2} | more
+
+
+TABLES: dict[str, list[dict[str, Any]]] = {
+    "softmax": rows_of("columns"),
+    "rms_norm_forward": rows_of("hidden"),
+    "layer_norm_forward": rows_of("hidden"),
+    "cross_entropy_forward": rows_of("vocab", arrays={"labels": [0, 0]}),
+    "cross_entropy_over_": rows_of("vocab", arrays={"labels": [0, 0]}),
+    "embedding": rows_of("hidden", vocab=2),
+    **{name: [{"axes": [2, n]} for n in WIDE] for name in ("add", "swiglu", "geglu", "relu2")},
+    "rope": [heads_of(n) for n in HEAD if n > 1],
+    "rope_qk": [heads_of(n) for n in HEAD if n > 1],
+    "qk_norm_rope_forward": [heads_of(n) for n in HEAD if n > 1],
+    "attention_forward": [
+        heads_of(n, value_dim=n, queries=queries, keys=20)
+        for n in HEAD
+        if n % 8 == 0
+        for queries in (1, 20)
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES[::2], ids=str)
+@pytest.mark.parametrize("name", TABLES)
+def test_every_class_has_a_case(name: str, dtype: Any) -> None:
+    op = OPS[name]
+    optional = [o.name for o in op.contract.inputs if o.optional and o.kind not in ("int", "bool")]
+    found = met(name, dtype)
+    missing: dict[Class, Any] = {}
+    for sizes in TABLES[name]:
+        for given in ((), optional) if name.endswith("norm_forward") else ((),):
+            call = Case("", given=given, **sizes).draw(op, dtype).mapped(np.copy)
+            with using(Noted()):
+                for each in classes(call, ("forward", "backward")) - found:
+                    missing.setdefault(each, (sizes, given))
+    assert not missing, "no case meets " + "; ".join(f"{c}: {s}" for c, s in missing.items())

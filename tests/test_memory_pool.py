@@ -194,7 +194,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __exit__(self, *_: object) -> None:
             hooks.remove(self)
 
-    runtime = types.SimpleNamespace(getDeviceCount=lambda: 2)
+    runtime = types.SimpleNamespace(getDeviceCount=lambda: 2, memGetInfo=lambda: (100, 9000))
     cuda = types.SimpleNamespace(
         Device=Device, MemoryHook=MemoryHook, runtime=runtime, is_available=lambda: True
     )
@@ -263,6 +263,20 @@ class TestDevices:
             step()
         assert (error.value.required, error.value.available) == (1512 + 4096, 2000)
         assert cupy.pool.limits == [0, 0]
+
+    def test_what_does_not_fit_where_a_gpu_came_later(
+        self, cupy: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A pool that was begun before CuPy was imported raises the same error."""
+        pool = memory_pool()
+        with monkeypatch.context() as before:
+            before.delitem(sys.modules, "cupy")
+            pool.__enter__()
+        error = OutOfMemoryError("Out of memory allocating 4,096 bytes")
+        with pytest.raises(DeviceMemoryError) as found:
+            pool.__exit__(OutOfMemoryError, error, None)
+        assert found.value.required >= 4096
+        assert found.value.available == 18000
 
     def test_no_such_device(self, cupy: Any) -> None:
         with pytest.raises(DeviceError, match=r"device=2\): CuPy sees 2 GPUs"):

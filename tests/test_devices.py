@@ -138,6 +138,7 @@ def clips(place: Callable[..., Any]) -> Any:
     for dtype in (np.float16, np.float64):  # by a launch, by definition
         gradients = {"a": place(np.ones(5, dtype)), "b": place(np.ones((2, 3), dtype))}
         found += [clip_gradients(gradients, 1.0), measure_gradients(gradients, 1.0)]
+        found.append(clip_gradients(max_norm=1.0, gradients=gradients))
     return found
 
 

@@ -519,6 +519,19 @@ def test_models_are_made_where_they_are_asked_for() -> None:
                 models.create(CONFIG, seed=0, device=bad)
 
 
+def test_a_model_has_to_fit_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host holds one parameter at a time of a model that goes to a GPU, and of its adapter."""
+    monkeypatch.setattr(_devices, "machine_memory", lambda: 4096)
+    with pytest.raises(DeviceMemoryError, match="create: the parameters"):
+        models.create(CONFIG, seed=0)
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        models.create(CONFIG, seed=0, device="cuda:1").add_adapter(64, seed=0)
+        machine.room = 4096
+        with pytest.raises(DeviceMemoryError, match="create: the parameters"):
+            models.create(CONFIG, seed=0, device="cuda:1")
+
+
 def test_classes_under_a_marked_one_are_marked() -> None:
     @_devices.at_home("array")
     class Marked:

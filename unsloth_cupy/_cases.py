@@ -95,6 +95,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         **dict.fromkeys(("max_queries", "max_keys"), part),
         **dict.fromkeys(("pages", "max_pages", "row_pages"), tokens // PAGE),
         "page": PAGE,
+        "axis": -1,  # of all axes, a sum of 16 bits would overflow
         "start": 0,
         "stop": scale.hidden // 2,
         "shape": (-1,),

@@ -52,7 +52,7 @@ class MemoryPool:
         self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
             required = _devices.bytes_asked(error)
-            most = self.limit or self._source.total()
+            most = self.limit or _total(self.device)
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit beside"
                 f" {format_bytes(self.allocated)}; raise the limit, or compute in smaller batches",
@@ -129,6 +129,16 @@ def memory_pool(
     return MemoryPool(limit, device, held)
 
 
+def _total(device: int | None) -> int:
+    """Return the bytes of memory that a GPU has, or all of them: also where none was counted."""
+    cupy: Any = sys.modules.get("cupy")
+    sizes = []
+    for number in range(_devices.count()) if device is None else [device]:
+        with cupy.cuda.Device(number):
+            sizes.append(cupy.cuda.runtime.memGetInfo()[1])
+    return sum(sizes)
+
+
 _limits: dict[int, list[tuple[Any, Any]]] = {}  # of each GPU: who set it; None: it was there
 _limiting = threading.Lock()
 
@@ -189,15 +199,6 @@ class OnDevices:
     def peak(self) -> int:
         """Return the most bytes at a time."""
         return self.top
-
-    def total(self) -> int:
-        """Return the bytes of memory that the devices have."""
-        info = self.cupy.cuda.runtime.memGetInfo
-        sizes = []
-        for device in self.devices:
-            with self.cupy.cuda.Device(device):
-                sizes.append(info()[1])
-        return sum(sizes)
 
     def reset_peak(self) -> None:
         """Begin with what is held now."""

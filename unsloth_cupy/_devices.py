@@ -86,7 +86,7 @@ def at_home(attribute: str) -> Callable[[type[T]], type[T]]:
 
 def at_first(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function whose first argument is arrays by name run where the first of them lives."""
-    return _moved(function, lambda arrays, *_: _first(arrays))
+    return _moved(function, _first)
 
 
 def _moved(function: Callable[P, R], home: Callable[..., Any]) -> Callable[P, R]:
@@ -103,8 +103,9 @@ def _moved(function: Callable[P, R], home: Callable[..., Any]) -> Callable[P, R]
     return there
 
 
-def _first(arrays: Any) -> Any:
-    return next(iter(arrays.values()), None) if isinstance(arrays, Mapping) else None
+def _first(*given: Any) -> Any:
+    arrays = next((each for each in given if isinstance(each, Mapping)), {})  # also by its name
+    return next(iter(arrays.values()), None)
 
 
 def bound(launch: Callable[..., None]) -> Callable[..., None]:

@@ -178,7 +178,8 @@ def create_adapter(
         "base_model_name_or_path": base,
     }
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
-    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed)
+    home = next(iter(weights.values()), None)
+    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed, home)
     parameters: dict[str, Array] = {}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
         if module.rpartition(".")[2] not in chosen:

@@ -137,8 +137,8 @@ def create(
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
-    check_bytes("create: the parameters of this config: it", size)
     with on_device("create", device) as place:
+        check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if name.endswith("norm.weight"):

@@ -96,6 +96,7 @@ class PythonAloneWithoutGpu:
 
     def setup(self, op: str) -> None:
         """Let CuPy find a GPU that is none."""
+        self.stack = contextlib.ExitStack()
         if machine.gpus()[0]:
             raise NotImplementedError("there is a GPU: see LaunchCost")
         try:
@@ -106,7 +107,6 @@ class PythonAloneWithoutGpu:
         memory = cupy.cuda.UnownedMemory(-(-room.ctypes.data // 512) * 512, 1 << 19, room, 0)
         lent, device = cupy.cuda.MemoryPointer(memory, 0), SimpleNamespace(compute_capability="90")
         module = SimpleNamespace(get_function=lambda name: not_launched)
-        self.stack = contextlib.ExitStack()
         for owner, name, value in (
             (cupy.cuda.runtime, "getDeviceCount", lambda: 1),
             (cupy.cuda.runtime, "deviceGetAttribute", lambda attribute, device: 227 << 10),

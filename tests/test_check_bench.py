@@ -19,6 +19,7 @@ from unsloth_cupy.cli import attention_shapes, bench, check, machine, report, st
 from unsloth_cupy.cli.commands import group
 
 SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
+FULL = check.SCALE  # what a user gets
 
 
 def run(*arguments: object) -> click.testing.Result:
@@ -139,6 +140,14 @@ def test_every_op_is_within_the_rule(name: str) -> None:
     assert [r for r in results if not r.ok] == []
     assert len(results) == 3 * (1 + (OPS[name].backward is not None))
     assert all(np.isfinite(r.allowed) for r in results)
+
+
+@pytest.mark.parametrize("name", forward_ops())
+def test_what_check_draws_overflows_no_op(name: str) -> None:
+    call = draw(OPS[name], FULL).cast(np.dtype(np.float16))
+    for output, array in call.run().items():
+        if array.dtype.kind == "f":
+            assert np.isfinite(array).all(), output
 
 
 def inaccurate(x: Any, *, factor: float) -> Any:

@@ -51,6 +51,20 @@ def test_cures_are_named_together_where_none_is_enough() -> None:
     assert "--checkpoint-every" not in str(error.value)
 
 
+@pytest.mark.parametrize("limit", [1, 256 << 10, MIB, 3 * MIB])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("parts", [None, 1])
+def test_each_cure_is_named_once_and_saves(limit: int, batch: int, parts: int | None) -> None:
+    small = parse(LLAMA | {"num_hidden_layers": 1, "vocab_size": 32})
+    given = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
+    with pytest.raises(DeviceMemoryError) as error:
+        within(given, PLAN._replace(checkpoint_every=parts), limit)
+    told = str(error.value).partition("). ")[2].split("; ")[:-1]
+    named = [cure.partition(" saves ")[0] for cure in told]
+    assert len(set(named)) == len(named)
+    assert not any(" saves -" in cure or " saves 0 B" in cure for cure in told)
+
+
 @pytest.mark.parametrize(
     "switch",
     ["--checkpoint-every 1", "--chunked-mlp", "--dtype bfloat16", "--lora 8", "--state-bits 8"],

@@ -122,7 +122,8 @@ def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
         together: dict[str, Any] = {}
         for switch in chosen:
             together |= changes[switch]
-        useful.append((sizes.planned(plan, **together).total, " ".join(chosen)))
+        most = sizes.planned(plan, **together).total
+        useful += [(most, " ".join(chosen))] * (most < useful[0][0])  # one may undo another
     told = [
         f"{switch} saves {format_bytes(made.total - total)}" + " and fits" * (total <= limit)
         for total, switch in useful

@@ -15,7 +15,13 @@ from unsloth_cupy import (
     attention_layer,
     rope_tables,
 )
-from unsloth_cupy.errors import ConfigError, FrameworkError, RangeError, ShapeError
+from unsloth_cupy.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    FrameworkError,
+    RangeError,
+    ShapeError,
+)
 
 HIDDEN, HEADS, KV_HEADS, TOKENS = 24, 4, 2, 7
 
@@ -172,6 +178,14 @@ def test_loads_a_layer_of_a_checkpoint_or_nothing() -> None:
 def test_options_that_make_no_sense(options: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         MultiHeadAttention(**{"hidden": HIDDEN, "heads": HEADS, "seed": 0, **options})
+
+
+@pytest.mark.parametrize("size", ["hidden", "heads", "dim"])
+@pytest.mark.parametrize("most", [2**40, 10**30])
+def test_what_no_memory_holds_is_not_drawn(size: str, most: int) -> None:
+    with pytest.raises(DeviceMemoryError, match="pass smaller sizes") as error:
+        MultiHeadAttention(**{"hidden": HIDDEN, "heads": HEADS, "dim": 8, "seed": 0, size: most})
+    assert error.value.required > error.value.available
 
 
 def test_bad_calls() -> None:

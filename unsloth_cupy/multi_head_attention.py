@@ -4,6 +4,7 @@ layer = MultiHeadAttention(512, 8, seed=0)
 y = layer(x)                                    (batch, tokens, hidden) in and out
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from . import _arrays
 from ._call import checked
-from ._dtypes import float_dtype
+from ._devices import check_bytes
+from ._dtypes import FLOATS, float_dtype
 from ._typing import Array
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
@@ -94,6 +96,10 @@ class MultiHeadAttention:
         place, rng = _arrays.home_of("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
+        drawn_as = FLOATS[-1].itemsize  # on the host, one after the other
+        check_bytes(
+            f"MultiHeadAttention({hidden}, {heads})", drawn_as * max(map(math.prod, shapes))
+        )
         self.parameters: dict[str, Array] = {}
         for part, (outputs, inputs) in zip(PARTS, shapes, strict=True):
             drawn = rng.standard_normal((outputs, inputs)) * inputs**-0.5

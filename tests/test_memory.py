@@ -6,6 +6,7 @@ import math
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from unsloth_cupy import (
 from unsloth_cupy._ledger import Ledger
 from unsloth_cupy._planned import Planned, PlannedOnHost, keeping
 from unsloth_cupy._planned_functions import reshaped
-from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
 from unsloth_cupy.gradients import sum_gradients
 from unsloth_cupy.memory import (
     MemoryEstimate,
@@ -415,6 +416,18 @@ def test_estimates_without_a_config() -> None:
 )
 def test_bytes_have_binary_units(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("sizes", [("batch",), ("batch", "tokens"), ("batch", "rank")])
+@pytest.mark.parametrize("heads", [2, 2**31 - 1])
+def test_sizes_beyond_all_machines_are_planned_or_named(
+    device: str, sizes: tuple[str, ...], heads: int
+) -> None:
+    config = SMALL | {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 16}
+    options: dict[str, Any] = {"batch": 1, "tokens": 8, "dtype": "float32", "device": device}
+    with suppress(UnslothCupyError):
+        assert plan_memory(config, **(options | dict.fromkeys(sizes, 2**31 - 1))).total > 2**31
 
 
 @pytest.mark.parametrize(

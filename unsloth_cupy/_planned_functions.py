@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .errors import ShapeError
+
 New = Callable[[Any, Any], Any]  # makes a planned array of a shape and a dtype
 
 
@@ -108,7 +110,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return an array whose strides are those of so many elements; it has one, not to be read."""
     strides = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
+    try:
+        return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
+    except ValueError as error:  # beyond 2**63 bytes
+        raise ShapeError(f"{shape} {dtype}: {error}; pass smaller sizes") from error
 
 
 @cache

@@ -8,6 +8,7 @@ What trains also plans: the model, its tape and the optimizer run on arrays that
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
 from ._planned import Planned, PlannedOnHost, keeping
 from .checkpoint import CheckpointConfig
-from .errors import ConfigError
+from .errors import ConfigError, ShapeError
 from .gradients import measure_gradients, sum_gradients
 from .optimizer import AdamW
 from .precision import compute_copies
@@ -91,6 +92,8 @@ def plan_memory(
     ------
     ConfigError
         The config or an option makes no sense, or ``swiglu_mlp`` is not the model's MLP.
+    ShapeError
+        No launch or no array takes such sizes.
     """
     from .models.config import Config
     from .models.parse import parse
@@ -116,7 +119,7 @@ def plan_memory(
     alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
-    with keeping(ledger), ledger.told_of_ops():
+    with keeping(ledger), ledger.told_of_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
         given = _new_adapter(parsed, rank) if rank is not None else adapter
         model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, given)
         model.chunked_mlp = chunked_mlp
@@ -140,6 +143,15 @@ def plan_memory(
             del found
             ledger.note("AdamW.step")
         return ledger.plan()
+
+
+@contextmanager
+def _counted(call: str) -> Iterator[None]:
+    """Name a count that a kernel's integers do not hold: no GPU has so large an array."""
+    try:
+        yield
+    except OverflowError as error:
+        raise ShapeError(f"{call}: {error}; pass smaller sizes") from error
 
 
 def _new_adapter(config: "Config", rank: int) -> "Adapter":

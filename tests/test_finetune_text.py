@@ -3,6 +3,8 @@
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,38 @@ def test_a_file_that_is_not_finished_is_removed(
     assert result.exit_code != 0
     assert not [*(tmp_path / "cache").iterdir()]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+@pytest.mark.parametrize("end", ["done", "stopped"])
+def test_a_run_that_waited_for_another_gets_the_same_tokens(
+    end: str, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that one made the file or left it; nothing else stays behind."""
+    import fcntl
+
+    text = read_text(large)
+    tokenizer = train_tokenizer(trained(text), 290)
+    made = tokens_of(text, tokenizer)
+    (path,) = (tmp_path / "cache").iterdir()
+    partial, whole = path.with_name(path.name + ".partial"), path.read_bytes()
+    path.unlink()
+    waits = threading.Event()
+    monkeypatch.setattr(tokens.click, "echo", lambda *_, **__: waits.set())
+    with partial.open("wb") as file, ThreadPoolExecutor() as threads:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = threads.submit(tokens_of, text, tokenizer)
+        assert waits.wait(30)
+        if end == "done":
+            file.write(whole)
+            file.flush()
+            partial.replace(path)
+        else:
+            partial.unlink()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert (found.result(30) == made).all()
+    assert [*(tmp_path / "cache").iterdir()] == [path]
+    assert path.read_bytes() == whole
 
 
 MEASURED = """

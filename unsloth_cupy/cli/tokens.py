@@ -62,26 +62,38 @@ def tokens_of(text: Text, tokenizer: Any) -> Array:
 def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
     """Tokenise a text into a file; another run that does the same is waited for."""
     partial = path.with_suffix(path.suffix + ".partial")
-    with partial.open("ab") as file:
-        _lock(file)
-        if path.is_file():
-            return
-        file.truncate(0)
-        try:
-            asked = False
-            blocks = reading(text.blocks(), text.cut, "tokenising")
-            for part in tokenised(tokenizer, (block[1] for block in blocks)):
-                if not asked:
-                    needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
-                    check_room(path, int(needed), f"the file of --text's tokens ({CACHE})")
-                    asked = True
-                file.write(part.astype(kind).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
-        except BaseException:
-            partial.unlink()
-            raise
+    while not path.is_file():
+        with partial.open("ab") as file:
+            _lock(file)
+            if not _has(partial, file):  # who was waited for is done with it, or was stopped
+                continue
+            try:
+                if not path.is_file():
+                    _fill(file, text, tokenizer, kind)
+                    partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+
+def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
+    file.truncate(0)
+    asked = False
+    blocks = reading(text.blocks(), text.cut, "tokenising")
+    for part in tokenised(tokenizer, (block[1] for block in blocks)):
+        if not asked:
+            needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
+            check_room(Path(file.name), int(needed), f"the file of --text's tokens ({CACHE})")
+            asked = True
+        file.write(part.astype(kind).tobytes())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _has(path: Path, file: BinaryIO) -> bool:
+    """Say whether an open file is still the one of its name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 def _lock(file: BinaryIO) -> None:

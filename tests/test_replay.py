@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -253,6 +253,33 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
         for _ in range(2 * _counters.KEPT):
             called(cuda.Stream())
         assert len(_counters._kept) == _counters.KEPT
+
+
+def test_counters_come_from_the_pool_where_it_holds_all_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA has none to give then, while the pool may have, or frees some and says how much."""
+    with gpu():
+        cupy, allocator = sys.modules["cupy"], ["pool"]
+
+        @contextlib.contextmanager
+        def using_allocator(other: Any) -> Iterator[None]:
+            allocator.append(other)
+            try:
+                yield
+            finally:
+                allocator.pop()
+
+        zeros = cupy.zeros
+
+        def from_pool(*form: Any) -> Any:
+            if allocator[-1] is None:
+                raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+            return zeros(*form)
+
+        monkeypatch.setattr(cupy.cuda, "using_allocator", using_allocator)
+        monkeypatch.setattr(cupy, "zeros", from_pool)
+        assert _counters._of_stream((4,), _counters.UINT32).size == 4
 
 
 @pytest.mark.parametrize("keys", [600, 9000])  # merged once, and twice

@@ -44,7 +44,10 @@ def _of_stream(shape: tuple[int], dtype: Any) -> Any:
     place = runtime.getDevice(), stream, threading.get_ident() if stream == PER_THREAD else 0
     found = _kept.get(place)
     if found is None or found.size < shape[0]:
-        with cupy.cuda.using_allocator(None):  # a pool could not give back what lies around it
+        try:
+            with cupy.cuda.using_allocator(None):  # a pool could not give back what lies around it
+                found = cupy.zeros(shape, dtype)
+        except RuntimeError:  # of CUDA: the pool holds all memory, and may have some to spare
             found = cupy.zeros(shape, dtype)
         with _lock:
             _kept[place] = found

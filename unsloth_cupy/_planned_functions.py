@@ -112,8 +112,9 @@ def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     strides = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     try:
         return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
-    except ValueError as error:  # beyond 2**63 bytes
-        raise ShapeError(f"{shape} {dtype}: {error}; pass smaller sizes") from error
+    except ValueError as error:
+        problem = f"{shape} {dtype}: {error}; pass smaller sizes"
+        raise ShapeError(problem, expected="less than 2**63 bytes", actual=shape) from error
 
 
 @cache

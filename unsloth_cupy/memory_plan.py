@@ -18,7 +18,7 @@ from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
 from ._planned import Planned, PlannedOnHost, keeping
 from .checkpoint import CheckpointConfig
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError
 from .gradients import measure_gradients, sum_gradients
 from .optimizer import AdamW
 from .precision import compute_copies
@@ -93,7 +93,7 @@ def plan_memory(
     ConfigError
         The config or an option makes no sense, or ``swiglu_mlp`` is not the model's MLP.
     ShapeError
-        No launch or no array takes such sizes.
+        No array takes such sizes.
     """
     from .models.config import Config
     from .models.parse import parse
@@ -151,7 +151,7 @@ def _counted(call: str) -> Iterator[None]:
     try:
         yield
     except OverflowError as error:
-        raise ShapeError(f"{call}: {error}; pass smaller sizes") from error
+        raise ConfigError(f"{call}: {error}; pass smaller sizes") from error
 
 
 def _new_adapter(config: "Config", rank: int) -> "Adapter":

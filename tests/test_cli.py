@@ -800,7 +800,7 @@ def wrong(tmp_path: Path) -> Path:
         ("plan unknown", "choose from bitnet"),
         ("plan no-tokenizer --dtype int8", "'int8' is not one of"),
         ("plan no-tokenizer --batch 0", "--batch"),
-        ("plan no-tokenizer --plot no/a.png", "no is no folder; make it, or name another file"),
+        ("plan no-tokenizer --plot no/a.png", "no is not a folder; make it, or name another file"),
         ("plan no-tokenizer --plot full", "full is a folder; name a file"),
         ("bench relu2 --json no/a.json", "no is no folder"),
         ("bench relu2 --plot no/a.png", "no is no folder"),

@@ -148,6 +148,7 @@ def checked(made: F) -> F:
     signature = inspect.signature(function)
     parameters = signature.parameters
     options_of = {name: option for name, p in parameters.items() if (option := option_of(p))}
+    shown = getattr(made, "CALL", made.__qualname__)  # CALL: what a class holds the options of
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -155,10 +156,10 @@ def checked(made: F) -> F:
             given = signature.bind(*args, **options)
         except TypeError:
             return function(*args, **options)  # Python's own error names the parameter
-        for name in options_of.keys() & given.arguments.keys():
+        for name in [name for name in options_of if name in given.arguments]:
             value = given.arguments[name]
             if value is not None or not options_of[name].optional:
-                given.arguments[name] = _fit(made.__qualname__, parameters, name, value)
+                given.arguments[name] = _fit(shown, parameters, name, value)
         return function(*given.args, **given.kwargs)
 
     if isinstance(made, type):

@@ -1,5 +1,6 @@
 """Generation: what must hold whatever the model says."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,6 +10,7 @@ import pytest
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
 from unsloth_cupy.models import create
+from unsloth_cupy.models.generate import Options
 
 from .peers import SIZES
 
@@ -223,6 +225,23 @@ def test_sliding_layers_take_bounded_memory(model, monkeypatch):
 def test_bad_options(model, options, message):
     with pytest.raises(ConfigError, match=message):
         model.generate(PROMPT, **({"max_new_tokens": 3} | options))
+
+
+OPTIONS = [field.name for field in dataclasses.fields(Options)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_is_no_such_option_is_shown_as_the_caller_wrote_it(model, name):
+    options = {"max_new_tokens": 1, "temperature": 1.0, "seed": 0, name: object()}
+    for call in (model.generate, model.stream):
+        with pytest.raises(ConfigError, match=rf"^generate\b.*{name}"):
+            call(PROMPT, **options)
+
+
+def test_the_first_of_two_wrong_options_is_named(model):
+    wrong = dict.fromkeys(OPTIONS, object())
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        model.generate(PROMPT, **wrong)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class NewFile(click.Path):
         if path.is_dir():
             self.fail(f"{path} is a folder; name a file.", param, ctx)
         if not path.parent.is_dir():
-            self.fail(f"{path.parent} is no folder; make it, or name another file.", param, ctx)
+            self.fail(f"{path.parent} is not a folder; make it, or name another file.", param, ctx)
         if not os.access(path.parent, os.W_OK):
             self.fail(f"{path.parent} cannot be written to; name another file.", param, ctx)
         return path
@@ -107,7 +107,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
             power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
             size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
         if size < 1:
-            self.fail(f"{value!r} is no size; write one as 2GiB, 500MiB or 1.5GB.", param, ctx)
+            self.fail(f"{value!r} is not a size; write one as 2GiB, 500MiB or 1.5GB.", param, ctx)
         return size
 
 

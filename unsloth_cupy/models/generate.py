@@ -7,6 +7,7 @@ where the running sum of p passes a uniform draw
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Options:
     stop: int | Sequence[int] | None = None
     cache: PagedKVCache | None = None
     sequences: Sequence[int] | None = None
+    CALL: ClassVar[str] = "generate"
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens"):
@@ -68,7 +70,7 @@ class Options:
 
     def _require(self, name: str, fine: bool, must: str) -> None:
         if not fine:
-            raise ConfigError(f"generate: {name}={getattr(self, name)!r} must {must}")
+            raise ConfigError(f"{self.CALL}: {name}={getattr(self, name)!r} must {must}")
 
     def end_tokens(self, config: Config) -> Array:
         """Return the tokens that end a row."""

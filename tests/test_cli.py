@@ -802,8 +802,8 @@ def wrong(tmp_path: Path) -> Path:
         ("plan no-tokenizer --batch 0", "--batch"),
         ("plan no-tokenizer --plot no/a.png", "no is not a folder; make it, or name another file"),
         ("plan no-tokenizer --plot full", "full is a folder; name a file"),
-        ("bench relu2 --json no/a.json", "no is no folder"),
-        ("bench relu2 --plot no/a.png", "no is no folder"),
+        ("bench relu2 --json no/a.json", "no is not a folder"),
+        ("bench relu2 --plot no/a.png", "no is not a folder"),
     ],
 )
 def test_wrong_input_is_one_clear_error(

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -154,6 +155,37 @@ def test_the_next_save_ends_the_moves_of_one_that_was_killed(tmp_path: Path) -> 
     fill(model, 3)
     model.save(folder)
     assert held(folder) == {3.0}
+
+
+def test_a_load_waits_for_the_moves_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = sharded(create(CONFIG, seed=0)), tmp_path / "model"
+    fill(model, 1)
+    model.save(folder)
+    fill(model, 2)
+    moving, go_on, real = threading.Event(), threading.Event(), os.replace
+
+    def slow(source: Any, target: Any) -> None:
+        real(source, target)
+        if Path(source).parent.name == files.NEW and not moving.is_set():
+            moving.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(os, "replace", slow)
+    found: list[Any] = []
+    saver = threading.Thread(target=model.save, args=(folder,))
+    loader = threading.Thread(target=lambda: found.append(load(folder)))
+    saver.start()
+    assert moving.wait(60)
+    loader.start()
+    loader.join(0.2)
+    assert loader.is_alive()
+    go_on.set()
+    saver.join()
+    loader.join()
+    assert held(folder) == {2.0}
+    assert {float(a.flat[0]) for a in found[0].parameters.values()} == {2.0}
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])

@@ -75,23 +75,46 @@ def renewed(folder: Path, key: str) -> Iterator[Path]:
 
 
 def settle(folder: Path, key: str) -> None:
-    """End the moves of ``renewed`` into a folder, if they were stopped."""
-    new = folder / NEW
+    """End the moves of ``renewed`` into a folder, if they were stopped; wait if they go on."""
+    if not (folder / NEW).is_dir():
+        return
     try:
-        if not new.is_dir():
-            return
-        if (new / key).exists():
-            (folder / key).unlink(missing_ok=True)
-            sync(folder)
-        for path in sorted(new.iterdir(), key=lambda path: path.name == key):
-            path.replace(folder / path.name)
-        new.rmdir()
-        sync(folder)
+        with _alone(folder):
+            _move(folder, key)
     except OSError as error:
         raise ConfigError(
             f"{folder}: its files in {NEW} are to replace those beside it, but {error.strerror};"
             " load it once where it can be written, or move them"
         ) from None
+
+
+def _move(folder: Path, key: str) -> None:
+    new = folder / NEW
+    if not new.is_dir():  # another process has moved them
+        return
+    if (new / key).exists():
+        (folder / key).unlink(missing_ok=True)
+        sync(folder)
+    for path in sorted(new.iterdir(), key=lambda path: path.name == key):
+        path.replace(folder / path.name)
+    new.rmdir()
+    sync(folder)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes and threads that ask for the same out of a folder."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync(path: Path) -> None:

@@ -51,6 +51,7 @@ BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
 FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
 OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
 ENVIRONMENT = os.environ | {
+    "PYTEST_ADDOPTS": "",  # options of the suite that this may run in: its plugins are not loaded
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins have nothing to say here
     "OMP_NUM_THREADS": "1",  # there are as many processes as cores

@@ -332,7 +332,7 @@ def test_far_angles_are_exact_where_columns_are_no_power_of_two(arch: str) -> No
     assert not re.search(f"mul.*0f{reciprocal}", made, re.I)
 
 
-PRODUCT = """#include <common/ptx.cuh>
+PRODUCT = """#include <common/hopper.cuh>
 extern "C" __global__ void k(float *x, uint64_t a, uint64_t b, float by, int turns) {
   float d[32];
   for (int i = 0; i < 32; i++) d[i] = x[i * 128 + threadIdx.x];

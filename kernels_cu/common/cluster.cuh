@@ -1,6 +1,6 @@
 // The blocks of a cluster as one wide block.  Clusters begin with sm_90; before, SIZE is 1.
 #pragma once
-#include <common/ptx.cuh>
+#include <common/hopper.cuh>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define CLUSTER_KERNEL(size, ...) KERNEL(__VA_ARGS__)

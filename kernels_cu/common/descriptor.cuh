@@ -1,6 +1,6 @@
 // Descriptors that wgmma reads its shared-memory operands by.
 #pragma once
-#include <common/ptx.cuh>
+#include <common/hopper.cuh>
 
 // A tile under the 128-byte swizzle; leading and stride are distances in bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor_128b(const void *tile, int leading,

@@ -234,7 +234,7 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
       bool mine = c.writer == me && !foreign_write, both = c.atomic && (a == Atomic || a == Peek);
       if (!mine && !both && !ordered(c.wrote_in, c.writer, c.wrote, clock))
         race(c.atomic ? "atomic" : "write", c.writer, c.wrote_in, c.wrote_at, i);
-      // of global memory there is no fence.proxy.async among the instructions of ptx.cuh
+      // of global memory there is no fence.proxy.async among the instructions of hopper.cuh
       if (agent >= 0 && c.writer < M.fibers && a != Atomic &&
           (shared ? c.wrote > M.fiber[c.writer].fence : a == Read))
         fail("async proxy " + std::string(name_of(a)) + "s " + r->name + " written by " +

@@ -1,5 +1,5 @@
 // Bulk copies, sums in memory, and what the blocks of a cluster do to each other, each alone.
-#include <common/ptx.cuh>
+#include <common/hopper.cuh>
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void prepare(uint64_t *bar, int count) {

@@ -104,8 +104,7 @@ def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
     left = {  # what launch tables that fill the memory of a block leave for its static part
         "attention_decode": _attention_decode.STATIC,
         "cross_entropy_over_": _cross_entropy_launch.STATIC,
-        "layer_norm_backward": _norm.STATIC,
-        "rms_norm_backward": _norm.STATIC,
+        "norm_backward": _norm.STATIC,
     }
     beside = {k: most for k, most in static_memory().items() if most and k in dynamic()}
     assert {k: most <= left.get(k, 0) for k, most in beside.items()} == dict.fromkeys(left, True)
@@ -382,9 +381,9 @@ def test_a_compile_error_shows_file_constants_and_log(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cupy, "RawModule", RawModule)
     monkeypatch.setattr(cupy.cuda, "Device", Device)
-    whole = next(v for v in variants("90") if v.kernel == "rms_norm_forward").launch.source
+    whole = next(v for v in variants("90") if v.kernel == "norm_forward").launch.source
     source = re.sub(r"ROW_THREADS = \d+", "ROW_THREADS = 0", whole)
     with pytest.raises(KernelError) as caught:
-        CupyTarget().compile("rms_norm_forward", source)
-    for part in ("rms_norm_forward does not compile", "error", "ROW_THREADS = 0", '"rms_norm.cu"'):
+        CupyTarget().compile("norm_forward", source)
+    for part in ("norm_forward does not compile", "error", "ROW_THREADS = 0", '"norm.cu"'):
         assert part in str(caught.value), str(caught.value)

@@ -248,7 +248,7 @@ WITHOUT_LEAVE = 48 << 10  # bytes of shared memory, static and dynamic together
 def held_backward(bias: Any, hidden: int, there: Limits) -> int:
     types = BFLOAT16, BFLOAT16, bias
     clusters = there.architecture >= 90
-    return _norm.sums(_norm.constants(types, hidden, 8, False, clusters, there.shared))
+    return _norm.sums(_norm.constants(types, hidden, 8, False, False, clusters, there.shared))
 
 
 def held_over(vocab: int, there: Limits) -> int:
@@ -309,7 +309,7 @@ def test_static_and_dynamic_memory_fit_together(name: str, arch: str) -> None:
 def test_what_static_memory_leaves_needs_leave(shared: int) -> None:
     """48 KiB without leave are for both."""
     with gpu("90"):
-        launch = CupyTarget().compile("rms_norm_backward", "")
+        launch = CupyTarget().compile("norm_backward", "")
         for amount in (shared, 1024, shared + 1024, shared):
             launch((1,), (32,), (), amount)
         with pytest.raises(AssertionError, match="of static"):
@@ -347,7 +347,7 @@ def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
 def test_what_bench_asks_for_is_known_before() -> None:
     launches = asked_by_bench("rms_norm_forward", KERNEL_DTYPES[0], "90")
     found = {(each.kernel, constants(each.source).get("HIDDEN")) for each in launches}
-    ways = "rms_norm_forward", "rms_norm_backward"
+    ways = "norm_forward", "norm_backward"
     assert {(way, hidden) for way in ways for hidden in ("2048", "4096")} <= found
 
 

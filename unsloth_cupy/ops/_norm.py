@@ -1,6 +1,6 @@
 """What rms_norm and layer_norm share: the check of eps, and their launch.
 
-kernels_cu/common/norm.cuh explains the constants.
+kernels_cu/norm.cu explains the constants.
 """
 
 from functools import cache
@@ -27,12 +27,14 @@ def constants(
     hidden: int,
     lanes: int,
     residual: bool,
+    centred: bool,
     clusters: bool,
     shared: int | None = None,
 ) -> Constants:
     """Return the constants for dtypes of x, weight and bias (None: there is none).
 
-    ``shared`` is given backward: the bytes that a block may use for its sums of dw and dbias.
+    ``centred`` says whether the mean of a row is subtracted, as by layer_norm.  ``shared`` is given
+    backward: the bytes that a block may use for its sums of dw and dbias.
 
         hidden <= 512      a power of two of threads a row, several rows a block: no barrier
                            backward, 8 values a thread: the compiler, which meets no barrier, moves
@@ -70,6 +72,7 @@ def constants(
         KEEP=values <= (MOST if longer else VALUES),
         RESIDUAL=residual,
         BIAS=bias is not None,
+        CENTRED=centred,
     )
     if shared is not None and sums(made) + STATIC > shared:
         made = Constants(**{**made, "KEEP": False})
@@ -95,42 +98,45 @@ def check_eps(call: str, eps: float) -> None:
 
 
 def forward(
-    op: str,
-    statistics: int,
     x: Array,
     weight: Array,
     residual: Array | None,
     bias: Array | None,
-    *scalars: float,
-) -> tuple[Array, ...]:
-    """Return y, h and as many statistics of each row."""
+    *,
+    eps: float,
+    offset: float = 0.0,
+    centred: bool = False,
+) -> tuple[Array, Array, Any, Array]:
+    """Return y, h and of each row the mean, None unless it is subtracted, and rstd."""
     hidden, rows = x.shape[-1], x.size // x.shape[-1]
     y = empty(x.shape, x.dtype, like=x)
     h = x if residual is None else empty(x.shape, x.dtype, like=x)
-    found = [empty(x.shape[:-1], np.float32, like=x) for _ in range(statistics)]
+    mean = empty(x.shape[:-1], np.float32, like=x) if centred else None
+    rstd = empty(x.shape[:-1], np.float32, like=x)
     (own_x, own_residual), layout = lie(x, residual)
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     most = lanes(aligned(hidden, layout), own_x, own_residual, weight, bias)
-    chosen = constants(dtypes, hidden, most, residual is not None, clusters(x))
+    chosen = constants(dtypes, hidden, most, residual is not None, centred, clusters(x))
     threads = chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
-    kernel = load(f"{op}.cu", f"{op}_forward", x, chosen)
+    kernel = load("norm.cu", "norm_forward", x, chosen)
     own_h = None if h is x else h
     kernel[blocks, threads](
-        own_x, weight, own_residual, bias, y, own_h, *found, rows, *layout, *scalars
+        own_x, weight, own_residual, bias, y, own_h, mean, rstd, rows, *layout, eps, offset
     )
-    return y, h, *found
+    return y, h, mean, rstd
 
 
 def backward(
-    op: str,
-    statistics: tuple[Array, ...],
     dy: Array,
     dh: Array | None,
     h: Array,
     weight: Array,
     bias: Array | None,
-    *scalars: float,
+    mean: Array | None,
+    rstd: Array,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Array, Array, Array | None]:
     """Return dx, dweight and dbias."""
     hidden, rows = h.shape[-1], h.size // h.shape[-1]
@@ -140,7 +146,8 @@ def backward(
     dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
     most = lanes(aligned(hidden, layout), own_h, own_dy, own_dh, weight)
     shared = shared_memory(h)
-    chosen = constants(dtypes, hidden, most, dh is not None, clusters(h), shared)
+    centred = mean is not None
+    chosen = constants(dtypes, hidden, most, dh is not None, centred, clusters(h), shared)
     threads, cluster, held = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
     # as many blocks as the device holds at once, so that each sums many rows before it writes;
     # 16 SMs and sometimes 18 form a group that clusters do not leave
@@ -150,9 +157,9 @@ def backward(
     groups = -(-rows * chosen["ROW_THREADS"] // threads)
     groups = min(groups, max(1, room * resident // cluster))
     partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
-    kernel = load(f"{op}.cu", f"{op}_backward", h, chosen)
+    kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, held](
-        own_dy, own_dh, own_h, weight, *statistics, dx, partial, rows, *layout, *scalars
+        own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, *layout, offset
     )
     column_sums(partial, dweight, dbias)
     return dx, dweight, dbias

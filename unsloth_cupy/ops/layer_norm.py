@@ -91,8 +91,7 @@ def _launch_forward(
     eps: float = 1e-5,
 ) -> tuple[Array, Array, Array, Array]:
     _norm.check_eps("layer_norm", eps)
-    y, h, mean, rstd = _norm.forward("layer_norm", 2, x, weight, residual, bias, eps)
-    return y, h, mean, rstd
+    return _norm.forward(x, weight, residual, bias, eps=eps, centred=True)
 
 
 layer_norm_forward.strided = "x", "residual"
@@ -146,7 +145,7 @@ def _launch_backward(
     mean: Array,
     rstd: Array,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    dx, dweight, dbias = _norm.backward("layer_norm", (mean, rstd), dy, dh, h, weight, bias)
+    dx, dweight, dbias = _norm.backward(dy, dh, h, weight, bias, mean, rstd)
     return dx, dweight, dbias, None if residual is None else dx
 
 

@@ -93,7 +93,7 @@ def _launch_forward(
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     _norm.check_eps("rms_norm", eps)
-    y, h, rstd = _norm.forward("rms_norm", 1, x, weight, residual, bias, eps, offset)
+    y, h, _, rstd = _norm.forward(x, weight, residual, bias, eps=eps, offset=offset)
     return y, h, rstd
 
 
@@ -144,7 +144,7 @@ def _launch_backward(
     *,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    dx, dweight, dbias = _norm.backward("rms_norm", (rstd,), dy, dh, h, weight, bias, offset)
+    dx, dweight, dbias = _norm.backward(dy, dh, h, weight, bias, None, rstd, offset=offset)
     return dx, dweight, None if residual is None else dx, dbias
 
 

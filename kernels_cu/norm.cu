@@ -1,4 +1,4 @@
-// Rows that are normalised: the bodies of rms_norm.cu and of layer_norm.cu, which is CENTRED.
+// Root-mean-square and layer normalisation, forward and backward.
 //
 //   h = x + residual      mean = CENTRED ? sum(h) / HIDDEN : 0      hhat = (h - mean) * rstd
 //   rstd = 1 / sqrt(sum((h - mean)^2) / HIDDEN + eps)      y = hhat * (w + offset) + bias
@@ -10,7 +10,8 @@
 //               backward  rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 3)
 //               and 4 bytes of a row's rstd and mean; w and bias stay in L1, the partial sums of dw
 //               and dbias in L2, and so does, without KEEP, what is read twice
-//   constants   T, W, B           dtypes of x, weight and bias
+//   constants   CENTRED           layer norm, whose offset is 0; else RMS norm, whose mean is null
+//               T, W, B           dtypes of x, weight and bias
 //               HIDDEN            length of a row
 //               LANES             values of one access: 16 bytes, or what HIDDEN, the distances
 //                                 of rows and the addresses are multiples of
@@ -23,12 +24,15 @@
 //               RESIDUAL, BIAS    h is another array than x, or dh is given; a bias is added
 //
 //   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
-//   warp and need no barrier; the blocks of a cluster share a wide one, and tell each other their
-//   sums through shared memory.  Backward, a block walks many rows, and every thread adds what its
+//   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
+//   through shared memory.  Backward, a block walks many rows, and every thread adds what its
 //   columns give to dw and dbias in shared memory, in float32, where nobody else comes.  A block
 //   writes one row of partial sums, which column_sum.cu adds in a fixed order: no atomics, equal
 //   bits.
-#pragma once
+//
+//   A row in registers is centred before it is squared.  In a row too long for that, every thread
+//   merges the mean and the centred squares of one vector after the other: no digits are lost far
+//   from zero, and the row is read twice, not three times.
 constexpr int COLUMNS = HIDDEN;
 #include "common/row_threads.cuh"
 #include "common/rows.cuh"
@@ -46,8 +50,7 @@ __device__ __forceinline__ void read(float (&v)[LANES], const T *x, const T *res
     }
 }
 
-// Mean and centred squares of the values so far, vector by vector (Chan et al., 1979): no digits
-// are lost far from zero.
+// Mean and centred squares of the values so far, vector by vector (Chan et al., 1979).
 struct Moments {
     float count, mean, squares;
     __device__ __forceinline__ void add(const float (&v)[LANES], float sum) {
@@ -128,6 +131,15 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
         for (int j = 0; j < LANES; j++) v[j] = v[j] * scale * (w[j] + offset) + b[j];
         store(y + column, v);
     }
+}
+
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_forward(
+    const T *__restrict__ x, const W *__restrict__ weight, const T *__restrict__ residual,
+    const B *__restrict__ bias, T *__restrict__ y, T *__restrict__ h, float *__restrict__ mean,
+    float *__restrict__ rstd, long long rows, long long inner, long long x_outer,
+    long long x_step, long long residual_outer, long long residual_step, float eps, float offset) {
+    forward(x, weight, residual, bias, y, h, mean, rstd, rows, {inner, x_outer, x_step},
+            {inner, residual_outer, residual_step}, eps, CENTRED ? 0 : offset);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
@@ -294,4 +306,14 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
             store(partial + ((long long)which * groups + group) * HIDDEN + column, sum);
         }
     }
+}
+
+CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_backward(
+    const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h, const W *weight,
+    const float *__restrict__ mean, const float *__restrict__ rstd, T *__restrict__ dx,
+    float *__restrict__ partial, long long rows, long long inner, long long dy_outer,
+    long long dy_step, long long dh_outer, long long dh_step, long long h_outer, long long h_step,
+    float offset) {
+    backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, {inner, dy_outer, dy_step},
+             {inner, dh_outer, dh_step}, {inner, h_outer, h_step}, CENTRED ? 0 : offset);
 }

@@ -184,10 +184,6 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
     float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
     float all_p[WARP_TILES][2] = {}, share[WARP_TILES][2];  // of p: what makes them sum to 1
-    auto of_row = [](float total) {  // four lanes share a row
-        total += __shfl_xor_sync(0xffffffffu, total, 1);
-        return total + __shfl_xor_sync(0xffffffffu, total, 2);
-    };
     const long long first_own = BY_KEYS ? first_key : first_query;
     auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
 #pragma unroll
@@ -195,7 +191,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = top + m * 16 + half * 8 + lane / 4;
-                const float total = of_row(from[m][half]) * (BY_KEYS ? 1 : share[m][half]);
+                const float total = quad_sum(from[m][half]) * (BY_KEYS ? 1 : share[m][half]);
                 if (lane % 4 == 0 && row < rows)
                     to[VARLEN ? (long long)head * all_rows + first_own + row
                               : (long long)(batch * heads + head) * rows + row] = total;
@@ -269,7 +265,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             share[m][half] = 1;
             if constexpr (RESTS && !BY_KEYS) {
                 const float own_lse = own_stats.of(m, 0, half * 2).lse;
-                float total = of_row(all_p[m][half]);
+                float total = quad_sum(all_p[m][half]);
                 if (sinks != nullptr)
                     total += exp2f((sinks[row_head] * UNIT - own_lse) * (LOG2E / UNIT));
                 const float rest = rest_of(total, own_lse);

@@ -207,7 +207,6 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         float rescale[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float most = top[half];
             const bool skipped = scores.skipped(head[half], query[half], here);
 #pragma unroll
             for (int n = 0; n < PARTS; n++)
@@ -244,32 +243,16 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                         if (before || key > last) s[0][n][half * 2 + e] = NO_SCORE;
                     }
             }
-#pragma unroll
-            for (int n = 0; n < PARTS; n++)
-                most = fmaxf(most, fmaxf(s[0][n][half * 2], s[0][n][half * 2 + 1]));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-            const float shift = most == NO_SCORE ? 0.0f : __fmul_rn(most, scores.unit);
-            rescale[half] = exp2f(__fmul_rn(top[half], scores.unit) - shift);
-            moved |= top[half] != most;
-            top[half] = most;
-            float total = 0;
-#pragma unroll
-            for (int n = 0; n < PARTS; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &x = s[0][n][half * 2 + e];
-                    x = exp2f(fmaf(x, scores.unit, -shift));
-                    total += x;
-                }
+            const float before = top[half];
+            top[half] = row_max(before, s[0], half);
+            moved |= before != top[half];
+            const float shift = shift_of(top[half], scores.unit);
+            rescale[half] = rescale_of(before, scores.unit, shift);
+            const float total = exponentiate(s[0], half, scores.unit, shift);
             sum[half] = sum[half] * rescale[half] + total;
         }
-        if (__any_sync(0xffffffffu, moved)) {
-#pragma unroll
-            for (int n = 0; n < VALUE_PARTS; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) o[0][n][i] *= rescale[i / 2];
-        }
+        if (__any_sync(0xffffffffu, moved))
+            each_row<1>([&](int m, int half) { scale_row(o[m], half, rescale[half]); });
         if constexpr (DROPOUT) {
             const bool odd = lane % 2;
 #pragma unroll
@@ -297,8 +280,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     float *const found = reinterpret_cast<float *>(memory);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
-        sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+        sum[half] = quad_sum(sum[half]);
         float *const to = found + (warp * ROWS + lane / 4 + half * 8) * PITCH;
         if (lane % 4 == 0) {
             to[TOP] = __fmul_rn(top[half], scores.unit);
@@ -348,25 +330,19 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         Merged m = merged(from + (row - first_row) * PITCH, column, several, stride);
         const int own = kv_head * group + row % group;
         if (sinks != nullptr) {
-            const float sink = (float)sinks[own] * LOG2E, both = fmaxf(m.top, sink);
-            if (both != NO_SCORE) {
-                const float share = exp2f(m.top - both);
+            const float share = add_sink(m.top, m.sum, (float)sinks[own] * LOG2E);
 #pragma unroll
-                for (int j = 0; j < 4; j++) m.value[j] *= share;
-                m.sum = m.sum * share + exp2f(sink - both);
-                m.top = both;
-            }
+            for (int j = 0; j < 4; j++) m.value[j] *= share;
         }
-        const bool empty = m.sum == 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            m.value[j] = empty ? 0.0f : m.value[j] / m.sum;
+            m.value[j] = m.sum == 0 ? 0.0f : m.value[j] / m.sum;
             if constexpr (DROPOUT) m.value[j] *= grown;
         }
         const long long token = (long long)batch * queries + row / group;
         store(out + (token * heads + own) * VALUE_DIM + column, m.value);
         if (column == 0)
             lse[((long long)batch * heads + own) * queries + row / group] =
-                empty ? NO_SCORE : fmaf(m.top, LN2, log2f(m.sum) * LN2);
+                log_sum_exp(m.top, m.sum);
     }
 }

@@ -128,14 +128,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
 
     float o[WARP_TILES][VALUE_PARTS][4] = {};
     float top[WARP_TILES][2], sum[WARP_TILES][2];  // sum: of this lane's columns
-#pragma unroll
-    for (int m = 0; m < WARP_TILES; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) top[m][half] = NO_SCORE, sum[m][half] = 0;
-
-    auto shift = [&](int m, int half) {  // what exponents are taken off
-        return top[m][half] == NO_SCORE ? 0.0f : __fmul_rn(top[m][half], scores.unit);
-    };
+    each_row<WARP_TILES>([&](int m, int half) { top[m][half] = NO_SCORE, sum[m][half] = 0; });
+    auto shift = [&](int m, int half) { return shift_of(top[m][half], scores.unit); };
 
     for (int stage = 0; tile * TILE_KEYS < stop_key; stage ^= STAGES - 1) {
         const int own = tile, here = own * TILE_KEYS, last = here + TILE_KEYS - 1;
@@ -157,33 +151,17 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
 
             bool moved = false;
             float before[WARP_TILES][2];
-#pragma unroll
-            for (int m = 0; m < WARP_TILES; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    float most = before[m][half] = top[m][half];
-#pragma unroll
-                    for (int n = 0; n < PARTS; n++)
-                        most = fmaxf(most, fmaxf(s[m][n][half * 2], s[m][n][half * 2 + 1]));
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                    moved |= top[m][half] != most;
-                    top[m][half] = most;
-                }
-            if (__any_sync(0xffffffffu, moved)) {  // seldom, once rows have seen many keys
-#pragma unroll
-                for (int m = 0; m < WARP_TILES; m++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const float rescale =
-                            exp2f(__fmul_rn(before[m][half], scores.unit) - shift(m, half));
-                        sum[m][half] *= rescale;
-#pragma unroll
-                        for (int n = 0; n < VALUE_PARTS; n++)
-#pragma unroll
-                            for (int e = 0; e < 2; e++) o[m][n][half * 2 + e] *= rescale;
-                    }
-            }
+            each_row<WARP_TILES>([&](int m, int half) {
+                before[m][half] = top[m][half];
+                top[m][half] = row_max(top[m][half], s[m], half);
+                moved |= before[m][half] != top[m][half];
+            });
+            if (__any_sync(0xffffffffu, moved))  // seldom, once rows have seen many keys
+                each_row<WARP_TILES>([&](int m, int half) {
+                    const float by = rescale_of(before[m][half], scores.unit, shift(m, half));
+                    sum[m][half] *= by;
+                    scale_row(o[m], half, by);
+                });
         }
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();
@@ -192,22 +170,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
             cp_async_commit();
         }
         if (none) continue;
-#pragma unroll
-        for (int m = 0; m < WARP_TILES; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float away = shift(m, half);
-                float total = 0;
-#pragma unroll
-                for (int n = 0; n < PARTS; n++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float &x = s[m][n][half * 2 + e];
-                        x = exp2f(fmaf(x, scores.unit, -away));
-                        total += x;
-                    }
-                sum[m][half] += total;
-            }
+        each_row<WARP_TILES>([&](int m, int half) {
+            sum[m][half] += exponentiate(s[m], half, scores.unit, shift(m, half));
+        });
         if constexpr (DROPOUT) {
 #pragma unroll
             for (int m = 0; m < WARP_TILES; m++)
@@ -225,31 +190,17 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
 
     out += first_query * out_stride + head * VALUE_DIM + slice * REST;
     lse += (VARLEN ? first_query : first_query * heads) + (long long)head * all_queries;
-#pragma unroll
-    for (int m = 0; m < WARP_TILES; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = top_row + m * 16 + half * 8 + lane / 4;
-            float total = sum[m][half], most = __fmul_rn(top[m][half], scores.unit);
-            float share = 1;
-            total += __shfl_xor_sync(0xffffffffu, total, 1);
-            total += __shfl_xor_sync(0xffffffffu, total, 2);
-            if (sinks != nullptr) {
-                const float sink = (float)sinks[head] * LOG2E, both = fmaxf(most, sink);
-                if (both != NO_SCORE) {
-                    share = exp2f(most - both);
-                    total = total * share + exp2f(sink - both);
-                    most = both;
-                }
-            }
-            if (row >= queries) continue;
-            const bool empty = total == 0;
-            if (lane % 4 == 0 && slice == 0)
-                lse[row] = empty ? NO_SCORE : fmaf(most, LN2, log2f(total) * LN2);
-            share = empty ? 0 : share / total;
-            if constexpr (DROPOUT) share *= grown;
-            T *const to = out + (long long)row * out_stride;
-            if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
-            else put_row<REST>(to, o[m], half, share);  // the other slice writes what it has too
-        }
+    each_row<WARP_TILES>([&](int m, int half) {
+        const int row = top_row + m * 16 + half * 8 + lane / 4;
+        float total = quad_sum(sum[m][half]), most = __fmul_rn(top[m][half], scores.unit);
+        float share = 1;
+        if (sinks != nullptr) share = add_sink(most, total, (float)sinks[head] * LOG2E);
+        if (row >= queries) return;
+        if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, total);
+        share = total == 0 ? 0 : share / total;
+        if constexpr (DROPOUT) share *= grown;
+        T *const to = out + (long long)row * out_stride;
+        if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
+        else put_row<REST>(to, o[m], half, share);  // the other slice writes what it has too
+    });
 }

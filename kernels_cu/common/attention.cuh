@@ -12,11 +12,10 @@
 //                                columns of a padded batch
 #pragma once
 #include "common/philox.cuh"
+#include "common/softmax.cuh"
 #include "common/tile.cuh"
 
 constexpr int BLOCK_MASK_TILE = 128;
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-#define NO_SCORE __int_as_float(0xff800000)  // -inf
 
 // What kernels are told, in the order of their parameters.
 struct Options {

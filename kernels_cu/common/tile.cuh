@@ -13,6 +13,14 @@ __device__ __forceinline__ int own_warp() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 }
 
+// Every row that a lane holds a part of: use(m, half), where half is 1 for the 8 rows below.
+template <int M, class Use> __device__ __forceinline__ void each_row(Use use) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) use(m, half);
+}
+
 constexpr int padded(int columns) { return (columns + 15) / 16 * 16; }  // depth of a product
 
 // Rows of 16-byte chunks.  Eight neighbours at one chunk lie in eight groups of banks: by xor

@@ -24,6 +24,11 @@ def hides(keys: int) -> Callable[[np.random.Generator], np.ndarray]:
     return lambda rng: np.where(rng.random((4, 1, keys)) < 0.3, -np.inf, 1.0)
 
 
+def some_sinks(rng: np.random.Generator) -> np.ndarray:
+    """Return the sinks of four heads, of which the last is none: exp(-inf)."""
+    return np.append(rng.standard_normal(3), -np.inf)
+
+
 def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
     """Return cases of options that every kernel of attention takes, at grouped sizes."""
     return (

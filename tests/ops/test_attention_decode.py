@@ -15,7 +15,7 @@ from unsloth_cupy.ops._device import Limits
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
 from ..stand_in import gpu
-from .attention_cases import AFAR, BUDGETS, GROUPED, hides, tiles
+from .attention_cases import AFAR, BUDGETS, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
 
 SMALL = GROUPED | {"queries": 3, "keys": 300, "dim": 8, "value_dim": 16}
@@ -63,7 +63,7 @@ class TestAttentionDecode(KernelParity):
             causal=True,
             arrays={"key_lengths": np.array([0, 2], np.int32)},
         ),
-        Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 290]}),
+        Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 290], "sinks": some_sinks}),
         Case("a chunk that sees no key", **SMALL, arrays={"mask": hides_first}),
         Case("alibi from afar", **SMALL, arrays=AFAR),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),

@@ -18,7 +18,7 @@ from unsloth_cupy.ops._device import Limits
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator
 from ..stand_in import LIMITS, gpu
-from .attention_cases import AFAR, BUDGETS, GROUPED, KB, hides, option_cases, tiles
+from .attention_cases import AFAR, BUDGETS, GROUPED, KB, hides, option_cases, some_sinks, tiles
 
 SMALL = GROUPED | {"queries": 21, "keys": 90, "dim": 8, "value_dim": 16}
 
@@ -55,7 +55,7 @@ class TestAttentionForward(KernelParity):
             causal=True,
         ),
         Case("left window", **SMALL, window=(20, None), scale=0.0, arrays={"query_start": 3}),
-        Case("no key but a sink", **SMALL, given=["sinks"], arrays={"key_lengths": [0, 64]}),
+        Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 64], "sinks": some_sinks}),
         Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
         Case("alibi from afar", **SMALL, arrays=AFAR),
         Case("softcap", **SMALL, softcap=2.0, scale=-0.4, arrays={"query_start": [60, -5]}),

@@ -1,0 +1,76 @@
+// A softmax whose scores come tile by tile: of each row the largest score so far, and the sum of
+// exp(score - largest), which is rescaled when that grows (Milakov and Gimelshein, 2018).
+//
+// Scores are a product as tile.cuh lays it out: four neighbouring lanes share the upper row (half
+// 0) and the lower (half 1) of each part.  Exponents are of 2: exp(x) is exp2(unit * x).
+#pragma once
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+#define NO_SCORE __int_as_float(0xff800000)  // -inf
+
+// What the lanes of a row hold together.
+__device__ __forceinline__ float quad_sum(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+__device__ __forceinline__ float quad_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+    return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+// The largest score of a row, or `top` where that is larger.
+template <int N>
+__device__ __forceinline__ float row_max(float top, const float (&s)[N][4], int half) {
+#pragma unroll
+    for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+    return quad_max(top);
+}
+
+// What is subtracted from exponents: a row that has seen no key gives exp2(-inf - 0) = 0, not NaN.
+__device__ __forceinline__ float shift_of(float top, float unit) {
+    return top == NO_SCORE ? 0.0f : __fmul_rn(top, unit);
+}
+
+// What sums and values of before are multiplied by when the largest score of a row has grown.
+__device__ __forceinline__ float rescale_of(float before, float unit, float shift) {
+    return exp2f(__fmul_rn(before, unit) - shift);
+}
+
+// Turn the scores of a row into exp(score - top); return the sum of this lane's.
+template <int N>
+__device__ __forceinline__ float exponentiate(float (&s)[N][4], int half, float unit,
+                                              float shift) {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float &x = s[n][half * 2 + e];
+            x = exp2f(fmaf(x, unit, -shift));
+            sum += x;
+        }
+    return sum;
+}
+
+template <int N>
+__device__ __forceinline__ void scale_row(float (&o)[N][4], int half, float by) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) o[n][half * 2 + e] *= by;
+}
+
+// Add exp(sink) to the sum of a row; return what its values are multiplied by.  Here and below
+// `top` and sink are times log2(e).
+__device__ __forceinline__ float add_sink(float &top, float &sum, float sink) {
+    const float both = fmaxf(top, sink);
+    if (both == NO_SCORE) return 1;
+    const float share = exp2f(top - both);
+    sum = sum * share + exp2f(sink - both);
+    top = both;
+    return share;
+}
+
+__device__ __forceinline__ float log_sum_exp(float top, float sum) {
+    return sum == 0 ? NO_SCORE : fmaf(top, LN2, log2f(sum) * LN2);
+}

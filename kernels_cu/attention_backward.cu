@@ -215,9 +215,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             const X other_x{ring + stage * STAGE};
             const Y other_y{other_x.start + TILE * X::PITCH};
             float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
-            row_by_row<(KEPT > 0), WIDEST>(s, kept_x, own_x, warp_row, other_x);
+            product_abt<(KEPT > 0), WIDEST>(s, kept_x, own_x, warp_row, other_x);
             scores.score<BY_KEYS>(s, steep, head, top, here, edge);
-            if constexpr (DX) row_by_row<(KEPT > 1), WIDEST>(g, kept_y, own_y, warp_row, other_y);
+            if constexpr (DX) product_abt<(KEPT > 1), WIDEST>(g, kept_y, own_y, warp_row, other_y);
             auto each = [&](int m, int half, int other, float p, float ds) {
                 if constexpr (RESTS && !BY_KEYS) all_p[m][half] += p;
                 if constexpr (SUM) sum[m][half] += ds;
@@ -243,8 +243,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
 #pragma unroll
                         for (int i = 0; i < 4; i++) g[m][n][i] *= steep[m][n][i];
             }
-            if constexpr (DY) add_product<PART>(sum_y, s, other_y);
-            if constexpr (DX) add_product<PART>(sum_x, g, other_x);
+            if constexpr (DY) add_product_ab<PART>(sum_y, s, other_y);
+            if constexpr (DX) add_product_ab<PART>(sum_x, g, other_x);
         }
         if constexpr (STAGES == 1) {
             __syncthreads();

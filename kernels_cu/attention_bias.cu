@@ -107,9 +107,9 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
 
         float s[WARP_TILES][PARTS][4], g[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
         Fragment<WARP_TILES> unkept[1];
-        row_by_row<false, WIDEST>(s, unkept, query_x, warp_row, key_x);
+        product_abt<false, WIDEST>(s, unkept, query_x, warp_row, key_x);
         scores.score<false>(s, steep, head, top, here, true);
-        row_by_row<false, WIDEST>(g, unkept, query_y, warp_row, key_y);
+        product_abt<false, WIDEST>(g, unkept, query_y, warp_row, key_y);
         differentiate<true, false>(scores, s, g, own_stats, head, top, here,
                                    [](int, int, int, float, float) {});
 #pragma unroll

@@ -200,7 +200,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         const KeyTile key_tile{ring + stage * STAGE};
         const ValueTile value_tile{key_tile.start + TILE_KEYS * KeyTile::PITCH};
         float s[1][PARTS][4];
-        row_by_row<KEPT>(s, kept, query_tile, 0, key_tile);
+        product_abt<KEPT>(s, kept, query_tile, 0, key_tile);
 
         const bool edge = scores.some(top_query, bottom_query, here, here + TILE_KEYS - 1);
         bool moved = false;
@@ -266,7 +266,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 for (int i = 0; i < 4; i++) s[0][n][i] = words[i] < dropped ? 0 : s[0][n][i];
             }
         }
-        add_product<1>(o, s, value_tile);  // of a chunk, a warp has few keys
+        add_product_ab<1>(o, s, value_tile);  // of a chunk, a warp has few keys
         __syncwarp();                      // all lanes have left this tile
         const int later = BLOCK_MASK ? seen_from(ahead + TURN) : here + 2 * TURN;
         load(later, stage);

@@ -146,7 +146,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         float s[WARP_TILES][PARTS][4], steep[WARP_TILES][PARTS][4];
         if (!none) {
             const bool edge = scores.some(top_row, bottom_row, here, last);
-            row_by_row<KEPT>(s, kept, query_tile, warp_row, keys_at(stage));
+            product_abt<KEPT>(s, kept, query_tile, warp_row, keys_at(stage));
             scores.score<false>(s, steep, head, top_row, here, edge);
 
             bool moved = false;
@@ -184,7 +184,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
                     for (int i = 0; i < 4; i++) s[m][n][i] = words[i] < dropped ? 0 : s[m][n][i];
                 }
         }
-        add_product(o, s, values_at(stage));
+        add_product_ab(o, s, values_at(stage));
     }
     cp_async_wait<0>();  // rows that see no key have not met their queries
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     if constexpr (RESIDUAL) residual += start(row, of_residual);
     y += row * HIDDEN;
     h += row * HIDDEN;
-    enter<CLUSTER>(exchange[0], exchange[1]);
+    cluster_start<CLUSTER>(exchange[0], exchange[1]);
 
     float kept[KEEP ? DEPTH : 1][LANES], sum[1] = {}, squares[1] = {};
     Moments moments = {};
@@ -199,7 +199,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
     __shared__ Exchange<MEANS * WARPS, CLUSTER> exchange[2];
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
     int turn = 0;
-    enter<CLUSTER>(exchange[0], exchange[1]);
+    cluster_start<CLUSTER>(exchange[0], exchange[1]);
     // Where four sums of a thread lie; neighbours 16 bytes apart, so that no bank is asked twice.
     // Without KEEP they are too many, and lie where they end.
     const auto place = [&](int which, int k, int q, int thread) {

@@ -17,7 +17,7 @@
 //               KEEP          a row stays in registers
 //
 //   The trick: a row that fits is read once.  Every thread takes exp(value - its own greatest), so
-//   that threads tell each other the greatest value and the sum in one exchange: in a warp, through
+//   that threads exchange the greatest value and the sum together: in a warp, by shuffles, through
 //   shared memory, or through that of the other blocks of a cluster.  A longer row is read twice:
 //   a thread rescales its sum when its greatest value grows.  Rows are read where they lie, in
 //   slices of wider arrays too.
@@ -42,7 +42,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     const int first = column_of(0);
     const T *its_x = x + start(row, {inner, x_outer, x_step}) + first;
     T *its_y = y + row * COLUMNS + first;
-    enter<CLUSTER>(exchange);
+    cluster_start<CLUSTER>(exchange);
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
 #pragma unroll(KEEP ? DEPTH : 2)
@@ -101,7 +101,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
     const T *its_dy = dy + start(row, {inner, dy_outer, dy_step}) + first;
     const T *its_y = y + start(row, {inner, y_outer, y_step}) + first;
     T *its_dx = dx + row * COLUMNS + first;
-    enter<CLUSTER>(exchange);
+    cluster_start<CLUSTER>(exchange);
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
     float sum = 0;

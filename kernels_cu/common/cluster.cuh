@@ -22,15 +22,17 @@ template <int SIZE> __device__ __forceinline__ int rank_in() {
     else return 0;
 }
 
-// Shared memory for FLOATS numbers that the warps of all blocks tell each other; of a cluster, with
-// a barrier that counts their bytes.  A barrier of the whole cluster would wait for all stores to
+// Shared memory for FLOATS partial results that the warps of all blocks share; of a cluster, with a
+// barrier that counts their bytes.  A barrier of the whole cluster would wait for all stores to
 // global memory too, and empty the L1 cache.
 template <int CLUSTER> struct Landing { uint64_t landed; };
 template <> struct Landing<1> {};
-template <int FLOATS, int CLUSTER = 1> struct Exchange : Landing<CLUSTER> { float told[FLOATS]; };
+template <int FLOATS, int CLUSTER = 1> struct Exchange : Landing<CLUSTER> {
+    float partials[FLOATS];
+};
 
 // Before anything else: a neighbour whose block does not run yet has no shared memory.
-template <int SIZE, class... E> __device__ __forceinline__ void enter(E &...exchanges) {
+template <int SIZE, class... E> __device__ __forceinline__ void cluster_start(E &...exchanges) {
     if constexpr (SIZE > 1) {
         if (threadIdx.x == 0) {
             (mbarrier_init(&exchanges.landed, 1), ...);
@@ -41,12 +43,12 @@ template <int SIZE, class... E> __device__ __forceinline__ void enter(E &...exch
     }
 }
 
-// Tell all blocks v, one number after `stride` others, as number `mine` of the N * stride that all
-// warps tell; wait for those of the others.  A warp calls it together.  An exchange is used again,
-// its `turn` one higher, behind the use of another.
+// Give all blocks v, as numbers `mine`, `mine` + stride, .. of the N * stride that all warps give,
+// and wait for those of the others.  A warp calls it together.  An exchange is used again, its
+// `turn` one higher, behind the use of another.
 template <int SIZE, int N, class E>
-__device__ __forceinline__ void tell(E &exchange, const float (&v)[N], int mine, int stride,
-                                     int turn) {
+__device__ __forceinline__ void share_partials(E &exchange, const float (&v)[N], int mine,
+                                               int stride, int turn) {
     const int lane = threadIdx.x % 32;
     if constexpr (SIZE > 1) {
         __syncwarp();  // all lanes have read the exchange before this one
@@ -55,13 +57,13 @@ __device__ __forceinline__ void tell(E &exchange, const float (&v)[N], int mine,
 #pragma unroll
         for (int i = 0; i < N; i++)
             if (lane < SIZE)
-                store_async_b32(&exchange.told[i * stride + mine], __float_as_uint(v[i]),
+                store_async_b32(&exchange.partials[i * stride + mine], __float_as_uint(v[i]),
                                 &exchange.landed, lane);
         mbarrier_wait(&exchange.landed, turn & 1);  // counts what has landed: L1 need not be emptied
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (lane == 0) exchange.told[i * stride + mine] = v[i];
+            if (lane == 0) exchange.partials[i * stride + mine] = v[i];
         __syncthreads();
     }
 }

@@ -125,7 +125,7 @@ __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS
 // Here and below, loops along rows of more than WIDEST columns stay loops: what is read ahead and
 // its addresses would take the registers that other sums fill.
 template <bool KEPT, int WIDEST = 1024, int M, int N, int STEPS, class E, int COLUMNS>
-__device__ __forceinline__ void row_by_row(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
+__device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
                                            const Tile<E, COLUMNS> &a, int row,
                                            const Tile<E, COLUMNS> &b) {
     const int lane = threadIdx.x % 32;
@@ -209,7 +209,7 @@ template <class E> __device__ __forceinline__ int column(int n) {
 // o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.  Of float32,
 // PART rows are summed before o is added to: of n rows, o then loses n / PART roundings.
 template <int PART = 8, int M, int K, int N, class E, int COLUMNS>
-__device__ __forceinline__ void add_product(float (&o)[M][N][4], const float (&p)[M][K][4],
+__device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float (&p)[M][K][4],
                                             const Tile<E, COLUMNS> &b) {
     static_assert(N == COLUMNS / 8 && 8 % PART == 0);
     const int lane = threadIdx.x % 32;

@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import LoraLayer, linear, lora_linear, lora_linears, lora_merge
 from .._arrays import placed
 from .._call import checked, is_integer, is_number
 from .._devices import at, check_bytes
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError
-from ..ops.lora_merge import row_norms
+from ..ops.linear import linear
+from ..ops.lora import lora_linear
+from ..ops.lora_merge import lora_merge, row_norms
+from ..ops.lora_shared import LoraLayer, lora_linears
 from .config import Config
 from .files import write_folder
 

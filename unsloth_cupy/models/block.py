@@ -13,30 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import (
-    add,
-    attention,
-    attention_varlen,
-    checkpoint,
-    embedding,
-    geglu,
-    linear,
-    multiply,
-    qk_norm_rope,
-    relu2,
-    rms_norm,
-    rms_norm_forward,
-    rope_qk,
-    rope_tables,
-    scale,
-    swiglu,
-    swiglu_mlp,
-)
 from .._devices import stream
 from .._typing import Array
-from ..checkpoint import CheckpointConfig
+from ..checkpoint import CheckpointConfig, checkpoint
 from ..errors import ConfigError
 from ..kv_cache import KVCache
+from ..ops.arithmetic import add, multiply, scale
+from ..ops.attention import attention
+from ..ops.attention_varlen import attention_varlen
+from ..ops.embedding import embedding
+from ..ops.geglu import geglu
+from ..ops.linear import linear
+from ..ops.qk_norm_rope import qk_norm_rope
+from ..ops.relu2 import relu2
+from ..ops.rms_norm import rms_norm, rms_norm_forward
+from ..ops.rope_qk import rope_qk
+from ..ops.rope_tables import rope_tables
+from ..ops.swiglu import swiglu
+from ..ops.swiglu_mlp import swiglu_mlp
 from ..paged_rows import PagedRows
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope

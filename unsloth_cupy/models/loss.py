@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _arrays, linear, linear_cross_entropy_gradients
+from .. import _arrays
 from .._call import is_number
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..loss_scaler import LossScaler
+from ..ops.head_gradients import linear_cross_entropy_gradients
+from ..ops.linear import linear
 from ..tape import Gradients, add_up
 from ..variable import Var
 from .config import Config

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import linear_cross_entropy
 from .._typing import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..loss_scaler import LossScaler
+from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..paged_kv_cache import PagedKVCache
 from ..tape import Tape
 from . import generate as generation

@@ -22,7 +22,11 @@ PACKAGE = sorted((ROOT / "unsloth_cupy").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
 HEADERS = sorted((ROOT / "kernels_cu").rglob("*.cuh"))
-MACHINE_ROOM = ("_op", "_signature", "_arrays", "_jit")
+MACHINE_ROOM = (  # what a call walks through, and the lines of it
+    "_arrays", "_call", "_counters", "_cupy", "_devices", "_dtypes", "_jit", "_op", "_replay",
+    "_signature", "_source", "_typing", "faults", "interop/exchange", "ops/_device",
+)  # fmt: skip
+MACHINE_ROOM_LINES = 1840
 # Everything that is written by hand or committed; caches and builds are not.
 TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
 TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}
@@ -145,7 +149,7 @@ def test_module_fits_a_reader(path: Path) -> None:
 
 def test_machine_room_is_small() -> None:
     texts = [(ROOT / "unsloth_cupy" / f"{name}.py").read_text() for name in MACHINE_ROOM]
-    assert sum(len(text.splitlines()) for text in texts) < 500
+    assert sum(len(text.splitlines()) for text in texts) <= MACHINE_ROOM_LINES
 
 
 def forward_ops() -> list[str]:
@@ -209,7 +213,7 @@ def test_only_our_errors_are_raised(path: Path) -> None:
     """Where ops are made and wired, a built-in error may tell their author what is wrong."""
     tree = ast.parse(path.read_text())
     assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert)], "raise an error"
-    if path.stem in (*MACHINE_ROOM, "_source", "tape"):
+    if path.stem in ("_op", "_signature", "_arrays", "_jit", "_source", "tape"):
         return
     raised = [n.exc for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
     names = [

@@ -21,8 +21,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import _arrays, _call, _cupy, _jit, tape, variable
-from ._dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
+from . import _arrays, _call, _cupy, _jit
+from ._dtypes import DIFFERENTIABLE, FLOAT32, FLOATS, KERNEL_DTYPES
 from ._planned import Planned
 from ._replay import Run, replaying
 from ._signature import check, explain, parse
@@ -35,6 +35,17 @@ R = TypeVar("R")
 INTEGER = np.int64()  # has the form of a Python int
 KEPT_PLANS = 4096  # per op; decoding meets a new shape with every token
 OPS: dict[str, "Op[..., Any]"] = {}
+
+
+class Traced:
+    """An argument that stands for an array, its ``value``, and runs ops itself: see ``Op.plan``."""
+
+    __slots__ = ()
+    value: Any
+
+    def run_op(self, op: "Op[..., Any]", arrays: list[Any], options: dict[str, Any]) -> Any:
+        """Run an op on arrays of which this is one."""
+        raise NotImplementedError
 
 
 class Op(Generic[P, R]):
@@ -83,18 +94,19 @@ class Op(Generic[P, R]):
     def gradient(
         self, signature: str, *, widen: bool = True
     ) -> "Callable[[Callable[..., Any]], Op[..., Any]]":
-        """Register the backward op, wired by name: its signature is as tape.wired asks."""
+        """Register the backward op, wired by name: its signature is as ``wired`` asks."""
 
         def register(definition: Callable[..., Any]) -> Op[..., Any]:
-            self.backward = tape.wired(self, Op(signature, definition, widen))
+            self.backward = wired(self, Op(signature, definition, widen))
             return self.backward
 
         return register
 
     def plan(self, arrays: Sequence[Any]) -> Run:
         """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
-        if any(type(array) is variable.Var for array in arrays):
-            return functools.partial(tape.record, self)
+        for array in arrays:
+            if isinstance(array, Traced):
+                return functools.partial(array.run_op, self)
         library = exchange.common(self.__name__, self.names, arrays)
         if not exchange.native(arrays):
             return functools.partial(exchange.elsewhere, library, self)
@@ -156,6 +168,26 @@ class Op(Generic[P, R]):
             problem = f"{name} holds {bad}; it must be in 0 .. {limit - 1}, the {below} axis"
             problem = explain(self.__name__, problem, self.contract.inputs, arrays)
             raise RangeError(problem, expected=range(limit), actual=int(bad))
+
+
+def wired(op: Any, backward: Any) -> Any:
+    """Return a backward op whose names fit its forward op; raise TypeError for a misspelt one.
+
+    Its inputs are d<output>, inputs and outputs; its outputs are d<input>: one for every
+    positional input, of kind none for integers and tables, and one for every differentiable
+    keyword input.  Its options are among the forward's; or ``wanted``, the names of the inputs
+    whose gradients are asked for, None for all: it may return None for the others.
+    """
+    inputs, outputs = op.contract.inputs, op.contract.outputs
+    known = {o.name for o in inputs + outputs} | {"d" + o.name for o in outputs}
+    if strange := set(backward.names) - known | backward.options - op.options - {"wanted"}:
+        raise TypeError(f"{backward.__name__}: {op.__name__} has no {strange}")
+    must = [o for i, o in enumerate(inputs) if i < op.positional or o.kind in DIFFERENTIABLE]
+    wanted = ["d" + o.name for o in must]
+    found = [o.name for o in backward.contract.outputs]
+    if found != wanted:
+        raise TypeError(f"{backward.__name__} must return {wanted}, not {found}")
+    return backward
 
 
 def op_named(name: str) -> Op[..., Any]:

@@ -157,6 +157,25 @@ class Tape:
             if inputs and any(grad is not None for grad in take.values()):
                 entry.add_back(take, inputs, grads)
 
+    def record(self, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run op on the values of Vars and arrays, and record the call."""
+        if any(array.tape is not self for array in arrays if type(array) is Var):
+            raise GradientError(f"{op.__name__}: arguments are on two tapes; watch them on one")
+        values = [array.value if type(array) is Var else array for array in arrays]
+        result = self.run(op, list(values), options)
+        results = result if type(result) is tuple else (result,)
+        outputs = [None if value is None else Var(value, self) for value in results]
+        names = [operand.name for operand in op.contract.outputs]
+        entry = Entry(
+            op,
+            {**dict(zip(op.names, values, strict=True)), **dict(zip(names, results, strict=True))},
+            {n: a.index for n, a in zip(op.names, arrays, strict=True) if type(a) is Var},
+            {n: v.index for n, v in zip(names, outputs, strict=True) if v is not None},
+            dict(options),
+        )
+        self.note(entry)
+        return tuple(outputs) if type(result) is tuple else outputs[0]
+
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
         """Call an op that is to be recorded."""
         return called(op, values, options)
@@ -175,47 +194,6 @@ def called(op: Any, values: list[Any], options: dict[str, Any]) -> Any:
     if watch is not None:
         watch(op, values, result)
     return result
-
-
-def wired(op: Any, backward: Any) -> Any:
-    """Return a backward op whose names fit its forward op; raise TypeError for a misspelt one.
-
-    Its inputs are d<output>, inputs and outputs; its outputs are d<input>: one for every
-    positional input, of kind none for integers and tables, and one for every differentiable
-    keyword input.  Its options are among the forward's; or ``wanted``, the names of the inputs
-    whose gradients are asked for, None for all: it may return None for the others.
-    """
-    inputs, outputs = op.contract.inputs, op.contract.outputs
-    known = {o.name for o in inputs + outputs} | {"d" + o.name for o in outputs}
-    if strange := set(backward.names) - known | backward.options - op.options - {"wanted"}:
-        raise TypeError(f"{backward.__name__}: {op.__name__} has no {strange}")
-    must = [o for i, o in enumerate(inputs) if i < op.positional or o.kind in DIFFERENTIABLE]
-    wanted = ["d" + o.name for o in must]
-    found = [o.name for o in backward.contract.outputs]
-    if found != wanted:
-        raise TypeError(f"{backward.__name__} must return {wanted}, not {found}")
-    return backward
-
-
-def record(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run op on the values and write the call on the tape."""
-    tape: Tape = next(array.tape for array in arrays if type(array) is Var)
-    if any(array.tape is not tape for array in arrays if type(array) is Var):
-        raise GradientError(f"{op.__name__}: arguments are on two tapes; watch them on one")
-    values = [array.value if type(array) is Var else array for array in arrays]
-    result = tape.run(op, list(values), options)
-    results = result if type(result) is tuple else (result,)
-    outputs = [None if value is None else Var(value, tape) for value in results]
-    names = [operand.name for operand in op.contract.outputs]
-    entry = Entry(
-        op,
-        {**dict(zip(op.names, values, strict=True)), **dict(zip(names, results, strict=True))},
-        {n: a.index for n, a in zip(op.names, arrays, strict=True) if type(a) is Var},
-        {n: v.index for n, v in zip(names, outputs, strict=True) if v is not None},
-        dict(options),
-    )
-    tape.note(entry)
-    return tuple(outputs) if type(result) is tuple else outputs[0]
 
 
 def add_up(a: Any, b: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import _arrays
 from ._call import is_number
+from ._op import OPS, Traced
 from .errors import ConfigError, ShapeError
 
 
@@ -30,7 +31,7 @@ def _operator(op: str, sign: str, *, reflected: bool = False) -> Callable[["Var"
     return method
 
 
-class Var:
+class Var(Traced):
     """An array on a tape: ``value`` is the array; ops of a Var give Vars.
 
     ``+``, ``-``, ``*``, ``/`` and ``@`` take another Var of the tape, an array of the same library
@@ -46,6 +47,10 @@ class Var:
         self.value, self.tape = value, tape
         self.index = tape.issued
         tape.issued += 1
+
+    def run_op(self, op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
+        """Run an op on the values, and record it on the tape."""
+        return self.tape.record(op, arrays, options)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,8 +137,6 @@ class Var:
 
 
 def _called(op: str, *arrays: Any, **options: Any) -> Any:
-    from ._op import OPS  # which knows Vars
-
     return OPS[op](*arrays, **options)
 
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from .._op import Traced
 from ..errors import ConfigError, GradientError
-from ..variable import Var
 
 
 def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:
     """Raise for an array that a tape remembers, or that is read-only; otherwise: what to call."""
     for name, array in arrays.items():
-        if isinstance(array, Var):
+        if isinstance(array, Traced):
             raise GradientError(f"{call}: {name} is on a tape; {otherwise}, which leaves it")
         never = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
         if isinstance(array, np.ndarray):

@@ -13,9 +13,8 @@ import numpy as np
 from .._arrays import empty
 from .._dtypes import FLOAT32
 from .._gemm import gemm, steps
-from .._op import op
+from .._op import Traced, op
 from .._typing import Array
-from ..variable import Var
 from .cast import cast
 
 
@@ -111,7 +110,7 @@ def times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
 
 
 def _plain(array: Any) -> Any:
-    return array.value if type(array) is Var else array
+    return array.value if isinstance(array, Traced) else array
 
 
 def _inverse(norm: Array) -> Array:

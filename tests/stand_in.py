@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy import _counters, _gemm, _jit, faults
+from unsloth_cupy import _counters, _cupy, _gemm, _jit, faults
 from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy._op import OPS
-from unsloth_cupy.ops import _device, gradients
+from unsloth_cupy.ops import gradients
 
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
 from .stand_in_devices import faces as faces_of
@@ -477,5 +477,5 @@ def gpu(
 def _forget_devices() -> None:
     """Let go of what is kept by the number of a device: others have it too."""
     _jit._kernel.cache_clear()
-    for kept in (_device._attribute, _device._capability, _device.limits_of):
+    for kept in (_cupy._attribute, _cupy._capability, _cupy.limits_of):
         kept.cache_clear()

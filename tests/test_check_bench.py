@@ -12,11 +12,12 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import _cases, _jit, attention
+from unsloth_cupy import _cases, _target, attention
 from unsloth_cupy._cases import Call, Scale, chosen, draw, forward_ops
 from unsloth_cupy._op import OPS
 from unsloth_cupy.cli import attention_shapes, bench, check, machine, report, stopwatch
 from unsloth_cupy.cli.commands import group
+from unsloth_cupy.errors import KernelError
 
 SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
 FULL = check.SCALE  # what a user gets
@@ -87,6 +88,9 @@ class FakeGpu:
 
         return launch
 
+    def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
+        return np.empty(shape, dtype)
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
@@ -120,7 +124,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr("unsloth_cupy.ops._flat.lanes", lambda row, *arrays: 1)
     monkeypatch.setattr(bench, "_address", id)
     target = FakeGpu()
-    with _jit.using(target):
+    with _target.using(target):
         yield target
 
 
@@ -221,7 +225,7 @@ def test_check_goes_on_after_a_kernel_that_does_not_compile(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: Any, name: str, source: str) -> Any:
-        raise _jit.KernelError("scale does not compile")
+        raise KernelError("scale does not compile")
 
     monkeypatch.setattr(FakeGpu, "compile", fails)
     result = run("check", "scale")

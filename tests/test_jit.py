@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit, _source
+from unsloth_cupy import _jit, _source, _target
 from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy.errors import KernelError
 
@@ -28,7 +28,7 @@ class Notes:
     def owns(self, array: object) -> bool:
         return isinstance(array, np.ndarray)
 
-    def compile(self, name: str, source: str) -> _jit.Launch:
+    def compile(self, name: str, source: str) -> _target.Launch:
         self.sources.append(source)
         return lambda *launch: self.launches.append((name, *launch))
 
@@ -44,7 +44,7 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(notes: Notes, name: str = "plain", **constants: object) -> _jit.Kernel:
-    with _jit.using(notes):
+    with _target.using(notes):
         return _jit.load("test.cu", name, np.ones(1), _source.Constants(**constants))
 
 
@@ -160,11 +160,11 @@ def test_without_a_target_nothing_loads() -> None:
 
 def test_a_target_is_used_inside_its_block_only() -> None:
     array, outer, inner = np.ones(1), Notes(), Notes()
-    with _jit.using(outer):
-        with _jit.using(inner):
-            assert _jit.target_of(array) is inner
-        assert _jit.target_of(array) is outer
-        with pytest.raises(ZeroDivisionError), _jit.using(inner):
+    with _target.using(outer):
+        with _target.using(inner):
+            assert _target.target_of(array) is inner
+        assert _target.target_of(array) is outer
+        with pytest.raises(ZeroDivisionError), _target.using(inner):
             raise ZeroDivisionError
-        assert _jit.target_of(array) is outer
-    assert _jit.target_of(array) is None
+        assert _target.target_of(array) is outer
+    assert _target.target_of(array) is None

@@ -27,8 +27,8 @@ from unsloth_cupy._cases import Call, Scale, draw, forward_ops, sizes
 from unsloth_cupy._cupy import CupyTarget
 from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy._op import OPS, op
-from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _device, _norm
-from unsloth_cupy.ops._device import Limits
+from unsloth_cupy._target import Limits
+from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
 
 from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
 from .variants import Asked, constants, turned
@@ -228,11 +228,8 @@ def test_cupy_has_every_name_that_the_stand_in_has() -> None:
 
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("name", ["rms_norm_forward", "layer_norm_forward", "softmax"])
-def test_clusters_are_launched_where_the_device_takes_them(
-    name: str, clusters: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_are_launched_where_the_device_takes_them(name: str, clusters: bool) -> None:
     """The device says so itself: a capability from 9.0 on does not."""
-    monkeypatch.setattr(_device, "_attribute", functools.cache(_device._attribute.__wrapped__))
     sizes = {"columns": 65536} if name == "softmax" else {"hidden": 65536}
     form = Asked(sizes, (), BFLOAT16, False, {})
     with gpu("90", clusters) as machine:

@@ -26,8 +26,9 @@ from unsloth_cupy import (
     tape,
 )
 from unsloth_cupy._ledger import Ledger
-from unsloth_cupy._planned import Planned, PlannedOnHost, keeping
+from unsloth_cupy._planned import Planned, PlannedOnHost
 from unsloth_cupy._planned_functions import reshaped
+from unsloth_cupy._stand_in import keeping
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
 from unsloth_cupy.gradients import sum_gradients
 from unsloth_cupy.memory import (

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit, _op, add, multiply, rms_norm, rms_norm_forward
+from unsloth_cupy import _op, _target, add, multiply, rms_norm, rms_norm_forward
 from unsloth_cupy._dtypes import BFLOAT16
 from unsloth_cupy._op import OPS, op
 from unsloth_cupy.errors import DTypeError, RangeError, ShapeError
@@ -179,7 +179,7 @@ class TestLaunch:
         twice, calls = launched
         x, k = ones(2, 3), np.arange(3)
         assert twice(x, k=k)[0, 0] == 2
-        with _jit.using(Here()):
+        with _target.using(Here()):
             assert twice(x, k=k) is x
             assert twice(np.float16(1) * ones(2, 3, dtype=np.float16)).dtype == np.float16
         assert twice(x)[0, 0] == 2
@@ -188,14 +188,14 @@ class TestLaunch:
 
     def test_strided_arrays_are_packed(self, launched) -> None:
         twice, calls = launched
-        with _jit.using(Here()):
+        with _target.using(Here()):
             twice(np.arange(6, dtype=np.float32).reshape(3, 2).T[:, ::-1])
         assert calls[0][0].flags.c_contiguous
         assert calls[0][0].tolist() == [[4, 2, 0], [5, 3, 1]]
 
     def test_float64_and_empty_axes_run_the_definition(self, launched) -> None:
         twice, calls = launched
-        with _jit.using(Here()):
+        with _target.using(Here()):
             assert twice(np.ones((1, 1))).tolist() == [[2]]
             assert twice(ones(0, 3)).shape == (0, 3)
         assert calls == []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import _counters, _jit, _replay
+from unsloth_cupy import _counters, _jit, _replay, _target
 from unsloth_cupy._arrays import empty, packed
 from unsloth_cupy._cupy import CupyTarget
 from unsloth_cupy._op import OPS, Op, op
@@ -39,7 +39,7 @@ class Halves:
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 
-    def compile(self, name: str, source: str) -> _jit.Launch:
+    def compile(self, name: str, source: str) -> _target.Launch:
         def launch(grid: Any, block: Any, arguments: tuple[Any, ...], shared: int) -> None:
             x, y, parts, shift = arguments
             y[...] = x.reshape(y.shape) / parts + shift
@@ -80,7 +80,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         return y
 
     halved.strided = ("x",)
-    with _jit.using(target):
+    with _target.using(target):
         yield halved, target, calls
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from unsloth_cupy._cases import Call
 from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
+from unsloth_cupy._target import Limits, using
 
 from .cuda_on_cpu.build import DYNAMIC_SHARED
 from .parity import Case, KernelAlone, KernelParity
@@ -37,6 +37,9 @@ class Noted(NamedTuple):
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
         return lambda *_: NOTES.append((name, source))
+
+    def limits(self, array: Any) -> Limits:
+        return Limits(self.architecture, self.shared_memory, 1, self.clusters)
 
 
 def classes(call: Call, sides: tuple[str, ...]) -> set[Class]:

@@ -16,8 +16,7 @@ from unsloth_cupy import AdamW, LossScaler, clip_gradients, linear_backward, mea
 from unsloth_cupy._cases import Call, Scale, forward_ops, sizes
 from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES, allowed
 from unsloth_cupy._op import OPS, Op
-from unsloth_cupy._planned import shape_of
-from unsloth_cupy._signature import Operand
+from unsloth_cupy._signature import Operand, shape_of
 from unsloth_cupy._source import source_root
 from unsloth_cupy.ops.lora import lora_linear_backward
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _jit
+from . import _target
 from .errors import ConfigError, DTypeError
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
@@ -95,7 +95,7 @@ def written_for(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         **defaults,
         "plan": op.plan,
         "plans": op.plans,
-        "targets": _jit,
+        "targets": _target,
         "inf": math.inf,
         "fit": functools.partial(_fit, op.__name__, parameters),
         "too_many": functools.partial(_too_many, op.__name__, ", ".join(positional)),

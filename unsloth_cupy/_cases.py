@@ -14,8 +14,7 @@ import numpy as np
 
 from ._dtypes import DIFFERENTIABLE, allowed
 from ._op import OPS, Op
-from ._planned import shape_of
-from ._signature import Operand
+from ._signature import Operand, shape_of
 from .errors import ConfigError
 
 SEQUENCES, PAGE = 2, 16  # packed in one row; tokens a page of a cache holds

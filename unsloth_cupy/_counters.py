@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ._devices import PER_THREAD
-from ._planned import Planned
-from ._replay import Recorded
+from ._stand_in import StandIn
 from ._typing import Array
 
 UINT32 = np.dtype("uint32")
@@ -26,10 +25,8 @@ _lock = threading.Lock()
 def counters(count: int, like: Any) -> Array:
     """Return ``count`` zeros, or more, of uint32 where ``like`` lives, for one launch."""
     form, new = ((count,), UINT32), _on_host if like.__class__ is np.ndarray else _of_stream
-    if type(like) is Recorded:
-        made: Array = like.recording.allocate(*form, like, new)
-        return made
-    return like.of(*form) if isinstance(like, Planned) else new(*form)
+    made: Array = like.empty(*form, new) if isinstance(like, StandIn) else new(*form)
+    return made
 
 
 def _on_host(shape: tuple[int], dtype: Any) -> Any:

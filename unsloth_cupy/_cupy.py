@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import _devices, _jit
-from ._planned import Shapes
+from . import _devices, _target
 from ._source import source_root
+from ._target import Limits
 from .errors import KernelError
 from .interop import exchange
+
+NUMBERS = {"ClusterLaunch": 120}  # of attributes in cudaDeviceAttr that CuPy has no name for
 
 
 class CupyTarget:
@@ -42,9 +44,44 @@ class CupyTarget:
 
         return _devices.bound(launch)
 
+    def limits(self, array: Any) -> Limits:
+        """Return the limits of the GPU that holds array."""
+        return limits_of(array.device.id)
+
+    def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
+        """Return a new array on the GPU that holds ``like``."""
+        with _devices.at(like):
+            return sys.modules["cupy"].empty(shape, dtype)
+
     def ready(self, scalar: Any) -> Any:
         """Return a NumPy scalar as CuPy hands it over: to make that takes longer than a launch."""
         return sys.modules["cupy._core._scalar"].CScalar(scalar)
+
+
+@functools.cache
+def limits_of(device: int) -> Limits:
+    """Return the limits of the GPU of this number."""
+    return Limits(
+        _capability(device),
+        _attribute("MaxSharedMemoryPerBlockOptin", device),
+        _attribute("MultiProcessorCount", device),
+        bool(_attribute("ClusterLaunch", device)),
+    )
+
+
+@functools.cache
+def _attribute(name: str, device: int) -> int:
+    from cupy.cuda import runtime
+
+    number = NUMBERS.get(name) or getattr(runtime, f"cudaDevAttr{name}")
+    return runtime.deviceGetAttribute(number, device)
+
+
+@functools.cache
+def _capability(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability)
 
 
 @functools.cache
@@ -80,4 +117,4 @@ def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[.
     return run_there
 
 
-_jit.targets = (CupyTarget(), Shapes())
+_target.targets = (CupyTarget(), *_target.targets)

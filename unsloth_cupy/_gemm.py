@@ -17,7 +17,7 @@ import numpy as np
 from . import _devices
 from ._arrays import empty
 from ._dtypes import FLOAT32, FLOATS
-from ._planned import Planned, turns
+from ._stand_in import is_planned, representative_steps
 from ._typing import Array
 from .errors import DTypeError, KernelError, ShapeError
 
@@ -79,13 +79,13 @@ def _by_numpy(a: Array, b: Array, out: Array, add: bool) -> None:
         _wide(a, b, out, add)
         return
     rows, columns = steps(a.shape[0], b.shape[1], a.shape[1], wide.itemsize)
-    for left in turns(a, range(0, b.shape[1], columns)):
+    for left in representative_steps(a, range(0, b.shape[1], columns)):
         beside = np.s_[:, left : left + columns]
         _by_rows(a, b[beside].astype(wide, copy=False), out[beside], rows, add)
 
 
 def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
-    for top in turns(a, range(0, len(a), step)):
+    for top in representative_steps(a, range(0, len(a), step)):
         part = slice(top, top + step)
         rows = a[part].astype(b.dtype, copy=False)
         if out.dtype == b.dtype:
@@ -104,7 +104,7 @@ def _wide(a: Array, b: Array, out: Array, add: bool) -> None:
         np.matmul(a, b, out=out)
         return
     step = max(BLOCK, SUM_BYTES // (out.shape[1] * out.itemsize))
-    for top in turns(a, range(0, len(a), step)):
+    for top in representative_steps(a, range(0, len(a), step)):
         part = slice(top, top + step)
         out[part] += a[part] @ b  # NumPy's products cannot add: one of few rows waits
 
@@ -146,7 +146,7 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
         out[...] = out + made if add else made
         return
     left, right = _layout(b), _layout(a)  # out.T = b.T a.T
-    if isinstance(out, Planned):
+    if is_planned(out):
         return
     compute, scalar = COMPUTE[a.dtype != FLOATS[3]]
     sizes = out.shape[-1], out.shape[-2], a.shape[-1]

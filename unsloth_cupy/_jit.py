@@ -1,48 +1,17 @@
-"""Where kernels run, and their launch."""
+"""A kernel, compiled where its arrays live, and its launch."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from . import _devices
+from . import _devices, _target
 from ._replay import Recorded
 from ._source import Constants, check_arguments, parameters, translation_unit
 from .errors import KernelError
 
 NULL = np.uintp(0)  # the pointer of an absent array
-Launch = Callable[[Any, Any, tuple[Any, ...], int], None]  # (grid, block, arguments, shared)
-
-
-class Target(Protocol):
-    """A place kernels run: it owns some arrays and compiles kernels for them."""
-
-    def owns(self, array: Any) -> bool:
-        """Say whether this target runs kernels on this array."""
-
-    def compile(self, name: str, source: str) -> Launch:
-        """Return kernel ``name`` of a translation unit as ``launch(grid, block, args, shared)``."""
-
-
-targets: tuple[Target, ...] = ()  # _cupy enters the first
-
-
-@contextmanager
-def using(target: Target) -> Iterator[None]:
-    """Ask this target first, inside a ``with`` block."""
-    global targets  # noqa: PLW0603 -- the one seam between the library and the machine
-    before, targets = targets, (target, *targets)
-    try:
-        yield
-    finally:
-        targets = before
-
-
-def target_of(array: Any) -> Target | None:
-    """Return the target that runs kernels on this array, if any does."""
-    return next((target for target in targets if target.owns(array)), None)
 
 
 class Kernel:
@@ -86,7 +55,7 @@ _kernel: Any = functools.lru_cache(maxsize=4096)(Kernel)
 
 def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     """Return kernel ``name`` of kernels_cu/``file`` for these constants, where ``like`` lives."""
-    for target in targets:
+    for target in _target.targets:
         if target.owns(like):
             with _devices.at(like):
                 return _kernel(target, _devices.number(like), file, name, constants)

@@ -21,11 +21,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import _arrays, _call, _cupy, _jit
+from . import _arrays, _call, _cupy
 from ._dtypes import DIFFERENTIABLE, FLOAT32, FLOATS, KERNEL_DTYPES
-from ._planned import Planned
 from ._replay import Run, replaying
 from ._signature import check, explain, parse
+from ._stand_in import is_planned
+from ._target import target_of
 from .errors import RangeError
 from .interop import exchange
 
@@ -122,12 +123,12 @@ class Op(Generic[P, R]):
         given = [(i, f) for i, f in enumerate(forms) if f is not None]
         inputs = self.contract.inputs
         host = library == "numpy"  # reading values would stall a GPU
-        read = [i for i, f in given if host and inputs[i].below and not isinstance(f, Planned)]
+        read = [i for i, f in given if host and inputs[i].below and not is_planned(f)]
         ranges = [(i, bound.sizes[str(inputs[i].below)]) for i in read]
         lead = next((f for _, f in given if f is not INTEGER), None)
         empty = any(0 in f.shape for _, f in given)  # kernels meet no empty axis
         launchable = launch and self.launch and bound.dtype in KERNEL_DTYPES and not empty
-        kernel = bool(launchable) and _jit.target_of(lead) is not None
+        kernel = bool(launchable) and target_of(lead) is not None
         function: Any = self.launch if kernel else self.definition
         narrow = [i for i, f in given if f.dtype in FLOATS[:2] and self.widen]  # 16 bits
         pack = [i for i, _ in given if kernel and self.widen and self.names[i] not in self.strided]

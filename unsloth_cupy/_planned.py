@@ -1,74 +1,22 @@
 """Arrays that are a shape, a dtype and strides alone: code runs on them to plan its memory.
 
 NumPy's functions and operators give arrays like them, whose elements nobody can read, so that a
-definition or a launch allocates and lets go of what it would with numbers.  A ledger that is
-``keeping`` sees it.  Loops whose turns take alike make one turn: see ``turns``.
+definition or a launch allocates and lets go of what it would with numbers: see ``_stand_in.py``.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partialmethod
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ._planned_functions import FUNCTIONS, METHODS, dtypes_of, packed, reshaped
-from ._signature import Operand, parts, size_of
+from . import _target
+from ._planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, reshaped
+from ._stand_in import Memory, StandIn
+from ._target import Limits
 from .errors import ShapeError
-
-
-class Ledger(Protocol):
-    """What sees memory that is taken and given back."""
-
-    def take(self, size: int) -> int:
-        """Enter so many bytes; return their number."""
-
-    def give_back(self, number: int) -> None:
-        """Take the bytes of this number off."""
-
-
-_ledger: ContextVar[tuple[Ledger, int] | None] = ContextVar("ledger", default=None)
-_addresses = itertools.count(256, 256)  # no two arrays lie in one place
-
-
-@contextmanager
-def keeping(ledger: Ledger) -> Iterator[None]:
-    """Enter what planned arrays take, inside a ``with`` block."""
-    token = _ledger.set((ledger, 1))
-    try:
-        yield
-    finally:
-        _ledger.reset(token)
-
-
-@contextmanager
-def side_by_side(count: int) -> Iterator[None]:
-    """Enter what is taken inside a ``with`` block count times: as many threads do the same."""
-    now = _ledger.get()
-    token = _ledger.set(None if now is None else (now[0], now[1] * count))
-    try:
-        yield
-    finally:
-        _ledger.reset(token)
-
-
-class Memory:
-    """What an array and its views lie in; it is given back when the last of them is gone."""
-
-    def __init__(self, size: int) -> None:
-        ledger = _ledger.get()
-        self.address, self.ledger, self.number = next(_addresses), None, -1
-        if ledger is not None:
-            self.ledger, self.number = ledger[0], ledger[0].take(size * ledger[1])
-
-    def __del__(self) -> None:
-        """Give the bytes back."""
-        if self.ledger is not None:
-            self.ledger.give_back(self.number)
 
 
 class Cpu(str):
@@ -80,11 +28,15 @@ class Cpu(str):
 HERE = Cpu("cpu")
 
 
-class Planned(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of a GPU that has no elements, and takes no memory."""
+class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of a GPU that has no elements, and takes no memory.
 
-    form: Any  # a NumPy array with the right strides, never read: it lies in one byte
+    Its form is an array of NumPy's with the right strides, never read: it lies in one byte.
+    """
+
     memory: Memory
+    planned = True
+    scipy = SCIPY
 
     @classmethod
     def of(cls, shape: Any, dtype: Any) -> Any:
@@ -100,17 +52,17 @@ class Planned(np.lib.mixins.NDArrayOperatorsMixin):
         made.form, made.memory = form, memory
         return made
 
+    def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
+        """Return a new array."""
+        return self.of(shape, dtype)
+
+    def placed(self, array: Any) -> Any:
+        """Return a new array of the form of a real one."""
+        return self.of(array.shape, array.dtype)
+
     def _view(self, form: Any) -> Any:
         return self._made(form, self.memory)
 
-    shape = property(lambda self: self.form.shape)
-    dtype = property(lambda self: self.form.dtype)
-    strides = property(lambda self: self.form.strides)
-    ndim = property(lambda self: self.form.ndim)
-    size = property(lambda self: self.form.size)
-    nbytes = property(lambda self: self.form.nbytes)
-    itemsize = property(lambda self: self.form.itemsize)
-    flags = property(lambda self: self.form.flags)
     T = property(lambda self: self._view(self.form.T))
     base = property(lambda self: None)
     device = property(lambda self: HERE)
@@ -254,8 +206,6 @@ class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
 class Shapes:
     """The GPU that planned arrays live on: it runs nothing; its numbers are those of an H200."""
 
-    shared_memory, clusters, processors, architecture = 227 * 1024, True, 132, 90
-
     def owns(self, array: Any) -> bool:
         """Say whether array is a planned array of a GPU."""
         return array.__class__ is Planned
@@ -264,20 +214,13 @@ class Shapes:
         """Return a launch that does nothing."""
         return lambda grid, block, args, shared: None
 
+    def limits(self, array: Any) -> Limits:
+        """Return the limits of an H200."""
+        return Limits(90, 227 * 1024, 132, clusters=True)
 
-def turns(like: Any, steps: Iterable[Any]) -> Iterable[Any]:
-    """Return the steps of a loop; for a planned array the first, as all of them take alike."""
-    return itertools.islice(steps, 1) if isinstance(like, Planned) else steps
+    def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
+        """Return a new planned array."""
+        return like.of(shape, dtype)
 
 
-def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of an operand whose axes are bound; None where one of them is not."""
-    shape: tuple[int, ...] = ()
-    for axis in operand.axes:
-        name = parts(axis)[0]
-        if name.isdigit() or name in sizes:
-            size = size_of(axis, sizes)
-            shape += tuple(size) if axis.startswith("*") else (size,)
-        elif not axis.endswith("?"):
-            return None
-    return shape
+_target.targets += (Shapes(),)

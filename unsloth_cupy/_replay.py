@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import faults
+from ._stand_in import StandIn
 
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 KEPT = 256  # of the calls of one form; a learning rate may change with every step
-KNOWN = {"shape", "dtype", "strides", "size", "ndim", "nbytes", "itemsize", "flags"}
-KNOWN |= {"data", "ctypes", "device"}  # for addresses, and for what is asked of a device
+ALSO = {"data", "ctypes", "device"}  # for addresses, and for what is asked of a device
 
 
 class UnknownError(Exception):
@@ -30,18 +30,26 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UnknownError
 
 
-class Recorded:
+class Recorded(StandIn):
     """An array of which a launch learns how it lies; isinstance finds the class of the array."""
 
     __array__ = __array_ufunc__ = __array_function__ = __bool__ = __eq__ = _refuse
     __hash__ = object.__hash__
-    __class__ = property(lambda self: type(self.array))
+    __class__ = property(lambda self: type(self.form))
 
     def __init__(self, array: Any, recording: "Recording") -> None:
-        self.array, self.recording = array, recording
+        self.form, self.recording = array, recording
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.array, name) if name in KNOWN else _refuse()
+        return getattr(self.form, name) if name in ALSO else _refuse()
+
+    def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
+        """Return a new array, as ``new`` makes it, which every replay makes again."""
+        return self.recording.allocate(shape, dtype, new or _allocator(self))
+
+    def spanned(self, size: int) -> Any:
+        """Return the array: a kernel gets no more than its address."""
+        return self
 
 
 class Recording:
@@ -57,12 +65,11 @@ class Recording:
         self.arrays.append(Recorded(array, self))
         return array if array is None or type(array) is int else self.arrays[-1]
 
-    def allocate(self, shape: Any, dtype: Any, like: Any, new: Any = None) -> Any:
-        """Return a new array, as ``empty`` does, or what ``new`` makes of shape and dtype."""
+    def allocate(self, shape: Any, dtype: Any, new: Callable[..., Any]) -> Any:
+        """Return what ``new`` makes of shape and dtype."""
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-        made = new or _allocator(like)
-        self.forms.append((made, sizes, np.dtype(dtype)))
-        return self.enter(made(sizes, np.dtype(dtype)))
+        self.forms.append((new, sizes, np.dtype(dtype)))
+        return self.enter(new(sizes, np.dtype(dtype)))
 
     def starting(self, kernel: Any) -> Callable[..., None]:
         """Return what takes down a launch of a kernel."""

@@ -148,6 +148,19 @@ def _wanted(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of an operand whose axes are bound; None where one of them is not."""
+    shape: tuple[int, ...] = ()
+    for axis in operand.axes:
+        name = parts(axis)[0]
+        if name.isdigit() or name in sizes:
+            size = size_of(axis, sizes)
+            shape += tuple(size) if axis.startswith("*") else (size,)
+        elif not axis.endswith("?"):
+            return None
+    return shape
+
+
 def size_of(axis: str, sizes: Mapping[str, Any]) -> Any:
     """Return the size of an axis whose name is bound; a tuple for ``*rows``."""
     name, operator, number = parts(axis)

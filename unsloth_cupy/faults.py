@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _devices
-from ._planned import Planned
+from ._stand_in import StandIn
 from ._typing import Array
 from .errors import RangeError
 
@@ -43,7 +43,8 @@ def record(like: Any) -> Array:
 
     They are allocated once for each device, and zero before any stream can ask for them.
     """
-    device = None if isinstance(like, np.ndarray | Planned) else like.device.id
+    like = like.form if isinstance(like, StandIn) else like
+    device = None if isinstance(like, np.ndarray) else like.device.id
     found: Array | None = _records.get(device)
     return _records.setdefault(device, _new(like)) if found is None else found
 
@@ -54,7 +55,7 @@ def holds(array: Any) -> bool:
 
 
 def _new(like: Any) -> Any:
-    if isinstance(like, np.ndarray | Planned):
+    if isinstance(like, np.ndarray):
         return np.zeros(WORDS, np.int64)
     import cupy
 

@@ -8,8 +8,9 @@ import numpy as np
 from . import _arrays
 from ._call import checked, is_number
 from ._devices import at, settle, several
-from ._jit import load, target_of
+from ._jit import load
 from ._source import Constants
+from ._target import target_of
 from ._typing import Array
 from .errors import ConfigError
 from .gradients import check_floats

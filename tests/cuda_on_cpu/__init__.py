@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unsloth_cupy import _source
+from unsloth_cupy._target import Limits
 from unsloth_cupy.ops._rows import spanned
 
 from . import build, traffic
@@ -81,6 +82,7 @@ class Emulator(NamedTuple):
     shared_memory: int = DYNAMIC_SHARED  # bytes a block may ask for
     architecture: int = 90  # whose rows of the launch tables are taken
     clusters: bool = True  # as from sm_90 on
+    processors: int = 1
     last: int = 0  # run so many clusters at the end of a grid; 0: all
 
     def owns(self, array: Any) -> bool:
@@ -89,6 +91,12 @@ class Emulator(NamedTuple):
     def compile(self, name: str, source: str) -> Callable[..., None]:
         module = _module(name, source, self.check, (*self.folders, _source.source_root()))
         return functools.partial(module.launch, self.seed, self.last, self.shared_memory)
+
+    def limits(self, array: Any) -> Limits:
+        return Limits(self.architecture, self.shared_memory, self.processors, self.clusters)
+
+    def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
+        return np.empty(shape, dtype)
 
 
 def missing() -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import embedding, rms_norm_backward, rms_norm_forward
+from unsloth_cupy._target import Limits
 from unsloth_cupy.ops import _norm
 
 from ..parity import compare_far, emulator, sparse
@@ -55,7 +56,8 @@ def test_the_last_tokens_turn() -> None:
 @pytest.mark.parametrize("op", ["rms_norm_backward", "layer_norm_backward"])
 def test_the_last_rows_backward(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU so wide that its blocks walk one step each; only what they write to dx."""
-    monkeypatch.setattr(_norm, "processors", lambda like: 1 << 22)
+    wide = Limits(90, 48 << 10, 1 << 22)
+    monkeypatch.setattr(_norm, "limits", lambda like: wide)
     monkeypatch.setattr(_norm, "column_sums", lambda *args: None)
     compare_far(op, 64, hidden=64)
 

@@ -24,8 +24,8 @@ from unsloth_cupy import (
     softmax_backward,
 )
 from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
+from unsloth_cupy._target import using
 
 from ..cuda_on_cpu import Emulator
 from ..cuda_on_cpu.traffic import Requests, counted

@@ -8,10 +8,9 @@ import pytest
 
 from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
+from unsloth_cupy._target import Limits, using
 from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
-from unsloth_cupy.ops._device import Limits
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
 from ..stand_in import gpu

@@ -8,12 +8,11 @@ import pytest
 
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._jit import using
 from unsloth_cupy._op import OPS
+from unsloth_cupy._target import Limits, using
 from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelError
 from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops._attention_tiles import FORWARD, OWN, Start, fitting, resolve
-from unsloth_cupy.ops._device import Limits
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator

@@ -7,7 +7,6 @@ which NumPy's seldom is.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from .. import _devices
-from .._planned import Planned, PlannedOnHost
-from .._planned_functions import SCIPY
-from .._replay import Recorded
+from .._stand_in import StandIn, is_planned
+from .._target import target_of
 from ..errors import DTypeError, FrameworkError
 
 
@@ -168,7 +166,7 @@ def adopted(there: Framework, call: str, names: Iterable[str], arrays: Iterable[
 
 def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is no array."""
-    if isinstance(array, np.ndarray | np.generic | Planned):
+    if isinstance(array, np.ndarray | np.generic) or is_planned(array):
         return "numpy"
     name = type(array).__module__.partition(".")[0]
     name = {"jaxlib": "jax"}.get(name, name)
@@ -211,8 +209,10 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
 
 def native(arrays: Sequence[Any]) -> bool:
     """Say whether definitions and kernels take these arrays as they are."""
-    exact = (np.ndarray, Planned, PlannedOnHost, int, type(None))
-    return all(type(a) in exact or type(a).__module__.startswith("cupy") for a in arrays)
+    exact = (np.ndarray, int, type(None))
+    return all(
+        type(a) in exact or is_planned(a) or type(a).__module__.startswith("cupy") for a in arrays
+    )
 
 
 def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
@@ -234,8 +234,8 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
 def placed(array: Any, like: Any) -> Any:
     """Return a NumPy array as one of like's library and device."""
     library = framework_of(like, "the model of a new array")
-    if isinstance(like, Planned):
-        return like.of(array.shape, array.dtype)
+    if is_planned(like):
+        return like.placed(array)
     if library == "torch":
         return FRAMEWORKS["torch"].give_back(array, like).to(like.device)
     if library == "jax":
@@ -256,19 +256,15 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
     """Return a new array, uninitialised, of like's library and device."""
     if type(like) is np.ndarray:
         return np.empty(shape, dtype)
-    if type(like) is Recorded:
-        return like.recording.allocate(shape, dtype, like)
-    if isinstance(like, Planned):
-        return like.of(shape, dtype)
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype)
-    with _devices.at(like):
-        return sys.modules["cupy"].empty(shape, dtype)
+    if isinstance(like, StandIn):
+        return like.empty(shape, dtype)
+    target = target_of(like)
+    return np.empty(shape, dtype) if target is None else target.empty(shape, dtype, like)
 
 
 def scipy_of(module: str, like: Any) -> Any:
     """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
-    if isinstance(like, Planned):
-        return SCIPY[module]
+    if is_planned(like):
+        return like.scipy[module]
     home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
     return importlib.import_module(f"{home}.{module}")

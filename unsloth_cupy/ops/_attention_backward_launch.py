@@ -14,10 +14,10 @@ import numpy as np
 from .._arrays import empty
 from .._jit import load
 from .._source import Constants
+from .._target import limits
 from .._typing import Array
 from ._attention_backward_tiles import Tiles, resolve
 from ._attention_options import ANY, in_chunks, laid_out, strides, told
-from ._device import limits
 from ._scores import check_options
 
 PADDING = 128  # rows of stats come in multiples of every kernel's tiles

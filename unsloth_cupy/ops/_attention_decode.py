@@ -12,12 +12,12 @@ from .._arrays import empty
 from .._counters import counters
 from .._jit import load
 from .._source import Constants
+from .._target import Limits, limits
 from .._typing import Array
 from ._attention_launch import launch_forward
 from ._attention_options import by_batch, in_chunks, row_bytes, told
 from ._attention_tiles import Table, rows_of
 from ._blocks import FARTHEST, Window
-from ._device import Limits, limits
 from ._scores import check_options
 
 FEW = 16  # queries up to which a call is bound by reading its keys

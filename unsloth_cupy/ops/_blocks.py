@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _threads
 from .._call import is_integer
-from .._planned import Planned, side_by_side
+from .._stand_in import is_planned, side_by_side
 from .._typing import Array
 from ..errors import ConfigError, RangeError
 from ._products import SINGLE
@@ -118,7 +118,7 @@ class Blocks:
                     step(block)
 
         array: Any = self.q
-        if isinstance(array, Planned):
+        if is_planned(array):
             self._walk_planned(step, in_order, alone)
             return
         if in_order:

@@ -7,8 +7,9 @@ import numpy as np
 
 from .._arrays import empty, packed
 from .._dtypes import FLOAT32, KERNEL_DTYPES
-from .._jit import load, target_of
+from .._jit import load
 from .._source import Constants
+from .._target import target_of
 from .._typing import Array
 
 

@@ -7,8 +7,8 @@ from .. import faults
 from .._arrays import lanes
 from .._jit import load
 from .._source import Constants
+from .._target import limits
 from .._typing import Array
-from ._device import shared_memory
 from ._losses import Options
 
 REPORTER = faults.reporter(
@@ -141,7 +141,7 @@ def launch_both(
     ignore, smoothing, z_loss, softcap = options
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits, out), softcap is not None
-    types, shared = (logits.dtype, out.dtype, labels.dtype), shared_memory(logits)
+    types, shared = (logits.dtype, out.dtype, labels.dtype), limits(logits).shared
     chosen = constants(*types, vocab, access, cap, smoothing > 0, "both", shared)
     threads = chosen["THREADS"]
     blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)

@@ -11,7 +11,7 @@ import numpy as np
 from .._arrays import empty, rounded
 from .._dtypes import FLOAT32
 from .._gemm import gemm
-from .._planned import turns
+from .._stand_in import representative_steps
 from .._typing import Array
 from ..errors import ConfigError
 from .linear import flat
@@ -61,7 +61,7 @@ def chunks(x: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[sli
     rows, vocab = flat(x), len(weight)
     step = chunk_rows(len(rows), vocab, x.dtype, max_bytes)
     buffer = empty((step, vocab), np.promote_types(x.dtype, FLOAT32), like=x)
-    for start in turns(x, range(0, len(rows), step)):
+    for start in representative_steps(x, range(0, len(rows), step)):
         part = slice(start, min(start + step, len(rows)))
         yield part, gemm(rows[part], weight.T, out=buffer[: part.stop - start])
 

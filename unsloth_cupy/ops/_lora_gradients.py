@@ -6,11 +6,11 @@ from typing import Any
 from .._arrays import empty, lanes, packed
 from .._dtypes import FLOAT32, KERNEL_DTYPES
 from .._gemm import gemm
-from .._jit import load, target_of
+from .._jit import load
 from .._source import Constants
+from .._target import limits, target_of
 from .._typing import Array
 from ._columns import row_sum
-from ._device import processors
 
 RANKS = 16, 32, 64  # beyond, float32 sums of up are more bytes than the second pass over dy
 SUMS = 2**25  # bytes of them at most: what L2 does not hold is traffic, and memory
@@ -37,7 +37,7 @@ def _one_pass(dy: Array, b: Array, low: Array, slabs: int, dtype: Any) -> tuple[
     """Return both from one launch, which reads dy once, and sums of what its blocks found."""
     (rows, outputs), rank = dy.shape, b.shape[1]
     tiles = -(-rows // ROWS)
-    groups = min(tiles, GROUPS, -(-BLOCKS * processors(dy) // slabs))
+    groups = min(tiles, GROUPS, -(-BLOCKS * limits(dy).processors // slabs))
     each = -(-tiles // groups)  # tiles of a group
     groups = -(-tiles // each)
     made = FLOAT32 if slabs > 1 else dy.dtype, FLOAT32 if groups > 1 else dtype

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._planned import turns
+from .._stand_in import representative_steps
 from .._typing import Array
 from ..errors import ConfigError, RangeError
 from .softmax import finite
@@ -86,7 +86,7 @@ def _parts(rows: Array) -> Iterator[slice]:
     count, columns = rows.shape
     there: Any = rows
     step = max(1, CACHED // max(1, columns)) if isinstance(there, np.ndarray) else max(1, count)
-    for start in turns(rows, range(0, count, step)):
+    for start in representative_steps(rows, range(0, count, step)):
         yield slice(start, start + step)
 
 

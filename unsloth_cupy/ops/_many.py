@@ -8,8 +8,8 @@ import numpy as np
 
 from .._arrays import lanes, placed
 from .._dtypes import KERNEL_DTYPES
-from .._jit import target_of
 from .._source import Constants
+from .._target import target_of
 from .._typing import Array
 
 POINTERS, FIELDS, CHUNK, THREADS = 7, 10, 8192, 256

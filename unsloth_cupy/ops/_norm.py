@@ -11,10 +11,10 @@ import numpy as np
 from .._arrays import empty, lanes
 from .._jit import load
 from .._source import Constants
+from .._target import limits
 from .._typing import Array
 from ..errors import ConfigError
 from ._columns import column_sums
-from ._device import clusters, processors, shared_memory
 from ._rows import aligned, lie, spread
 
 VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
@@ -116,7 +116,8 @@ def forward(
     (own_x, own_residual), layout = lie(x, residual)
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     most = lanes(aligned(hidden, layout), own_x, own_residual, weight, bias)
-    chosen = constants(dtypes, hidden, most, residual is not None, centred, clusters(x))
+    there = limits(x)
+    chosen = constants(dtypes, hidden, most, residual is not None, centred, there.clusters)
     threads = chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
     kernel = load("norm.cu", "norm_forward", x, chosen)
@@ -145,14 +146,13 @@ def backward(
     (own_dy, own_dh, own_h), layout = lie(dy, dh, h)
     dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
     most = lanes(aligned(hidden, layout), own_h, own_dy, own_dh, weight)
-    shared = shared_memory(h)
-    centred = mean is not None
-    chosen = constants(dtypes, hidden, most, dh is not None, centred, clusters(h), shared)
+    there, centred = limits(h), mean is not None
+    chosen = constants(dtypes, hidden, most, dh is not None, centred, there.clusters, there.shared)
     threads, cluster, held = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
     # as many blocks as the device holds at once, so that each sums many rows before it writes;
     # 16 SMs and sometimes 18 form a group that clusters do not leave
-    resident = min(chosen["RESIDENT"], (shared + 1024) // (held + STATIC + 1024))
-    room = processors(h)
+    resident = min(chosen["RESIDENT"], (there.shared + 1024) // (held + STATIC + 1024))
+    room = there.processors
     room -= room % 16 if cluster > 1 and room > 16 else 0
     groups = -(-rows * chosen["ROW_THREADS"] // threads)
     groups = min(groups, max(1, room * resident // cluster))

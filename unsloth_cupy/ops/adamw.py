@@ -16,7 +16,7 @@ import numpy as np
 from .._arrays import lanes
 from .._jit import load
 from .._op import op
-from .._planned import turns
+from .._stand_in import representative_steps
 from .._typing import Array
 from ._flat import constants
 
@@ -71,7 +71,7 @@ def adamw_(
         arrays, size = [array.reshape(-1) for array in arrays], BLOCK
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
-    for start in turns(parameter, range(0, parameter.size, size)):
+    for start in representative_steps(parameter, range(0, parameter.size, size)):
         p, g, m, s = (a[start : start + size] if size == BLOCK else a for a in arrays)
         x, g = p.astype(m.dtype, copy=False), g.astype(m.dtype, copy=False)
         m *= beta1

@@ -17,7 +17,7 @@ from .._arrays import full_like, packed, placed
 from .._devices import at, settle, stream
 from .._dtypes import KERNEL_DTYPES, allowed
 from .._jit import load
-from .._planned import turns
+from .._stand_in import representative_steps
 from .._typing import Array
 from . import _many
 from ._dynamic_codes import BLOCK, decode, encode, tables
@@ -65,7 +65,7 @@ def _coded_step(
     parameter: Any, gradient: Any, mean: Any, square: Any, *scales: Any, **options: Any
 ) -> None:
     mean, square = mean.reshape(-1), square.reshape(-1)
-    for start in turns(parameter, range(0, parameter.size, PART)):
+    for start in representative_steps(parameter, range(0, parameter.size, PART)):
         part = slice(start, start + PART)
         blocks = slice(start // BLOCK, (start + PART) // BLOCK)
         m = decode(mean[part], scales[0][blocks], signed=True)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from .._call import checked, is_integer
+from .._cupy import limits_of
 from .._dtypes import KERNEL_DTYPES, float_dtype
-from .._jit import target_of
 from .._op import OPS
+from .._target import Limits, limits, target_of
 from ..errors import ConfigError, DeviceError, DTypeError, KernelError
 from . import _attention_tiles
 from ._attention_options import ANY, CAUSAL
 from ._attention_tiles import Start, Tiles, resolve
-from ._device import Limits, limits, limits_of
 
 
 @checked
@@ -171,7 +171,8 @@ def _begin(start: Start | None) -> None:
 
 def _limits(device: Any) -> Limits:
     if isinstance(device, tuple) and len(device) == 2 and all(map(is_integer, device)):
-        return Limits(*map(int, device))
+        architecture, shared = map(int, device)
+        return Limits(architecture, shared)
     if not isinstance(device, int | np.ndarray) and not hasattr(device, "device"):
         known = "a GPU's number, an array on it, or (architecture, bytes)"
         raise ConfigError(f"AttentionConfig.resolve(device={device!r}): pass {known}")

@@ -17,10 +17,10 @@ from .._counters import counters
 from .._devices import stream
 from .._dtypes import KERNEL_DTYPES
 from .._jit import load
-from .._planned import turns
+from .._stand_in import representative_steps
+from .._target import limits
 from .._typing import Array
 from . import _many
-from ._device import processors
 
 PART = 65536  # elements widened at a time on the host: they stay in its cache
 KEPT_TABLES = 16
@@ -61,7 +61,7 @@ def measured(
     chosen = _many.constants(table.kinds, table.lanes, WRITE=out is not None)
     kernel = load("gradients.cu", "measure", lead, chosen)
     # as many as are resident at once, each with one sum for the last: 16 KB of an SM are in flight
-    blocks = min(table.chunks, 4 * processors(lead))
+    blocks = min(table.chunks, 4 * limits(lead).processors)
     sums, arrived = empty(blocks, np.float64, lead), counters(1, lead)
     found = GradientMeasure(*(empty((), t, lead) for t in (np.float64, np.bool_, np.float32)))
     kernel[blocks, _many.THREADS](
@@ -93,7 +93,7 @@ def square_sum(gradient: Any) -> Any:
     flat = gradient.reshape(-1)
     size = PART if isinstance(flat, np.ndarray) else max(flat.size, 1)
     total = np.zeros_like(flat, np.float64, shape=())
-    for start in turns(flat, range(0, flat.size, size)):
+    for start in representative_steps(flat, range(0, flat.size, size)):
         wide = flat[start : start + size].astype(np.float64, copy=False)
         total += np.dot(wide, wide)
     return total

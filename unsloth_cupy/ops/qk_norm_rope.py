@@ -19,9 +19,9 @@ from .._arrays import empty, lanes
 from .._jit import load
 from .._op import op
 from .._source import Constants
+from .._target import limits
 from .._typing import Array
 from ._columns import column_sums
-from ._device import processors
 from ._norm import check_eps
 from ._steps import stepped
 from .rms_norm import rms_norm_backward, rms_norm_forward
@@ -283,7 +283,7 @@ def _launch_backward(
     )
     threads = constants["THREADS"]
     # as many blocks as the device holds at once, so that each sums many heads before it writes
-    blocks = min(-(-sizes[0] * 32 // threads), processors(q) * constants["RESIDENT"])
+    blocks = min(-(-sizes[0] * 32 // threads), limits(q).processors * constants["RESIDENT"])
     partial = empty((2, blocks, dim), np.float32, like=q)
     kernel[blocks, threads](
         dturned_q, dturned_k, *arrays, q_rstd, k_rstd, dq, dk, partial, *sizes, offset

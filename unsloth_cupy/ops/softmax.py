@@ -12,8 +12,8 @@ from .._arrays import empty, lanes
 from .._jit import load
 from .._op import op
 from .._source import Constants
+from .._target import limits
 from .._typing import Array
-from ._device import clusters
 from ._rows import aligned, lie, spread
 
 HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
@@ -84,7 +84,7 @@ def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> 
     columns = made.shape[-1]
     arrays, layout = lie(*given)
     width = lanes(aligned(columns, layout), *arrays)
-    chosen = _constants(made.dtype, columns, width, len(given), clusters(made))
+    chosen = _constants(made.dtype, columns, width, len(given), limits(made).clusters)
     rows, threads = made.size // columns, chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
     kernel = load("softmax.cu", name, made, chosen)

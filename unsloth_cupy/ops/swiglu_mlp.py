@@ -17,7 +17,7 @@ from .._arrays import empty, rounded
 from .._dtypes import FLOAT32
 from .._gemm import gemm
 from .._op import op
-from .._planned import turns
+from .._stand_in import representative_steps
 from .._typing import Array
 from ..errors import ConfigError
 from ._flat import launch_rows
@@ -204,5 +204,5 @@ def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
         chunk = min(most, max(CHUNK_ROWS, -(-len(rows) // CHUNKS)))
     if chunk <= 0:
         raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
-    for start in turns(rows, range(0, len(rows), chunk)):
+    for start in representative_steps(rows, range(0, len(rows), chunk)):
         yield slice(start, start + chunk)

@@ -12,10 +12,10 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import _cases, _target, attention
+from unsloth_cupy import _cases, _target, attention, machine
 from unsloth_cupy._cases import Call, Scale, chosen, draw, forward_ops
 from unsloth_cupy._op import OPS
-from unsloth_cupy.cli import attention_shapes, bench, check, machine, report, stopwatch
+from unsloth_cupy.cli import attention_shapes, bench, check, report, stopwatch
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import KernelError
 

@@ -521,7 +521,7 @@ def test_models_are_made_where_they_are_asked_for() -> None:
 
 def test_a_model_has_to_fit_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host holds one parameter at a time of a model that goes to a GPU, and of its adapter."""
-    monkeypatch.setattr(_devices, "machine_memory", lambda: 4096)
+    monkeypatch.setattr("unsloth_cupy.machine.machine_memory", lambda: 4096)
     with pytest.raises(DeviceMemoryError, match="create: the parameters"):
         models.create(CONFIG, seed=0)
     with gpu(devices=2) as machine:

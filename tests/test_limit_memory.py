@@ -7,8 +7,8 @@ from typing import Any
 import click
 import pytest
 
-from unsloth_cupy import DeviceMemoryError, _devices, plan_memory
-from unsloth_cupy.cli import limit, machine, preparation
+from unsloth_cupy import DeviceMemoryError, machine, plan_memory
+from unsloth_cupy.cli import limit, preparation
 from unsloth_cupy.cli.limit import Memory, Sizes, within
 from unsloth_cupy.cli.options import Size
 from unsloth_cupy.cli.settings import Plan
@@ -143,12 +143,12 @@ def test_nothing_is_loaded_that_the_machine_has_no_memory_for(
 def test_a_container_has_less_than_its_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _devices.machine_memory()
+    whole = machine.machine_memory()
     (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(_devices, "CGROUPS", (tmp_path / "memory.max", tmp_path / "none"))
-    assert _devices.machine_memory() == whole
+    monkeypatch.setattr(machine, "CGROUPS", (tmp_path / "memory.max", tmp_path / "none"))
+    assert machine.machine_memory() == whole
     (tmp_path / "memory.max").write_text("123456\n")
-    assert _devices.machine_memory() == 123456
+    assert machine.machine_memory() == 123456
     assert machine.device_memory(None)[0] == 123456
 
 

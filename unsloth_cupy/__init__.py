@@ -113,7 +113,7 @@ from .memory import estimate_attention_memory as estimate_attention_memory
 from .memory import estimate_flash_attention_memory as estimate_flash_attention_memory
 from .memory import estimate_forward_memory as estimate_forward_memory
 from .memory import estimate_training_memory as estimate_training_memory
-from .memory import format_bytes as format_bytes
+from .machine import format_bytes as format_bytes
 from ._ledger import MemoryPlan as MemoryPlan
 from .memory_plan import plan_memory as plan_memory
 from .memory_pool import MemoryPool as MemoryPool

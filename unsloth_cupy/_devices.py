@@ -14,24 +14,20 @@ and of these nothing is left where there is one GPU, or none.
 import functools
 import inspect
 import operator
-import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .errors import ConfigError, DeviceMemoryError
+from .errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 HERE: AbstractContextManager[Any] = nullcontext()
 PER_THREAD = 2  # the address of CUDA's default stream of each thread, which is another in each
 _seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPUs
@@ -59,7 +55,7 @@ def number(array: Any) -> int:
 
 def at(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which the GPU that holds an array is the current one."""
-    if array.__class__ is np.ndarray or not several() or not _on_gpu(array):
+    if array.__class__ is np.ndarray or not several() or not on_gpu(array):
         return HERE
     device: AbstractContextManager[Any] = array.device
     return device
@@ -132,7 +128,7 @@ def stream(like: Any) -> tuple[int, ...]:
     it before, and its memory is not given away too soon; another stream could be told neither
     without waiting, and a graph that is captured not at all.
     """
-    if not _on_gpu(like):
+    if not on_gpu(like):
         return ()
     with at(like):
         address: int = sys.modules["cupy"].cuda.get_current_stream().ptr
@@ -142,48 +138,11 @@ def stream(like: Any) -> tuple[int, ...]:
 
 def settle(like: Any) -> None:
     """Wait for what the current stream was asked where ``like`` lives: any may go on from it."""
-    if _on_gpu(like):
+    if on_gpu(like):
         with at(like):
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
-def bytes_asked(error: BaseException | None) -> int:
-    """Return the bytes that CuPy was asked for when it raised for want of memory; 0: none said."""
-    asked = re.search(r"allocating ([\d,]+)", str(error))
-    return int(asked[1].replace(",", "")) if asked else 0
-
-
-def machine_memory() -> int | None:
-    """Return the bytes of memory that the machine lets this process have, if it says so."""
-    try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-    for limit in CGROUPS:  # of a container
-        with suppress(OSError, ValueError):
-            whole = min(whole, int(limit.read_text()))
-    return whole
-
-
-def check_bytes(call: str, required: int, like: Any = None) -> None:
-    """Raise DeviceMemoryError for arrays that the whole memory does not hold, before they are made.
-
-    They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
-    """
-    if like is not None and _on_gpu(like):
-        with at(like):
-            available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
-    else:
-        available = machine_memory() or sys.maxsize
-    if required > available:
-        raise DeviceMemoryError(
-            f"{call} takes {required / 2**30:,.1f} GiB, and there are {available / 2**30:,.1f} GiB"
-            " of memory; pass smaller sizes",
-            required,
-            available,
-        )
-
-
-def _on_gpu(array: Any) -> bool:
+def on_gpu(array: Any) -> bool:
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)

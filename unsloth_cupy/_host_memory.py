@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _offload, tape
 from .errors import DeviceMemoryError
-from .memory import format_bytes
+from .machine import format_bytes
 
 GROWN = 1.25  # a peak higher by a quarter is worth another walk
 

@@ -101,17 +101,6 @@ def estimate_flash_attention_memory(
     return (4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len
 
 
-def format_bytes(count: float) -> str:
-    """Return a number of bytes with its binary unit: ``format_bytes(3 << 29)`` is 1.50 GiB."""
-    if not is_number(count):
-        raise ConfigError(f"format_bytes({count!r}): pass a number of bytes")
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-
-
 def _itemsize(call: str, dtype: Any, **sizes: Any) -> int:
     """Return the bytes of an element; raise for a dtype or for sizes that make no sense."""
     for name, size in sizes.items():

@@ -17,7 +17,7 @@ from typing import Any
 from . import _devices, _offload
 from ._host_memory import OnHost, Usage
 from .errors import ConfigError, DeviceError, DeviceMemoryError
-from .memory import format_bytes
+from .machine import bytes_asked, format_bytes
 
 
 class MemoryPool:
@@ -51,7 +51,7 @@ class MemoryPool:
         """Stop; what CuPy could not allocate becomes a DeviceMemoryError."""
         self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
-            required = _devices.bytes_asked(error)
+            required = bytes_asked(error)
             most = self.limit or _total(self.device)
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit beside"

@@ -12,11 +12,11 @@ import numpy as np
 
 from . import _arrays
 from ._call import checked
-from ._devices import check_bytes
 from ._dtypes import FLOATS, float_dtype
 from ._typing import Array
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
+from .machine import check_bytes
 from .ops.attention_layer import attention_layer
 from .paged_kv_cache import PagedKVCache
 

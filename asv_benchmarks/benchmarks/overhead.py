@@ -9,10 +9,9 @@ from unittest import mock
 
 import numpy as np
 
-from unsloth_cupy import add, rms_norm_forward
+from unsloth_cupy import add, machine, rms_norm_forward
 from unsloth_cupy._cases import Scale, draw
 from unsloth_cupy._op import OPS
-from unsloth_cupy.cli import machine
 
 CALLS, ROUNDS = 200, 100
 

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import attention_backward, attention_forward, memory_pool
 from .._dtypes import BFLOAT16, FLOAT32
-from ..files import written_beside
-from ..memory import format_bytes
-from .curve import SOFT
+from ..machine import format_bytes
+from ..memory_pool import memory_pool
+from ..ops.attention import attention_backward, attention_forward
+from ..pictures import INK, SOFT, save_picture
 from .report import OURS, headline, ratio, ratio_title
-from .titles import INK
 
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], Any]]
@@ -226,5 +225,4 @@ def draw_shapes(path: Path, report: dict[str, Any]) -> None:
         axes.grid(color=SOFT, alpha=0.25, linewidth=0.7)
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     figure.suptitle(headline(report), x=0.01, ha="left", fontsize=11, color=INK)
-    with written_beside(path) as partial:
-        figure.savefig(partial, format="png")
+    save_picture(figure, path)

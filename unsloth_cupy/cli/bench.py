@@ -11,13 +11,13 @@ from typing import Any
 import click
 import numpy as np
 
+from .. import machine
 from .._cases import Call, Scale, chosen, composed, draw
 from .._dtypes import KERNEL_DTYPES
 from .._op import Op
 from .._version import __version__
 from ..errors import ConfigError
 from ..files import written_beside
-from . import machine
 from .attention_shapes import draw_shapes, shape_rows, shape_table
 from .options import FILE, NewFile
 from .report import check_markers, draw_times, table, write_block

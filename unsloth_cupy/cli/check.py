@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
+from .. import machine
 from .._arrays import on_host
 from .._cases import Call, Scale, chosen, composed, draw
 from .._dtypes import FLOATS, KERNEL_DTYPES
 from .._op import Op
-from . import machine
 
 SCALE = Scale(tokens=256, hidden=512, inner=768, vocab=2048)
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..files import written_beside
-from .titles import INK, write_title
+from ..pictures import INK, SOFT, save_picture, write_title
 
 SMOOTHING = 0.02  # share of the steps on either side that the smooth line averages over
-SOFT = "#8b95a1"
 TITLE_WIDTH = 65  # characters that fit beside each other
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 
@@ -54,8 +52,7 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.lines:
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    with written_beside(path) as partial:
-        figure.savefig(partial, format="png")
+    save_picture(figure, path)
 
 
 def smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

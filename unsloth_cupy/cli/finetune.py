@@ -10,10 +10,10 @@ import click
 
 from ..errors import ConfigError
 from ..files import written_beside
+from ..machine import blas_threads
 from .curve import draw_curve
 from .fingerprint import fingerprints
 from .interrupt import Interrupted, Stop, stop_request
-from .machine import blas_threads
 from .new_model import SIZES
 from .options import FILE, ConfigFile, Device, Number, Size, option
 from .preparation import Request, prepare

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
-from .. import _arrays
 from ..errors import ConfigError
+from ..machine import blas_threads
 from .chat import Chat, Message
-from .machine import blas_threads
 from .options import FILE, Device, Number, Words, option, utf8
 from .run_folder import load_model, model_folder
-from .tokenizer import StopStrings, TextStream, check_tokens, load_tokenizer
+from .streaming import stream_text
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from ..models import Transformer
+    pass
 
 Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments known
 
@@ -137,56 +136,3 @@ def _line() -> str:
             continue
         if line.strip():
             return line
-
-
-def stream_text(
-    model: "Transformer",
-    tokenizer: Any,
-    prompt: str,
-    tokens: Sequence[int] = (),
-    *,
-    max_new_tokens: int,
-    stop: Sequence[str] = (),
-    **options: Any,
-) -> tuple[str, int]:
-    """Write prompt and continuation to standard output, up to one of the stop strings.
-
-    ``tokens`` are those of the prompt where they are known, as behind a chat's special tokens.
-
-    Returns
-    -------
-    continuation, count : str, int
-        What was written behind the prompt, and the number of its tokens.
-    """
-    tokens = list(tokens) or tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
-    if not tokens:
-        raise ConfigError("the tokenizer knows no token to start from; give a PROMPT")
-    check_tokens(tokenizer, tokens, model.config.vocab)
-    positions = model.config.positions
-    room = positions - len(tokens)
-    if room < 1:
-        raise ConfigError(
-            f"the text is {len(tokens)} tokens and the model has {positions} positions, which"
-            " leaves no room to go on; make it shorter"
-        )
-    if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    stream, stops, said, made = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
-    click.echo(prompt, nl=False)
-    placed = _arrays.placed(np.array([tokens]), model.table)
-    for token in model.stream(placed, max_new_tokens=min(max_new_tokens, room), **options):
-        made += 1
-        said += _shown(stops.push(stream.push(int(token[0]))))
-        if stops.found:
-            break
-    else:
-        said += _shown(stops.push(stream.flush()) + stops.flush())
-    click.echo()
-    if made == room < max_new_tokens and not stops.found:
-        click.echo(f"The text ends at the model's {positions} positions.", err=True)
-    return said, made
-
-
-def _shown(text: str) -> str:
-    click.echo(text, nl=False)
-    return text

@@ -4,12 +4,10 @@ import platform
 
 import click
 
-from .. import _source
-from .._devices import machine_memory
+from .. import _source, machine
 from .._op import OPS
 from .._version import __version__
-from ..memory import format_bytes
-from . import machine
+from ..machine import format_bytes, machine_memory
 
 LIBRARIES = {
     "cupy": machine.CUPY,

@@ -9,10 +9,9 @@ import click
 
 from .._ledger import MemoryPlan
 from ..errors import ConfigError, DeviceMemoryError
-from ..memory import format_bytes
+from ..machine import device_memory, format_bytes
 from ..memory_plan import plan_memory
 from ..memory_pool import memory_pool
-from .machine import device_memory
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from .. import machine
 from .._ledger import MemoryPlan
 from ..errors import ConfigError
-from ..memory import format_bytes
+from ..machine import format_bytes
 from ..memory_plan import DEVICES, OPTIMIZERS, plan_memory
-from . import machine
 from .limit import check_tokens
 from .options import FILE, NewFile, option
 from .run_folder import base_of, model_folder, model_without_weights

@@ -9,8 +9,7 @@ import numpy as np
 from .._op import OPS
 from ..errors import ConfigError
 from ..files import written_beside
-from .curve import SOFT
-from .titles import INK
+from ..pictures import INK, SOFT, save_picture
 
 Report = dict[str, Any]
 
@@ -164,8 +163,7 @@ def draw_times(path: Path, report: Report) -> None:
         marks, contestants, loc="outside lower left", ncols=4, frameon=False, fontsize=8,
         labelcolor=INK,
     )  # fmt: skip
-    with written_beside(path) as partial:
-        figure.savefig(partial, format="png")
+    save_picture(figure, path)
 
 
 def check_markers(page: Path) -> None:

@@ -5,10 +5,9 @@ from typing import Any
 
 import click
 
-from ..memory import format_bytes
-from .generate import stream_text
-from .machine import console
+from ..machine import console, format_bytes
 from .run_folder import RunFolder
+from .streaming import stream_text
 from .trainer import Trainer
 
 SAMPLE_TOKENS = 120

@@ -5,10 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from .._ledger import MemoryPlan
-from ..files import written_beside
-from ..memory import format_bytes
-from .curve import SOFT
-from .titles import INK, write_title
+from ..machine import format_bytes
+from ..pictures import INK, SOFT, save_picture, write_title
 
 COLOURS = {  # what stays through a step lies below what comes and goes
     "weights": "#3b6fb6",
@@ -58,5 +56,4 @@ def draw_timeline(path: Path, plan: MemoryPlan, title: str) -> None:
         handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9,
         labelcolor=INK,
     )  # fmt: skip
-    with written_beside(path) as partial:
-        figure.savefig(partial, format="png")
+    save_picture(figure, path)

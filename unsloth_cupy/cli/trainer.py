@@ -21,6 +21,7 @@ from ..faults import check_errors
 from ..files import check_room, written_beside
 from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients, sum_gradients
+from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.files import write_tensors
 from ..optimizer import AdamW
@@ -28,7 +29,6 @@ from ..precision import DTYPES, compute_copies
 from ..schedules import cosine_schedule
 from .interrupt import Interrupted, Stop
 from .limit import Memory
-from .machine import peak_memory
 from .progress import Progress
 from .run_folder import RunFolder
 from .settings import Plan

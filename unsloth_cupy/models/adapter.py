@@ -19,10 +19,11 @@ import numpy as np
 
 from .._arrays import placed
 from .._call import checked, is_integer, is_number
-from .._devices import at, check_bytes
+from .._devices import at
 from .._dtypes import FLOAT32
 from .._typing import Array
 from ..errors import ConfigError
+from ..machine import check_bytes
 from ..ops.linear import linear
 from ..ops.lora import lora_linear
 from ..ops.lora_merge import lora_merge, row_norms

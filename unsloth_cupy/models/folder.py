@@ -13,11 +13,11 @@ import numpy as np
 
 from .. import _devices
 from .._call import checked
-from .._devices import check_bytes
 from .._dtypes import FLOAT32, float_dtype
 from .._typing import Array
 from ..errors import ConfigError, DeviceError
 from ..files import absent, path_of, read_json, settle
+from ..machine import check_bytes
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
 from .config import Config

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays, _devices
+from .. import _arrays
 from .._devices import at_home
 from .._typing import Array
 from ..errors import DeviceMemoryError
 from ..kv_cache import KVCache
-from ..memory import format_bytes
+from ..machine import bytes_asked, format_bytes
 from ..ops.kv_append import kv_append_
 from .block import Call, blocks, embedded, join
 from .network import Network
@@ -126,7 +126,7 @@ class Step:
                     self.warm = True
                     return logits
         except MemoryError as error:
-            more, (free, whole) = _devices.bytes_asked(error), cuda.runtime.memGetInfo()
+            more, (free, whole) = bytes_asked(error), cuda.runtime.memGetInfo()
             raise DeviceMemoryError(
                 f"generate: a step takes {format_bytes(more)} more, and the GPU has"
                 f" {format_bytes(free)}; generate fewer rows or fewer tokens at a time",

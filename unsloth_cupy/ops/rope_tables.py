@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._devices import check_bytes
 from .._typing import Array
 from ..errors import ConfigError, ShapeError
+from ..machine import check_bytes
 
 Scaling = Mapping[str, Any]
 

@@ -1,7 +1,8 @@
-"""What the process uses of the machine it runs on, and what that machine has."""
+"""What this machine has, what the process uses of it, and how sizes are written."""
 
 import importlib.metadata
 import os
+import re
 import sys
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._devices import machine_memory
+from . import _devices
+from ._call import is_number
+from .errors import ConfigError, DeviceMemoryError
 
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 WIDE = 120  # columns of what is no terminal: tables and paths stay whole
 
 
@@ -32,6 +36,54 @@ def console(*, markup: bool = True) -> Any:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = WIDE
     return made
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with its binary unit: ``format_bytes(3 << 29)`` is 1.50 GiB."""
+    if not is_number(count):
+        raise ConfigError(f"format_bytes({count!r}): pass a number of bytes")
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+
+
+def bytes_asked(error: BaseException | None) -> int:
+    """Return the bytes that CuPy was asked for when it raised for want of memory; 0: none said."""
+    asked = re.search(r"allocating ([\d,]+)", str(error))
+    return int(asked[1].replace(",", "")) if asked else 0
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory that the machine lets this process have, if it says so."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    for limit in CGROUPS:  # of a container
+        with suppress(OSError, ValueError):
+            whole = min(whole, int(limit.read_text()))
+    return whole
+
+
+def check_bytes(call: str, required: int, like: Any = None) -> None:
+    """Raise DeviceMemoryError for arrays that the whole memory does not hold, before they are made.
+
+    They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
+    """
+    if like is not None and _devices.on_gpu(like):
+        with _devices.at(like):
+            available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
+    else:
+        available = machine_memory() or sys.maxsize
+    if required > available:
+        raise DeviceMemoryError(
+            f"{call} takes {required / 2**30:,.1f} GiB, and there are {available / 2**30:,.1f} GiB"
+            " of memory; pass smaller sizes",
+            required,
+            available,
+        )
 
 
 def peak_memory() -> int:

@@ -1,15 +1,24 @@
-"""Titles of pictures: the names of files, in whatever script they are written."""
+"""Pictures: ink, titles in whatever script files are named, and a file that is whole."""
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
-INK = "#22272e"
+from .files import written_beside
+
+INK, SOFT = "#22272e", "#8b95a1"
 # Asked after matplotlib's own, where they are installed: what many systems have for other scripts.
 FAMILIES = (
     "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans",
     "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Arial Unicode MS",
     "Noto Sans Devanagari", "Nirmala UI", "Noto Sans Thai", "Leelawadee UI", "Segoe UI Symbol",
 )  # fmt: skip
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib into a PNG file."""
+    with written_beside(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def write_title(axes: Any, title: str, *, size: float, width: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ._devices import PER_THREAD
+from ._dtypes import Array
 from ._stand_in import StandIn
-from ._typing import Array
 
 UINT32 = np.dtype("uint32")
 KEPT = 32  # streams; the oldest is forgotten, and makes new zeros should it come back

@@ -1,12 +1,14 @@
 """The dtypes that operands of each kind may have."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 from .errors import ConfigError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or anything that quacks like one
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))

@@ -16,9 +16,8 @@ import numpy as np
 
 from . import _devices
 from ._arrays import empty
-from ._dtypes import FLOAT32, FLOATS
+from ._dtypes import FLOAT32, FLOATS, Array
 from ._stand_in import is_planned, representative_steps
-from ._typing import Array
 from .errors import DTypeError, KernelError, ShapeError
 
 BLOCK_BYTES = 8 * 2**20  # of a 16-bit operand that is widened at a time, where NumPy computes

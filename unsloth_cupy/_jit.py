@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _devices, _target
+from . import _devices
 from ._replay import Recorded
 from ._source import Constants, check_arguments, parameters, translation_unit
+from ._target import target_of
 from .errors import KernelError
 
 NULL = np.uintp(0)  # the pointer of an absent array
@@ -55,8 +56,8 @@ _kernel: Any = functools.lru_cache(maxsize=4096)(Kernel)
 
 def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     """Return kernel ``name`` of kernels_cu/``file`` for these constants, where ``like`` lives."""
-    for target in _target.targets:
-        if target.owns(like):
-            with _devices.at(like):
-                return _kernel(target, _devices.number(like), file, name, constants)
-    raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")
+    target = target_of(like)
+    if target is None:
+        raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")
+    with _devices.at(like):
+        return _kernel(target, _devices.number(like), file, name, constants)

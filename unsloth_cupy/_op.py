@@ -154,8 +154,8 @@ class Op(Generic[P, R]):
                     break
             else:
                 return result
-            rounded = tuple(map(_arrays.rounded, results, dtypes))
-            return rounded if result.__class__ is tuple else rounded[0]
+            results = tuple(map(_arrays.rounded, results, dtypes))
+            return results if result.__class__ is tuple else results[0]
 
         defined = functools.partial(self._native, library, launch=False)
         made = functools.partial(replaying, run, defined, host) if kernel else lambda: run

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _devices
+from ._dtypes import Array
 from ._stand_in import StandIn
-from ._typing import Array
 from .errors import RangeError
 
 WORDS = 4  # as faults.cuh lays them out

@@ -13,8 +13,7 @@ import numpy as np
 from . import tape
 from ._call import checked
 from ._devices import at
-from ._dtypes import FLOAT32, FLOATS
-from ._typing import Array
+from ._dtypes import FLOAT32, FLOATS, Array
 from .errors import UnslothCupyError
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from . import _arrays
 from ._call import is_number
 from ._devices import at, at_first, several
-from ._dtypes import FLOATS
-from ._typing import Array
+from ._dtypes import FLOATS, Array
 from .errors import ConfigError, DTypeError, FrameworkError
 from .ops._many import launchable
 from .ops.cast import accumulate_, cast

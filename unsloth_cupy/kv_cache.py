@@ -16,8 +16,7 @@ import numpy as np
 from . import _arrays
 from ._call import checked, is_integer
 from ._devices import at_home
-from ._dtypes import float_dtype
-from ._typing import Array
+from ._dtypes import Array, float_dtype
 from .errors import ConfigError, DTypeError, RangeError, ShapeError
 from .machine import check_bytes
 from .ops.kv_append import kv_append_

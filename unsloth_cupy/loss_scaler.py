@@ -8,10 +8,10 @@ import numpy as np
 from . import _arrays
 from ._call import checked, is_number
 from ._devices import at, settle, several
+from ._dtypes import Array
 from ._jit import load
 from ._source import Constants
 from ._target import target_of
-from ._typing import Array
 from .errors import ConfigError
 from .gradients import check_floats
 from .ops._many import launchable

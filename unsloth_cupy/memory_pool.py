@@ -32,13 +32,13 @@ class MemoryPool:
         """Begin to count."""
         if self._source is not None:
             raise ConfigError("memory_pool: this one is in use; make another")
-        count = _devices.count()
-        if self.device is not None and self.device >= count:
-            known = f"CuPy sees {count} GPUs; leave device out"
+        gpus = _devices.count()
+        if self.device is not None and self.device >= gpus:
+            known = f"CuPy sees {gpus} GPUs; leave device out"
             raise DeviceError(f"memory_pool(device={self.device}): {known}")
-        devices = range(count) if self.device is None else [self.device]
+        devices = range(gpus) if self.device is None else [self.device]
         own = sum(self.held.values())
-        self._source = OnDevices(devices, self.limit) if count else OnHost(self.limit, own)
+        self._source = OnDevices(devices, self.limit) if gpus else OnHost(self.limit, own)
         self._source.start()
         return self
 
@@ -206,16 +206,16 @@ class OnDevices:
         self.top = sum(self.held.values())
 
 
-def _hook(count: OnDevices) -> Any:
+def _hook(pool: OnDevices) -> Any:
     """Return a hook of CuPy's memory that tells of every block that is handed out or comes back."""
 
-    class Hook(count.cupy.cuda.MemoryHook):  # type: ignore[misc,name-defined]
-        name = f"unsloth_cupy {id(count)}"  # CuPy takes each name once, and pools may be nested
+    class Hook(pool.cupy.cuda.MemoryHook):  # type: ignore[misc,name-defined]
+        name = f"unsloth_cupy {id(pool)}"  # CuPy takes each name once, and pools may be nested
 
         def malloc_postprocess(self, **about: Any) -> None:
-            count.note(about["device_id"], about["mem_size"])
+            pool.note(about["device_id"], about["mem_size"])
 
         def free_postprocess(self, **about: Any) -> None:
-            count.note(about["device_id"], -about["mem_size"])
+            pool.note(about["device_id"], -about["mem_size"])
 
     return Hook()

@@ -12,8 +12,7 @@ import numpy as np
 
 from . import _arrays
 from ._call import checked
-from ._dtypes import FLOATS, float_dtype
-from ._typing import Array
+from ._dtypes import FLOATS, Array, float_dtype
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
 from .machine import check_bytes

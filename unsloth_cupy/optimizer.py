@@ -9,8 +9,7 @@ import numpy as np
 from . import _arrays
 from ._call import checked, is_number
 from ._devices import at, at_home, several
-from ._dtypes import FLOATS, allowed
-from ._typing import Array
+from ._dtypes import FLOATS, Array, allowed
 from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from .gradients import check_in_place, check_mapping
 from .ops._dynamic_codes import BLOCK

@@ -18,8 +18,7 @@ import numpy as np
 from . import _arrays
 from ._call import checked, is_integer
 from ._devices import at_home
-from ._dtypes import float_dtype
-from ._typing import Array
+from ._dtypes import Array, float_dtype
 from .errors import ConfigError, DeviceMemoryError, RangeError
 from .kv_cache import check_new
 from .machine import check_bytes

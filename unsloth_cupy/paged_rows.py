@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import _arrays
-from ._typing import Array
+from ._dtypes import Array
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
 from .ops.attention import attention

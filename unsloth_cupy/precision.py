@@ -23,9 +23,8 @@ import numpy as np
 
 from ._call import checked
 from ._devices import at_first
-from ._dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES
+from ._dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
 from ._op import OPS
-from ._typing import Array
 from .checkpoint import CheckpointConfig
 from .errors import ConfigError, DTypeError
 from .gradients import check_floats

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from .. import _arrays
-from .._typing import Array
+from .._dtypes import Array
 from ..errors import ConfigError
 from ..faults import check_errors
 from ..files import check_room, written_beside
@@ -286,8 +286,8 @@ class Trainer:
             state = json.loads((checkpoint / "trainer.json").read_text())
             averages = load_file(checkpoint / "optimizer.safetensors")
             steps, table = averages.pop("steps"), self.model.table
-            placed = {name: _arrays.placed(array, table) for name, array in averages.items()}
-            self.optimizer.load_state({"steps": steps, **placed})
+            there = {name: _arrays.placed(array, table) for name, array in averages.items()}
+            self.optimizer.load_state({"steps": steps, **there})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step
             for name in SCALER:

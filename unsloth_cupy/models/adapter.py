@@ -20,8 +20,7 @@ import numpy as np
 from .._arrays import placed
 from .._call import checked, is_integer, is_number
 from .._devices import at
-from .._dtypes import FLOAT32
-from .._typing import Array
+from .._dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..machine import check_bytes
 from ..ops.linear import linear

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _arrays
 from .._devices import at_home
-from .._typing import Array
+from .._dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._devices import stream
-from .._typing import Array
+from .._dtypes import Array
 from ..checkpoint import CheckpointConfig, checkpoint
 from ..errors import ConfigError
 from ..kv_cache import KVCache

@@ -17,8 +17,7 @@ import safetensors
 import safetensors.numpy
 
 from .. import _arrays
-from .._dtypes import BFLOAT16, FLOATS
-from .._typing import Array
+from .._dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
 from ..files import path_of, read_json, renewed
 from .config import Config

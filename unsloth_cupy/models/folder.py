@@ -13,8 +13,7 @@ import numpy as np
 
 from .. import _devices
 from .._call import checked
-from .._dtypes import FLOAT32, float_dtype
-from .._typing import Array
+from .._dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
 from ..files import absent, path_of, read_json, settle
 from ..machine import check_bytes

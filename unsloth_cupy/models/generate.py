@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _arrays
 from .._call import checked, is_integer, is_number
-from .._typing import Array
+from .._dtypes import Array
 from ..errors import ConfigError
 from ..find_nan import NonFiniteError
 from ..paged_kv_cache import PagedKVCache

@@ -7,8 +7,7 @@ import numpy as np
 
 from .. import _arrays
 from .._call import is_number
-from .._dtypes import FLOAT32
-from .._typing import Array
+from .._dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..loss_scaler import LossScaler
 from ..ops.head_gradients import linear_cross_entropy_gradients

@@ -6,8 +6,7 @@ from typing import Any
 from .. import _arrays
 from .._call import is_integer
 from .._devices import at_home
-from .._dtypes import FLOAT32
-from .._typing import Array
+from .._dtypes import FLOAT32, Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError, ShapeError
 from ..kv_cache import KVCache

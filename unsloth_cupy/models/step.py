@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _arrays
 from .._devices import at_home
-from .._typing import Array
+from .._dtypes import Array
 from ..errors import DeviceMemoryError
 from ..kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._typing import Array
+from .._dtypes import Array
 from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
 from ..kv_cache import KVCache

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import lanes, packed
-from .._typing import Array
+from .._dtypes import Array
 from ._blocks import FARTHEST, TILE, Window
 from ._rows import spanned
 

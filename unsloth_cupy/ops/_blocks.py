@@ -13,8 +13,8 @@ import numpy as np
 
 from .. import _threads
 from .._call import is_integer
+from .._dtypes import Array
 from .._stand_in import is_planned, side_by_side
-from .._typing import Array
 from ..errors import ConfigError, RangeError
 from ._products import SINGLE
 

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, packed
-from .._dtypes import FLOAT32, KERNEL_DTYPES
+from .._dtypes import FLOAT32, KERNEL_DTYPES, Array
 from .._jit import load
 from .._source import Constants
 from .._target import target_of
-from .._typing import Array
 
 
 def row_sum(rows: Array, dtype: Any) -> Array:

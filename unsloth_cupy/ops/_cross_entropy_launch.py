@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from .. import faults
 from .._arrays import lanes
+from .._dtypes import Array
 from .._jit import load
 from .._source import Constants
 from .._target import limits
-from .._typing import Array
 from ._losses import Options
 
 REPORTER = faults.reporter(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import placed
-from .._typing import Array
+from .._dtypes import Array
 
 BLOCK = 256
 TINY = np.finfo(np.float32).tiny  # below it float32 has no reciprocal: as good as 0

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, rounded
-from .._dtypes import FLOAT32
+from .._dtypes import FLOAT32, Array
 from .._gemm import gemm
 from .._stand_in import representative_steps
-from .._typing import Array
 from ..errors import ConfigError
 from .linear import flat
 

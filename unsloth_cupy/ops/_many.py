@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays import lanes, placed
-from .._dtypes import KERNEL_DTYPES
+from .._dtypes import KERNEL_DTYPES, Array
 from .._source import Constants
 from .._target import target_of
-from .._typing import Array
 
 POINTERS, FIELDS, CHUNK, THREADS = 7, 10, 8192, 256
 

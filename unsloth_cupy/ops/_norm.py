@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
+from .._dtypes import Array
 from .._jit import load
 from .._source import Constants
 from .._target import limits
-from .._typing import Array
 from ..errors import ConfigError
 from ._columns import column_sums
 from ._rows import aligned, lie, spread

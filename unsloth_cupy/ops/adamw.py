@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import lanes
+from .._dtypes import Array
 from .._jit import load
 from .._op import op
 from .._stand_in import representative_steps
-from .._typing import Array
 from ._flat import constants
 
 BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache

@@ -15,10 +15,9 @@ import numpy as np
 
 from .._arrays import full_like, packed, placed
 from .._devices import at, settle, stream
-from .._dtypes import KERNEL_DTYPES, allowed
+from .._dtypes import KERNEL_DTYPES, Array, allowed
 from .._jit import load
 from .._stand_in import representative_steps
-from .._typing import Array
 from . import _many
 from ._dynamic_codes import BLOCK, decode, encode, tables
 from .adamw import adamw_

@@ -7,8 +7,8 @@ import numpy as np
 
 from .._arrays import empty
 from .._call import is_integer
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 from ..errors import ConfigError, RangeError, ShapeError
 from ._flat import launch_rows
 

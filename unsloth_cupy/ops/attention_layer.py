@@ -10,7 +10,7 @@ from typing import Any
 from .._arrays import common
 from .._call import is_integer
 from .._devices import at
-from .._typing import Array
+from .._dtypes import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache

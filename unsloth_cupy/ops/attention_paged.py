@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from .._arrays import packed
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 from ..errors import RangeError, ShapeError
 from ._attention_decode import launch_decode
 from ._blocks import TILE, Window, four_axes

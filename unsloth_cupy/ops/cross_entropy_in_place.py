@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, packed
-from .._dtypes import FLOAT32
+from .._dtypes import FLOAT32, Array
 from .._op import op
-from .._typing import Array
 from ._cross_entropy_launch import launch_both
 from ._in_place import check_changeable
 from ._losses import check_labels, checked, losses, slopes

@@ -10,10 +10,10 @@ import numpy as np
 
 from .. import faults
 from .._arrays import empty, lanes, packed, scipy_of
+from .._dtypes import Array
 from .._jit import load
 from .._op import op
 from .._source import Constants
-from .._typing import Array
 
 REPORTER = faults.reporter("embedding", "tokens", "vocab")
 

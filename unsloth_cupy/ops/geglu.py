@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from .._arrays import empty, scipy_of
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 from ._flat import launch_over, launch_rows
 from ._in_place import check_changeable
 from .swiglu import sigmoid

@@ -15,11 +15,10 @@ import numpy as np
 from .._arrays import empty
 from .._counters import counters
 from .._devices import stream
-from .._dtypes import KERNEL_DTYPES
+from .._dtypes import KERNEL_DTYPES, Array
 from .._jit import load
 from .._stand_in import representative_steps
 from .._target import limits
-from .._typing import Array
 from . import _many
 
 PART = 65536  # elements widened at a time on the host: they stay in its cache

@@ -11,9 +11,8 @@ from collections.abc import Set
 import numpy as np
 
 from .._arrays import empty, packed
-from .._dtypes import FLOAT32
+from .._dtypes import FLOAT32, Array
 from .._op import op
-from .._typing import Array
 from ._cross_entropy_launch import launch_both
 from ._head import gradients
 from ._losses import check_labels, checked, losses, slopes

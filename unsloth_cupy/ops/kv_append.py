@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import lanes, packed
+from .._dtypes import Array
 from .._jit import load
 from .._op import op
 from .._source import Constants
-from .._typing import Array
 from ._rows import spanned
 
 NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"

@@ -9,9 +9,9 @@ from collections.abc import Set
 import numpy as np
 
 from .._arrays import empty
+from .._dtypes import Array
 from .._gemm import gemm
 from .._op import op
-from .._typing import Array
 from ._columns import row_sum
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty
-from .._dtypes import FLOAT32
+from .._dtypes import FLOAT32, Array
 from .._gemm import gemm, steps
 from .._op import Traced, op
-from .._typing import Array
 from .cast import cast
 
 

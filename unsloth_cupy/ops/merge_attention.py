@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 
 
 @op(

@@ -16,11 +16,11 @@ import numpy as np
 
 from .. import faults
 from .._arrays import empty, lanes
+from .._dtypes import Array
 from .._jit import load
 from .._op import op
 from .._source import Constants
 from .._target import limits
-from .._typing import Array
 from ._columns import column_sums
 from ._norm import check_eps
 from ._steps import stepped

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from .._call import is_integer
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 from ..errors import ConfigError, ShapeError
 
 Axes = int | tuple[int, ...] | None

@@ -15,11 +15,10 @@ import numpy as np
 
 from .. import faults
 from .._arrays import empty, lanes
-from .._dtypes import FLOAT32
+from .._dtypes import FLOAT32, Array
 from .._jit import load
 from .._op import op
 from .._source import Constants
-from .._typing import Array
 from ..errors import RangeError, ShapeError
 from ._steps import stepped
 

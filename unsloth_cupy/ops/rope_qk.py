@@ -6,8 +6,8 @@ Pairs and tables are those of ``rope``.
 """
 
 from .._arrays import packed
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 from ._in_place import check_changeable
 from ._steps import steps_of
 from .rope import by_token, check_tables, launch_rope, rotated

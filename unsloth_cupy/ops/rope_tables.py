@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import _arrays
-from .._typing import Array
+from .._dtypes import Array
 from ..errors import ConfigError, ShapeError
 from ..machine import check_bytes
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, lanes
+from .._dtypes import Array
 from .._jit import load
 from .._op import op
 from .._source import Constants
 from .._target import limits
-from .._typing import Array
 from ._rows import aligned, lie, spread
 
 HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM

@@ -8,8 +8,8 @@ Shazeer, GLU Variants Improve Transformer, 2020.
 import numpy as np
 
 from .._arrays import empty
+from .._dtypes import Array
 from .._op import op
-from .._typing import Array
 from ._flat import launch_over, launch_rows
 from ._in_place import check_changeable
 

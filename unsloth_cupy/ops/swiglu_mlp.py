@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import empty, rounded
-from .._dtypes import FLOAT32
+from .._dtypes import FLOAT32, Array
 from .._gemm import gemm
 from .._op import op
 from .._stand_in import representative_steps
-from .._typing import Array
 from ..errors import ConfigError
 from ._flat import launch_rows
 from .linear import flat

@@ -15,8 +15,8 @@ import unsloth_cupy
 from tests import budget
 from tests.hardware import fixtures
 from tests.variants import ARCHITECTURES
-from unsloth_cupy._op import OPS, Op
-from unsloth_cupy._source import source_root
+from unsloth_cupy.core.op import OPS, Op
+from unsloth_cupy.core.source import source_root
 
 # Modules whose names are not repeated in the package itself.
 MODULES = {"unsloth_cupy.models": "Models", "unsloth_cupy.errors": "Errors"}

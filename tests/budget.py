@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from unsloth_cupy._source import source_root
 from unsloth_cupy.cli import report
+from unsloth_cupy.core.source import source_root
 
 from .cuda_on_cpu.build import cache_folder
 from .stand_in import LIMITS, Launch

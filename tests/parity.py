@@ -23,10 +23,10 @@ import pytest
 
 import unsloth_cupy  # noqa: F401  every op registers itself
 from unsloth_cupy._cases import Call
-from unsloth_cupy._dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES, allowed
-from unsloth_cupy._op import OPS, Op
-from unsloth_cupy._signature import Operand, shape_of
-from unsloth_cupy._target import using
+from unsloth_cupy.core.dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES, allowed
+from unsloth_cupy.core.op import OPS, Op
+from unsloth_cupy.core.signature import Operand, shape_of
+from unsloth_cupy.core.target import using
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 Arrays = dict[str, np.ndarray | None]

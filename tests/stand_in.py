@@ -25,9 +25,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy import _counters, _cupy, _gemm, _jit, faults
-from unsloth_cupy._dtypes import BFLOAT16
-from unsloth_cupy._op import OPS
+from unsloth_cupy import _counters, _gemm
+from unsloth_cupy.core import faults
+from unsloth_cupy.core import gpu as core_gpu
+from unsloth_cupy.core import kernel as core_kernel
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.ops import gradients
 
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
@@ -476,6 +479,6 @@ def gpu(
 
 def _forget_devices() -> None:
     """Let go of what is kept by the number of a device: others have it too."""
-    _jit._kernel.cache_clear()
-    for kept in (_cupy._attribute, _cupy._capability, _cupy.limits_of):
+    core_kernel._kernel.cache_clear()
+    for kept in (core_gpu._attribute, core_gpu._capability, core_gpu.limits_of):
         kept.cache_clear()

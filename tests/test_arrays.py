@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import add, reshape, rms_norm
-from unsloth_cupy._arrays import common, framework_of
-from unsloth_cupy._cupy import on_one_device
-from unsloth_cupy._op import Op, op
+from unsloth_cupy.core.arrays import common, framework_of
+from unsloth_cupy.core.frameworks import FRAMEWORKS, Stream, full_like
+from unsloth_cupy.core.gpu import on_one_device
+from unsloth_cupy.core.op import Op, op
 from unsloth_cupy.errors import DTypeError, FrameworkError
-from unsloth_cupy.interop.exchange import FRAMEWORKS, Stream, full_like
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy._op import op
+from unsloth_cupy.core.op import op
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
 

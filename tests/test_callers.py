@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW, LossScaler, _op, _replay, clip_gradients, measure_gradients
+from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
 from unsloth_cupy._cases import Scale, draw
-from unsloth_cupy._cupy import CupyTarget
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core import op, replay
+from unsloth_cupy.core.gpu import CupyTarget
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.ops import adamw_step, gradients
 
 from .parity import emulator
@@ -28,8 +29,8 @@ NAMES = ("add", "softmax", "swiglu", "rms_norm_forward", "rope_qk", "cross_entro
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let threads take turns between any two lines, and what is kept be let go all the time."""
     for module, name in (
-        (_op, "KEPT_PLANS"),
-        (_replay, "KEPT"),
+        (op, "KEPT_PLANS"),
+        (replay, "KEPT"),
         (gradients, "KEPT_TABLES"),
         (adamw_step, "KEPT_TABLES"),
     ):

@@ -12,11 +12,12 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import _cases, _target, attention, machine
+from unsloth_cupy import _cases, attention, machine
 from unsloth_cupy._cases import Call, Scale, chosen, draw, forward_ops
-from unsloth_cupy._op import OPS
 from unsloth_cupy.cli import attention_shapes, bench, check, report, stopwatch
 from unsloth_cupy.cli.commands import group
+from unsloth_cupy.core import target as core_target
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
 
 SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
@@ -124,7 +125,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr("unsloth_cupy.ops._flat.lanes", lambda row, *arrays: 1)
     monkeypatch.setattr(bench, "_address", id)
     target = FakeGpu()
-    with _target.using(target):
+    with core_target.using(target):
         yield target
 
 

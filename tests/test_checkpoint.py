@@ -18,7 +18,7 @@ from unsloth_cupy import (
     rms_norm_forward,
     swiglu,
 )
-from unsloth_cupy._op import OPS, op
+from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.errors import ConfigError, GradientError
 
 TOKENS, HEADS, DIM, INNER = 24, 2, 8, 40

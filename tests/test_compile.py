@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from unsloth_cupy._cupy import CupyTarget, compiler_options
-from unsloth_cupy._dtypes import BFLOAT16
-from unsloth_cupy._op import OPS
-from unsloth_cupy._source import source_root
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.gpu import CupyTarget, compiler_options
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
 from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
 

@@ -11,8 +11,8 @@ import pytest
 
 import unsloth_cupy
 import unsloth_cupy.models
-from unsloth_cupy._op import OPS
-from unsloth_cupy._source import source_root
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.source import source_root
 
 from .compilers import NEWEST, OLDEST
 

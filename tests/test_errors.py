@@ -14,8 +14,8 @@ import pytest
 
 import unsloth_cupy
 from unsloth_cupy import errors, models
-from unsloth_cupy._call import option_of
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.call import option_of
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import (
     ConfigError,
     DeviceMemoryError,

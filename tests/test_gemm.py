@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import _gemm
-from unsloth_cupy._dtypes import BFLOAT16, FLOATS
 from unsloth_cupy._gemm import gemm
+from unsloth_cupy.core.dtypes import BFLOAT16, FLOATS
 from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
 
 from .parity import EPS, on_gpu

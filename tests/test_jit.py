@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unsloth_cupy import _jit, _source, _target
-from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy.core import kernel as core_kernel
+from unsloth_cupy.core import source as core_source
+from unsloth_cupy.core import target
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import KernelError
 
 SOURCE = """
@@ -28,7 +30,7 @@ class Notes:
     def owns(self, array: object) -> bool:
         return isinstance(array, np.ndarray)
 
-    def compile(self, name: str, source: str) -> _target.Launch:
+    def compile(self, name: str, source: str) -> target.Launch:
         self.sources.append(source)
         return lambda *launch: self.launches.append((name, *launch))
 
@@ -37,15 +39,15 @@ class Notes:
 def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "common").mkdir()
     (tmp_path / "test.cu").write_text(SOURCE)
-    monkeypatch.setattr(_source, "source_root", lambda: tmp_path)
-    _source.digest.cache_clear()
+    monkeypatch.setattr(core_source, "source_root", lambda: tmp_path)
+    core_source.digest.cache_clear()
     yield
-    _source.digest.cache_clear()
+    core_source.digest.cache_clear()
 
 
-def load(notes: Notes, name: str = "plain", **constants: object) -> _jit.Kernel:
-    with _target.using(notes):
-        return _jit.load("test.cu", name, np.ones(1), _source.Constants(**constants))
+def load(notes: Notes, name: str = "plain", **constants: object) -> core_kernel.Kernel:
+    with target.using(notes):
+        return core_kernel.load("test.cu", name, np.ones(1), core_source.Constants(**constants))
 
 
 def arguments() -> list:
@@ -54,7 +56,7 @@ def arguments() -> list:
 
 
 def test_constants_are_typed() -> None:
-    unit = _source.translation_unit("test.cu", {"HIDDEN": 4096, "CAUSAL": True, "T": BFLOAT16})
+    unit = core_source.translation_unit("test.cu", {"HIDDEN": 4096, "CAUSAL": True, "T": BFLOAT16})
     assert unit.splitlines()[1:] == [
         '#include "common/device.cuh"',
         "constexpr int HIDDEN = 4096;",
@@ -66,23 +68,23 @@ def test_constants_are_typed() -> None:
 
 def test_the_digest_follows_every_source(tmp_path: Path) -> None:
     """CuPy's cache on disk knows the unit alone, so the unit must change with what it includes."""
-    before = _source.translation_unit("test.cu", {})
-    assert _source.digest() in before
+    before = core_source.translation_unit("test.cu", {})
+    assert core_source.digest() in before
     (tmp_path / "common" / "reduce.cuh").write_text("// new")
-    _source.digest.cache_clear()
-    assert _source.translation_unit("test.cu", {}) != before
+    core_source.digest.cache_clear()
+    assert core_source.translation_unit("test.cu", {}) != before
 
 
 def test_parameters_are_read_off_the_source() -> None:
     f32, i32 = np.dtype("float32"), np.dtype("int32")
-    assert _source.parameters("test.cu", "plain", {"T": BFLOAT16, "HIDDEN": 8}) == (
+    assert core_source.parameters("test.cu", "plain", {"T": BFLOAT16, "HIDDEN": 8}) == (
         (BFLOAT16, True),
         (f32, True),
         (i32, True),
         (i32, False),
         (f32, False),
     )
-    assert _source.parameters("test.cu", "several_lines", {"THREADS": 32}) == (
+    assert core_source.parameters("test.cu", "several_lines", {"THREADS": 32}) == (
         (np.dtype("uint8"), True),
         (np.dtype("int64"), False),
         (np.dtype("uint64"), False),
@@ -92,9 +94,9 @@ def test_parameters_are_read_off_the_source() -> None:
 
 def test_sources_that_declare_something_else_raise() -> None:
     with pytest.raises(KernelError, match=r"test.cu declares no KERNEL\(\.\.\.\) other"):
-        _source.parameters("test.cu", "other", {})
+        core_source.parameters("test.cu", "other", {})
     with pytest.raises(KernelError, match=r"strange has a parameter of unknown type: quaternion"):
-        _source.parameters("test.cu", "strange", {})
+        core_source.parameters("test.cu", "strange", {})
 
 
 def test_scalars_get_the_types_of_the_source() -> None:
@@ -155,16 +157,16 @@ def test_a_kernel_is_compiled_once_per_constants() -> None:
 
 def test_without_a_target_nothing_loads() -> None:
     with pytest.raises(KernelError, match="plain: no target runs kernels on ndarray"):
-        _jit.load("test.cu", "plain", np.ones(1), _source.Constants())
+        core_kernel.load("test.cu", "plain", np.ones(1), core_source.Constants())
 
 
 def test_a_target_is_used_inside_its_block_only() -> None:
     array, outer, inner = np.ones(1), Notes(), Notes()
-    with _target.using(outer):
-        with _target.using(inner):
-            assert _target.target_of(array) is inner
-        assert _target.target_of(array) is outer
-        with pytest.raises(ZeroDivisionError), _target.using(inner):
+    with target.using(outer):
+        with target.using(inner):
+            assert target.target_of(array) is inner
+        assert target.target_of(array) is outer
+        with pytest.raises(ZeroDivisionError), target.using(inner):
             raise ZeroDivisionError
-        assert _target.target_of(array) is outer
-    assert _target.target_of(array) is None
+        assert target.target_of(array) is outer
+    assert target.target_of(array) is None

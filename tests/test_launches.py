@@ -24,10 +24,10 @@ from unsloth_cupy import (
     swiglu,
 )
 from unsloth_cupy._cases import Call, Scale, draw, forward_ops, sizes
-from unsloth_cupy._cupy import CupyTarget
-from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES
-from unsloth_cupy._op import OPS, op
-from unsloth_cupy._target import Limits
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.gpu import CupyTarget
+from unsloth_cupy.core.op import OPS, op
+from unsloth_cupy.core.target import Limits
 from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
 
 from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
@@ -190,7 +190,7 @@ def computes_where_it_lives(x: Any) -> Any:
 )
 def test_the_stand_in_notices(body: Any, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is what makes the test above one that can fail."""
-    monkeypatch.setattr("unsloth_cupy._op.OPS", {})
+    monkeypatch.setattr("unsloth_cupy.core.op.OPS", {})
 
     @op("x(rows, four) -> y(*any)")
     def made(x: Any) -> Any:

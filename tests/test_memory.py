@@ -28,7 +28,7 @@ from unsloth_cupy import (
 from unsloth_cupy._ledger import Ledger
 from unsloth_cupy._planned import Planned, PlannedOnHost
 from unsloth_cupy._planned_functions import reshaped
-from unsloth_cupy._stand_in import keeping
+from unsloth_cupy.core.stand_in import keeping
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
 from unsloth_cupy.gradients import sum_gradients
 from unsloth_cupy.memory import (

@@ -6,9 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import _op, _target, add, multiply, rms_norm, rms_norm_forward
-from unsloth_cupy._dtypes import BFLOAT16
-from unsloth_cupy._op import OPS, op
+from unsloth_cupy import add, multiply, rms_norm, rms_norm_forward
+from unsloth_cupy.core import op as core_op
+from unsloth_cupy.core import target
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.errors import DTypeError, RangeError, ShapeError
 
 
@@ -115,7 +117,7 @@ def test_plans_are_made_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
         return x if i is None else x + i
 
     checked = []
-    monkeypatch.setattr(_op, "check", lambda *call: checked.append(call) or _check(*call))
+    monkeypatch.setattr(core_op, "check", lambda *call: checked.append(call) or _check(*call))
     for x in (ones(2), ones(2), np.ones(2)[::-1].astype(np.float32)):
         same(x)
     assert len(checked) == 1
@@ -125,12 +127,12 @@ def test_plans_are_made_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
     same(ones(3))
     same(np.ones(2))
     assert len(checked) == 4
-    monkeypatch.setattr(_op, "KEPT_PLANS", 4)
+    monkeypatch.setattr(core_op, "KEPT_PLANS", 4)
     same(ones(4))
     assert len(same.plans) == 1
 
 
-_check = _op.check
+_check = core_op.check
 
 
 def test_a_call_that_raised_raises_again() -> None:
@@ -179,7 +181,7 @@ class TestLaunch:
         twice, calls = launched
         x, k = ones(2, 3), np.arange(3)
         assert twice(x, k=k)[0, 0] == 2
-        with _target.using(Here()):
+        with target.using(Here()):
             assert twice(x, k=k) is x
             assert twice(np.float16(1) * ones(2, 3, dtype=np.float16)).dtype == np.float16
         assert twice(x)[0, 0] == 2
@@ -188,14 +190,14 @@ class TestLaunch:
 
     def test_strided_arrays_are_packed(self, launched) -> None:
         twice, calls = launched
-        with _target.using(Here()):
+        with target.using(Here()):
             twice(np.arange(6, dtype=np.float32).reshape(3, 2).T[:, ::-1])
         assert calls[0][0].flags.c_contiguous
         assert calls[0][0].tolist() == [[4, 2, 0], [5, 3, 1]]
 
     def test_float64_and_empty_axes_run_the_definition(self, launched) -> None:
         twice, calls = launched
-        with _target.using(Here()):
+        with target.using(Here()):
             assert twice(np.ones((1, 1))).tolist() == [[2]]
             assert twice(ones(0, 3)).shape == (0, 3)
         assert calls == []

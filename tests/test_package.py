@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_cupy._source import source_root
+from unsloth_cupy.core.source import source_root
 
 ROOT = Path(__file__).parent.parent
 KERNELS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels_cu").rglob("*.cu*")}

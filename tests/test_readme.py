@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import unsloth_cupy
-from unsloth_cupy._op import OPS, Op
+from unsloth_cupy.core.op import OPS, Op
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import _counters, _jit, _replay, _target
-from unsloth_cupy._arrays import empty, packed
-from unsloth_cupy._cupy import CupyTarget
-from unsloth_cupy._op import OPS, Op, op
+from unsloth_cupy import _counters
+from unsloth_cupy.core import kernel as core_kernel
+from unsloth_cupy.core import replay
+from unsloth_cupy.core import target as core_target
+from unsloth_cupy.core.arrays import empty, packed
+from unsloth_cupy.core.gpu import CupyTarget
+from unsloth_cupy.core.op import OPS, Op, op
 from unsloth_cupy.ops._rows import spanned
 
 from .parity import emulator
@@ -39,7 +42,7 @@ class Halves:
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 
-    def compile(self, name: str, source: str) -> _target.Launch:
+    def compile(self, name: str, source: str) -> core_target.Launch:
         def launch(grid: Any, block: Any, arguments: tuple[Any, ...], shared: int) -> None:
             x, y, parts, shift = arguments
             y[...] = x.reshape(y.shape) / parts + shift
@@ -48,7 +51,7 @@ class Halves:
         return launch
 
 
-class Kernel(_jit.Kernel):
+class Kernel(core_kernel.Kernel):
     """It has no source."""
 
     def __init__(self, target: Any) -> None:
@@ -59,7 +62,7 @@ class Kernel(_jit.Kernel):
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return an op, the target it runs on and the list of its launch's calls."""
-    monkeypatch.setattr("unsloth_cupy._op.OPS", {})
+    monkeypatch.setattr("unsloth_cupy.core.op.OPS", {})
     target, calls = Halves(), []
 
     @op("x(*axes) -> y(*axes)")
@@ -80,7 +83,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         return y
 
     halved.strided = ("x",)
-    with _target.using(target):
+    with core_target.using(target):
         yield halved, target, calls
 
 
@@ -119,7 +122,7 @@ def test_other_options_are_worked_out(made: Any) -> None:
     x = np.ones(2, np.float32)
     assert [halved(x, parts=parts)[0] for parts in (2, 4, 2, 4, 2, 4)] == [0.5, 0.25] * 3
     assert calls == [2, 4, 2, 4]
-    for shift in range(2 * _replay.KEPT):
+    for shift in range(2 * replay.KEPT):
         assert halved(x, shift=float(shift))[0] == shift + 0.5
     assert halved(x, shift=[1, 2]).tolist() == [1.5, 2.5], "what cannot be looked up"
 
@@ -177,10 +180,10 @@ def test_a_kernel_that_walks_gaps_is_recorded(made: Any) -> None:
 )
 def test_a_recorded_array_says_how_it_lies_and_no_more(asks: Callable[[Any], Any]) -> None:
     x = np.zeros(4, np.float32)
-    recorded = _replay.Recording().enter(x)
+    recorded = replay.Recording().enter(x)
     assert isinstance(recorded, np.ndarray)
     assert (recorded.shape, recorded.strides, recorded.dtype) == (x.shape, x.strides, x.dtype)
-    with pytest.raises((_replay.UnknownError, TypeError, AttributeError)):
+    with pytest.raises((replay.UnknownError, TypeError, AttributeError)):
         asks(recorded)
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_cupy._dtypes import BFLOAT16, KINDS, allowed
-from unsloth_cupy._signature import Operand, check, parse, shape_of
+from unsloth_cupy.core.dtypes import BFLOAT16, KINDS, allowed
+from unsloth_cupy.core.signature import Operand, check, parse, shape_of
 from unsloth_cupy.errors import DTypeError, ShapeError
 
 F16, F32, F64, I32, I64 = map(np.dtype, ("float16", "float32", "float64", "int32", "int64"))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from unsloth_cupy._cases import Call
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
-from unsloth_cupy._target import Limits, using
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import Limits, using
 
 from .cuda_on_cpu.build import DYNAMIC_SHARED
 from .parity import Case, KernelAlone, KernelParity

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import Tape, Var, add, columns, multiply, reshape, rms_norm, scale
-from unsloth_cupy._op import op
+from unsloth_cupy.core.op import op
 from unsloth_cupy.errors import DTypeError, FrameworkError, GradientError, ShapeError
 from unsloth_cupy.tape import Entry
 

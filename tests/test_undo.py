@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import unsloth_cupy
-from unsloth_cupy import AttentionConfig, _devices, _target, faults, rms_norm, softmax
-from unsloth_cupy._op import OPS
+from unsloth_cupy import AttentionConfig, rms_norm, softmax
+from unsloth_cupy.core import devices, faults, target
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import DeviceError
 
 from .stand_in import gpu
@@ -39,7 +40,7 @@ def test_what_is_asked_of_a_stand_in_is_forgotten() -> None:
             softmax(machine.array((4, 4096), "float16"))
             AttentionConfig().resolve(10**6)
         rms_norm(X, X[0])
-        assert {"unsloth_cupy._cupy._attribute", "unsloth_cupy._jit.Kernel"} <= {*full()}
+        assert {"unsloth_cupy.core.gpu._attribute", "unsloth_cupy.core.kernel.Kernel"} <= {*full()}
     assert full() == []
     with pytest.raises(DeviceError, match="no such GPU"):
         AttentionConfig().resolve(10**6)
@@ -48,11 +49,12 @@ def test_what_is_asked_of_a_stand_in_is_forgotten() -> None:
 def test_variables_and_the_process_are_as_before() -> None:
     environment, folder, handler = dict(os.environ), os.getcwd(), signal.getsignal(signal.SIGINT)
     before = {str(n): vars(n.owner)[n.name] for n in variables()}
-    assert {"unsloth_cupy._target.targets", "unsloth_cupy.faults._records"} <= before.keys()
+    core = "unsloth_cupy.core."
+    assert {f"{core}target.targets", f"{core}faults._records"} <= before.keys()
     real, ops, errors = sys.modules["json"], dict(OPS), np.geterr()
     with undoing():
-        _target.targets = ()
-        _devices._seen = object(), True
+        target.targets = ()
+        devices._seen = object(), True
         faults._records[7] = X
         OPS["same"] = OPS["softmax"]
         os.environ["UNSLOTH_CUPY_TEST"] = "1"

@@ -19,7 +19,7 @@ import numpy as np
 
 import unsloth_cupy
 from unsloth_cupy import _threads
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.op import OPS
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, linear_backward, measure_gradients
 from unsloth_cupy._cases import Call, Scale, forward_ops, sizes
-from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES, allowed
-from unsloth_cupy._op import OPS, Op
-from unsloth_cupy._signature import Operand, shape_of
-from unsloth_cupy._source import source_root
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES, allowed
+from unsloth_cupy.core.op import OPS, Op
+from unsloth_cupy.core.signature import Operand, shape_of
+from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.lora import lora_linear_backward
 
 from .stand_in import LIMITS, Launch, Machine, gpu

@@ -100,7 +100,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy_backward as linear_cr
 from .ops.linear_cross_entropy import linear_cross_entropy_forward as linear_cross_entropy_forward
 
 # What kernels found wrong
-from .faults import check_errors as check_errors
+from .core.faults import check_errors as check_errors
 
 # Inference
 from .kv_cache import KVCache as KVCache

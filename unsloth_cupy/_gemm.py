@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _devices
-from ._arrays import empty
-from ._dtypes import FLOAT32, FLOATS, Array
-from ._stand_in import is_planned, representative_steps
+from .core import devices
+from .core.arrays import empty
+from .core.dtypes import FLOAT32, FLOATS, Array
+from .core.stand_in import is_planned, representative_steps
 from .errors import DTypeError, KernelError, ShapeError
 
 BLOCK_BYTES = 8 * 2**20  # of a 16-bit operand that is widened at a time, where NumPy computes
@@ -158,7 +158,7 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
     arguments += [home.batch_stride, batch] if strided else []
     library = cublas()
     call = library.cublasGemmStridedBatchedEx if strided else library.cublasGemmEx
-    with _devices.at(out):
+    with devices.at(out):
         handle, mode = _handle(library)
         status = call(handle, *arguments, compute, ANY_ALGORITHM)
         library.cublasSetMathMode(handle, mode)  # CuPy's own products count on it

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import tape
-from ._op import OPS
 from ._planned import Planned
+from .core.op import OPS
 from .memory import PARTS, MemoryEstimate
 
 ALL = (*PARTS, "workspace")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ._dtypes import Array
+from .core.dtypes import Array
 from .errors import ConfigError
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

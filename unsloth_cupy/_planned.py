@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _target
 from ._planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, reshaped
-from ._stand_in import Memory, StandIn
-from ._target import Limits
+from .core import target
+from .core.stand_in import Memory, StandIn
+from .core.target import Limits
 from .errors import ShapeError
 
 
@@ -223,4 +223,4 @@ class Shapes:
         return like.of(shape, dtype)
 
 
-_target.targets += (Shapes(),)
+target.targets += (Shapes(),)

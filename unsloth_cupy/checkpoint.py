@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ._call import checked, is_number
 from ._offload import OnHost, on_host
-from ._op import OPS
+from .core.call import checked, is_number
+from .core.op import OPS
 from .errors import ConfigError, GradientError
 from .tape import Gradients, Tape, add_up
 from .variable import Var

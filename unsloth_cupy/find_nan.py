@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from . import tape
-from ._call import checked
-from ._devices import at
-from ._dtypes import FLOAT32, FLOATS, Array
+from .core.call import checked
+from .core.devices import at
+from .core.dtypes import FLOAT32, FLOATS, Array
 from .errors import UnslothCupyError
 
 

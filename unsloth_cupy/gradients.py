@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._call import is_number
-from ._devices import at, at_first, several
-from ._dtypes import FLOATS, Array
+from .core.arrays import common, framework_of
+from .core.call import is_number
+from .core.devices import at, at_first, several
+from .core.dtypes import FLOATS, Array
 from .errors import ConfigError, DTypeError, FrameworkError
 from .ops._many import launchable
 from .ops.cast import accumulate_, cast
@@ -154,13 +154,13 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
     """Raise unless these are float arrays of NumPy or CuPy, by name, and all on one GPU."""
     check_mapping(what, arrays)
     for name, array in arrays.items():
-        library = _arrays.framework_of(array, f"{what}: {name}")
+        library = framework_of(array, f"{what}: {name}")
         if library not in ("numpy", "cupy"):
             raise FrameworkError(f"{what}: {name} comes from {library}; pass NumPy or CuPy arrays")
         if array.dtype not in FLOATS:
             raise DTypeError(f"{what}: {name} is {array.dtype}; pass float arrays only")
     if several():
-        _arrays.common(what, [*arrays], [*arrays.values()])
+        common(what, [*arrays], [*arrays.values()])
 
 
 def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:

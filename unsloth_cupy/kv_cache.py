@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._call import checked, is_integer
-from ._devices import at_home
-from ._dtypes import Array, float_dtype
+from .core import arrays
+from .core.call import checked, is_integer
+from .core.devices import at_home
+from .core.dtypes import Array, float_dtype
 from .errors import ConfigError, DTypeError, RangeError, ShapeError
 from .machine import check_bytes
 from .ops.kv_append import kv_append_
@@ -94,7 +94,7 @@ class KVCache:
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
             )
-        place = _arrays.home_of("KVCache", like)
+        place = arrays.home_of("KVCache", like)
         self.capacity, self.sinks = capacity, int(sinks)
         # a window that the capacity does not reach is none
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
@@ -102,9 +102,9 @@ class KVCache:
         shapes = [(batch, each, kv_heads, dim) for each in slots]
         held = sum(map(math.prod, shapes))
         check_bytes(f"KVCache{shape}", 2 * held * kind.itemsize, place)
-        self.keys, self.values = ([_arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
+        self.keys, self.values = ([arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
         self.shape, self.dtype = (batch, kv_heads, dim), kind
-        self.real = _arrays.empty((batch, capacity), np.dtype(bool), place)
+        self.real = arrays.empty((batch, capacity), np.dtype(bool), place)
         self.filled = [0] * layers
         self.reset()
 
@@ -117,8 +117,8 @@ class KVCache:
     def lengths(self) -> Array:
         """The number of tokens that each row holds, padding included: (batch,) int32."""
         held = (min(n, k.shape[1]) for n, k in zip(self.filled, self.keys, strict=True))
-        lengths = _arrays.empty(self.shape[:1], np.dtype("int32"), self.real)
-        return _arrays.full_like(lengths, max(held, default=0))
+        lengths = arrays.empty(self.shape[:1], np.dtype("int32"), self.real)
+        return arrays.full_like(lengths, max(held, default=0))
 
     def check_room(self, new: int, layer: int | None = None) -> None:
         """Raise RangeError unless a layer, or all layers, have room for new tokens."""
@@ -241,7 +241,7 @@ class KVCache:
         if not self.padded:
             return None
         if (more := stop - self.real.shape[1]) > 0:
-            room = _arrays.empty((len(self.real), max(more, stop)), np.dtype(bool), self.real)
+            room = arrays.empty((len(self.real), max(more, stop)), np.dtype(bool), self.real)
             room[...] = True
             self.real = np.concatenate([self.real, room], axis=1)
         if real is not None:
@@ -263,7 +263,7 @@ class KVCache:
             index is not (batch,) integers in 0 .. batch - 1; on a GPU its values are not read.
         """
         batch = self.shape[0]
-        _arrays.check_library("KVCache.reorder: index", index)
+        arrays.check_library("KVCache.reorder: index", index)
         if index.shape != (batch,):
             problem = f"KVCache.reorder: index is {index.shape}; it must be ({batch},)"
             raise ShapeError(problem, expected=(batch,), actual=tuple(index.shape))
@@ -285,7 +285,7 @@ class KVCache:
 
 def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:
     """Raise unless k and v are (rows, tokens, kv_heads, dim) of the storage's library and dtype."""
-    _arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
+    arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
     kv_heads, dim = storage.shape[2:]
     tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
     for name, array in (("k", k), ("v", v)):

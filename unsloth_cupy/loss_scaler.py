@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays
-from ._call import checked, is_number
-from ._devices import at, settle, several
-from ._dtypes import Array
-from ._jit import load
-from ._source import Constants
-from ._target import target_of
+from .core.arrays import empty, on_host, packed, placed
+from .core.call import checked, is_number
+from .core.devices import at, settle, several
+from .core.dtypes import Array
+from .core.kernel import load
+from .core.source import Constants
+from .core.target import target_of
 from .errors import ConfigError
 from .gradients import check_floats
 from .ops._many import launchable
@@ -38,8 +38,8 @@ def _number(name: str) -> Any:
 
     def read(self: "LossScaler") -> Any:
         if self.device is not None:  # bring the state home: this waits
-            (value,) = _arrays.on_host(self.device.scale).tolist()
-            good, skipped = _arrays.on_host(self.device.counts).tolist()
+            (value,) = on_host(self.device.scale).tolist()
+            good, skipped = on_host(self.device.counts).tolist()
             self.numbers = {"value": value, "good": good, "skipped": skipped}
         return self.numbers[name]
 
@@ -131,9 +131,9 @@ class LossScaler:
         if self.device is None:
             value, good, skipped = self.numbers.values()
             self.device = DeviceState(
-                _arrays.placed(np.array([value]), like),
-                _arrays.placed(np.array(value, np.float32), like),
-                _arrays.placed(np.array([good, skipped], np.uint32), like),
+                placed(np.array([value]), like),
+                placed(np.array(value, np.float32), like),
+                placed(np.array([good, skipped], np.uint32), like),
             )
             settle(like)  # any stream may scale a loss by it
         return self.device
@@ -171,10 +171,10 @@ class LossScaler:
             return self._unscaled(gradients)
 
     def _unscaled(self, gradients: Mapping[str, Array]) -> tuple[dict[str, Array], Any]:
-        arrays = [_arrays.packed(gradient) for gradient in gradients.values()]
+        arrays = [packed(gradient) for gradient in gradients.values()]
         if launchable(arrays):
             lead = arrays[0]
-            out = [_arrays.empty(array.shape, np.float32, lead) for array in arrays]
+            out = [empty(array.shape, np.float32, lead) for array in arrays]
             finite = measured(arrays, divisor=self.on_device(lead).scale, out=out).finite
             return dict(zip(gradients, out, strict=True)), finite
         found = {}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _devices
-from ._call import is_number
+from .core import devices
+from .core.call import is_number
 from .errors import ConfigError, DeviceMemoryError
 
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
@@ -72,8 +72,8 @@ def check_bytes(call: str, required: int, like: Any = None) -> None:
 
     They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
     """
-    if like is not None and _devices.on_gpu(like):
-        with _devices.at(like):
+    if like is not None and devices.on_gpu(like):
+        with devices.at(like):
             available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
     else:
         available = machine_memory() or sys.maxsize

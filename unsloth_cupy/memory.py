@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ._call import is_number
-from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from .core.call import is_number
+from .core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from .errors import ConfigError
 
 AVERAGES = 2  # that AdamW keeps of every weight, in float32

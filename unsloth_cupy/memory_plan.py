@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._call import checked
-from ._dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
 from ._planned import Planned, PlannedOnHost
-from ._stand_in import keeping
 from .checkpoint import CheckpointConfig
+from .core.call import checked
+from .core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from .core.stand_in import keeping
 from .errors import ConfigError
 from .gradients import measure_gradients, sum_gradients
 from .optimizer import AdamW

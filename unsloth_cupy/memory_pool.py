@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from . import _devices, _offload
+from . import _offload
 from ._host_memory import OnHost, Usage
+from .core.devices import count
 from .errors import ConfigError, DeviceError, DeviceMemoryError
 from .machine import bytes_asked, format_bytes
 
@@ -32,7 +33,7 @@ class MemoryPool:
         """Begin to count."""
         if self._source is not None:
             raise ConfigError("memory_pool: this one is in use; make another")
-        gpus = _devices.count()
+        gpus = count()
         if self.device is not None and self.device >= gpus:
             known = f"CuPy sees {gpus} GPUs; leave device out"
             raise DeviceError(f"memory_pool(device={self.device}): {known}")
@@ -133,7 +134,7 @@ def _total(device: int | None) -> int:
     """Return the bytes of memory that a GPU has, or all of them: also where none was counted."""
     cupy: Any = sys.modules.get("cupy")
     sizes = []
-    for number in range(_devices.count()) if device is None else [device]:
+    for number in range(count()) if device is None else [device]:
         with cupy.cuda.Device(number):
             sizes.append(cupy.cuda.runtime.memGetInfo()[1])
     return sum(sizes)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._call import checked
-from ._dtypes import FLOATS, Array, float_dtype
+from .core import arrays
+from .core.call import checked
+from .core.dtypes import FLOATS, Array, float_dtype
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
 from .machine import check_bytes
@@ -92,7 +92,7 @@ class MultiHeadAttention:
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads
         self.dim = hidden // heads if dim is None else dim
         self.rope: tuple[Array, ...] = () if rope is None else tuple(rope)
-        place, rng = _arrays.home_of("MultiHeadAttention", like), np.random.default_rng(seed)
+        place, rng = arrays.home_of("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
         drawn_as = FLOATS[-1].itemsize  # on the host, one after the other
@@ -104,7 +104,7 @@ class MultiHeadAttention:
             drawn = rng.standard_normal((outputs, inputs)) * inputs**-0.5
             made = {"weight": drawn, **({"bias": np.zeros(outputs)} if bias else {})}
             for kind, array in made.items():
-                placed = _arrays.placed(array.astype(self.dtype), place)
+                placed = arrays.placed(array.astype(self.dtype), place)
                 self.parameters[f"{part}_proj.{kind}"] = placed
 
     def __call__(
@@ -191,14 +191,14 @@ class MultiHeadAttention:
         self._check_names("load", self.parameters.keys() - found.keys(), "misses")
         self._check_names("load", found.keys() - self.parameters.keys(), "has no")
         for name, array in self.parameters.items():
-            _arrays.common("MultiHeadAttention.load", ("the layer", name), (array, found[name]))
+            arrays.common("MultiHeadAttention.load", ("the layer", name), (array, found[name]))
             if tuple(found[name].shape) != array.shape:
                 shape = tuple(found[name].shape)
                 problem = f"load: {prefix}{name} is {shape}; it must be {array.shape}"
                 raise ShapeError(problem, expected=array.shape, actual=shape)
             float_dtype(f"MultiHeadAttention.load: {name}", found[name].dtype)
         for name, array in self.parameters.items():
-            array[...] = _arrays.rounded(found[name], array.dtype)
+            array[...] = arrays.rounded(found[name], array.dtype)
 
     def _check_names(self, call: str, wrong: Any, what: str) -> None:
         if wrong:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._call import checked, is_number
-from ._devices import at, at_home, several
-from ._dtypes import FLOATS, Array, allowed
+from .core.arrays import framework_of
+from .core.call import checked, is_number
+from .core.devices import at, at_home, several
+from .core.dtypes import FLOATS, Array, allowed
 from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from .gradients import check_in_place, check_mapping
 from .ops._dynamic_codes import BLOCK
@@ -249,7 +249,7 @@ def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
 
 def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:
     """Raise unless array has the library and shape of model and one of the dtypes."""
-    place, wanted = (_arrays.framework_of(a, what) for a in (array, model))
+    place, wanted = (framework_of(a, what) for a in (array, model))
     if several() and place == wanted == "cupy":
         place, wanted = (f"cupy {a.device}" for a in (array, model))
     if place != wanted:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._call import checked, is_integer
-from ._devices import at_home
-from ._dtypes import Array, float_dtype
+from .core import arrays
+from .core.call import checked, is_integer
+from .core.devices import at_home
+from .core.dtypes import Array, float_dtype
 from .errors import ConfigError, DeviceMemoryError, RangeError
 from .kv_cache import check_new
 from .machine import check_bytes
@@ -72,10 +72,10 @@ class PagedKVCache:
             cure = "sizes must be integers, none of them negative, nor page be 0"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype)
-        place = _arrays.home_of("PagedKVCache", like)
+        place = arrays.home_of("PagedKVCache", like)
         check_bytes(f"PagedKVCache{shape}", 2 * math.prod(shape) * kind.itemsize, place)
-        self.keys = _arrays.empty(shape, kind, place)
-        self.values = _arrays.empty(shape, kind, place)
+        self.keys = arrays.empty(shape, kind, place)
+        self.values = arrays.empty(shape, kind, place)
         self.uses = [0] * pages  # sequences that have a page
         self.free_pages = list(range(pages))[::-1]
         self.tables: dict[int, list[int]] = {}  # pages of a sequence
@@ -263,5 +263,5 @@ class PagedKVCache:
 
     def _placed(self, numbers: Any) -> Array:
         """Return integers of the host where the cache lives."""
-        array: Array = _arrays.placed(np.asarray(numbers, np.int32), self.keys)
+        array: Array = arrays.placed(np.asarray(numbers, np.int32), self.keys)
         return array

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._dtypes import Array
+from .core import arrays
+from .core.dtypes import Array
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
 from .ops.attention import attention
@@ -78,7 +78,7 @@ class PagedRows:
         if len(set(starts)) <= 1:
             return next(iter(starts), 0), None
         found = np.add.outer(starts, np.arange(new)).astype(np.int32)
-        return 0, _arrays.placed(found, self.cache.keys)
+        return 0, arrays.placed(found, self.cache.keys)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """Store new keys and values; return the attention of q over all that each row holds.

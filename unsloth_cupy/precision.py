@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from ._call import checked
-from ._devices import at_first
-from ._dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
-from ._op import OPS
 from .checkpoint import CheckpointConfig
+from .core.call import checked
+from .core.devices import at_first
+from .core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
+from .core.op import OPS
 from .errors import ConfigError, DTypeError
 from .gradients import check_floats
 from .loss_scaler import LossScaler

@@ -6,7 +6,7 @@ From step ``steps`` on the rate stays at ``minimum * lr``.
 
 import math
 
-from ._call import checked, is_number
+from .core.call import checked, is_number
 from .errors import ConfigError
 
 

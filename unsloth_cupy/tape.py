@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _arrays
-from ._devices import at
-from ._dtypes import DIFFERENTIABLE
+from .core.arrays import common, framework_of, full_like
+from .core.devices import at
+from .core.dtypes import DIFFERENTIABLE
 from .errors import DTypeError, GradientError, ShapeError
 from .variable import Var
 
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
         known = self.values | {"d" + name: grad for name, grad in take.items()}
         for operand in backward.contract.inputs:
             if known.get(operand.name) is None and not operand.optional:  # nobody used that output
-                known[operand.name] = _arrays.full_like(self.values[operand.name[1:]], 0)
+                known[operand.name] = full_like(self.values[operand.name[1:]], 0)
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
@@ -72,7 +72,7 @@ class Tape:
 
     def watch(self, array: Any) -> Var:
         """Return array as a Var whose uses this tape records."""
-        _arrays.framework_of(array, "Tape.watch: what is watched")
+        framework_of(array, "Tape.watch: what is watched")
         return Var(array, self)
 
     def gradients(
@@ -113,9 +113,9 @@ class Tape:
         if seed is None and of.shape != ():
             problem = f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape"
             raise ShapeError(problem, expected=(), actual=tuple(of.shape))
-        seed = _arrays.full_like(of.value, 1) if seed is None else seed
-        _arrays.framework_of(seed, "Tape.gradients: seed")  # a number too is none
-        _arrays.common("Tape.gradients", ("of", "seed"), (of.value, seed))
+        seed = full_like(of.value, 1) if seed is None else seed
+        framework_of(seed, "Tape.gradients: seed")  # a number too is none
+        common("Tape.gradients", ("of", "seed"), (of.value, seed))
         if tuple(seed.shape) != tuple(of.shape):
             wanted, given = tuple(of.shape), tuple(seed.shape)
             problem = f"Tape.gradients: seed has shape {given}; it must be {wanted}"
@@ -133,9 +133,9 @@ class Tape:
         for var in wrt:
             grad = grads.get(var.index)
             if grad is None:
-                grad = _arrays.full_like(var.value, 0)
+                grad = full_like(var.value, 0)
             elif _owner(grad) in shared:  # a caller may scale gradients in place
-                grad = add_up(grad, _arrays.full_like(grad, 0))
+                grad = add_up(grad, full_like(grad, 0))
             shared.add(_owner(grad))
             found.append(grad)
         return found
@@ -206,7 +206,7 @@ def add_up(a: Any, b: Any) -> Any:
 
 def _owner(array: Any) -> int:
     """Return a number that arrays of one library have in common where they share memory."""
-    library = _arrays.framework_of(array, "it")
+    library = framework_of(array, "it")
     if library == "torch":
         return int(array.untyped_storage().data_ptr())
     if library not in ("numpy", "cupy"):

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays
-from ._call import is_number
-from ._op import OPS, Traced
+from .core.arrays import framework_of, full_like
+from .core.call import is_number
+from .core.op import OPS, Traced
 from .errors import ConfigError, ShapeError
 
 
@@ -145,11 +145,11 @@ def _operand(var: Var, other: Any, sign: str) -> Any:
     if is_number(other) and sign != "@":
         try:
             with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
-                return _arrays.full_like(var.value, _as_float(other, sign), shape=())
+                return full_like(var.value, _as_float(other, sign), shape=())
         except RuntimeError as error:  # of torch
             raise ConfigError(f"Var {sign} {other!r}: not a number of {var.dtype}") from error
     if type(other) is not Var:
-        _arrays.framework_of(other, f"Var {sign} other: other")
+        framework_of(other, f"Var {sign} other: other")
     return other
 
 

@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 from unsloth_cupy._cases import draw, forward_ops
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
 from unsloth_cupy.cli import bench, machine
 from unsloth_cupy.cli.stopwatch import DeviceClock
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 
 OWNERS = {op.backward.__name__: op for op in OPS.values() if op.backward is not None}
 KERNELS = sorted(name for name, op in OPS.items() if op.launch is not None)

@@ -7,7 +7,7 @@ for ``unsloth-cupy check`` and ``bench``.
 import tracemalloc
 
 from unsloth_cupy._cases import Scale, draw, forward_ops
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.op import OPS
 
 
 class OpSuite:

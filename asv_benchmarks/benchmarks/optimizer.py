@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, compute_copies, measure_gradients
-from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy.core.dtypes import BFLOAT16
 
 from .kernels import clock
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from unsloth_cupy import add, machine, rms_norm_forward
 from unsloth_cupy._cases import Scale, draw
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.op import OPS
 
 CALLS, ROUNDS = 200, 100
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unsloth_cupy import _source
-from unsloth_cupy._target import Limits
+from unsloth_cupy.core import source as core_source
+from unsloth_cupy.core.target import Limits
 from unsloth_cupy.ops._rows import spanned
 
 from . import build, traffic
@@ -89,7 +89,7 @@ class Emulator(NamedTuple):
         return isinstance(array, np.ndarray)
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
-        module = _module(name, source, self.check, (*self.folders, _source.source_root()))
+        module = _module(name, source, self.check, (*self.folders, core_source.source_root()))
         return functools.partial(module.launch, self.seed, self.last, self.shared_memory)
 
     def limits(self, array: Any) -> Limits:
@@ -345,7 +345,7 @@ class Module:
     def _place(self, match: re.Match[str]) -> str:
         return self._source(int(match[1], 16))
 
-    def _source(self, address: int) -> str:
+    def core_source(self, address: int) -> str:
         """Turn an address of the library's code into file:line, with the line that called it."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         base = min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy._cases import Call, Scale, draw
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 
 from ..parity import emulator, outputs_of, within_rule
 from ..test_launches import LAUNCHED, OWNERS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import embedding, rms_norm_backward, rms_norm_forward
-from unsloth_cupy._target import Limits
+from unsloth_cupy.core.target import Limits
 from unsloth_cupy.ops import _norm
 
 from ..parity import compare_far, emulator, sparse

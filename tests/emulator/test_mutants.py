@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from unsloth_cupy import _jit, _source
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core import kernel, source
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
 
 from ..cuda_on_cpu import EmulatorError
@@ -89,8 +89,8 @@ def sampled(mutants: list[Mutant], count: int = SAMPLE) -> list[Mutant]:
     return mutants[Sample.day % days :: days]
 
 
-SOURCES = _source.source_root()
-PACKAGE = Path(_jit.__file__).parent
+SOURCES = source.source_root()
+PACKAGE = Path(kernel.__file__).parent.parent
 TESTS = Path(__file__).parent.parent
 TWINS = TESTS / "cuda_on_cpu/include"  # headers that stand in for others: kernels run without those
 
@@ -160,7 +160,7 @@ def test_every_kernel_file_has_a_proof(file: str) -> None:
 
 def _forget() -> None:
     """Make calls compile again: ops keep kernels, and replay launches of those they know."""
-    _jit._kernel.cache_clear()
+    kernel._kernel.cache_clear()
     for op in OPS.values():
         op.plans.clear()
 
@@ -170,8 +170,8 @@ def test_a_kernel_without_a_statement_fails(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = mutant.copy(tmp_path / "kernels_cu")
-    monkeypatch.setattr(_source, "source_root", lambda: folder)
-    monkeypatch.setattr(_source, "digest", lambda: "mutant")
+    monkeypatch.setattr(source, "source_root", lambda: folder)
+    monkeypatch.setattr(source, "digest", lambda: "mutant")
     _forget()
 
     judges = proofs(mutant.file)

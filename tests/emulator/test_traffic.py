@@ -23,9 +23,9 @@ from unsloth_cupy import (
     softmax,
     softmax_backward,
 )
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
-from unsloth_cupy._target import using
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import using
 
 from ..cuda_on_cpu import Emulator
 from ..cuda_on_cpu.traffic import Requests, counted

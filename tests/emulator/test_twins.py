@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_cupy._source import source_root
+from unsloth_cupy.core.source import source_root
 
 from .. import cuda_on_cpu
 from ..hardware.primitives import PRIMITIVES, launch

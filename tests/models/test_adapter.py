@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
-from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, adapter, create, load
 

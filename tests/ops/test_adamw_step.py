@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import AdamW
-from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.ops import _dynamic_codes, _many, adamw_step
 from unsloth_cupy.ops._dynamic_codes import BLOCK, dynamic_map
 

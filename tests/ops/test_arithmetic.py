@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 from unsloth_cupy.ops.arithmetic import add_backward, reshape_backward
 

@@ -11,9 +11,9 @@ import pytest
 
 from unsloth_cupy import attention_backward, attention_forward
 from unsloth_cupy._cases import Call
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
-from unsloth_cupy._target import Limits, using
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops._attention_backward_launch import workspace
 from unsloth_cupy.ops._attention_backward_tiles import KEYS, PAIRS, QUERIES, resolve
 from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
-from unsloth_cupy._target import Limits, using
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops._attention_decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator

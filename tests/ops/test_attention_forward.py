@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
-from unsloth_cupy._target import Limits, using
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelError
 from unsloth_cupy.ops._attention_options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops._attention_tiles import FORWARD, OWN, Start, fitting, resolve

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import _threads, attention_backward, attention_forward
-from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops._attention_backward_launch import workspace
 
 from ..stand_in import GRAIN, gpu

@@ -16,7 +16,7 @@ from unsloth_cupy import (
     attention_forward,
     attention_paged,
 )
-from unsloth_cupy._dtypes import BFLOAT16
+from unsloth_cupy.core.dtypes import BFLOAT16
 
 from ..golden.golden import OpCase
 from ..parity import emulator, within_rule

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import attention_backward, attention_forward
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 
 from ..parity import Case, _equal_bits, emulator, outputs_of, within_rule
 from ..sample import Sample

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from unsloth_cupy._dtypes import KERNEL_DTYPES
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 
 from ..parity import Case, _equal_bits, _seeds, emulator, outputs_of, within_rule
 from ..sample import Sample

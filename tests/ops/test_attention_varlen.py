@@ -10,7 +10,7 @@ from unsloth_cupy import (
     attention_varlen_backward,
     attention_varlen_forward,
 )
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 from ..parity import Case, KernelAlone, KernelParity, Parity, emulator

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
 from unsloth_cupy.ops.cast import accumulate_over_
 

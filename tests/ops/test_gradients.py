@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
-from unsloth_cupy._dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.ops import _dynamic_codes, _many, adamw_step
 from unsloth_cupy.ops import gradients as launches
 
@@ -168,7 +168,7 @@ def test_a_step_is_a_few_launches_and_no_word_from_the_host(
         send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
         for module in (adamw_step, _dynamic_codes, _many):
             monkeypatch.setattr(module, "placed", send)
-        monkeypatch.setattr("unsloth_cupy._arrays.placed", send)
+        monkeypatch.setattr("unsloth_cupy.core.arrays.placed", send)
         monkeypatch.setattr(launches, "tables", {})
         make = machine.array
         parameters = {f"w{i}": make((65 + i, 128), np.float32) for i in range(40)}

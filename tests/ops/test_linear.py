@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import DTypeError, ShapeError
 
 from ..parity import Case, Parity, emulator, within_rule

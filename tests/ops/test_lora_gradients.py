@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy._dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.ops import _lora_gradients
 from unsloth_cupy.ops.lora import lora_linear_backward
 from unsloth_cupy.ops.lora_shared import lora_up_backward

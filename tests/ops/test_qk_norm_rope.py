@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy._op import OPS
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 from ..parity import Case, KernelAlone, KernelParity, emulator, within_rule

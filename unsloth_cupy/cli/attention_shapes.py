@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import BFLOAT16, FLOAT32
+from ..core.dtypes import BFLOAT16, FLOAT32
 from ..machine import format_bytes
 from ..memory_pool import memory_pool
 from ..ops.attention import attention_backward, attention_forward

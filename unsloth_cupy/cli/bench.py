@@ -13,9 +13,9 @@ import numpy as np
 
 from .. import machine
 from .._cases import Call, Scale, chosen, composed, draw
-from .._dtypes import KERNEL_DTYPES
-from .._op import Op
 from .._version import __version__
+from ..core.dtypes import KERNEL_DTYPES
+from ..core.op import Op
 from ..errors import ConfigError
 from ..files import written_beside
 from .attention_shapes import draw_shapes, shape_rows, shape_table

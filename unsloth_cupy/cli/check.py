@@ -7,10 +7,10 @@ import click
 import numpy as np
 
 from .. import machine
-from .._arrays import on_host
 from .._cases import Call, Scale, chosen, composed, draw
-from .._dtypes import FLOATS, KERNEL_DTYPES
-from .._op import Op
+from ..core.arrays import on_host
+from ..core.dtypes import FLOATS, KERNEL_DTYPES
+from ..core.op import Op
 
 SCALE = Scale(tokens=256, hidden=512, inner=768, vocab=2048)
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}

@@ -4,9 +4,10 @@ import platform
 
 import click
 
-from .. import _source, machine
-from .._op import OPS
+from .. import machine
 from .._version import __version__
+from ..core import source
+from ..core.op import OPS
 from ..machine import format_bytes, machine_memory
 
 LIBRARIES = {
@@ -63,5 +64,5 @@ def info() -> None:
         table.add_row(
             "CuPy arrays", "need a GPU and pip install 'unsloth_cupy[cuda12]' or [cuda13]"
         )
-    table.add_row("kernel sources", str(_source.source_root()))
+    table.add_row("kernel sources", str(source.source_root()))
     machine.console(markup=False).print(table)

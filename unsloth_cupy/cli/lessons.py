@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import Array
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from .chat import Chat, Span
 from .progress import reading

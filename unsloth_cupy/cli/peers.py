@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812 -- as torch's own pages call it
 
 from .._cases import Call
-from .._dtypes import DIFFERENTIABLE
-from ..interop.exchange import FRAMEWORKS
+from ..core.dtypes import DIFFERENTIABLE
+from ..core.frameworks import FRAMEWORKS
 
 Tensors = Mapping[str, Any]
 Options = Mapping[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._op import OPS
+from ..core.op import OPS
 from ..errors import ConfigError
 from ..files import written_beside
 from ..pictures import INK, SOFT, save_picture

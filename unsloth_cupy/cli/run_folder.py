@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._dtypes import FLOAT32
+from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, absent, read_json, remove, written_beside
 from .settings import asks_for_more, differences, read_settings

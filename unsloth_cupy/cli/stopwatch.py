@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import KERNEL_DTYPES
+from ..core.dtypes import KERNEL_DTYPES
 
 Calls = Sequence[Callable[[], Any]]
 

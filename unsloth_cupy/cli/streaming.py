@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from .. import _arrays
+from ..core import arrays
 from ..errors import ConfigError
 from .tokenizer import LONGEST_CHARACTER, check_tokens
 
@@ -49,7 +49,7 @@ def stream_text(
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     stream, stops, said, made = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
     click.echo(prompt, nl=False)
-    placed = _arrays.placed(np.array([tokens]), model.table)
+    placed = arrays.placed(np.array([tokens]), model.table)
     for token in model.stream(placed, max_new_tokens=min(max_new_tokens, room), **options):
         made += 1
         said += _shown(stops.push(stream.push(int(token[0]))))

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from .._dtypes import Array
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from .progress import reading
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import Array
+from ..core.dtypes import Array
 from ..errors import ConfigError
 
 FILE = "tokenizer.json"

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import click
 import numpy as np
 
-from .._dtypes import Array
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import check_room
 from .progress import reading

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from .. import _arrays
-from .._dtypes import Array
+from ..core.arrays import on_host, placed
+from ..core.dtypes import Array
+from ..core.faults import check_errors
 from ..errors import ConfigError
-from ..faults import check_errors
 from ..files import check_room, written_beside
 from ..find_nan import NonFiniteError, find_nan, fine
 from ..gradients import measure_gradients, sum_gradients
@@ -204,7 +204,7 @@ class Trainer:
         """Return the arrays of a batch where the model is, by the names of its methods."""
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
         table = self.model.table
-        return {n: a if a is None else _arrays.placed(a, table) for n, a in arrays.items()}
+        return {n: a if a is None else placed(a, table) for n, a in arrays.items()}
 
     @property
     def _scale_may_shrink(self) -> bool:
@@ -247,7 +247,7 @@ class Trainer:
         if not path.exists():
             with written_beside(path) as partial:
                 self.save_model(partial)
-                averages = {n: _arrays.on_host(a) for n, a in self.optimizer.state().items()}
+                averages = {n: on_host(a) for n, a in self.optimizer.state().items()}
                 write_tensors(partial / "optimizer.safetensors", averages)
                 state = {
                     "step": self.step,
@@ -286,7 +286,7 @@ class Trainer:
             state = json.loads((checkpoint / "trainer.json").read_text())
             averages = load_file(checkpoint / "optimizer.safetensors")
             steps, table = averages.pop("steps"), self.model.table
-            there = {name: _arrays.placed(array, table) for name, array in averages.items()}
+            there = {name: placed(array, table) for name, array in averages.items()}
             self.optimizer.load_state({"steps": steps, **there})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step

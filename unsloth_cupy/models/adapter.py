@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import placed
-from .._call import checked, is_integer, is_number
-from .._devices import at
-from .._dtypes import FLOAT32, Array
+from ..core.arrays import placed
+from ..core.call import checked, is_integer, is_number
+from ..core.devices import at
+from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..machine import check_bytes
 from ..ops.linear import linear

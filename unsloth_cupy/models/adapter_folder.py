@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .._call import is_number
-from .._dtypes import FLOAT32, FLOATS, Array, allowed
+from ..core.call import is_number
+from ..core.dtypes import FLOAT32, FLOATS, Array, allowed
 from ..errors import ConfigError
 from ..files import absent, path_of, read_json, settle
 from .adapter import (

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays
-from .._devices import at_home
-from .._dtypes import Array
+from ..core import arrays
+from ..core.devices import at_home
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache
@@ -136,4 +136,4 @@ def _steps_on_device(model: Network, most: int) -> bool:
 
 def on_device_of(array: Array, like: Any) -> Any:
     """Return a NumPy array on the device of like."""
-    return _arrays.placed(np.ascontiguousarray(array), like)
+    return arrays.placed(np.ascontiguousarray(array), like)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._devices import stream
-from .._dtypes import Array
 from ..checkpoint import CheckpointConfig, checkpoint
+from ..core.devices import stream
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..ops.arithmetic import add, multiply, scale

@@ -16,8 +16,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from .. import _arrays
-from .._dtypes import BFLOAT16, FLOATS, Array
+from ..core import arrays
+from ..core.dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
 from ..files import path_of, read_json, renewed
 from .config import Config
@@ -138,7 +138,7 @@ def write_folder(
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
             tensors = {
-                name: np.ascontiguousarray(_arrays.on_host(parameters[name])) for name in names
+                name: np.ascontiguousarray(arrays.on_host(parameters[name])) for name in names
             }
             write_tensors(beside / file, tensors)
         for file, values in texts.items():

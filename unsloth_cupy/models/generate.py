@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from .. import _arrays
-from .._call import checked, is_integer, is_number
-from .._dtypes import Array
+from ..core import arrays
+from ..core.call import checked, is_integer, is_number
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..find_nan import NonFiniteError
 from ..paged_kv_cache import PagedKVCache
@@ -93,8 +93,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     check(tokens, mask)
     cache, sequences = options.cache, options.sequences
     check_pages(model.config, cache, sequences, len(tokens))
-    prompt = _arrays.on_host(tokens)
-    real = np.ones(prompt.shape, bool) if mask is None else _arrays.on_host(mask) != 0
+    prompt = arrays.on_host(tokens)
+    real = np.ones(prompt.shape, bool) if mask is None else arrays.on_host(mask) != 0
     if not real.any(axis=1).all():
         row = int(np.argmin(real.any(axis=1)))
         raise ConfigError(f"generate: row {row} has no real token; begin it with one")
@@ -138,7 +138,7 @@ def _steps(
     for step in range(most):
         if finished.all():
             return
-        logits = _arrays.on_host(ahead(past, seen)).astype(np.float64)
+        logits = arrays.on_host(ahead(past, seen)).astype(np.float64)
         if np.isnan(logits).any():
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"

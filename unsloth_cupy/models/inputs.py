@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _arrays
-from .._dtypes import KINDS
 from ..checkpoint import CheckpointConfig
+from ..core import arrays
+from ..core.dtypes import KINDS
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
 from ..ops._sequences import check_offsets
@@ -47,8 +47,8 @@ def check(
     given = {"tokens": tokens, "mask": mask, "offsets": offsets}
     for name, array in given.items():
         if array is not None or name == "tokens":
-            _arrays.framework_of(array, f"Transformer: {name}")  # a number too is none
-    _arrays.common("Transformer", [*given], [*given.values()])
+            arrays.framework_of(array, f"Transformer: {name}")  # a number too is none
+    arrays.common("Transformer", [*given], [*given.values()])
     if not isinstance(checkpoints, CheckpointConfig | None):
         cure = "pass a CheckpointConfig, or None"
         raise ConfigError(f"Transformer: checkpoint is {checkpoints!r}; {cure}")
@@ -132,7 +132,7 @@ def places(
 def _packed(angles: Angles, total: int, offsets: Any) -> Places:
     """Return the places of texts that lie end to end: each begins at position 0."""
     if _by_length(angles):  # each text has angles of its own: a row of the tables for each token
-        lengths = [n for n in np.diff(_arrays.on_host(offsets)).tolist() if n]
+        lengths = [n for n in np.diff(arrays.on_host(offsets)).tolist() if n]
         found: dict[str, Any] = {}
         for kind, tables in angles.tables.items():
             texts = [[table[:n] for table in tables(n)] for n in lengths]

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _arrays
-from .._call import is_number
-from .._dtypes import FLOAT32, Array
+from ..core import arrays
+from ..core.call import is_number
+from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..loss_scaler import LossScaler
 from ..ops.head_gradients import linear_cross_entropy_gradients
@@ -21,8 +21,8 @@ IGNORE = -100  # the label of a token that does not count
 
 def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     """Return what each token is to predict: the label after it, or IGNORE at its text's end."""
-    _arrays.framework_of(labels, "loss: labels")  # None and a number are none
-    _arrays.common("loss", ("tokens", "labels"), (tokens, labels))
+    arrays.framework_of(labels, "loss: labels")  # None and a number are none
+    arrays.common("loss", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
         problem = f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal"
         raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(labels.shape))
@@ -30,7 +30,7 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
         raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
     if offsets is not None:  # rows go on in each other, texts do not
         labels = labels.reshape(1, -1)
-    shifted: Array = _arrays.full_like(labels, IGNORE)
+    shifted: Array = arrays.full_like(labels, IGNORE)
     shifted[:, :-1] = labels[:, 1:]
     if offsets is not None and shifted.size:
         shifted[0, offsets[1:] - 1] = IGNORE

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import _arrays
-from .._call import is_integer
-from .._devices import at_home
-from .._dtypes import FLOAT32, Array
 from ..checkpoint import CheckpointConfig
+from ..core import arrays
+from ..core.call import is_integer
+from ..core.devices import at_home
+from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache
@@ -43,7 +43,7 @@ class Network:
 
     def _turn(self) -> None:
         """Make the tables of the rotary embeddings."""
-        here = _arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
+        here = arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
         ropes = sorted(self.config.ropes.items())
         self.tables = {kind: rope_rows(rope, here) for kind, rope in ropes}
         for tables in self.tables.values():

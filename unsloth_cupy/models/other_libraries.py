@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from ..interop.exchange import DLPACK, FRAMEWORKS, Framework, adopted, common, native
+from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopted, common, native
 
 ARRAYS = ("tokens", "labels", "mask", "offsets")
 P = ParamSpec("P")

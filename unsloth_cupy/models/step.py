@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import _arrays
-from .._devices import at_home
-from .._dtypes import Array
+from ..core import arrays
+from ..core.devices import at_home
+from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
@@ -45,7 +45,7 @@ class Step:
             last = start - 1 - (start - 1 - slot) % max(1, slots - sinks)
             token = np.where(slot < min(sinks, slots), slot, last)
             held = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
-            self.seen[slots] = _arrays.placed(np.ascontiguousarray(held), model.table)
+            self.seen[slots] = arrays.placed(np.ascontiguousarray(held), model.table)
         self.lengths: dict[int, Array] = {}
         self.graph: Any = None
         self.logits: Any = None
@@ -54,7 +54,7 @@ class Step:
         self.captures, self.warm = True, False
 
     def _placed(self, numbers: Any) -> Array:
-        made: Array = _arrays.placed(np.asarray(numbers, np.int64), self.model.table)
+        made: Array = arrays.placed(np.asarray(numbers, np.int64), self.model.table)
         return made
 
     def __call__(self, tokens: Array) -> Array:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import Array
 from ..checkpoint import CheckpointConfig
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..loss_scaler import LossScaler

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty
-from .._dtypes import Array
-from .._jit import load
-from .._source import Constants
-from .._target import limits
+from ..core.arrays import empty
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import limits
 from ._attention_backward_tiles import Tiles, resolve
 from ._attention_options import ANY, in_chunks, laid_out, strides, told
 from ._scores import check_options

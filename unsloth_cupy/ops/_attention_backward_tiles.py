@@ -6,7 +6,7 @@ bytes = (rows + stages * tile) * (row(dim) + row(value_dim))
 from functools import cache
 from typing import NamedTuple
 
-from .._target import Limits
+from ..core.target import Limits
 from ._attention_options import ANY, CAUSAL, HIDING, row_bytes
 from ._attention_tiles import Table, rows_of
 

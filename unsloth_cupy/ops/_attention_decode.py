@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import empty
 from .._counters import counters
-from .._dtypes import Array
-from .._jit import load
-from .._source import Constants
-from .._target import Limits, limits
+from ..core.arrays import empty
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import Limits, limits
 from ._attention_launch import launch_forward
 from ._attention_options import by_batch, in_chunks, row_bytes, told
 from ._attention_tiles import Table, rows_of

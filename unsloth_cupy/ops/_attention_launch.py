@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty
-from .._dtypes import Array
-from .._jit import load
-from .._source import Constants
-from .._target import limits
+from ..core.arrays import empty
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import limits
 from . import _attention_tiles
 from ._attention_options import CAUSAL, HIDING, by_batch, in_chunks, laid_out, told
 from ._attention_tiles import Tiles, resolve, slice_of

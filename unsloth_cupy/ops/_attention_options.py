@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import lanes, packed
-from .._dtypes import Array
+from ..core.arrays import lanes, packed
+from ..core.dtypes import Array
 from ._blocks import FARTHEST, TILE, Window
 from ._rows import spanned
 

@@ -6,7 +6,7 @@ bytes = rows * row(dim) + stages * keys * (row(dim) + row(slice of value_dim))
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from .._target import Limits
+from ..core.target import Limits
 from ._attention_options import ANY, CAUSAL, HIDING, row_bytes
 
 WIDEST = 256  # columns of a sum that fit into the registers of a warp: a block owns no more

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _threads
-from .._call import is_integer
-from .._dtypes import Array
-from .._stand_in import is_planned, side_by_side
+from ..core.call import is_integer
+from ..core.dtypes import Array
+from ..core.stand_in import is_planned, side_by_side
 from ..errors import ConfigError, RangeError
 from ._products import SINGLE
 

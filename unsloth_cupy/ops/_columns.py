@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, packed
-from .._dtypes import FLOAT32, KERNEL_DTYPES, Array
-from .._jit import load
-from .._source import Constants
-from .._target import target_of
+from ..core.arrays import empty, packed
+from ..core.dtypes import FLOAT32, KERNEL_DTYPES, Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import target_of
 
 
 def row_sum(rows: Array, dtype: Any) -> Array:

@@ -3,12 +3,12 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-from .. import faults
-from .._arrays import lanes
-from .._dtypes import Array
-from .._jit import load
-from .._source import Constants
-from .._target import limits
+from ..core import faults
+from ..core.arrays import lanes
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import limits
 from ._losses import Options
 
 REPORTER = faults.reporter(

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from .._arrays import lanes, packed
-from .._jit import load
-from .._source import Constants
+from ..core.arrays import lanes, packed
+from ..core.kernel import load
+from ..core.source import Constants
 from ._rows import aligned, lie, walkable
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .._op import Traced
+from ..core.op import Traced
 from ..errors import ConfigError, GradientError
 
 

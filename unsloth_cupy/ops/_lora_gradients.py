@@ -3,12 +3,12 @@
 from functools import cache
 from typing import Any
 
-from .._arrays import empty, lanes, packed
-from .._dtypes import FLOAT32, KERNEL_DTYPES, Array
 from .._gemm import gemm
-from .._jit import load
-from .._source import Constants
-from .._target import limits, target_of
+from ..core.arrays import empty, lanes, packed
+from ..core.dtypes import FLOAT32, KERNEL_DTYPES, Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import limits, target_of
 from ._columns import row_sum
 
 RANKS = 16, 32, 64  # beyond, float32 sums of up are more bytes than the second pass over dy

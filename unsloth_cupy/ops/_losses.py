@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import Array
-from .._stand_in import representative_steps
+from ..core.dtypes import Array
+from ..core.stand_in import representative_steps
 from ..errors import ConfigError, RangeError
 from .softmax import finite
 

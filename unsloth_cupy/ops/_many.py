@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import lanes, placed
-from .._dtypes import KERNEL_DTYPES, Array
-from .._source import Constants
-from .._target import target_of
+from ..core.arrays import lanes, placed
+from ..core.dtypes import KERNEL_DTYPES, Array
+from ..core.source import Constants
+from ..core.target import target_of
 
 POINTERS, FIELDS, CHUNK, THREADS = 7, 10, 8192, 256
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, lanes
-from .._dtypes import Array
-from .._jit import load
-from .._source import Constants
-from .._target import limits
+from ..core.arrays import empty, lanes
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import limits
 from ..errors import ConfigError
 from ._columns import column_sums
 from ._rows import aligned, lie, spread

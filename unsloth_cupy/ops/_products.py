@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import Array
+from ..core.dtypes import Array
 
 SINGLE = 2**18  # rows * columns * inner size up to which OpenBLAS keeps to one thread
 PARTIAL = 2**20  # elements of the partial sums that are held at once

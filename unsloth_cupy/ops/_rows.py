@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import packed
-from .._stand_in import StandIn
+from ..core.arrays import packed
+from ..core.stand_in import StandIn
 
 
 def spread(wanted: int, clusters: bool) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from .. import _philox
-from .._dtypes import Array
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ._blocks import TILE, Block, Blocks, Window, check_window, four_axes, index_of
 from ._products import by_keys, stacked

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import Array
+from ..core.dtypes import Array
 from ..errors import RangeError, ShapeError
 from ._blocks import TILE, four_axes
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .._arrays import packed
+from ..core.arrays import packed
 from ._rows import spanned
 
 Steps = tuple[int, int]

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import lanes
-from .._dtypes import Array
-from .._jit import load
-from .._op import op
-from .._stand_in import representative_steps
+from ..core.arrays import lanes
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.op import op
+from ..core.stand_in import representative_steps
 from ._flat import constants
 
 BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache

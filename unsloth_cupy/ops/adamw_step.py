@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import full_like, packed, placed
-from .._devices import at, settle, stream
-from .._dtypes import KERNEL_DTYPES, Array, allowed
-from .._jit import load
-from .._stand_in import representative_steps
+from ..core.arrays import full_like, packed, placed
+from ..core.devices import at, settle, stream
+from ..core.dtypes import KERNEL_DTYPES, Array, allowed
+from ..core.kernel import load
+from ..core.stand_in import representative_steps
 from . import _many
 from ._dynamic_codes import BLOCK, decode, encode, tables
 from .adamw import adamw_

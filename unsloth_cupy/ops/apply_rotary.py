@@ -7,8 +7,8 @@ Pairs are (i, i + dim / 2); angle = position * rope_theta**(-2 i / dim).
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from ..errors import ShapeError
 from .rope import launch_rope, rotated
 from .rope_tables import check_base, frequencies

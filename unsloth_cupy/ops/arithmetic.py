@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty
-from .._call import is_integer
-from .._dtypes import Array
-from .._op import op
+from ..core.arrays import empty
+from ..core.call import is_integer
+from ..core.dtypes import Array
+from ..core.op import op
 from ..errors import ConfigError, RangeError, ShapeError
 from ._flat import launch_rows
 

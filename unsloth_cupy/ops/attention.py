@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from ._attention_backward_launch import launch_backward
 from ._attention_decode import launch_attention
 from ._blocks import Block, Window

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from .._call import checked, is_integer
-from .._cupy import limits_of
-from .._dtypes import KERNEL_DTYPES, float_dtype
-from .._op import OPS
-from .._target import Limits, limits, target_of
+from ..core.call import checked, is_integer
+from ..core.dtypes import KERNEL_DTYPES, float_dtype
+from ..core.gpu import limits_of
+from ..core.op import OPS
+from ..core.target import Limits, limits, target_of
 from ..errors import ConfigError, DeviceError, DTypeError, KernelError
 from . import _attention_tiles
 from ._attention_options import ANY, CAUSAL

@@ -7,10 +7,10 @@ y = attention(q, k, v) o_weight^T + o_bias
 from collections.abc import Sequence
 from typing import Any
 
-from .._arrays import common
-from .._call import is_integer
-from .._devices import at
-from .._dtypes import Array
+from ..core.arrays import common
+from ..core.call import is_integer
+from ..core.devices import at
+from ..core.dtypes import Array
 from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache

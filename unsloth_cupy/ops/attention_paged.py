@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import packed
-from .._dtypes import Array
-from .._op import op
+from ..core.arrays import packed
+from ..core.dtypes import Array
+from ..core.op import op
 from ..errors import RangeError, ShapeError
 from ._attention_decode import launch_decode
 from ._blocks import TILE, Window, four_axes

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from ._attention_backward_launch import launch_backward
 from ._attention_launch import launch_forward
 from ._blocks import TILE, Window

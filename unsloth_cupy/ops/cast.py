@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, lanes, packed
-from .._dtypes import KERNEL_DTYPES, Array
-from .._jit import load
-from .._op import Op, op
+from ..core.arrays import empty, lanes, packed
+from ..core.dtypes import KERNEL_DTYPES, Array
+from ..core.kernel import load
+from ..core.op import Op, op
 from ..errors import ConfigError
 from ._flat import constants
 from ._in_place import check_changeable, in_one_piece

@@ -8,9 +8,9 @@ Label smoothing: Szegedy et al., 2016.  z_loss: Chowdhery et al., PaLM, 2022.
 
 import numpy as np
 
-from .._arrays import empty
-from .._dtypes import Array
-from .._op import op
+from ..core.arrays import empty
+from ..core.dtypes import Array
+from ..core.op import op
 from ._cross_entropy_launch import launch_losses, launch_slopes
 from ._losses import check_labels, checked, losses, slopes
 

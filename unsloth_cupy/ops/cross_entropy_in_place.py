@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, packed
-from .._dtypes import FLOAT32, Array
-from .._op import op
+from ..core.arrays import empty, packed
+from ..core.dtypes import FLOAT32, Array
+from ..core.op import op
 from ._cross_entropy_launch import launch_both
 from ._in_place import check_changeable
 from ._losses import check_labels, checked, losses, slopes

@@ -4,8 +4,8 @@ from collections.abc import Set
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 
 
 @op("a(*axes), b(*axes) -> c(*axes)")

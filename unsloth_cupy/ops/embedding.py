@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import faults
-from .._arrays import empty, lanes, packed, scipy_of
-from .._dtypes import Array
-from .._jit import load
-from .._op import op
-from .._source import Constants
+from ..core import faults
+from ..core.arrays import empty, lanes, packed, scipy_of
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.op import op
+from ..core.source import Constants
 
 REPORTER = faults.reporter("embedding", "tokens", "vocab")
 

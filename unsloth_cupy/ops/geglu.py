@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from .._arrays import empty, scipy_of
-from .._dtypes import Array
-from .._op import op
+from ..core.arrays import empty, scipy_of
+from ..core.dtypes import Array
+from ..core.op import op
 from ._flat import launch_over, launch_rows
 from ._in_place import check_changeable
 from .swiglu import sigmoid

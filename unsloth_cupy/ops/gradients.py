@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._arrays import empty
 from .._counters import counters
-from .._devices import stream
-from .._dtypes import KERNEL_DTYPES, Array
-from .._jit import load
-from .._stand_in import representative_steps
-from .._target import limits
+from ..core.arrays import empty
+from ..core.devices import stream
+from ..core.dtypes import KERNEL_DTYPES, Array
+from ..core.kernel import load
+from ..core.stand_in import representative_steps
+from ..core.target import limits
 from . import _many
 
 PART = 65536  # elements widened at a time on the host: they stay in its cache

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import lanes, packed
-from .._dtypes import Array
-from .._jit import load
-from .._op import op
-from .._source import Constants
+from ..core.arrays import lanes, packed
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.op import op
+from ..core.source import Constants
 from ._rows import spanned
 
 NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"

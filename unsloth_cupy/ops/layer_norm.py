@@ -7,8 +7,8 @@ Ba, Kiros and Hinton, Layer Normalization, 2016.
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from . import _norm
 
 

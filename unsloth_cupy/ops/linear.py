@@ -8,10 +8,10 @@ from collections.abc import Set
 
 import numpy as np
 
-from .._arrays import empty
-from .._dtypes import Array
 from .._gemm import gemm
-from .._op import op
+from ..core.arrays import empty
+from ..core.dtypes import Array
+from ..core.op import op
 from ._columns import row_sum
 
 

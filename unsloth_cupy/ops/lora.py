@@ -12,9 +12,9 @@ from collections.abc import Set
 import numpy as np
 
 from .. import _philox
-from .._dtypes import Array
 from .._gemm import gemm
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from ._columns import row_sum
 from ._lora_gradients import rank_gradients
 from .linear import flat

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty
-from .._dtypes import FLOAT32, Array
 from .._gemm import gemm, steps
-from .._op import Traced, op
+from ..core.arrays import empty
+from ..core.dtypes import FLOAT32, Array
+from ..core.op import Traced, op
 from .cast import cast
 
 

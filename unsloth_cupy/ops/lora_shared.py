@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._dtypes import Array
 from .._gemm import gemm
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from ..errors import ConfigError
 from .linear import flat
 from .lora import raised, raised_gradients

@@ -6,9 +6,9 @@ c = a b        da = dc b^T        db = a^T dc
 import math
 from collections.abc import Set
 
-from .._dtypes import Array
 from .._gemm import gemm
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 
 
 @op(

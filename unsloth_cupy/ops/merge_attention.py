@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 
 
 @op(

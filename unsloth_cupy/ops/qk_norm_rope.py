@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import faults
-from .._arrays import empty, lanes
-from .._dtypes import Array
-from .._jit import load
-from .._op import op
-from .._source import Constants
-from .._target import limits
+from ..core import faults
+from ..core.arrays import empty, lanes
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.op import op
+from ..core.source import Constants
+from ..core.target import limits
 from ._columns import column_sums
 from ._norm import check_eps
 from ._steps import stepped

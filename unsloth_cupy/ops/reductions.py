@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .._call import is_integer
-from .._dtypes import Array
-from .._op import op
+from ..core.call import is_integer
+from ..core.dtypes import Array
+from ..core.op import op
 from ..errors import ConfigError, ShapeError
 
 Axes = int | tuple[int, ...] | None

@@ -7,9 +7,9 @@ So et al., Primer: Searching for Efficient Transformers for Language Modeling, 2
 
 import numpy as np
 
-from .._arrays import empty
-from .._dtypes import Array
-from .._op import op
+from ..core.arrays import empty
+from ..core.dtypes import Array
+from ..core.op import op
 from ._flat import launch_over, launch_rows
 from ._in_place import check_changeable
 

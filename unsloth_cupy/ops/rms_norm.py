@@ -7,8 +7,8 @@ Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 
 import numpy as np
 
-from .._dtypes import Array
-from .._op import op
+from ..core.dtypes import Array
+from ..core.op import op
 from . import _norm
 
 

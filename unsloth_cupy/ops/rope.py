@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import faults
-from .._arrays import empty, lanes
-from .._dtypes import FLOAT32, Array
-from .._jit import load
-from .._op import op
-from .._source import Constants
+from ..core import faults
+from ..core.arrays import empty, lanes
+from ..core.dtypes import FLOAT32, Array
+from ..core.kernel import load
+from ..core.op import op
+from ..core.source import Constants
 from ..errors import RangeError, ShapeError
 from ._steps import stepped
 

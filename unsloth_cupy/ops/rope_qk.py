@@ -5,9 +5,9 @@ y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with 
 Pairs and tables are those of ``rope``.
 """
 
-from .._arrays import packed
-from .._dtypes import Array
-from .._op import op
+from ..core.arrays import packed
+from ..core.dtypes import Array
+from ..core.op import op
 from ._in_place import check_changeable
 from ._steps import steps_of
 from .rope import by_token, check_tables, launch_rope, rotated

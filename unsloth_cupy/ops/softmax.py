@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, lanes
-from .._dtypes import Array
-from .._jit import load
-from .._op import op
-from .._source import Constants
-from .._target import limits
+from ..core.arrays import empty, lanes
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.op import op
+from ..core.source import Constants
+from ..core.target import limits
 from ._rows import aligned, lie, spread
 
 HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .._arrays import empty, rounded
-from .._dtypes import FLOAT32, Array
 from .._gemm import gemm
-from .._op import op
-from .._stand_in import representative_steps
+from ..core.arrays import empty, rounded
+from ..core.dtypes import FLOAT32, Array
+from ..core.op import op
+from ..core.stand_in import representative_steps
 from ..errors import ConfigError
 from ._flat import launch_rows
 from .linear import flat

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import faults
-from ._stand_in import StandIn
+from .stand_in import StandIn
 
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from . import _devices
-from ._replay import Recorded
-from ._source import Constants, check_arguments, parameters, translation_unit
-from ._target import target_of
-from .errors import KernelError
+from ..errors import KernelError
+from . import devices
+from .replay import Recorded
+from .source import Constants, check_arguments, parameters, translation_unit
+from .target import target_of
 
 NULL = np.uintp(0)  # the pointer of an absent array
 
@@ -59,5 +59,5 @@ def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     target = target_of(like)
     if target is None:
         raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")
-    with _devices.at(like):
-        return _kernel(target, _devices.number(like), file, name, constants)
+    with devices.at(like):
+        return _kernel(target, devices.number(like), file, name, constants)

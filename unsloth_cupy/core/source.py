@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ._dtypes import BFLOAT16
-from .errors import KernelError
+from ..errors import KernelError
+from .dtypes import BFLOAT16
 
 CTYPES: Mapping[np.dtype[Any], str] = {
     np.dtype("float16"): "__half",
@@ -44,7 +44,7 @@ class Constants(dict[str, Any]):
 @functools.cache
 def source_root() -> Path:
     """Return kernels_cu/: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     for root in (package / "kernels_cu", package.parent / "kernels_cu"):
         if (root / "common").is_dir():
             return root

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .interop.exchange import (
+from .frameworks import (
     check_library,
     common,
     empty,

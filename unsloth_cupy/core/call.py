@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _target
-from .errors import ConfigError, DTypeError
+from ..errors import ConfigError, DTypeError
+from . import target
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 
@@ -95,7 +95,7 @@ def written_for(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         **defaults,
         "plan": op.plan,
         "plans": op.plans,
-        "targets": _target,
+        "targets": target,
         "inf": math.inf,
         "fit": functools.partial(_fit, op.__name__, parameters),
         "too_many": functools.partial(_too_many, op.__name__, ", ".join(positional)),

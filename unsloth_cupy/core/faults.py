@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _devices
-from ._dtypes import Array
-from ._stand_in import StandIn
-from .errors import RangeError
+from ..errors import RangeError
+from . import devices
+from .dtypes import Array
+from .stand_in import StandIn
 
 WORDS = 4  # as faults.cuh lays them out
 
@@ -59,7 +59,7 @@ def _new(like: Any) -> Any:
         return np.zeros(WORDS, np.int64)
     import cupy
 
-    with _devices.at(like), cupy.cuda.Stream(non_blocking=True) as side:
+    with devices.at(like), cupy.cuda.Stream(non_blocking=True) as side:
         words = cupy.zeros(WORDS, np.int64)
         side.synchronize()  # of this stream alone: the one that asks may be captured
     return words

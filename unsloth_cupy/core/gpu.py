@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import _devices, _target
-from ._source import source_root
-from ._target import Limits
-from .errors import KernelError
-from .interop import exchange
+from ..errors import KernelError
+from . import devices, frameworks, target
+from .source import source_root
+from .target import Limits
 
 NUMBERS = {"ClusterLaunch": 120}  # of attributes in cudaDeviceAttr that CuPy has no name for
 
@@ -42,7 +41,7 @@ class CupyTarget:
                         function.max_dynamic_shared_size_bytes = most = shared
             function(grid, block, args, shared_mem=shared)
 
-        return _devices.bound(launch)
+        return devices.bound(launch)
 
     def limits(self, array: Any) -> Limits:
         """Return the limits of the GPU that holds array."""
@@ -50,7 +49,7 @@ class CupyTarget:
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new array on the GPU that holds ``like``."""
-        with _devices.at(like):
+        with devices.at(like):
             return sys.modules["cupy"].empty(shape, dtype)
 
     def ready(self, scalar: Any) -> Any:
@@ -110,11 +109,11 @@ def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[.
         given = [a for a in arrays if a is not None and type(a) is not int]
         if all(array.data.device_id == here for array in given):
             return run_on(here)(arrays, options)
-        exchange.common(op.__name__, op.names, arrays)
+        frameworks.common(op.__name__, op.names, arrays)
         with given[0].device:
             return run_on(given[0].data.device_id)(arrays, options)
 
     return run_there
 
 
-_target.targets = (CupyTarget(), *_target.targets)
+target.targets = (CupyTarget(), *target.targets)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .. import _devices
-from .._stand_in import StandIn, is_planned
-from .._target import target_of
 from ..errors import DTypeError, FrameworkError
+from .devices import at
+from .stand_in import StandIn, is_planned
+from .target import target_of
 
 
 class Framework(NamedTuple):
@@ -222,7 +222,7 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     """
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
-        with _devices.at(array):
+        with at(array):
             return np.full_like(array, number, shape=shape)
     shape = tuple(array.shape) if shape is None else shape
     if library == "torch":
@@ -240,7 +240,7 @@ def placed(array: Any, like: Any) -> Any:
         return FRAMEWORKS["torch"].give_back(array, like).to(like.device)
     if library == "jax":
         return FRAMEWORKS["jax"].give_back(array, like)
-    with _devices.at(like):
+    with at(like):
         return np.asarray(array, like=like) if library == "cupy" else array
 
 
@@ -248,7 +248,7 @@ def on_host(array: Any) -> Any:
     """Return array as NumPy's, copied from its GPU where it lives on one."""
     if isinstance(array, np.ndarray):
         return array
-    with _devices.at(array):  # its current stream is the one to wait for
+    with at(array):  # its current stream is the one to wait for
         return array.get()
 
 

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,5 +144,6 @@ def settle(like: Any) -> None:
 
 
 def on_gpu(array: Any) -> bool:
+    """Say whether array is one of CuPy's."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)

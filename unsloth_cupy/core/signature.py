@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._dtypes import FLOAT32, KINDS, allowed
-from .errors import DTypeError, ShapeError
+from ..errors import DTypeError, ShapeError
+from .dtypes import FLOAT32, KINDS, allowed
 
 OPERAND = re.compile(r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?")
 AXES = re.compile(r"[^\s,]+")

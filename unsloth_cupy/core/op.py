@@ -21,14 +21,15 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import _arrays, _call, _cupy
-from ._dtypes import DIFFERENTIABLE, FLOAT32, FLOATS, KERNEL_DTYPES
-from ._replay import Run, replaying
-from ._signature import check, explain, parse
-from ._stand_in import is_planned
-from ._target import target_of
-from .errors import RangeError
-from .interop import exchange
+from ..errors import RangeError
+from . import frameworks, gpu
+from .arrays import packed, rounded
+from .call import written_for
+from .dtypes import DIFFERENTIABLE, FLOAT32, FLOATS, KERNEL_DTYPES
+from .replay import Run, replaying
+from .signature import check, explain, parse
+from .stand_in import is_planned
+from .target import target_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +71,7 @@ class Op(Generic[P, R]):
         self.strided: tuple[str, ...] = ()  # arrays that the launch gets as they lie
         self.backward: Op[..., Any] | None = None
         self.plans: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
-        call, self.key = _call.written_for(self)
+        call, self.key = written_for(self)
         self.__class__ = type("Op", (Op,), {"__call__": staticmethod(call)})  # calls ask the class
         OPS[self.__name__] = self
 
@@ -108,9 +109,9 @@ class Op(Generic[P, R]):
         for array in arrays:
             if isinstance(array, Traced):
                 return functools.partial(array.run_op, self)
-        library = exchange.common(self.__name__, self.names, arrays)
-        if not exchange.native(arrays):
-            return functools.partial(exchange.elsewhere, library, self)
+        library = frameworks.common(self.__name__, self.names, arrays)
+        if not frameworks.native(arrays):
+            return functools.partial(frameworks.elsewhere, library, self)
         if len(self.plans) >= KEPT_PLANS:
             self.plans.clear()
         run = self.plans[self.key(*arrays)] = self._native(library, arrays)
@@ -139,7 +140,7 @@ class Op(Generic[P, R]):
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
             for index in pack:
-                arrays[index] = _arrays.packed(arrays[index])
+                arrays[index] = packed(arrays[index])
             if narrow and not kernel:
                 arrays = [a.astype(FLOAT32) if i in narrow else a for i, a in enumerate(arrays)]
             if keywords:
@@ -154,12 +155,12 @@ class Op(Generic[P, R]):
                     break
             else:
                 return result
-            results = tuple(map(_arrays.rounded, results, dtypes))
+            results = tuple(map(rounded, results, dtypes))
             return results if result.__class__ is tuple else results[0]
 
         defined = functools.partial(self._native, library, launch=False)
         made = functools.partial(replaying, run, defined, host) if kernel else lambda: run
-        return made() if host else _cupy.on_one_device(self, made)
+        return made() if host else gpu.on_one_device(self, made)
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:
         values = np.asarray(arrays[index])

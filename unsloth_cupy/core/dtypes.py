@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or anything that quacks like one
 

@@ -1,0 +1,1 @@
+"""The machine room: a call, from its signature to its kernel."""

@@ -1,1 +1,0 @@
-"""Other array libraries: how their arrays come in and go back."""

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy import _counters, _gemm
 from unsloth_cupy.core import faults
 from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.ops import gradients
+from unsloth_cupy.ops.common import counters, gemm
+from unsloth_cupy.ops.optimizers import gradients
 
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
 from .stand_in_devices import faces as faces_of
@@ -452,12 +452,12 @@ def gpu(
     made = _modules(machine)
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
-    found, _gemm.cublas = _gemm.cublas, lambda: Cublas(machine)
+    found, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
     records = dict(faults._records)
     for op in OPS.values():
         op.plans.clear()  # what was recorded on another machine
     gradients.tables.clear()
-    _counters._kept.clear()
+    counters._kept.clear()
     if devices > 1:
         _forget_devices()
     try:
@@ -465,9 +465,9 @@ def gpu(
     finally:
         if devices > 1:
             _forget_devices()
-        _gemm.cublas = found
+        gemm.cublas = found
         gradients.tables.clear()  # addresses of a machine that is gone
-        _counters._kept.clear()
+        counters._kept.clear()
         faults._records.clear()  # of devices that are gone
         faults._records.update(records)
         for name, module in before.items():

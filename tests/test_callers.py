@@ -16,7 +16,7 @@ from unsloth_cupy._cases import Scale, draw
 from unsloth_cupy.core import op, replay
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.ops import adamw_step, gradients
+from unsloth_cupy.ops.optimizers import adamw_step, gradients
 
 from .parity import emulator
 from .stand_in import Function, gpu

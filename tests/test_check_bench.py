@@ -122,7 +122,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(machine, "gpus", lambda: ([machine.Gpu("Fake 9", "9.0", 1 << 30)], ""))
     # NumPy arrays have no .data.ptr: where a fake lies does not matter here
-    monkeypatch.setattr("unsloth_cupy.ops._flat.lanes", lambda row, *arrays: 1)
+    monkeypatch.setattr("unsloth_cupy.ops.common.elementwise.lanes", lambda row, *arrays: 1)
     monkeypatch.setattr(bench, "_address", id)
     target = FakeGpu()
     with core_target.using(target):

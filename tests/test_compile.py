@@ -21,7 +21,9 @@ from unsloth_cupy.core.gpu import CupyTarget, compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
-from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
+from unsloth_cupy.ops.attention.attention import _decode
+from unsloth_cupy.ops.losses import _launch
+from unsloth_cupy.ops.norms import rows
 
 from . import budget
 from .budget import FILE
@@ -102,9 +104,9 @@ def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:
     assert len(taken) > 1000
     assert not [line for line in taken if line[3] > LIMITS[line[2]][3]]
     left = {  # what launch tables that fill the memory of a block leave for its static part
-        "attention_decode": _attention_decode.STATIC,
-        "cross_entropy_over_": _cross_entropy_launch.STATIC,
-        "norm_backward": _norm.STATIC,
+        "attention_decode": _decode.STATIC,
+        "cross_entropy_over_": _launch.STATIC,
+        "norm_backward": rows.STATIC,
     }
     beside = {k: most for k, most in static_memory().items() if most and k in dynamic()}
     assert {k: most <= left.get(k, 0) for k, most in beside.items()} == dict.fromkeys(left, True)

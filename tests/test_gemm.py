@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import _gemm
-from unsloth_cupy._gemm import gemm
 from unsloth_cupy.core.dtypes import BFLOAT16, FLOATS
 from unsloth_cupy.errors import DTypeError, KernelError, ShapeError
+from unsloth_cupy.ops.common import gemm as common_gemm
+from unsloth_cupy.ops.common.gemm import gemm
 
 from .parity import EPS, on_gpu
 
-NAMES = {number: dtype for dtype, number in _gemm.DTYPES.items()}
+NAMES = {number: dtype for dtype, number in common_gemm.DTYPES.items()}
 NUMBERS = [pytest.param(dtype, id=dtype.name) for dtype in FLOATS]
 
 
@@ -76,7 +76,7 @@ class Cublas:
             "GetMathMode",
         ):
             setattr(faces, f"cublas{name}", types.SimpleNamespace())
-        _gemm.declare(faces)
+        common_gemm.declare(faces)
         for name, face in vars(faces).items():
             prototype = ctypes.CFUNCTYPE(ctypes.c_int, *face.argtypes)
             function = prototype(getattr(self, name))
@@ -123,7 +123,7 @@ class Cublas:
         algorithm: int,
     ) -> int:
         self.calls.append(f"{name} {m}x{n}x{k} flags {flag_a}{flag_b}")
-        assert self.mode == _gemm.FULL_PRECISION
+        assert self.mode == common_gemm.FULL_PRECISION
         assert (handle, algorithm) == (77, -1)
         scalar = {68: ctypes.c_float, 70: ctypes.c_double}[compute]
         sums = np.dtype({68: np.float32, 70: np.float64}[compute])
@@ -165,7 +165,7 @@ def cublas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cublas]:
     monkeypatch.setitem(
         __import__("sys").modules, "cupy", types.SimpleNamespace(cuda=cuda, empty=empty)
     )
-    monkeypatch.setattr(_gemm, "cublas", lambda: library)
+    monkeypatch.setattr(common_gemm, "cublas", lambda: library)
     yield library
     assert library.mode == CUPYS_MODE
 
@@ -299,12 +299,12 @@ def test_sums_are_float32(cublas: Cublas) -> None:
 def test_wide_operands_in_steps() -> None:
     """A product of 16-bit matrices widens a few megabytes at a time, and rounds once."""
     a, b = draw(600, 9000, dtype=BFLOAT16), draw(9000, 500, dtype=BFLOAT16, seed=1)
-    assert _gemm.steps(600, 500, 9000) == (233, 233)
+    assert common_gemm.steps(600, 500, 9000) == (233, 233)
     tracemalloc.start()
     found = gemm(a, b)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < found.nbytes + 2.2 * _gemm.BLOCK_BYTES < (a.size + b.size) * 4
+    assert peak < found.nbytes + 2.2 * common_gemm.BLOCK_BYTES < (a.size + b.size) * 4
     check(found, a.astype(np.float64) @ b.astype(np.float64), 9000)
 
 
@@ -315,7 +315,7 @@ def test_adding_float32_takes_a_megabyte() -> None:
     gemm(a.T, b, out=out, add=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1.1 * _gemm.SUM_BYTES < out.nbytes / 4
+    assert peak < 1.1 * common_gemm.SUM_BYTES < out.nbytes / 4
     check(out, 1 + a.T.astype(np.float64) @ b, 30)
 
 
@@ -351,7 +351,7 @@ def test_cublas_is_found_where_cupy_finds_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(libraries._pathfinder, "load_nvidia_dynamic_lib", asked.append)
     monkeypatch.delitem(vars(libraries), "cublas", raising=False)
     with contextlib.suppress(ImportError):  # here it is not
-        _gemm.cublas.__wrapped__()
+        common_gemm.cublas.__wrapped__()
     assert asked == ["cublas"]
 
 

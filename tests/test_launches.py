@@ -28,7 +28,9 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.core.target import Limits
-from unsloth_cupy.ops import _attention_decode, _cross_entropy_launch, _norm
+from unsloth_cupy.ops.attention.attention import _decode
+from unsloth_cupy.ops.losses import _launch
+from unsloth_cupy.ops.norms import rows as norms_rows
 
 from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
 from .variants import Asked, constants, turned
@@ -245,19 +247,17 @@ WITHOUT_LEAVE = 48 << 10  # bytes of shared memory, static and dynamic together
 def held_backward(bias: Any, hidden: int, there: Limits) -> int:
     types = BFLOAT16, BFLOAT16, bias
     clusters = there.architecture >= 90
-    return _norm.sums(_norm.constants(types, hidden, 8, False, False, clusters, there.shared))
+    return norms_rows.sums(norms_rows.constants(types, hidden, 8, False, False, clusters, there.shared))
 
 
 def held_over(vocab: int, there: Limits) -> int:
-    types, access = (BFLOAT16, BFLOAT16, np.dtype("int64")), _cross_entropy_launch.Access(8, False)
-    chosen = _cross_entropy_launch.constants(
-        *types, vocab, access, False, False, "both", there.shared
-    )
+    types, access = (BFLOAT16, BFLOAT16, np.dtype("int64")), _launch.Access(8, False)
+    chosen = _launch.constants(*types, vocab, access, False, False, "both", there.shared)
     return int(chosen["STORED"] * chosen["THREADS"] * 16)
 
 
 def held_decode(dim: int, there: Limits) -> int:
-    tiles = _attention_decode.resolve(4, dim, dim, there)
+    tiles = _decode.resolve(4, dim, dim, there)
     return 0 if tiles is None else tiles.bytes(4, dim, dim)
 
 

@@ -16,7 +16,6 @@ from unsloth_cupy import (
     AdamW,
     CheckpointConfig,
     MemoryPlan,
-    _threads,
     attention_forward,
     compute_copies,
     measure_gradients,
@@ -40,7 +39,8 @@ from unsloth_cupy.memory import (
     format_bytes,
 )
 from unsloth_cupy.memory_plan import plan_memory
-from unsloth_cupy.ops._head import CHUNK_BYTES
+from unsloth_cupy.ops.common import threads
+from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 
 GIB = 2**30
 SMALL = {
@@ -133,7 +133,7 @@ CASES += [(LLAMA, way) for way in CHUNKED] + [(PHI, "chunked MLP")]
 @pytest.fixture
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads' blocks of attention seldom have their peaks together, as a plan has them."""
-    monkeypatch.setattr(_threads, "count", lambda: 1)
+    monkeypatch.setattr(threads, "count", lambda: 1)
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -175,9 +175,9 @@ def test_adapters_are_planned_as_they_are(dora: bool) -> None:
 @pytest.fixture
 def _own_threads() -> Iterator[None]:
     """Threads of a test do not stay for the next one."""
-    _threads._pool.cache_clear()
+    threads._pool.cache_clear()
     yield
-    _threads._pool.cache_clear()
+    threads._pool.cache_clear()
 
 
 @pytest.mark.usefixtures("_own_threads")
@@ -185,7 +185,7 @@ def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch
     shapes = {"q": (4, 256, 6, 32), "k": (4, 256, 2, 32), "v": (4, 256, 2, 32)}
     taken: dict[int, int] = {}
     for count in (1, 2):
-        monkeypatch.setattr(_threads, "count", functools.partial(int, count))
+        monkeypatch.setattr(threads, "count", functools.partial(int, count))
         ledger = Ledger(1)
         with keeping(ledger):
             made = [PlannedOnHost.of(shape, np.float32) for shape in shapes.values()]

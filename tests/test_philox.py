@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy import _philox
+from unsloth_cupy.ops.common import philox
 
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -19,21 +19,21 @@ PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 )
 def test_known_answers(counter: tuple[int, ...], seed: int, answer: tuple[int, ...]) -> None:
     a, b, c, d = (np.array([word], np.uint64) for word in counter)
-    assert tuple(int(word[0]) for word in _philox.words(seed, (a, b, c, d))) == answer
+    assert tuple(int(word[0]) for word in philox.words(seed, (a, b, c, d))) == answer
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 37), (5, 6), (3, 9), (8, 8), (36, 37)])
 def test_a_part_is_a_part_of_the_whole(start: int, stop: int) -> None:
     """Columns start .. stop hold what they hold in any longer run."""
     rows = (np.arange(2)[:, None], np.arange(3), np.array(4))
-    whole = _philox.kept(9, 0.5, rows, 0, 37)
+    whole = philox.kept(9, 0.5, rows, 0, 37)
     assert whole.shape == (2, 3, 37)
     assert 0 < whole.mean() < 1
-    assert (_philox.kept(9, 0.5, rows, start, stop) == whole[..., start:stop]).all()
+    assert (philox.kept(9, 0.5, rows, start, stop) == whole[..., start:stop]).all()
 
 
 def test_share() -> None:
     """A million draws keep 1 - dropout of them, within five standard errors."""
     rows = (np.array(0), np.array(0), np.arange(1000))
-    kept = _philox.kept(1, 0.1, rows, 0, 1000)
+    kept = philox.kept(1, 0.1, rows, 0, 1000)
     assert abs(kept.mean() - 0.9) < 5 * np.sqrt(0.09 / kept.size)

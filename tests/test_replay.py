@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import _counters
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core import replay
 from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.arrays import empty, packed
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, Op, op
-from unsloth_cupy.ops._rows import spanned
+from unsloth_cupy.ops.common import counters
+from unsloth_cupy.ops.common.rows import spanned
 
 from .parity import emulator
 from .stand_in import gpu
@@ -216,9 +216,9 @@ def test_a_decode_of_several_chunks_is_recorded() -> None:
 
 def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two streams or devices that run at once each has its own, whoever was recorded."""
-    found, of_stream = list[Any](), _counters._of_stream
+    found, of_stream = list[Any](), counters._of_stream
     monkeypatch.setattr(
-        _counters, "_of_stream", lambda *form: found.append(of_stream(*form)) or found[-1]
+        counters, "_of_stream", lambda *form: found.append(of_stream(*form)) or found[-1]
     )
     with gpu(devices=2) as machine:
         cuda, arrays = sys.modules["cupy"].cuda, of_many_keys(np.random.default_rng(0))
@@ -247,15 +247,15 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
         assert called(given=there) is called(given=there)
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(called).result() is first[0], "the same stream"
-            side.ptr = _counters.PER_THREAD
+            side.ptr = counters.PER_THREAD
             machine.gpus.made[side.ptr] = side
             assert thread.submit(called, side).result() is not called(side)
         grown = called(given=longer)
         assert grown.size > first[0].size
         assert called() is grown
-        for _ in range(2 * _counters.KEPT):
+        for _ in range(2 * counters.KEPT):
             called(cuda.Stream())
-        assert len(_counters._kept) == _counters.KEPT
+        assert len(counters._kept) == counters.KEPT
 
 
 def test_counters_come_from_the_pool_where_it_holds_all_memory(
@@ -282,7 +282,7 @@ def test_counters_come_from_the_pool_where_it_holds_all_memory(
 
         monkeypatch.setattr(cupy.cuda, "using_allocator", using_allocator)
         monkeypatch.setattr(cupy, "zeros", from_pool)
-        assert _counters._of_stream((4,), _counters.UINT32).size == 4
+        assert counters._of_stream((4,), counters.UINT32).size == 4
 
 
 @pytest.mark.parametrize("keys", [600, 9000])  # merged once, and twice
@@ -302,7 +302,7 @@ def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with emulator(check=False):
         fresh = found()
-        monkeypatch.setattr(_counters, "_on_host", lambda *form: used.append(form) or kept)
+        monkeypatch.setattr(counters, "_on_host", lambda *form: used.append(form) or kept)
         assert found() == fresh
     assert len(used) >= len(calls)
 

@@ -7,28 +7,28 @@ from collections.abc import Iterator
 
 import pytest
 
-from unsloth_cupy import _threads
+from unsloth_cupy.ops.common import threads
 
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_threads, "count", lambda: 3)
-    _threads._pool.cache_clear()
+    monkeypatch.setattr(threads, "count", lambda: 3)
+    threads._pool.cache_clear()
     yield
-    _threads._pool.cache_clear()
+    threads._pool.cache_clear()
 
 
 def test_every_item_once() -> None:
     done: list[int] = []
-    _threads.each(done.append, range(1000))
+    threads.each(done.append, range(1000))
     assert sorted(done) == list(range(1000))
-    _threads.each(done.append, [])
+    threads.each(done.append, [])
 
 
 def test_side_by_side() -> None:
     """Three items that wait for each other all pass."""
     barrier = threading.Barrier(3, timeout=10)
-    _threads.each(lambda _: barrier.wait() and None, range(3))
+    threads.each(lambda _: barrier.wait() and None, range(3))
 
 
 def test_error_arrives() -> None:
@@ -37,13 +37,13 @@ def test_error_arrives() -> None:
             raise ValueError("seven")
 
     with pytest.raises(ValueError, match="seven"):
-        _threads.each(work, range(20))
+        threads.each(work, range(20))
 
 
 def test_inside_itself() -> None:
     """Work may share out work: whoever asks also works."""
     done: list[int] = []
-    _threads.each(lambda _: _threads.each(done.append, range(10)), range(10))
+    threads.each(lambda _: threads.each(done.append, range(10)), range(10))
     assert len(done) == 100
 
 
@@ -52,10 +52,8 @@ def test_inside_itself() -> None:
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX, where a test imported it
 def test_after_a_fork() -> None:
     """A child has no threads of its parent and makes its own."""
-    _threads.each(lambda _: None, range(3))
-    child = multiprocessing.get_context("fork").Process(
-        target=_threads.each, args=(print, range(3))
-    )
+    threads.each(lambda _: None, range(3))
+    child = multiprocessing.get_context("fork").Process(target=threads.each, args=(print, range(3)))
     child.start()
     child.join(10)
     assert child.exitcode == 0
@@ -65,7 +63,7 @@ def test_count_obeys_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for text, expected in (("3", [3]), ("", range(1, 4096)), ("4,2", range(1, 4096))):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        _threads.count.cache_clear()
-        assert _threads.count() in expected
+        threads.count.cache_clear()
+        assert threads.count() in expected
     monkeypatch.undo()
-    _threads.count.cache_clear()
+    threads.count.cache_clear()

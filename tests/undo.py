@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import unsloth_cupy
-from unsloth_cupy import _threads
 from unsloth_cupy.core.op import OPS
+from unsloth_cupy.ops.common import threads
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -79,8 +79,8 @@ def _contains(kind: type[Any]) -> bool:
 
 def forget() -> None:
     """Empty all caches, and the plans of ops: what a stand-in answered, what was compiled."""
-    if _threads._pool.cache_info().currsize:
-        _threads._pool().shutdown(wait=False)
+    if threads._pool.cache_info().currsize:
+        threads._pool().shutdown(wait=False)
     for cache in caches().values():
         cache.cache_clear()
     for op in OPS.values():

@@ -4,100 +4,110 @@ from ._version import __version__ as __version__
 
 # Attention
 from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
-from .ops.attention import attention as attention
-from .ops.attention import attention_backward as attention_backward
-from .ops.attention import attention_forward as attention_forward
-from .ops.attention_config import AttentionConfig as AttentionConfig
+from .ops.attention.attention import attention as attention
+from .ops.attention.attention import attention_backward as attention_backward
+from .ops.attention.attention import attention_forward as attention_forward
+from .ops.attention.attention_config import AttentionConfig as AttentionConfig
 from .ops.attention_layer import attention_layer as attention_layer
 from .ops.attention_layer import attention_layer_backward as attention_layer_backward
-from .ops.attention_paged import attention_paged as attention_paged
-from .ops.attention_paged import attention_paged_forward as attention_paged_forward
-from .ops.attention_varlen import attention_varlen as attention_varlen
-from .ops.attention_varlen import attention_varlen_backward as attention_varlen_backward
-from .ops.attention_varlen import attention_varlen_forward as attention_varlen_forward
-from .ops.merge_attention import merge_attention as merge_attention
-from .ops.merge_attention import merge_attention_backward as merge_attention_backward
+from .ops.attention.attention_paged import attention_paged as attention_paged
+from .ops.attention.attention_paged import attention_paged_forward as attention_paged_forward
+from .ops.attention.attention_varlen import attention_varlen as attention_varlen
+from .ops.attention.attention_varlen import attention_varlen_backward as attention_varlen_backward
+from .ops.attention.attention_varlen import attention_varlen_forward as attention_varlen_forward
+from .ops.attention.merge_attention import merge_attention as merge_attention
+from .ops.attention.merge_attention import merge_attention_backward as merge_attention_backward
 
 # Joining ops on a tape
-from .ops.arithmetic import add as add
-from .ops.arithmetic import columns as columns
-from .ops.arithmetic import index as index
-from .ops.arithmetic import multiply as multiply
-from .ops.arithmetic import reshape as reshape
-from .ops.arithmetic import scale as scale
-from .ops.arithmetic import transpose as transpose
-from .ops.cast import accumulate_ as accumulate_
-from .ops.cast import cast as cast
-from .ops.elementwise import divide as divide
-from .ops.elementwise import exp as exp
-from .ops.elementwise import log as log
-from .ops.elementwise import power as power
-from .ops.elementwise import subtract as subtract
-from .ops.reductions import broadcast_to as broadcast_to
-from .ops.reductions import mean as mean
-from .ops.reductions import sum as sum
+from .ops.elements.arithmetic import add as add
+from .ops.elements.arithmetic import columns as columns
+from .ops.elements.arithmetic import index as index
+from .ops.elements.arithmetic import multiply as multiply
+from .ops.elements.arithmetic import reshape as reshape
+from .ops.elements.arithmetic import scale as scale
+from .ops.elements.arithmetic import transpose as transpose
+from .ops.elements.cast import accumulate_ as accumulate_
+from .ops.elements.cast import cast as cast
+from .ops.elements.elementwise import divide as divide
+from .ops.elements.elementwise import exp as exp
+from .ops.elements.elementwise import log as log
+from .ops.elements.elementwise import power as power
+from .ops.elements.elementwise import subtract as subtract
+from .ops.elements.reductions import broadcast_to as broadcast_to
+from .ops.elements.reductions import mean as mean
+from .ops.elements.reductions import sum as sum
 
 # Matrices and tables
-from .ops.embedding import embedding as embedding
-from .ops.embedding import embedding_backward as embedding_backward
-from .ops.linear import linear as linear
-from .ops.linear import linear_backward as linear_backward
-from .ops.matmul import matmul as matmul
+from .ops.linear.embedding import embedding as embedding
+from .ops.linear.embedding import embedding_backward as embedding_backward
+from .ops.linear.linear import linear as linear
+from .ops.linear.linear import linear_backward as linear_backward
+from .ops.linear.matmul import matmul as matmul
 
 # Position
-from .ops.apply_rotary import apply_rotary_embedding as apply_rotary_embedding
-from .ops.apply_rotary import apply_rotary_embedding_backward as apply_rotary_embedding_backward
-from .ops.apply_rotary import apply_rotary_embedding_forward as apply_rotary_embedding_forward
-from .ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
-from .ops.qk_norm_rope import qk_norm_rope_backward as qk_norm_rope_backward
-from .ops.qk_norm_rope import qk_norm_rope_forward as qk_norm_rope_forward
-from .ops.rope import rope as rope
-from .ops.rope import rope_backward as rope_backward
-from .ops.rope_qk import rope_qk as rope_qk
-from .ops.rope_qk import rope_qk_ as rope_qk_
-from .ops.rope_qk import rope_qk_backward as rope_qk_backward
-from .ops.rope_tables import rope_tables as rope_tables
+from .ops.position.apply_rotary import apply_rotary_embedding as apply_rotary_embedding
+from .ops.position.apply_rotary import (
+    apply_rotary_embedding_backward as apply_rotary_embedding_backward,
+)
+from .ops.position.apply_rotary import (
+    apply_rotary_embedding_forward as apply_rotary_embedding_forward,
+)
+from .ops.position.qk_norm_rope import qk_norm_rope as qk_norm_rope
+from .ops.position.qk_norm_rope import qk_norm_rope_backward as qk_norm_rope_backward
+from .ops.position.qk_norm_rope import qk_norm_rope_forward as qk_norm_rope_forward
+from .ops.position.rope import rope as rope
+from .ops.position.rope import rope_backward as rope_backward
+from .ops.position.rope_qk import rope_qk as rope_qk
+from .ops.position.rope_qk import rope_qk_ as rope_qk_
+from .ops.position.rope_qk import rope_qk_backward as rope_qk_backward
+from .ops.position.rope_tables import rope_tables as rope_tables
 
 # Normalisation
-from .ops.layer_norm import layer_norm as layer_norm
-from .ops.layer_norm import layer_norm_backward as layer_norm_backward
-from .ops.layer_norm import layer_norm_forward as layer_norm_forward
-from .ops.rms_norm import rms_norm as rms_norm
-from .ops.rms_norm import rms_norm_backward as rms_norm_backward
-from .ops.rms_norm import rms_norm_forward as rms_norm_forward
+from .ops.norms.layer_norm import layer_norm as layer_norm
+from .ops.norms.layer_norm import layer_norm_backward as layer_norm_backward
+from .ops.norms.layer_norm import layer_norm_forward as layer_norm_forward
+from .ops.norms.rms_norm import rms_norm as rms_norm
+from .ops.norms.rms_norm import rms_norm_backward as rms_norm_backward
+from .ops.norms.rms_norm import rms_norm_forward as rms_norm_forward
 
 # Activations
-from .ops.geglu import geglu as geglu
-from .ops.geglu import geglu_backward as geglu_backward
-from .ops.geglu import geglu_backward_ as geglu_backward_
-from .ops.relu2 import relu2 as relu2
-from .ops.relu2 import relu2_backward as relu2_backward
-from .ops.relu2 import relu2_backward_ as relu2_backward_
-from .ops.softmax import softmax as softmax
-from .ops.softmax import softmax_backward as softmax_backward
-from .ops.swiglu import swiglu as swiglu
-from .ops.swiglu import swiglu_backward as swiglu_backward
-from .ops.swiglu import swiglu_backward_ as swiglu_backward_
-from .ops.swiglu_mlp import swiglu_mlp as swiglu_mlp
-from .ops.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
+from .ops.activations.geglu import geglu as geglu
+from .ops.activations.geglu import geglu_backward as geglu_backward
+from .ops.activations.geglu import geglu_backward_ as geglu_backward_
+from .ops.activations.relu2 import relu2 as relu2
+from .ops.activations.relu2 import relu2_backward as relu2_backward
+from .ops.activations.relu2 import relu2_backward_ as relu2_backward_
+from .ops.activations.softmax import softmax as softmax
+from .ops.activations.softmax import softmax_backward as softmax_backward
+from .ops.activations.swiglu import swiglu as swiglu
+from .ops.activations.swiglu import swiglu_backward as swiglu_backward
+from .ops.activations.swiglu import swiglu_backward_ as swiglu_backward_
+from .ops.activations.swiglu_mlp import swiglu_mlp as swiglu_mlp
+from .ops.activations.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
 
 # Adapters
-from .ops.lora import lora_linear as lora_linear
-from .ops.lora import lora_linear_backward as lora_linear_backward
-from .ops.lora import lora_linear_forward as lora_linear_forward
-from .ops.lora_merge import lora_merge as lora_merge
-from .ops.lora_shared import LoraLayer as LoraLayer
-from .ops.lora_shared import lora_linears as lora_linears
+from .ops.linear.lora import lora_linear as lora_linear
+from .ops.linear.lora import lora_linear_backward as lora_linear_backward
+from .ops.linear.lora import lora_linear_forward as lora_linear_forward
+from .ops.linear.lora_merge import lora_merge as lora_merge
+from .ops.linear.lora_linears import LoraLayer as LoraLayer
+from .ops.linear.lora_linears import lora_linears as lora_linears
 
 # Loss
-from .ops.cross_entropy import cross_entropy as cross_entropy
-from .ops.cross_entropy import cross_entropy_backward as cross_entropy_backward
-from .ops.cross_entropy import cross_entropy_forward as cross_entropy_forward
-from .ops.cross_entropy_in_place import cross_entropy_ as cross_entropy_
-from .ops.head_gradients import linear_cross_entropy_gradients as linear_cross_entropy_gradients
-from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from .ops.linear_cross_entropy import linear_cross_entropy_backward as linear_cross_entropy_backward
-from .ops.linear_cross_entropy import linear_cross_entropy_forward as linear_cross_entropy_forward
+from .ops.losses.cross_entropy import cross_entropy as cross_entropy
+from .ops.losses.cross_entropy import cross_entropy_backward as cross_entropy_backward
+from .ops.losses.cross_entropy import cross_entropy_forward as cross_entropy_forward
+from .ops.losses.cross_entropy_in_place import cross_entropy_ as cross_entropy_
+from .ops.losses.linear_cross_entropy_gradients import (
+    linear_cross_entropy_gradients as linear_cross_entropy_gradients,
+)
+from .ops.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .ops.losses.linear_cross_entropy import (
+    linear_cross_entropy_backward as linear_cross_entropy_backward,
+)
+from .ops.losses.linear_cross_entropy import (
+    linear_cross_entropy_forward as linear_cross_entropy_forward,
+)
 
 # What kernels found wrong
 from .core.faults import check_errors as check_errors

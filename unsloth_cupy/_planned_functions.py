@@ -1,4 +1,4 @@
-"""What NumPy's and SciPy's functions give for planned arrays: see ``_planned.py``."""
+"""What NumPy's and SciPy's functions give for planned arrays: see ``planned.py``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -11,9 +11,9 @@ from .core.call import is_number
 from .core.devices import at, at_first, several
 from .core.dtypes import FLOATS, Array
 from .errors import ConfigError, DTypeError, FrameworkError
-from .ops._many import launchable
-from .ops.cast import accumulate_, cast
-from .ops.gradients import GradientMeasure, measured, rescale, square_sum
+from .ops.common.many import launchable
+from .ops.elements.cast import accumulate_, cast
+from .ops.optimizers.gradients import GradientMeasure, measured, rescale, square_sum
 
 
 @at_first

@@ -19,7 +19,7 @@ from .core.devices import at_home
 from .core.dtypes import Array, float_dtype
 from .errors import ConfigError, DTypeError, RangeError, ShapeError
 from .machine import check_bytes
-from .ops.kv_append import kv_append_
+from .ops.attention.kv_append import kv_append_
 
 MOST_LAYERS = 10_000
 

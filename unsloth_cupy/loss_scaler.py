@@ -14,10 +14,10 @@ from .core.source import Constants
 from .core.target import target_of
 from .errors import ConfigError
 from .gradients import check_floats
-from .ops._many import launchable
-from .ops.arithmetic import scale as scaled
-from .ops.arithmetic import scale_by
-from .ops.gradients import measured
+from .ops.common.many import launchable
+from .ops.elements.arithmetic import scale as scaled
+from .ops.elements.arithmetic import scale_by
+from .ops.optimizers.gradients import measured
 from .variable import Var
 
 TINY, HUGE = 2.0**-126, 2.0**126  # normal numbers of float32 with a reciprocal among them

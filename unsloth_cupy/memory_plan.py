@@ -4,7 +4,7 @@
     plan.total, plan.at_peak, plan.moments[plan.peak]
 
 What trains also plans: the model, its tape and the optimizer run on arrays that are shapes alone
-(``_planned.py``), and a ledger enters what they take and let go of.
+(``planned.py``), and a ledger enters what they take and let go of.
 """
 
 from collections.abc import Iterator, Mapping

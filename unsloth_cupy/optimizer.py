@@ -12,9 +12,9 @@ from .core.devices import at, at_home, several
 from .core.dtypes import FLOATS, Array, allowed
 from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from .gradients import check_in_place, check_mapping
-from .ops._dynamic_codes import BLOCK
-from .ops._many import launchable
-from .ops.adamw_step import Launcher, Tensor, host_step
+from .ops.common.many import launchable
+from .ops.optimizers.adamw_step import Launcher, Tensor, host_step
+from .ops.optimizers.dynamic_codes import BLOCK
 
 SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them
 

@@ -22,7 +22,7 @@ from .core.dtypes import Array, float_dtype
 from .errors import ConfigError, DeviceMemoryError, RangeError
 from .kv_cache import check_new
 from .machine import check_bytes
-from .ops.kv_append import kv_append_paged_
+from .ops.attention.kv_append import kv_append_paged_
 
 
 @at_home("keys")

@@ -10,8 +10,8 @@ from .core import arrays
 from .core.dtypes import Array
 from .errors import ConfigError, ShapeError
 from .kv_cache import KVCache
-from .ops.attention import attention
-from .ops.attention_paged import attention_paged
+from .ops.attention.attention import attention
+from .ops.attention.attention_paged import attention_paged
 from .paged_kv_cache import PagedKVCache
 
 OPTIONS = {

@@ -29,7 +29,7 @@ from .core.op import OPS
 from .errors import ConfigError, DTypeError
 from .gradients import check_floats
 from .loss_scaler import LossScaler
-from .ops.cast import cast
+from .ops.elements.cast import cast
 from .variable import Var
 
 # What the float operands of an op are held in.  Weights of norms, biases, tables and statistics

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy._philox import words
+from unsloth_cupy.ops.common.philox import words
 
 from ..hardware.primitives import PRIMITIVES
 from . import RNG, kernel, primitive

@@ -90,7 +90,7 @@ def test_attention_that_is_kept_is_not_computed_again(
     keep: Any, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = []
-    module = importlib.import_module("unsloth_cupy.ops.attention_varlen")
+    module = importlib.import_module("unsloth_cupy.ops.attention.attention_varlen")
     attend = module.attend
     monkeypatch.setattr(module, "attend", lambda *given: called.append(1) or attend(*given))
     model = model_of("mistral", "float32", None)

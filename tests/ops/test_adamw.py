@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy.ops.adamw import adamw_
+from unsloth_cupy.ops.optimizers.adamw import adamw_
 
 from ..parity import Case, KernelInPlace, emulator
 

@@ -10,8 +10,9 @@ import pytest
 
 from unsloth_cupy import AdamW
 from unsloth_cupy.core.dtypes import BFLOAT16
-from unsloth_cupy.ops import _dynamic_codes, _many, adamw_step
-from unsloth_cupy.ops._dynamic_codes import BLOCK, dynamic_map
+from unsloth_cupy.ops.common import many
+from unsloth_cupy.ops.optimizers import adamw_step, dynamic_codes
+from unsloth_cupy.ops.optimizers.dynamic_codes import BLOCK, dynamic_map
 
 from .. import stand_in
 from ..cuda_on_cpu.traffic import counted
@@ -229,7 +230,7 @@ def test_one_launch_and_no_word_from_the_host(monkeypatch: pytest.MonkeyPatch) -
     with stand_in.gpu() as machine:
         sent: list[Any] = []
         send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
-        for module in (adamw_step, _dynamic_codes, _many):
+        for module in (adamw_step, dynamic_codes, many):
             monkeypatch.setattr(module, "placed", send)
         make = lambda shape: machine.array(shape, np.float16)  # noqa: E731
         parameters = {f"w{i}": make((65 + i, 128)) for i in range(40)}

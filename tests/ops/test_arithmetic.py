@@ -6,7 +6,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
-from unsloth_cupy.ops.arithmetic import add_backward, reshape_backward
+from unsloth_cupy.ops.elements.arithmetic import add_backward, reshape_backward
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, Parity, emulator

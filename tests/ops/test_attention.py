@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import Tape, _threads, attention, attention_backward, attention_forward
+from unsloth_cupy import Tape, attention, attention_backward, attention_forward
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
-from unsloth_cupy.ops import _blocks
+from unsloth_cupy.ops.attention.attention import _blocks
+from unsloth_cupy.ops.common import threads as common_threads
 
 from ..golden.golden import OpCase
 from ..parity import Case, Parity
@@ -116,7 +117,7 @@ PAIRS = [*itertools.combinations_with_replacement(OPTIONS, 2)]
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
 def test_options_compose(names: tuple[str, str], threads: int, monkeypatch: Any) -> None:
     """Every option and every pair equals attention with all scores at once."""
-    monkeypatch.setattr(_threads, "count", lambda: threads)
+    monkeypatch.setattr(common_threads, "count", lambda: threads)
     monkeypatch.setattr(_blocks, "SINGLE", 2**13)  # cuts products into runs of 42 keys
     rng = np.random.default_rng(0)
     q, k, v = drawn(rng, queries=140, keys=150)
@@ -276,7 +277,7 @@ def test_without_reading_on_the_host(rng: np.random.Generator, name: str) -> Non
 
 def test_threads_do_not_change_bits(rng: np.random.Generator, monkeypatch: Any) -> None:
     """Blocks that run side by side write apart: ten runs give equal bits."""
-    monkeypatch.setattr(_threads, "count", lambda: 4)
+    monkeypatch.setattr(common_threads, "count", lambda: 4)
     monkeypatch.setattr(_blocks, "HOST_SCORES", 1)  # every head is a task of its own
     q, k, v = drawn(rng, np.float32, queries=130, keys=130, heads=6, kv_heads=3)
     alibi = rng.random(6).astype(np.float32)
@@ -326,7 +327,7 @@ def test_gradient_through_lse_alone(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear(rng: np.random.Generator, causal: bool, monkeypatch: Any) -> None:
     """Four times the tokens take no more than four times the memory, forward and backward."""
-    monkeypatch.setattr(_threads, "count", lambda: 1)  # how much threads overlap is chance
+    monkeypatch.setattr(common_threads, "count", lambda: 1)  # how much threads overlap is chance
 
     def peak(tokens: int) -> tuple[int, int]:
         sizes = {"batch": 1, "queries": tokens, "keys": tokens, "heads": 2, "kv_heads": 2}

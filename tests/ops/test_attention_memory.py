@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unsloth_cupy.ops.attention.attention._backward import workspace
 
-from unsloth_cupy import _threads, attention_backward, attention_forward
+from unsloth_cupy import attention_backward, attention_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
-from unsloth_cupy.ops._attention_backward_launch import workspace
+from unsloth_cupy.ops.common import threads
 
 from ..stand_in import GRAIN, gpu
 
@@ -94,7 +95,7 @@ def unfused_backward(dout: Any, q: Any, k: Any, v: Any) -> tuple[np.ndarray, ...
 
 def test_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1024 tokens on at least 70 % less than the unfused, forward and backward."""
-    monkeypatch.setattr(_threads, "count", lambda: 2)
+    monkeypatch.setattr(threads, "count", lambda: 2)
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 1, 1024, HEADS, DIM), np.float32)
     (plain,) = unfused(q, k, v)

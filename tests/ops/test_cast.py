@@ -6,7 +6,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
-from unsloth_cupy.ops.cast import accumulate_over_
+from unsloth_cupy.ops.elements.cast import accumulate_over_
 
 from ..parity import Case, KernelInPlace, KernelParity, emulator
 

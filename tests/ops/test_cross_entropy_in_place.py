@@ -6,7 +6,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, RangeError, ShapeError
-from unsloth_cupy.ops.cross_entropy_in_place import cross_entropy_over_
+from unsloth_cupy.ops.losses.cross_entropy_in_place import cross_entropy_over_
 
 from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase

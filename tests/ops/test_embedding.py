@@ -56,7 +56,7 @@ class TestTokensOutsideTheVocabulary(KernelAlone):
 
     def prove(self, case: Case, dtype: Any) -> None:
         weight, tokens = np.arange(8).astype(dtype).reshape(2, 4), np.array([2, 1, -1])
-        embedding = importlib.import_module("unsloth_cupy.ops.embedding")
+        embedding = importlib.import_module("unsloth_cupy.ops.linear.embedding")
         with emulator():
             x = embedding._launch(tokens, weight)
             assert re.search(r"tokens holds (2 in row 0|-1 in row 2); it must be in 0", reported())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.ops.geglu import geglu_backward_over_
+from unsloth_cupy.ops.activations.geglu import geglu_backward_over_
 
 from ..golden.golden import OpCase
 from ..parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator

@@ -10,8 +10,9 @@ import pytest
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
-from unsloth_cupy.ops import _dynamic_codes, _many, adamw_step
-from unsloth_cupy.ops import gradients as launches
+from unsloth_cupy.ops.common import many
+from unsloth_cupy.ops.optimizers import adamw_step, dynamic_codes
+from unsloth_cupy.ops.optimizers import gradients as launches
 
 from .. import stand_in
 from ..cuda_on_cpu.traffic import counted
@@ -166,7 +167,7 @@ def test_a_step_is_a_few_launches_and_no_word_from_the_host(
     with stand_in.gpu() as machine:
         sent: list[Any] = []
         send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
-        for module in (adamw_step, _dynamic_codes, _many):
+        for module in (adamw_step, dynamic_codes, many):
             monkeypatch.setattr(module, "placed", send)
         monkeypatch.setattr("unsloth_cupy.core.arrays.placed", send)
         monkeypatch.setattr(launches, "tables", {})

@@ -7,8 +7,8 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
-from unsloth_cupy.ops._head import chunk_rows, head_bytes
-from unsloth_cupy.ops._losses import CACHED
+from unsloth_cupy.ops.losses._head import chunk_rows, head_bytes
+from unsloth_cupy.ops.losses._rows import CACHED
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelParity, emulator, within_rule

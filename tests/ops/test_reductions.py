@@ -5,7 +5,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
-from unsloth_cupy.ops.reductions import mean_backward, sum_backward
+from unsloth_cupy.ops.elements.reductions import mean_backward, sum_backward
 
 from ..parity import Case, Parity
 

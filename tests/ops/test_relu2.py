@@ -6,7 +6,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError
-from unsloth_cupy.ops.relu2 import relu2_backward_over_
+from unsloth_cupy.ops.activations.relu2 import relu2_backward_over_
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelInPlace, KernelParity, emulator

@@ -6,9 +6,9 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeError, ShapeError
-from unsloth_cupy.ops._steps import stepped, steps_of
-from unsloth_cupy.ops.rope import launch_rope
-from unsloth_cupy.ops.rope_qk import rope_qk_over_
+from unsloth_cupy.ops.common.steps import stepped, steps_of
+from unsloth_cupy.ops.position.rope import launch_rope
+from unsloth_cupy.ops.position.rope_qk import rope_qk_over_
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 
 import unsloth_cupy as uc
-from unsloth_cupy.ops.swiglu import swiglu_backward_over_
+from unsloth_cupy.ops.activations.swiglu import swiglu_backward_over_
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelInPlace, KernelParity

@@ -26,7 +26,7 @@ def _attention(t: Tensors, o: Options) -> Any:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
-# Calls with the arrays that ``_cases.draw`` gives: no optional one.
+# Calls with the arrays that ``cases.draw`` gives: no optional one.
 TORCH: dict[str, Callable[[Tensors, Options], Any]] = {
     "add": lambda t, o: t["a"] + t["b"],
     "multiply": lambda t, o: t["a"] * t["b"],

@@ -11,7 +11,7 @@ An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
     batch?      may be absent
     keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
 
-A kind names dtypes (``_dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of
+A kind names dtypes (``dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of
 the call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` asks for a multiple.
 This one string checks calls, words errors, draws test inputs and heads the docs.
 """

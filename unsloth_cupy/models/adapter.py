@@ -23,10 +23,10 @@ from ..core.devices import at
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..machine import check_bytes
-from ..ops.linear import linear
-from ..ops.lora import lora_linear
-from ..ops.lora_merge import lora_merge, row_norms
-from ..ops.lora_shared import LoraLayer, lora_linears
+from ..ops.linear.linear import linear
+from ..ops.linear.lora import lora_linear
+from ..ops.linear.lora_linears import LoraLayer, lora_linears
+from ..ops.linear.lora_merge import lora_merge, row_norms
 from .config import Config
 from .files import write_folder
 

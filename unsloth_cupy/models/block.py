@@ -18,19 +18,19 @@ from ..core.devices import stream
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
-from ..ops.arithmetic import add, multiply, scale
-from ..ops.attention import attention
-from ..ops.attention_varlen import attention_varlen
-from ..ops.embedding import embedding
-from ..ops.geglu import geglu
-from ..ops.linear import linear
-from ..ops.qk_norm_rope import qk_norm_rope
-from ..ops.relu2 import relu2
-from ..ops.rms_norm import rms_norm, rms_norm_forward
-from ..ops.rope_qk import rope_qk
-from ..ops.rope_tables import rope_tables
-from ..ops.swiglu import swiglu
-from ..ops.swiglu_mlp import swiglu_mlp
+from ..ops.activations.geglu import geglu
+from ..ops.activations.relu2 import relu2
+from ..ops.activations.swiglu import swiglu
+from ..ops.activations.swiglu_mlp import swiglu_mlp
+from ..ops.attention.attention import attention
+from ..ops.attention.attention_varlen import attention_varlen
+from ..ops.elements.arithmetic import add, multiply, scale
+from ..ops.linear.embedding import embedding
+from ..ops.linear.linear import linear
+from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
+from ..ops.position.qk_norm_rope import qk_norm_rope
+from ..ops.position.rope_qk import rope_qk
+from ..ops.position.rope_tables import rope_tables
 from ..paged_rows import PagedRows
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope

@@ -10,7 +10,7 @@ from ..core import arrays
 from ..core.dtypes import KINDS
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..kv_cache import KVCache
-from ..ops._sequences import check_offsets
+from ..ops.attention.sequences import check_offsets
 from ..paged_kv_cache import PagedKVCache
 from ..paged_rows import PagedRows, rows_of
 from .config import Rope

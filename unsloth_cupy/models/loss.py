@@ -10,8 +10,8 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..loss_scaler import LossScaler
-from ..ops.head_gradients import linear_cross_entropy_gradients
-from ..ops.linear import linear
+from ..ops.linear.linear import linear
+from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
 from ..tape import Gradients, add_up
 from ..variable import Var
 from .config import Config

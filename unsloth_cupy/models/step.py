@@ -15,7 +15,7 @@ from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
-from ..ops.kv_append import kv_append_
+from ..ops.attention.kv_append import kv_append_
 from .block import Call, blocks, embedded, join
 from .network import Network
 

@@ -17,7 +17,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
 from ..loss_scaler import LossScaler
-from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..paged_kv_cache import PagedKVCache
 from ..tape import Tape
 from . import generate as generation

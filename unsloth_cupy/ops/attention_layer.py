@@ -17,9 +17,9 @@ from ..paged_kv_cache import PagedKVCache
 from ..paged_rows import PagedRows, rows_of
 from ..tape import Tape
 from ..variable import Var
-from .attention import attention
-from .linear import linear
-from .rope_qk import rope_qk
+from .attention.attention import attention
+from .linear.linear import linear
+from .position.rope_qk import rope_qk
 
 
 def attention_layer(

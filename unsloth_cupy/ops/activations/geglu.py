@@ -1,0 +1,175 @@
+"""The gate of Gemma's feed-forward layer.
+
+y = gelu(gate) * up        gelu(x) = x * (1 + erf(x / sqrt(2))) / 2
+                           approximately x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))) / 2
+
+Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.  Shazeer, GLU Variants, 2020.
+"""
+
+import math
+
+import numpy as np
+
+from ...core.arrays import empty, scipy_of
+from ...core.dtypes import Array
+from ...core.op import op
+from ..common.elementwise import launch_over, launch_rows
+from ..common.in_place import check_changeable
+from .swiglu import sigmoid
+
+CUBIC = 0.044715
+STEEPNESS = math.sqrt(2 / math.pi)
+FAR = 40.0  # from here on shares are 0 or 1 in float64 too; x**3 may not overflow
+
+
+@op("gate(*axes), up(*axes) -> y(*axes)")
+def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
+    """Gate up by the Gaussian error linear unit of gate: ``y = gelu(gate) * up``.
+
+    Parameters
+    ----------
+    gate, up : (*axes) float
+        Of one shape and dtype.
+    approximate : bool
+        True for the formula with tanh (Hugging Face's ``gelu_pytorch_tanh``), False for erf.
+
+    Returns
+    -------
+    y : (*axes) float
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    y = _share(gate, approximate)
+    y *= gate
+    y *= up
+    return y
+
+
+@geglu.kernel
+def _launch(gate: Array, up: Array, *, approximate: bool = False) -> Array:
+    y = empty(gate.shape, gate.dtype, like=gate)
+    launch_rows("geglu.cu", "geglu", (gate, up), (y,), APPROXIMATE=approximate)
+    return y
+
+
+geglu.strided = "gate", "up"
+
+
+@geglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
+def geglu_backward(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    """Return the gradients of gate and up."""
+    share = _share(gate, approximate)
+    slope = _rise(gate, share, approximate)
+    slope += share
+    slope *= up
+    slope *= dy
+    share *= gate
+    share *= dy
+    return slope, share
+
+
+@geglu_backward.kernel
+def _launch_backward(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
+    launch_rows("geglu.cu", "geglu_backward", (dy, gate, up), (dgate, dup), APPROXIMATE=approximate)
+    return dgate, dup
+
+
+geglu_backward.strided = "dy", "gate", "up"
+
+
+def geglu_backward_(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    """Write ``geglu_backward`` of gate and up over gate and up: no array is allocated.
+
+    Parameters
+    ----------
+    dy : (*axes) float
+        Gradient of y.
+    gate, up : (*axes) float
+        What y came from; to be written to.
+    approximate : bool
+        As in ``geglu``.
+
+    Returns
+    -------
+    dgate, dup : gate and up themselves
+
+    Raises
+    ------
+    ConfigError
+        gate or up cannot be written to.
+    GradientError
+        gate or up is on a tape, whose record a change would falsify.
+    ShapeError, DTypeError
+        As ``geglu``; nothing is then changed.
+    """
+    check_changeable("geglu_backward_", "call geglu_backward", gate=gate, up=up)
+    geglu_backward_over_(dy, gate, up, approximate=approximate)
+    return gate, up
+
+
+@op(
+    "dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)",
+    widen=False,  # a widened copy would take the gradient in its place
+)
+def geglu_backward_over_(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    """Write ``geglu_backward`` over gate and up, and return them."""
+    gate[...], up[...] = geglu_backward(dy, gate, up, approximate=approximate)
+    return gate, up
+
+
+@geglu_backward_over_.kernel
+def _launch_backward_over(
+    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+) -> tuple[Array, Array]:
+    if not launch_over("geglu.cu", "geglu_backward", dy, gate, up, APPROXIMATE=approximate):
+        return geglu_backward_over_.definition(dy, gate, up, approximate=approximate)
+    return gate, up
+
+
+def _share(x: Array, approximate: bool) -> Array:
+    """Return ``gelu(x) / x``, between 0 and 1, in a new array."""
+    # sigmoid and erfc, for 1 + tanh and 1 + erf cancel where x is far below 0
+    if approximate:
+        near = np.clip(x, -FAR, FAR)
+        return sigmoid(_bent(near, CUBIC))
+    share = np.multiply(x, -math.sqrt(0.5), out=np.empty_like(x))
+    scipy_of("special", x).erfc(share, out=share)
+    share /= 2
+    return share
+
+
+def _rise(x: Array, share: Array, approximate: bool) -> Array:
+    """Return x times the derivative of its share; 0 where x is far from 0."""
+    near = np.clip(x, -FAR, FAR)
+    if approximate:
+        steep = _bent(near, 3 * CUBIC)  # 1 - tanh^2 = 4 s (1 - s)
+        steep *= share
+        steep *= 1 - share
+        return steep
+    bell = np.multiply(near, near, out=np.empty_like(near))
+    bell /= -2
+    near *= np.exp(bell, out=bell)
+    near /= math.sqrt(2 * math.pi)
+    return near
+
+
+def _bent(near: Array, cubic: float) -> Array:
+    """Write ``2 * STEEPNESS * near * (1 + cubic * near**2)`` over near, and return it."""
+    bend = cubic * near
+    bend *= near
+    bend += 1
+    near *= 2 * STEEPNESS
+    near *= bend
+    return near

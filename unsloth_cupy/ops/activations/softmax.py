@@ -1,0 +1,127 @@
+"""Softmax over the last axis.
+
+y = exp(scale * x) / sum(exp(scale * x))
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...core.target import limits
+from ..common.rows import aligned, lie, spread
+
+HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
+
+
+@op("x(*rows, columns) -> y(*rows, columns)")
+def softmax(x: Array, *, scale: float = 1.0) -> Array:
+    """Turn each row into shares that add up to 1: ``y = exp(scale * x) / sum(exp(scale * x))``.
+
+    Parameters
+    ----------
+    x : (*rows, columns) float
+        An element of -inf gets 0, and so does each element of a row that holds nothing else.
+    scale : float
+        Inverse temperature.
+
+    Returns
+    -------
+    y : (*rows, columns) float
+
+    Raises
+    ------
+    ConfigError
+        scale is not finite.
+    ShapeError, DTypeError
+        x is no float array with an axis.
+    """
+    y = x * x.dtype.type(scale)
+    if y.size:
+        y -= finite(y.max(axis=-1, keepdims=True))
+        np.exp(y, out=y)
+        y /= np.maximum(y.sum(axis=-1, keepdims=True), np.finfo(y.dtype).tiny)
+    return y
+
+
+@softmax.kernel
+def _launch(x: Array, *, scale: float = 1.0) -> Array:
+    y = empty(x.shape, x.dtype, like=x)
+    _launch_rows("softmax", (x,), y, scale)
+    return y
+
+
+softmax.strided = ("x",)
+
+
+@softmax.gradient("dy(*rows, columns), y(*rows, columns) -> dx(*rows, columns)")
+def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
+    """Return the gradient of x: ``scale * y * (dy - sum(y * dy))``."""
+    dx = dy * y
+    np.subtract(dy, dx.sum(axis=-1, keepdims=True), out=dx)
+    dx *= y
+    dx *= y.dtype.type(scale)
+    return dx
+
+
+@softmax_backward.kernel
+def _launch_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
+    dx = empty(y.shape, y.dtype, like=y)
+    _launch_rows("softmax_backward", (dy, y), dx, scale)
+    return dx
+
+
+softmax_backward.strided = "dy", "y"
+
+
+def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:
+    """Launch a kernel of softmax.cu, with the rows shared out to threads, blocks and clusters."""
+    columns = made.shape[-1]
+    arrays, layout = lie(*given)
+    width = lanes(aligned(columns, layout), *arrays)
+    chosen = _constants(made.dtype, columns, width, len(given), limits(made).clusters)
+    rows, threads = made.size // columns, chosen["THREADS"]
+    blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
+    kernel = load("softmax.cu", name, made, chosen)
+    kernel[blocks, threads](*arrays, made, rows, *layout, scale)
+
+
+@cache
+def _constants(dtype: Any, columns: int, lanes: int, arrays: int, clusters: bool) -> Constants:
+    """Return the constants of softmax.cu, whose threads hold a register of each array a value.
+
+    A thread takes 16 values of a row: two 16-byte accesses of 16-bit dtypes in flight, four of
+    float32.  Where a block of 512 threads does not do, they take what HELD registers hold.
+
+        columns <= 512     a power of two of threads a row, several rows a block: no barrier
+        columns <= 8192    the block takes a row; forward, 512 threads take up to 16,384
+        beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads, which take
+                           262,144 forward, 131,072 backward
+        beyond, before     1024 threads: 32,768 forward, 16,384 backward
+        else               rows are read twice; the cluster is there so that fewer of them are
+                           under way at a time, and they lie in L2 yet
+    """
+    wanted = max(min(512, -(-columns // 16)), -(-columns * arrays // HELD))
+    row_threads, cluster = spread(wanted, clusters)
+    threads = row_threads if row_threads > 32 else 128
+    values = -(-columns // (cluster * row_threads * lanes)) * lanes
+    return Constants(
+        T=dtype,
+        COLUMNS=columns,
+        LANES=lanes,
+        ROW_THREADS=row_threads,
+        THREADS=threads,
+        CLUSTER=cluster,
+        RESIDENT=max(1, 1024 // threads),
+        KEEP=values * arrays <= HELD,
+    )
+
+
+def finite(top: Array) -> Array:
+    """Return top, with 0 for -inf: so a row of nothing but -inf stays free of -inf - -inf."""
+    return np.where(top == -np.inf, top.dtype.type(0), top)

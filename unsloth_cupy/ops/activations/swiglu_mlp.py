@@ -1,0 +1,207 @@
+"""Llama's feed-forward layer, whose inner activations never exist as a whole.
+
+y = (silu(x gate_weight^T) * (x up_weight^T)) down_weight^T
+
+Row by row independent, so chunks of rows go through all three products; backward makes the inner
+activations of a chunk anew.
+
+Shazeer, GLU Variants Improve Transformer, 2020.
+"""
+
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, rounded
+from ...core.dtypes import FLOAT32, Array
+from ...core.op import op
+from ...core.stand_in import representative_steps
+from ...errors import ConfigError
+from ..common.elementwise import launch_rows
+from ..common.gemm import gemm
+from ..linear.linear import flat
+from .swiglu import swiglu, swiglu_backward
+
+CHUNK_BYTES = 32 * 2**20  # of one inner activation
+CHUNKS = 8  # at least: then the inner activations of backward are small beside one whole one
+CHUNK_ROWS = 32  # of fewer rows a matrix product is no faster than its weights can be read
+
+
+@op(
+    "x(*rows, hidden), gate_weight(inner, hidden), up_weight(inner, hidden),"
+    " down_weight(outputs, inner) -> y(*rows, outputs)",
+    widen=False,  # products take 16-bit operands as they are
+)
+def swiglu_mlp(
+    x: Array,
+    gate_weight: Array,
+    up_weight: Array,
+    down_weight: Array,
+    *,
+    chunk: int | None = None,
+) -> Array:
+    """Return ``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T`` in little memory.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+    gate_weight, up_weight : (inner, hidden) float
+    down_weight : (outputs, inner) float
+    chunk : int, optional
+        Rows at a time.  Where absent an eighth of them, at least 32, and at most as many as make
+        32 MiB of one inner activation.
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+
+    Raises
+    ------
+    ConfigError
+        chunk is not positive.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    wide = np.promote_types(x.dtype, FLOAT32)
+    return _forward(x, gate_weight, up_weight, down_weight, chunk, wide, swiglu.definition)
+
+
+@swiglu_mlp.kernel
+def _launch(
+    x: Array,
+    gate_weight: Array,
+    up_weight: Array,
+    down_weight: Array,
+    *,
+    chunk: int | None = None,
+) -> Array:
+    return _forward(x, gate_weight, up_weight, down_weight, chunk, x.dtype, _activated)
+
+
+@swiglu_mlp.gradient(
+    "dy(*rows, outputs), x(*rows, hidden), gate_weight(inner, hidden), up_weight(inner, hidden),"
+    " down_weight(outputs, inner) -> dx(*rows, hidden), dgate_weight(inner, hidden),"
+    " dup_weight(inner, hidden), ddown_weight(outputs, inner)",
+    widen=False,
+)
+def swiglu_mlp_backward(
+    dy: Array,
+    x: Array,
+    gate_weight: Array,
+    up_weight: Array,
+    down_weight: Array,
+    *,
+    chunk: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, ...]:
+    """Return the gradients of x and of the weights, summed in float32; None if not ``wanted``."""
+    arrays, wide = (x, gate_weight, up_weight, down_weight), np.promote_types(x.dtype, FLOAT32)
+    return _backward(
+        dy, *arrays, chunk, wanted, wide, swiglu.definition, swiglu_backward.definition
+    )
+
+
+@swiglu_mlp_backward.kernel
+def _launch_backward(
+    dy: Array,
+    x: Array,
+    gate_weight: Array,
+    up_weight: Array,
+    down_weight: Array,
+    *,
+    chunk: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, ...]:
+    arrays = x, gate_weight, up_weight, down_weight
+    return _backward(dy, *arrays, chunk, wanted, x.dtype, _activated, _turned)
+
+
+def _activated(gate: Array, up: Array) -> Array:
+    inner = empty(gate.shape, gate.dtype, like=gate)
+    launch_rows("swiglu.cu", "swiglu", (gate, up), (inner,))
+    return inner
+
+
+def _turned(dinner: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """Write the gradients of gate and up over gate and up, and return them."""
+    launch_rows("swiglu.cu", "swiglu_backward", (dinner, gate, up), (gate, up))
+    return gate, up
+
+
+def _forward(
+    x: Array,
+    gate_weight: Array,
+    up_weight: Array,
+    down_weight: Array,
+    chunk: int | None,
+    dtype: Any,
+    activate: Callable[[Array, Array], Array],
+) -> Array:
+    """Return y; inner activations are of the dtype."""
+    rows = flat(x)
+    y = empty((len(rows), len(down_weight)), x.dtype, like=x)
+    for part in _parts(rows, gate_weight, chunk):
+        gate = gemm(rows[part], gate_weight.T, dtype=dtype)
+        up = gemm(rows[part], up_weight.T, dtype=dtype)
+        gemm(activate(gate, up), down_weight.T, out=y[part])
+        del gate, up  # before the next chunk's are made
+    return y.reshape(*x.shape[:-1], len(down_weight))
+
+
+def _backward(
+    dy: Array,
+    x: Array,
+    gate_weight: Array,
+    up_weight: Array,
+    down_weight: Array,
+    chunk: int | None,
+    wanted: Set[str] | None,
+    dtype: Any,
+    activate: Callable[[Array, Array], Array],
+    turn: Callable[[Array, Array, Array], tuple[Array, Array]],
+) -> tuple[Array | None, ...]:
+    """Return the gradients; what backward makes anew is of the dtype."""
+    rows, seeds, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
+    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    sums = {
+        name: _zeros(weight.shape, wide, like=x)
+        for name, weight in weights.items()
+        if wanted is None or name in wanted
+    }
+    dx = empty(rows.shape, x.dtype, like=x) if wanted is None or "x" in wanted else None
+    for part in _parts(rows, gate_weight, chunk):
+        gate = gemm(rows[part], gate_weight.T, dtype=dtype)
+        up = gemm(rows[part], up_weight.T, dtype=dtype)
+        if "down_weight" in sums:
+            gemm(seeds[part].T, activate(gate, up), out=sums["down_weight"], add=True)
+        dgate, dup = turn(gemm(seeds[part], down_weight, dtype=dtype), gate, up)
+        del gate, up  # a launch has written dgate and dup over them
+        if "gate_weight" in sums:
+            gemm(dgate.T, rows[part], out=sums["gate_weight"], add=True)
+        if "up_weight" in sums:
+            gemm(dup.T, rows[part], out=sums["up_weight"], add=True)
+        if dx is not None:
+            both = gemm(dgate, gate_weight, dtype=wide)
+            dx[part] = rounded(gemm(dup, up_weight, out=both, add=True), x.dtype)
+            del both
+        del dgate, dup  # before the next chunk's are made
+    found = (rounded(sums.get(name), weight.dtype) for name, weight in weights.items())
+    return None if dx is None else dx.reshape(x.shape), *found
+
+
+def _zeros(shape: Any, dtype: Any, like: Array) -> Array:
+    made = empty(shape, dtype, like=like)
+    made[...] = 0
+    return made
+
+
+def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
+    """Yield slices that cover the rows, each of chunk rows but the last."""
+    if chunk is None:
+        most = max(1, CHUNK_BYTES // max(1, len(weight) * rows.itemsize))
+        chunk = min(most, max(CHUNK_ROWS, -(-len(rows) // CHUNKS)))
+    if chunk <= 0:
+        raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
+    for start in representative_steps(rows, range(0, len(rows), chunk)):
+        yield slice(start, start + chunk)

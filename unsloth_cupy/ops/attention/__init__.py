@@ -1,0 +1,1 @@
+"""Attention: whole, packed, in pages, and what remembers its keys and values."""

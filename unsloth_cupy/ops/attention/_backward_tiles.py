@@ -1,0 +1,140 @@
+"""Which tiles the backward kernels of attention work on, by the device and the head dim.
+
+bytes = (rows + stages * tile) * (row(dim) + row(value_dim))
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from ...core.target import Limits
+from ._options import ANY, CAUSAL, HIDING, row_bytes
+from ._tiles import Table, rows_of
+
+
+class Tiles(NamedTuple):
+    """What a block works on: its own rows, and a tile of the others that pass by."""
+
+    warps: int
+    warp_tiles: int
+    tile: int
+    stages: int = 2
+    together: bool = True  # dk and dv in one launch
+    blocks: int = 1  # of an SM
+    options: int = ANY  # the most for which registers are left
+    kept: int = 0  # own rows that stay in registers: 1 those of x, 2 of x and y
+    part: int = 4  # rows of a tile that are summed first, in float32: 1, 2, 4 or 8
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows a block owns."""
+        return self.warps * self.warp_tiles * 16
+
+    def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
+        """Return the shared memory of a block."""
+        pair = row_bytes(dim, itemsize) + row_bytes(value_dim, itemsize)
+        return (self.rows + self.stages * self.tile) * pair
+
+
+# Sums take 128 registers or more of a thread, so that 8 warps fill an SM; a warp of two tiles
+# halves what its products read from shared memory, which is what bounds them on sm_80 and sm_90;
+# own rows that stay in registers are read once.
+KEYS: Table[Tiles] = {
+    (80, 2, 64): (
+        Tiles(4, 2, 32, options=CAUSAL),  # 48 KB: anywhere, and twice on an SM
+        Tiles(8, 1, 32),  # options need registers
+    ),
+    (80, 2, 128): (
+        Tiles(8, 1, 32, options=CAUSAL, kept=1),  # 96 KB; v's, kept too, would spill
+        Tiles(8, 1, 16),  # 80 KB
+        Tiles(4, 1, 16),  # 48 KB
+    ),
+    (80, 2, 256): (
+        Tiles(8, 1, 16, together=False),  # 160 KB; dk or dv alone takes 128 registers
+        Tiles(4, 1, 16, together=False),  # 96 KB
+        Tiles(2, 1, 16, 1, together=False),  # 48 KB
+    ),
+    (80, 4, 64): (
+        Tiles(4, 1, 32, blocks=2, part=8),  # 64 KB; FMAs bound float32
+        Tiles(4, 1, 16, part=8),  # 48 KB
+    ),
+    (80, 4, 128): (
+        Tiles(4, 1, 16, together=False, part=8),  # 96 KB; both, and parts, would spill
+        Tiles(2, 1, 16, 1, together=False, part=8),  # 48 KB
+    ),
+    (80, 4, 256): (
+        Tiles(4, 1, 8, together=False, part=1),  # 160 KB; with parts, 128 sums would spill
+        Tiles(2, 1, 8, together=False, part=1),  # 96 KB
+        Tiles(1, 1, 8, 1, together=False, part=1),  # 48 KB
+    ),
+    # Products take longer here beside what they read, as in forward's table: a tile a warp feeds
+    # them, and 168 registers let 12 warps overlap; 8 a block, twice, would spill.
+    (86, 2, 64): (Tiles(4, 1, 32, blocks=3, options=CAUSAL),),  # 32 KB
+}
+QUERIES: Table[Tiles] = {
+    (80, 2, 64): (
+        Tiles(4, 2, 32, options=CAUSAL, kept=2),  # 48 KB
+        Tiles(4, 2, 32, options=HIDING),
+        Tiles(8, 1, 32),
+    ),
+    (80, 2, 128): (
+        Tiles(8, 1, 64, options=HIDING, kept=2),  # 128 KB
+        Tiles(8, 1, 32, options=HIDING, kept=2),  # 96 KB
+        Tiles(8, 1, 32),
+        Tiles(4, 1, 16),  # 48 KB
+    ),
+    (80, 2, 256): (
+        Tiles(8, 1, 16),  # 160 KB
+        Tiles(4, 1, 16),  # 96 KB
+        Tiles(2, 1, 16, 1),  # 48 KB
+    ),
+    (80, 4, 64): (
+        Tiles(4, 1, 32, blocks=2, part=8),  # 64 KB
+        Tiles(4, 1, 16, part=8),  # 48 KB
+    ),
+    (80, 4, 128): (
+        Tiles(4, 1, 16),  # 96 KB
+        Tiles(2, 1, 16, 1),  # 48 KB
+    ),
+    (80, 4, 256): (
+        Tiles(4, 1, 8),  # 160 KB
+        Tiles(2, 1, 8),  # 96 KB
+        Tiles(1, 1, 8, 1),  # 48 KB
+    ),
+    # One sum and 127 registers: 16 warps.
+    (86, 2, 64): (Tiles(8, 1, 32, blocks=2, options=CAUSAL),),  # 48 KB
+}
+# One stage: several blocks of an SM, few warps each, hide each other's loads.
+PAIRS: Table[Tiles] = {
+    (80, 2, 64): (Tiles(4, 1, 32, 1),),  # 24 KB
+    (80, 2, 128): (Tiles(4, 1, 32, 1),),  # 48 KB
+    (80, 2, 256): (Tiles(2, 1, 16, 1),),  # 48 KB
+    (80, 4, 64): (Tiles(4, 1, 32, 1),),  # 48 KB
+    (80, 4, 128): (Tiles(2, 1, 16, 1),),  # 48 KB
+    (80, 4, 256): (Tiles(1, 1, 8, 1),),  # 48 KB
+}
+
+
+class Chosen(NamedTuple):
+    """Tiles of the kernels that own keys, queries, pairs of both."""
+
+    by_key: Tiles
+    by_query: Tiles
+    by_pair: Tiles
+
+
+@cache
+def resolve(itemsize: int, dim: int, value_dim: int, options: int, limits: Limits) -> Chosen | None:
+    """Return the best tiles that fit into the shared memory of a block; None where none do."""
+    found = [
+        next(
+            (
+                tiles
+                for tiles in rows_of(table, limits.architecture, itemsize, dim, value_dim)
+                if tiles.blocks * tiles.bytes(itemsize, dim, value_dim) <= limits.shared
+                and options <= tiles.options
+            ),
+            None,
+        )
+        for table in (KEYS, QUERIES, PAIRS)
+    ]
+    return None if None in found else Chosen(*found)  # type: ignore[arg-type]

@@ -1,0 +1,170 @@
+"""How attention of few queries is launched: keys shared out over blocks, in pages or in order.
+
+bytes = max(16 * row(dim) + warps * 2 * keys * (row(dim) + row(value_dim)), what its warps found)
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.source import Constants
+from ...core.target import Limits, limits
+from ..common.counters import counters
+from ._blocks import FARTHEST, Window
+from ._forward import launch_forward
+from ._options import by_batch, in_chunks, row_bytes, told
+from ._scores import check_options
+from ._tiles import Table, rows_of
+
+FEW = 16  # queries up to which a call is bound by reading its keys
+ROWS = 16  # of a product: query heads of a group, times queries
+# Keys of a block.  One sequence of 4096 with 8 heads is 128 blocks, about one for each SM; of more
+# blocks the last need no whole wave, as half of those that an SM can hold read at full speed.
+CHUNK = 256
+STATIC = 128  # bytes of shared memory that a block takes beside
+FAN = 32  # parts that a block merges: of 128k keys, 512 parts become 16, and these one
+
+
+class Tiles(NamedTuple):
+    """What a block works on: warps, and keys that each of them works on at a time."""
+
+    warps: int
+    keys: int
+
+    def resident(self, size: int, shared: int, eight: bool = False) -> int:
+        """Return how many blocks of this size an SM is to hold: up to 8 warps, or 12 in fours.
+
+        As many as memory lets in leave the compiler all registers that these do not need.  With
+        eight, never more: addresses of a page and of a mask together would spill those of twelve.
+        """
+        most = 3 if self.warps == 4 and not eight else 8 // self.warps
+        return max(1, min(shared // (size + STATIC), most))
+
+    def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
+        """Return the shared memory of a block: queries and rings, later what the warps found."""
+        row, value_row = (row_bytes(columns, itemsize) for columns in (dim, value_dim))
+        ring = ROWS * row + self.warps * 2 * self.keys * (row + value_row)
+        return max(ring, self.warps * ROWS * (value_dim + 4) * 4)
+
+
+# Reading bounds it.  What an SM reads in 800 ns must be on its way at all times: 28 KB on an H200,
+# 42 KB on a B200, 15 KB on an A100, 6 to 9 KB on cards of 99 KB.  A warp has one tile on its way
+# while it works on another: 8 KB, or 16 KB of rows of 256.  Two blocks, so that one reads while
+# the other begins or ends; where memory is left a third.
+DECODE: Table[Tiles] = {
+    (80, 2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB: 64 KB on their way, in three 96; 34 KB: 32
+    (80, 2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB: 64 or 96; 36 KB: 32
+    (80, 2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB: 64 or 96; 40 KB: 32
+    # FMAs take longer than tensor cores: as many warps as may be, of few keys
+    (80, 4, 64): (Tiles(4, 16), Tiles(4, 8)),  # 68 KB: 64 or 96; 36 KB: 32
+    (80, 4, 128): (Tiles(4, 8), Tiles(2, 8)),  # 72 KB: 64 or 96; 40 KB: 32
+    (80, 4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB: 64; 48 KB: 32
+}
+
+
+@cache
+def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | None:
+    """Return the best tiles of which two blocks fit into an SM, or one; None where none do."""
+    if dim % 8 or value_dim % 8:
+        return None
+    sizes = {
+        tiles: tiles.bytes(itemsize, dim, value_dim)
+        for tiles in rows_of(DECODE, limits.architecture, itemsize, dim, value_dim)
+    }
+    fitting = [tiles for tiles, size in sizes.items() if size + STATIC <= limits.shared]
+    twice = [tiles for tiles in fitting if 2 * (sizes[tiles] + STATIC) + 1024 <= limits.shared]
+    return next(iter(twice + fitting), None)
+
+
+@cache
+def constants(tiles: Tiles, **named: Any) -> Constants:
+    """Return the constants of attention_decode.cu."""
+    return Constants(WARPS=tiles.warps, TILE_KEYS=tiles.keys, CHUNK=CHUNK, FAN=FAN, **named)
+
+
+def launch_decode(
+    q: Array,
+    k: Array,
+    v: Array,
+    page_table: Array | None = None,
+    *,
+    sinks: Array | None = None,
+    **options: Any,
+) -> Any:
+    """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
+
+    With page_table, k and v are pages, and there are key_lengths.  Else they may be a part of the
+    tokens of longer arrays.
+    """
+    batch, queries, heads, dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    pages, page = v.shape[:2]
+    keys = page if page_table is None else page_table.shape[1] * page
+    there = limits(q)
+    call = told(q, v, keys=keys, **options)
+    tiles = call and resolve(q.dtype.itemsize, dim, value_dim, there)
+    tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
+    if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
+        return NotImplemented
+    k, v, apart = by_batch(k, v)
+    (q,) = in_chunks(q)
+    size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
+    by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
+    named = constants(
+        tiles,
+        RESIDENT=tiles.resident(size, there.shared, by_pair and page_table is not None),
+        S=q.dtype if sinks is None else sinks.dtype,
+        G=np.dtype("int32") if page_table is None else page_table.dtype,
+        PAGED=page_table is not None,
+        PAGE=1 if page_table is None else page,
+        VARLEN=False,
+        **call.constants,
+    )
+    left, right = options.get("window") or (None, None)
+    right = 0 if options.get("causal") else right
+    span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
+    chunks = -(-span // CHUNK)  # a span may begin inside a chunk
+    sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
+    out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
+    lse = empty((batch, heads, queries), np.float32, like=q)
+    slots, parts, arrived = chunks, None, None
+    if chunks > 1:
+        merged = chunks
+        while merged > 1:
+            merged = -(-merged // FAN)
+            slots += merged
+        rows = min(ROWS, heads // kv_heads * queries)
+        parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
+        arrived = counters(sequences * slots, like=q)
+    kernel = load("attention_decode.cu", "attention_decode", q, named)
+    kernel[sequences * chunks, 32 * tiles.warps, size](
+        *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks, slots),
+        *(keys // page, pages, *call.arguments, apart),
+    )
+    return out, lse
+
+
+def launch_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    block_mask: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> Any:
+    """Launch the kernel that fits: for few queries, or for many."""
+    check_options("attention", window, softcap, dropout, seed)
+    options |= {"window": window, "softcap": softcap}
+    if q.shape[1] <= FEW and block_mask is None and not dropout:
+        done = launch_decode(q, k, v, **options)
+        if done is not NotImplemented:
+            return done
+    return launch_forward(q, k, v, block_mask=block_mask, dropout=dropout, seed=seed, **options)

@@ -1,0 +1,69 @@
+"""How the forward kernel of attention is launched."""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.source import Constants
+from ...core.target import limits
+from . import _tiles
+from ._options import CAUSAL, HIDING, by_batch, in_chunks, laid_out, told
+from ._tiles import Tiles, resolve, slice_of
+
+
+@cache
+def _constants(tiles: Tiles, **named: Any) -> Constants:
+    """Return the constants of attention_forward.cu."""
+    return Constants(
+        WARPS=tiles.warps,
+        WARP_TILES=tiles.warp_tiles,
+        TILE_KEYS=tiles.keys,
+        STAGES=tiles.stages,
+        RESIDENT=tiles.blocks,
+        KEPT=tiles.kept,
+        **named,
+    )
+
+
+def launch_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    sinks: Array | None = None,
+    offsets: tuple[Array, Array] | None = None,
+    **options: Any,
+) -> Any:
+    """Launch attention_forward.cu; NotImplemented for head dims that it has no tiles for.
+
+    With offsets, of queries and of keys, sequences lie end to end and q, k, v have no batch axis.
+    Else k and v may be a part of the tokens of longer arrays.
+    """
+    *batch, queries, heads, dim = q.shape
+    size, value_dim = q.dtype.itemsize, v.shape[-1]
+    call = told(q, v, **options)
+    level = call and max(call.level, HIDING if offsets else CAUSAL)
+    start = _tiles.start
+    tiles = call and resolve(size, dim, value_dim, level, limits(q), start)
+    if call is None or tiles is None:
+        return NotImplemented
+    k, v, apart = by_batch(k, v)
+    (q,) = in_chunks(q)
+    out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
+    lse = empty((*batch, heads, queries), np.float32, like=q)
+    named, ends = laid_out(call.constants, offsets, **options)
+    named["S"] = q.dtype if sinks is None else sinks.dtype
+    named["SLICE"] = slice_of(value_dim)
+    constants = _constants(tiles, **named)
+    blocks = math.prod(batch) * heads * (-(-queries // tiles.rows) + ends[2])
+    blocks *= -(-value_dim // named["SLICE"])
+    kernel = load("attention_forward.cu", "attention_forward", q, constants)
+    kernel[blocks, tiles.threads, tiles.bytes(size, dim, value_dim)](
+        *(q, k, v, sinks, out, lse, *call.arguments, *ends, apart)
+    )
+    return out, lse

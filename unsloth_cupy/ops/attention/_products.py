@@ -1,0 +1,80 @@
+"""The matrix products of attention, for one block of scores.
+
+Query heads that share a key head are rows of one product: ``rows`` below is group * queries.
+With ``width``, a product is cut into runs of that many keys, which BLAS computes on the thread
+that asks: several blocks then run side by side instead of waiting for each other's threads.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+
+SINGLE = 2**18  # rows * columns * inner size up to which OpenBLAS keeps to one thread
+PARTIAL = 2**20  # elements of the partial sums that are held at once
+
+
+def by_keys(a: Array, b: Array, width: int | None) -> Array:
+    """Return (batch, kv_heads, rows, d) @ (batch, keys, kv_heads, d).T, a column for each key."""
+    if width is None:
+        return a @ b.transpose(0, 2, 3, 1)
+    batch, keys, kv_heads, _ = b.shape
+    result = np.empty_like(a, shape=(batch, kv_heads, a.shape[2], keys), order="C")
+    even = keys - keys % width
+    tiles = result[..., :even].reshape(*result.shape[:3], -1, width).transpose(0, 1, 3, 2, 4)
+    np.matmul(a[:, :, None], _tiled(b, width).swapaxes(3, 4), out=tiles)
+    np.matmul(a, b[:, even:].transpose(0, 2, 3, 1), out=result[..., even:])
+    return result
+
+
+def over_keys(p: Array, b: Array, width: int | None) -> Array:
+    """Return (batch, kv_heads, rows, keys) @ (batch, keys, kv_heads, d)."""
+    if width is None:
+        return p @ b.transpose(0, 2, 1, 3)
+    batch, kv_heads, rows, keys = p.shape
+    even = keys - keys % width
+    result = p[..., even:] @ b[:, even:].transpose(0, 2, 1, 3)
+    step = max(1, PARTIAL // max(1, batch * kv_heads * rows * b.shape[3])) * width
+    for start in range(0, even, step):
+        stop = min(start + step, even)
+        tiles = p[..., start:stop].reshape(batch, kv_heads, rows, -1, width)
+        result += (tiles.transpose(0, 1, 3, 2, 4) @ _tiled(b[:, start:stop], width)).sum(axis=2)
+    return result
+
+
+def for_keys(p: Array, a: Array, width: int | None) -> Array:
+    """Return (batch, kv_heads, rows, keys).T @ (batch, kv_heads, rows, d), a row for each key."""
+    if width is None:
+        return (p.swapaxes(2, 3) @ a).transpose(0, 2, 1, 3)
+    batch, kv_heads, rows, keys = p.shape
+    result = np.empty_like(p, shape=(batch, kv_heads, keys, a.shape[3]), order="C")
+    even = keys - keys % width
+    tiles = p[..., :even].reshape(batch, kv_heads, rows, -1, width).transpose(0, 1, 3, 4, 2)
+    np.matmul(
+        tiles,
+        a[:, :, None],
+        out=result[:, :, :even].reshape(batch, kv_heads, -1, width, a.shape[3]),
+    )
+    np.matmul(p[..., even:].swapaxes(2, 3), a, out=result[:, :, even:])
+    return result.transpose(0, 2, 1, 3)
+
+
+def stacked(array: Array, block: Any, group: int) -> Array:
+    """Return a block's (batch, queries, heads, d) as (batch, kv_heads, rows, d)."""
+    part = array[block.batch, block.rows, block.heads].transpose(0, 2, 1, 3)
+    batch, heads, rows, d = part.shape
+    return part.reshape(batch, heads // group, group * rows, d)
+
+
+def unstacked(array: Array, group: int) -> Array:
+    """Return (batch, kv_heads, rows, d) as (batch, queries, heads, d)."""
+    batch, kv_heads, rows, d = array.shape
+    return array.reshape(batch, kv_heads * group, rows // group, d).transpose(0, 2, 1, 3)
+
+
+def _tiled(b: Array, width: int) -> Array:
+    """View the whole tiles of (batch, keys, kv_heads, d) as (batch, kv_heads, tile, width, d)."""
+    batch, keys, kv_heads, d = b.shape
+    tiles = b[:, : keys - keys % width].reshape(batch, -1, width, kv_heads, d)
+    return tiles.transpose(0, 3, 1, 2, 4)

@@ -1,0 +1,124 @@
+"""The scores of attention, block by block: what every attention op has in common.
+
+score = cap * tanh(scale * q @ k.T / cap) + bias - slope * abs(query position - key position)
+
+and -inf where a query may not see a key.  No array here is larger than a block.
+"""
+
+import math
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ..common import philox
+from ._blocks import TILE, Block, Blocks, Window, check_window, four_axes, index_of
+from ._products import by_keys, stacked
+
+
+class Scores(Blocks):
+    """The scores of one attention call."""
+
+    def __init__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Array | None = None,
+        key_lengths: Array | None = None,
+        query_start: Array | int | None = None,
+        block_mask: Array | None = None,
+        causal: bool = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        bias: Array | None = None,
+        alibi: Array | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        first_batch: int = 0,
+    ) -> None:
+        check_options("attention", window, softcap, dropout, seed)
+        super().__init__(q, k, v, key_lengths, query_start, block_mask, causal, window)
+        self.scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else float(scale)
+        self.softcap = None if softcap is None else float(softcap)
+        self.dropout, self.seed = dropout, seed
+        self.first_batch = first_batch  # what dropout adds to the number of a batch
+        self.mask = four_axes(mask)
+        self.bias = four_axes(bias)
+        self.alibi = None if alibi is None else four_axes(alibi[..., None, None])
+
+    def logits(self, block: Block) -> tuple[Array, Array, Array | None]:
+        """Return scaled queries, scores and, with softcap, the tanh inside them.
+
+        Scores are (batch, kv_heads, group * queries, keys): query heads that share a key head
+        are rows of one product.
+        """
+        q = stacked(self.q, block, self.group) * self.scale
+        scores = by_keys(q, self.k[block.batch, block.keys, block.kv_heads], self.width)
+        tanh = None
+        if self.softcap is not None:
+            scores /= self.softcap
+            tanh = np.tanh(scores, out=scores)
+            scores = tanh * self.softcap
+        seen = self.by_head(scores, block)
+        if self.bias is not None:
+            seen += self._split(_part(self.bias, block))
+        if self.alibi is not None:
+            slope = self._split(_part(self.alibi, block))
+            seen -= slope * self.distances(block).astype(scores.dtype)
+        if self.mask is not None:
+            np.copyto(seen, -math.inf, where=~self._split(_part(self.mask, block)))
+        if block.gaps:
+            tiles = self.tiles(block)[..., self.numbers(block.keys) // TILE]
+            np.copyto(seen, -math.inf, where=~self._split(tiles))
+        for columns in block.edges:
+            np.copyto(seen[..., columns], -math.inf, where=self.hidden(block, columns))
+        return q, scores, tanh
+
+    def by_head(self, scores: Array, block: Block) -> Array:
+        """View the scores of a block as (batch, kv_heads, group, queries, keys)."""
+        batch, kv_heads, _, keys = scores.shape
+        return scores.reshape(batch, kv_heads, self.group, -1, keys)
+
+    def kept(self, block: Block) -> Array:
+        """Return where dropout keeps a probability, by head."""
+        batch, head, row = (
+            np.arange(part.start, part.stop, like=self.q)
+            for part in (block.batch, block.heads, block.rows)
+        )
+        batch = batch[:, None, None] + self.first_batch
+        keys = self.numbers(block.keys)
+        gapless = isinstance(block.keys, slice)
+        first, stop = (block.keys.start, block.keys.stop) if gapless else (0, self.keys)
+        rows = (batch, head[:, None], row)
+        kept = philox.kept(int(self.seed or 0), self.dropout, rows, first, stop)
+        return self._split(kept if gapless else kept[..., keys])
+
+    def add_sum(self, total: Array, gradient: Array, block: Block) -> None:
+        """Add the gradient of the scores, by head, to that of an operand that was broadcast."""
+        batch, _, _, rows, keys = gradient.shape
+        gradient = gradient.reshape(batch, -1, rows, keys)
+        axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
+        total[index_of(total, block)] += gradient.sum(axis=axes, keepdims=True)
+
+    def _split(self, part: Array) -> Array:
+        """View (batch or 1, heads or 1, queries or 1, keys or 1) by group, as scores are."""
+        batch, heads, rows, keys = part.shape
+        group = 1 if heads == 1 else self.group
+        return part.reshape(batch, heads // group, group, rows, keys)
+
+
+def check_options(
+    call: str, window: Window | None, softcap: float | None, dropout: float, seed: int | None
+) -> None:
+    """Raise ConfigError for options that make no sense."""
+    if window is not None:
+        check_window(call, window)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ConfigError(f"{call}: softcap={softcap} must be above 0, or None for no cap")
+    philox.check(call, dropout, seed)
+
+
+def _part(array: Array, block: Block) -> Array:
+    return array[index_of(array, block)]

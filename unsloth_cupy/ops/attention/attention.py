@@ -1,0 +1,300 @@
+"""Attention: out = softmax(score) @ v, row by row, with every option that models use.
+
+score = cap * tanh(scale * q @ k.T / cap) + bias - slope * abs(query position - key position)
+lse = log(sum(exp(score)))      out = exp(score - lse) @ v
+
+    dv = p.T @ dout      ds = p * (dout @ v.T - rowsum(dout * out) + dlse)      p = exp(score - lse)
+    dq = scale * ds @ k      dk = scale * ds.T @ q
+
+Dao and others, FlashAttention, 2022: blocks of rows, and a backward that recomputes p from lse.
+"""
+
+import math
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ._backward import launch_backward
+from ._blocks import Block, Window
+from ._decode import launch_attention
+from ._products import by_keys, for_keys, over_keys, stacked, unstacked
+from ._scores import Scores
+
+LOW, HIGH = -30, 60  # between these, exp of a row's largest score needs no shift in float32
+
+OPERANDS = (
+    "mask?(batch|1, heads|1, queries|1, keys|1): bool,"
+    " bias?(batch|1, heads|1, queries|1, keys|1): param, alibi?(batch?, heads): param,"
+    " sinks?(heads): param, key_lengths?(batch): int, query_start?(batch?): int,"
+    " block_mask?(batch|1, heads|1, queries/128, keys/128): bool"
+)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> Array:
+    """Return ``softmax(score) @ v``, where ``score = scale * q @ k.T`` and its options.
+
+    In this order: ``scale``; ``softcap * tanh(score / softcap)``; plus bias, minus alibi; -inf
+    where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.  All
+    options compose.  A query that sees no key gets zeros, and zero gradients.
+
+    Parameters
+    ----------
+    q : (batch, queries, heads, dim) float
+        Queries.  Query head h reads key head ``h // (heads // kv_heads)``.
+    k : (batch, keys, kv_heads, dim) float
+        Keys; kv_heads divides heads.
+    v : (batch, keys, kv_heads, value_dim) float
+        Values.
+    causal : bool
+        A query sees no key after its own position.
+    window : (left, right), optional
+        The query at position p sees the keys p - left .. p + right; None is unbounded.
+    scale : float, optional
+        1 / sqrt(dim) by default.
+    softcap : float, optional
+        Bounds the scaled scores to -softcap .. softcap.
+    mask : bool, up to 4 axes that broadcast to (batch, heads, queries, keys), optional
+        True where a query may see a key.
+    bias : dtype of q or float32, axes as mask, optional
+        Added to the scores; -inf hides a key.
+    alibi : (heads,) or (batch, heads) dtype of q or float32, optional
+        Slopes; ``slope * abs(query position - key position)`` is subtracted.
+    sinks : (heads,) dtype of q or float32, optional
+        Score of one more key, seen by every query, that has no value.
+    key_lengths : (batch,) int, optional
+        Keys from this one on do not exist, whatever their bytes hold.
+    query_start : int or (batch,) int, optional
+        Position of the first query among the keys.  By default the last query stands at the last
+        key: ``keys - queries``, or ``key_lengths - queries``.  Alibi cuts it to -2**29 .. 2**29.
+    block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
+        Tiles of 128 queries by 128 keys that are False are skipped.
+    dropout : float
+        Share of the probabilities that become 0; the others grow by ``1 / (1 - dropout)``.
+    seed : int, optional
+        Of dropout, in 0 .. 2**64 - 1; the same seed drops the same (batch, head, query, key).
+
+    Returns
+    -------
+    out : (batch, queries, heads, value_dim) float
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    ConfigError
+        An option makes no sense, or dropout comes without a seed.
+    RangeError
+        key_lengths holds a number outside 0 .. keys.
+
+    Notes
+    -----
+    Vaswani and others, Attention Is All You Need, 2017.  Ainslie and others, GQA, 2023.  Press
+    and others, Train Short, Test Long (ALiBi), 2022.
+    """
+    return attention_forward(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        sinks=sinks,
+        key_lengths=key_lengths,
+        query_start=query_start,
+        block_mask=block_mask,
+        dropout=dropout,
+        seed=seed,
+    )[0]
+
+
+@op(
+    "q(batch, queries, heads, dim), k(batch, keys, kv_heads, dim),"
+    f" v(batch, keys, kv_heads, value_dim), {OPERANDS}"
+    " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
+    " where heads % kv_heads"
+)
+def attention_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array]:
+    """Return out as attention does, and the natural log of each row's sum of exp(score)."""
+    limits = (mask, key_lengths, query_start, block_mask, causal, window)
+    scores = Scores(q, k, v, *limits, scale, softcap, bias, alibi, dropout, seed)
+    return attend(scores, sinks)
+
+
+def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
+    """Return out and lse: softmax of the scores, block by block, times v."""
+    q, v, group = scores.q, scores.v, scores.group
+    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
+    lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
+    if sinks is not None:
+        sinks = sinks.astype(q.dtype)
+        lse[:] = sinks[:, None]
+
+    def step(block: Block) -> None:
+        rows = (block.batch, block.heads, block.rows)
+        _, p, _ = scores.logits(block)
+        by_head = scores.by_head(p, block)
+        top = by_head.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks[block.heads].reshape(-1, group, 1, 1)
+            top = np.maximum(top, sink)
+        top[(top == -math.inf) | ((top > LOW) & (top < HIGH))] = 0
+        if not scores.on_host or top.any():  # reading top would stall a device
+            by_head -= top
+        np.exp(p, out=p)
+        total = (by_head[..., None, :] @ np.full_like(p, 1, shape=(p.shape[3], 1)))[..., 0]
+        if sinks is not None:
+            total += np.exp(sink - top)
+        empty = total == 0
+        total[empty] = 1
+        top += np.log(total)
+        top[empty] = -math.inf
+        lse[rows] = top.reshape(lse[rows].shape)
+        if scores.dropout:
+            by_head *= scores.kept(block)
+            total *= 1 - scores.dropout
+        part = over_keys(p, v[block.batch, block.keys, block.kv_heads], scores.width)
+        part /= total.reshape(*part.shape[:-1], 1)
+        out[block.batch, block.rows, block.heads] = unstacked(part, group)
+
+    scores.walk(step)
+    return out, lse
+
+
+@attention_forward.gradient(
+    "dout(batch, queries, heads, value_dim), q(batch, queries, heads, dim),"
+    " k(batch, keys, kv_heads, dim), v(batch, keys, kv_heads, value_dim),"
+    f" out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat, {OPERANDS},"
+    " dlse?(batch, heads, queries): stat"
+    " -> dq(batch, queries, heads, dim), dk(batch, keys, kv_heads, dim),"
+    " dv(batch, keys, kv_heads, value_dim), dbias(batch|1, heads|1, queries|1, keys|1),"
+    " dalibi(batch?, heads), dsinks(heads) where heads % kv_heads"
+)
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    key_lengths: Array | None = None,
+    query_start: Array | int | None = None,
+    block_mask: Array | None = None,
+    dlse: Array | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
+    """Return the gradients of q, k, v, bias, alibi and sinks; dlse is lse's, where it is used."""
+    limits = (mask, key_lengths, query_start, block_mask, causal, window)
+    scores = Scores(q, k, v, *limits, scale, softcap, bias, alibi, dropout, seed)
+    dq, dk, dv, dbias, dalibi, dsinks = attend_backward(scores, sinks, dout, out, lse, dlse)
+    if bias is not None and dbias is not None:
+        dbias = dbias.reshape(bias.shape)
+    if alibi is not None and dalibi is not None:
+        dalibi = dalibi if alibi.ndim == 2 else dalibi.sum(axis=0)
+    return dq, dk, dv, dbias, dalibi, dsinks
+
+
+def attend_backward(
+    scores: Scores, sinks: Array | None, dout: Array, out: Array, lse: Array, dlse: Array | None
+) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
+    """Return the gradients of q, k, v, bias, alibi by batch, and sinks; scores are made again."""
+    q, k, v, group = scores.q, scores.k, scores.v, scores.group
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
+    slopes = (scores.batch, scores.heads, 1, 1)
+    dalibi = None if scores.alibi is None else np.zeros(slopes, q.dtype, like=q)
+    delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), which the softmax takes off
+    delta = delta if dlse is None else delta - dlse
+    lse = np.where(lse == -math.inf, 0, lse)  # where no key is seen, p = exp(-inf) all the same
+    dsinks = None
+    if sinks is not None:
+        dsinks = -(np.exp(sinks[:, None] - lse) * delta).sum(axis=(0, 2))
+
+    def step(block: Block) -> None:
+        rows = (block.batch, block.heads, block.rows)
+        keys = (block.batch, block.keys, block.kv_heads)
+        rows_of_q, p, tanh = scores.logits(block)
+        p_by_head = scores.by_head(p, block)
+        shape = (*p_by_head.shape[:-1], 1)
+        p_by_head -= lse[rows].reshape(shape)
+        np.exp(p, out=p)
+        rows_of_dout = stacked(dout, block, group)
+        ds = by_keys(rows_of_dout, v[keys], scores.width)
+        ds_by_head = scores.by_head(ds, block)
+        weights = p
+        if scores.dropout:
+            kept = scores.kept(block) * q.dtype.type(1 / (1 - scores.dropout))
+            weights = (p_by_head * kept).reshape(p.shape)
+            ds_by_head *= kept
+        dv[keys] += for_keys(weights, rows_of_dout, scores.width)
+        ds_by_head -= delta[rows].reshape(shape)
+        ds *= p
+        if dbias is not None:
+            scores.add_sum(dbias, ds_by_head, block)
+        if dalibi is not None:
+            distance = scores.distances(block).astype(q.dtype)
+            scores.add_sum(dalibi, ds_by_head * -distance, block)
+        if tanh is not None:
+            ds *= 1 - tanh * tanh
+        part = over_keys(ds, k[keys], scores.width) * scores.scale
+        dq[block.batch, block.rows, block.heads] = unstacked(part, group)
+        dk[keys] += for_keys(ds, rows_of_q, scores.width)
+
+    scores.walk(step, in_order=True, alone=dbias is not None)  # blocks may share a bias
+    dalibi = None if dalibi is None else dalibi[:, :, 0, 0]
+    return dq, dk, dv, dbias, dalibi, dsinks
+
+
+attention_forward.kernel(launch_attention)
+attention_forward.strided = "k", "v"  # the first tokens of a cache
+attention_backward.kernel(launch_backward)

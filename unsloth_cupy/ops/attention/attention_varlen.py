@@ -1,0 +1,268 @@
+"""Attention of packed sequences: no padding, and no sequence sees another.
+
+sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1 and the keys k_offsets[i] .. alike
+
+Each sequence is one call of attention, with its number as the number of the batch.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ._backward import launch_backward
+from ._blocks import TILE, Window
+from ._forward import launch_forward
+from ._scores import Scores, check_options
+from .attention import attend, attend_backward
+from .sequences import longest, share_of, sides_of
+
+PACKED = (
+    "q(tokens, heads, dim), k(key_tokens, kv_heads, dim), v(key_tokens, kv_heads, value_dim),"
+    " q_offsets(sequences+1): int, k_offsets(sequences+1): int"
+)
+OPERANDS = (
+    "alibi?(sequences?, heads): param, sinks?(heads): param,"
+    " mask?(sequences|1, heads|1, max_queries|1, max_keys|1): bool,"
+    " bias?(sequences|1, heads|1, max_queries|1, max_keys|1): param,"
+    " block_mask?(sequences|1, heads|1, max_queries/128, max_keys/128): bool"
+)
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: Array | None = None,
+) -> Array:
+    """Return the attention of each sequence over its own keys; all tokens lie end to end.
+
+    Parameters
+    ----------
+    q : (tokens, heads, dim) float
+        Queries of all sequences; query head h reads key head ``h // (heads // kv_heads)``.
+    k, v : (key_tokens, kv_heads, dim or value_dim) float
+        Keys and values of all sequences.
+    q_offsets, k_offsets : (sequences + 1,) int
+        Where each sequence starts, and the number of tokens last.
+    max_queries, max_keys : int, optional
+        The longest sequence, or more; by default what mask, bias or block_mask are made for, or
+        on a GPU, where offsets are not read, all tokens.
+    causal, window, scale, softcap, alibi, sinks, dropout, seed
+        As in attention, with positions counted inside a sequence; alibi may be
+        (sequences, heads).  Dropout drops what it drops in a padded batch of the sequences.
+    mask, bias : up to 4 axes that broadcast to (sequences, heads, max_queries, max_keys), optional
+        As in attention on the sequences as a batch that is padded at the end, with their numbers of
+        keys for key_lengths: query i of a sequence reads row i.  What lies past the tokens of a
+        sequence is not read, and has no gradient.
+    block_mask : bool (sequences or 1, heads or 1, max_queries / 128, max_keys / 128), optional
+        As in attention, rounded up: tiles of 128 queries by 128 keys of a sequence.
+
+    Returns
+    -------
+    out : (tokens, heads, value_dim) float
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other, or max_queries or max_keys; the message shows the call.
+    RangeError
+        Offsets do not rise from 0 to the number of tokens, or a sequence is longer than
+        max_queries or max_keys.
+    ConfigError
+        An option makes no sense, or dropout comes without a seed.
+    """
+    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
+    options |= {"max_queries": max_queries, "max_keys": max_keys, "dropout": dropout, "seed": seed}
+    options |= {"mask": mask, "bias": bias, "block_mask": block_mask, "alibi": alibi}
+    arrays = (q, k, v, q_offsets, k_offsets)
+    return attention_varlen_forward(*arrays, sinks=sinks, causal=causal, **options)[0]
+
+
+@op(
+    f"{PACKED}, {OPERANDS} -> out(tokens, heads, value_dim), lse(heads, tokens): stat"
+    " where heads % kv_heads"
+)
+def attention_varlen_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: Array | None = None,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array]:
+    """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
+    check_options("attention_varlen", window, softcap, dropout, seed)
+    most = longest("attention_varlen", max_queries, max_keys, mask, bias, block_mask)
+    out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
+    lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
+    options |= {"alibi": alibi, "mask": mask, "bias": bias, "block_mask": block_mask}
+    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
+        scores = _scores(number, rows, keys, q, k, v, **options)
+        out_part, lse_part = attend(scores, sinks)
+        rows.give(out, out_part)
+        rows.give(lse.T, lse_part.transpose(0, 2, 1))
+    return out, lse
+
+
+@attention_varlen_forward.kernel
+def _launch(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    **options: Any,
+) -> Any:
+    window, softcap = options.get("window"), options.get("softcap")
+    dropout, seed = options.get("dropout", 0.0), options.get("seed")
+    check_options("attention_varlen", window, softcap, dropout, seed)
+    given = (options.get(name) for name in ("mask", "bias", "block_mask"))
+    longest("attention_varlen", max_queries, max_keys, *given)
+    return launch_forward(q, k, v, offsets=(q_offsets, k_offsets), **options)
+
+
+@attention_varlen_forward.gradient(
+    f"dout(tokens, heads, value_dim), {PACKED}, out(tokens, heads, value_dim),"
+    f" lse(heads, tokens): stat, {OPERANDS}, dlse?(heads, tokens): stat"
+    " -> dq(tokens, heads, dim), dk(key_tokens, kv_heads, dim),"
+    " dv(key_tokens, kv_heads, value_dim), dq_offsets: none, dk_offsets: none,"
+    " dalibi(sequences?, heads), dsinks(heads),"
+    " dbias(sequences|1, heads|1, max_queries|1, max_keys|1) where heads % kv_heads"
+)
+def attention_varlen_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    out: Array,
+    lse: Array,
+    *,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    block_mask: Array | None = None,
+    dlse: Array | None = None,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array, Array, None, None, Array | None, Array | None, Array | None]:
+    """Return the gradients of q, k, v, alibi, sinks and bias; dlse is lse's, where it is used."""
+    check_options("attention_varlen_backward", window, softcap, dropout, seed)
+    most = longest("attention_varlen_backward", max_queries, max_keys, mask, bias, block_mask)
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
+    dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
+    dbias = None if bias is None else np.zeros_like(bias, dtype=q.dtype)
+    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
+    options |= {"alibi": alibi, "mask": mask, "bias": bias, "block_mask": block_mask}
+    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
+        scores = _scores(number, rows, keys, q, k, v, **options)
+        lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
+        dlse_part = None if dlse is None else rows.take(dlse.T, 0).transpose(0, 2, 1)
+        parts = attend_backward(
+            scores, sinks, rows.take(dout, 0), rows.take(out, 0), lse_part, dlse_part
+        )
+        rows.give(dq, parts[0])
+        keys.give(dk, parts[1])
+        keys.give(dv, parts[2])
+        if dalibi is not None and parts[4] is not None:
+            each = slice(None) if dalibi.ndim == 1 else slice(number, number + len(parts[4]))
+            dalibi[each] += parts[4].sum(axis=0) if dalibi.ndim == 1 else parts[4]
+        if dsinks is not None:
+            dsinks += parts[5]
+        if dbias is not None and parts[3] is not None:
+            share_of(dbias, number, rows, keys)[...] += parts[3]
+    return dq, dk, dv, None, None, dalibi, dsinks, dbias
+
+
+@attention_varlen_backward.kernel
+def _launch_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    out: Array,
+    lse: Array,
+    *,
+    max_queries: int | None = None,
+    max_keys: int | None = None,
+    **options: Any,
+) -> Any:
+    given = {"window": None, "softcap": None, "dropout": 0.0, "seed": None} | options
+    found = launch_backward(dout, q, k, v, out, lse, offsets=(q_offsets, k_offsets), **given)
+    if found is NotImplemented:
+        return found
+    dq, dk, dv, dbias, dalibi, dsinks = found
+    return dq, dk, dv, None, None, dalibi, dsinks, dbias
+
+
+def _scores(
+    number: int,
+    rows: Any,
+    keys: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    alibi: Array | None,
+    mask: Array | None,
+    bias: Array | None,
+    block_mask: Array | None,
+    **options: Any,
+) -> Scores:
+    arrays = (rows.take(q, 0), keys.take(k, 0), keys.take(v, 0))
+    options |= {"mask": share_of(mask, number, rows, keys)}
+    options |= {"bias": share_of(bias, number, rows, keys)}
+    options |= {"block_mask": share_of(block_mask, number, rows, keys, TILE)}
+    if keys.lengths is not None:
+        start = keys.lengths - rows.lengths
+        return Scores(*arrays, key_lengths=keys.lengths, query_start=start, alibi=alibi, **options)
+    if alibi is not None and alibi.ndim == 2:
+        alibi = alibi[number : number + 1]
+    return Scores(*arrays, alibi=alibi, first_batch=number, **options)

@@ -1,0 +1,149 @@
+"""New keys and values into a cache, in place.
+
+keys[b, slot(start + i)] = k[b, i]                                  values alike
+
+slot(p) = p for p < sinks, which stay; of the other tokens the last stay, in a ring:
+slot(p) = sinks + (p - sinks) % (slots - sinks)
+
+A token without a slot is dropped; the caches that call these ops raise before.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import lanes, packed
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ..common.rows import spanned
+
+NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"
+
+
+@op(
+    f"{NEW}, keys(batch, slots, kv_heads, dim), values(batch, slots, kv_heads, dim),"
+    " starts?(batch): int"
+    " -> all_keys(batch, slots, kv_heads, dim), all_values(batch, slots, kv_heads, dim)",
+    widen=False,  # it changes keys and values
+)
+def kv_append_(
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    starts: Array | None = None,
+    *,
+    start: int = 0,
+    sinks: int = 0,
+) -> tuple[Array, Array]:
+    """Write k and v, whose first token stands at start, or at starts[b], into keys and values."""
+    tokens, slots = k.shape[1], keys.shape[1]
+    if starts is None and 0 <= start <= start + tokens <= slots:
+        keys[:, start : start + tokens], values[:, start : start + tokens] = k, v
+        return keys, values
+    if not k.size:
+        return keys, values
+    # which new token a slot takes: the last of those that it could
+    first: Any = start if starts is None else starts[:, None].astype(np.int64)
+    stop, slot = first + tokens, np.arange(slots, like=keys)
+    last = stop - 1 - (stop - 1 - slot) % max(slots - sinks, 1)
+    token = np.where(slot < sinks, slot, last) - first
+    new = (token >= 0) & (token < tokens) & ((slot < sinks) | (last >= sinks))
+    token = np.broadcast_to(np.where(new, token, 0), keys.shape[:2])[..., None, None]
+    for stored, given in ((keys, k), (values, v)):
+        there = new[..., None, None]
+        stored[...] = np.where(there, np.take_along_axis(given, token, axis=1), stored)
+    return keys, values
+
+
+@kv_append_.kernel
+def _launch(
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    starts: Array | None = None,
+    *,
+    start: int = 0,
+    sinks: int = 0,
+) -> Any:
+    if not (keys.flags.c_contiguous and values.flags.c_contiguous):
+        return NotImplemented
+    starts = packed(starts)
+    count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
+    k, v, apart = _lying(k, v)
+    wide = lanes(math.gcd(row, *apart), k, v, keys, values)
+    constants = _constants(k.dtype, getattr(starts, "dtype", np.dtype("int32")), None, row, wide)
+    kernel = load("kv_append.cu", "kv_append_", k, constants)
+    threads = constants["THREADS"]
+    kernel[-(-count * row // (wide * threads)), threads](
+        *(k, v, keys, values, starts, start, count, tokens, keys.shape[1], sinks, *apart)
+    )
+    return keys, values
+
+
+@op(
+    f"{NEW}, k_pages(pages, page, kv_heads, dim), v_pages(pages, page, kv_heads, dim),"
+    " page_table(batch, row_pages): int, starts(batch): int"
+    " -> all_keys(pages, page, kv_heads, dim), all_values(pages, page, kv_heads, dim)",
+    widen=False,  # it changes the pages
+)
+def kv_append_paged_(
+    k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array
+) -> tuple[Array, Array]:
+    """Write k and v, whose first token stands at starts[b], into pages that no other row uses."""
+    pages, page = k_pages.shape[:2]
+    position = starts[:, None].astype(np.int64) + np.arange(k.shape[1], like=k)
+    index = position // page
+    there = (position >= 0) & (index < page_table.shape[1])
+    number = np.take_along_axis(page_table, np.where(there, index, 0), axis=1)
+    there &= (number >= 0) & (number < pages)
+    at = number[there], position[there] % page
+    k_pages[at], v_pages[at] = k[there], v[there]
+    return k_pages, v_pages
+
+
+@kv_append_paged_.kernel
+def _launch_paged(
+    k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array
+) -> Any:
+    if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
+        return NotImplemented
+    page_table, starts = packed(page_table), packed(starts)
+    count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
+    k, v, apart = _lying(k, v)
+    wide = lanes(math.gcd(row, *apart), k, v, k_pages, v_pages)
+    constants = _constants(k.dtype, starts.dtype, page_table.dtype, row, wide)
+    kernel = load("kv_append.cu", "kv_append_paged_", k, constants)
+    threads = constants["THREADS"]
+    kernel[-(-count * row // (wide * threads)), threads](
+        *(k, v, k_pages, v_pages, page_table, starts),
+        *(count, tokens, *k_pages.shape[:2], page_table.shape[1], *apart),
+    )
+    return k_pages, v_pages
+
+
+def _lying(*arrays: Array) -> tuple[Any, ...]:
+    """Return the memory of k and v, and of each the values between rows and between tokens."""
+    found, apart = [], []
+    for given in arrays:
+        size, (tokens, heads, dim) = given.dtype.itemsize, given.shape[1:]
+        steps = given.strides[:2]
+        whole = given.strides[2:] == (dim * size, size)
+        readable = whole and min(steps) >= 0 and not any(step % size for step in steps)
+        array = given if readable else packed(given)
+        packed_steps = array.flags.c_contiguous  # where NumPy says nothing of axes of 1
+        apart += [tokens * heads * dim, heads * dim] if packed_steps else [s // size for s in steps]
+        found.append(array if packed_steps else spanned(array))
+    return *found, apart
+
+
+@cache
+def _constants(dtype: Any, starts: Any, table: Any, row: int, lanes: int) -> Constants:
+    """Return the constants of kv_append.cu; 128 threads, for a step of one row is small."""
+    table = np.dtype("int32") if table is None else table
+    return Constants(T=dtype, P=starts, G=table, ROW=row, LANES=lanes, THREADS=128)

@@ -1,0 +1,84 @@
+"""Two attentions of the same queries over different keys, made one.
+
+lse = log(exp(lse_a) + exp(lse_b))      out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+    dlse_a = w_a * (rowsum(dout * (out_a - out)) + dlse)      dout_a = w_a * dout
+
+with w_a = exp(lse_a - lse), and the same for b.  Milakov and Gimelshein, Online normalizer
+calculation for softmax, 2018.
+"""
+
+import math
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+
+
+@op(
+    "out_a(batch, queries, heads, dim), lse_a(batch, heads, queries): stat,"
+    " out_b(batch, queries, heads, dim), lse_b(batch, heads, queries): stat"
+    " -> out(batch, queries, heads, dim), lse(batch, heads, queries): stat"
+)
+def merge_attention(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Return the attention over the keys of a and b: what ring and cascade attention need.
+
+    Parameters
+    ----------
+    out_a, out_b : (batch, queries, heads, dim) float
+        As attention_forward returns them; no key may be in both.
+    lse_a, lse_b : (batch, heads, queries) float32, or float64 for float64 operands
+        Natural log of the sum of exp(score); -inf where a query sees no key.
+
+    Returns
+    -------
+    out : (batch, queries, heads, dim) float
+        0 where a query sees a key neither in a nor in b.
+    lse : (batch, heads, queries) float32, or float64 for float64 operands
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    lse = np.logaddexp(lse_a, lse_b)
+    return _weight(lse_a, lse) * out_a + _weight(lse_b, lse) * out_b, lse
+
+
+@merge_attention.gradient(
+    "dout(batch, queries, heads, dim), dlse?(batch, heads, queries): stat,"
+    " out_a(batch, queries, heads, dim), lse_a(batch, heads, queries): stat,"
+    " out_b(batch, queries, heads, dim), lse_b(batch, heads, queries): stat,"
+    " out(batch, queries, heads, dim), lse(batch, heads, queries): stat"
+    " -> dout_a(batch, queries, heads, dim), dlse_a(batch, heads, queries): stat,"
+    " dout_b(batch, queries, heads, dim), dlse_b(batch, heads, queries): stat"
+)
+def merge_attention_backward(
+    dout: Array,
+    dlse: Array | None,
+    out_a: Array,
+    lse_a: Array,
+    out_b: Array,
+    lse_b: Array,
+    out: Array,
+    lse: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """Return the gradients of out_a, lse_a, out_b and lse_b."""
+
+    def one(part: Array, part_lse: Array) -> tuple[Array, Array]:
+        weight = _weight(part_lse, lse)
+        above = (dout * (part - out)).sum(axis=-1, keepdims=True)
+        above = above if dlse is None else above + _by_query(dlse)
+        return weight * dout, (weight * above)[..., 0].transpose(0, 2, 1)
+
+    return *one(out_a, lse_a), *one(out_b, lse_b)
+
+
+def _weight(part: Array, lse: Array) -> Array:
+    """Return exp(part - lse) beside out; 0, not NaN, where both are -inf."""
+    return _by_query(np.exp(part - np.where(lse == -math.inf, 0, lse)))
+
+
+def _by_query(rows: Array) -> Array:
+    return rows.transpose(0, 2, 1)[..., None]

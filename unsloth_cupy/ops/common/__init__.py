@@ -1,0 +1,1 @@
+"""What the launches and definitions of several families share; no op lives here."""

@@ -1,0 +1,36 @@
+"""Sums over rows, in float32 and in a fixed order."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, packed
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
+from ...core.kernel import load
+from ...core.source import Constants
+from ...core.target import target_of
+
+
+def row_sum(rows: Array, dtype: Any) -> Array:
+    """Return the sum of the rows of a matrix, rounded once to a dtype."""
+    if rows.dtype not in KERNEL_DTYPES or target_of(rows) is None or not rows.size:
+        wide = np.promote_types(rows.dtype, FLOAT32)
+        return rows.sum(axis=0, dtype=wide).astype(dtype, copy=False)
+    total = empty(rows.shape[1:], dtype, like=rows)
+    column_sums(packed(rows)[None], total, None)
+    return total
+
+
+def column_sums(rows: Array, first: Array, second: Array | None) -> None:
+    """Write the sums of rows[0], and of rows[1], over their rows."""
+    results, count, columns = rows.shape
+    chosen = _constants(rows.dtype, first.dtype, (first if second is None else second).dtype)
+    kernel = load("column_sum.cu", "column_sum", rows, chosen)
+    warps = min(32, -(-count // 2))  # a warp adds at least 2 rows
+    kernel[(-(-columns // 32), results), 32 * warps](rows, first, second, count, columns)
+
+
+@cache
+def _constants(rows: Any, first: Any, second: Any) -> Constants:
+    return Constants(T=rows, W=first, B=second)

@@ -1,0 +1,218 @@
+"""What joins ops on a tape: sums, products, and other views of the same elements."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.call import is_integer
+from ...core.dtypes import Array
+from ...core.op import op
+from ...errors import ConfigError, RangeError, ShapeError
+from ..common.elementwise import launch_rows
+
+
+@op("a(*axes), b(*axes) -> c(*axes)")
+def add(a: Array, b: Array) -> Array:
+    """Return ``c = a + b``, element by element; both have the same shape and dtype."""
+    return a + b
+
+
+@add.kernel
+def _launch_add(a: Array, b: Array) -> Array:
+    c = empty(a.shape, a.dtype, like=a)
+    launch_rows("arithmetic.cu", "add", (a, b), (c,))
+    return c
+
+
+add.strided = "a", "b"
+
+
+@add.gradient("dc(*axes) -> da(*axes), db(*axes)", widen=False)
+def add_backward(dc: Array) -> tuple[Array, Array]:
+    """Return the gradients of a and b."""
+    return dc, dc
+
+
+@op("a(*axes), b(*axes) -> c(*axes)")
+def multiply(a: Array, b: Array) -> Array:
+    """Return ``c = a * b``, element by element; both have the same shape and dtype."""
+    return a * b
+
+
+@multiply.kernel
+def _launch_multiply(a: Array, b: Array) -> Array:
+    c = empty(a.shape, a.dtype, like=a)
+    launch_rows("arithmetic.cu", "multiply", (a, b), (c,))
+    return c
+
+
+multiply.strided = "a", "b"
+
+
+@multiply.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
+def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    """Return the gradients of a and b."""
+    return dc * b, dc * a
+
+
+@multiply_backward.kernel
+def _launch_multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
+    da, db = (empty(a.shape, a.dtype, like=a) for _ in range(2))
+    launch_rows("arithmetic.cu", "multiply_backward", (dc, a, b), (da, db))
+    return da, db
+
+
+multiply_backward.strided = "dc", "a", "b"
+
+
+@op("x(*axes) -> y(*axes)")
+def scale(x: Array, *, factor: float) -> Array:
+    """Return ``y = factor * x``, rounded once."""
+    return x * x.dtype.type(factor)
+
+
+@scale.kernel
+def _launch_scale(x: Array, *, factor: float) -> Array:
+    y = empty(x.shape, x.dtype, like=x)
+    launch_rows("arithmetic.cu", "scale", (x,), (y,), factor)
+    return y
+
+
+scale.strided = ("x",)
+
+
+@scale.gradient("dy(*axes) -> dx(*axes)")
+def scale_backward(dy: Array, *, factor: float) -> Array:
+    """Return the gradient of x."""
+    return dy * dy.dtype.type(factor)
+
+
+scale_backward.kernel(_launch_scale)  # of dy
+scale_backward.strided = ("dy",)
+
+
+@op("x(*axes), factor: table -> y(*axes)")
+def scale_by(x: Array, factor: Array) -> Array:
+    """Return ``y = factor * x``, rounded once; factor, of shape (), may lie on a GPU unread."""
+    return x * factor
+
+
+@scale_by.gradient("dy(*axes), factor: table -> dx(*axes), dfactor: none")
+def scale_by_backward(dy: Array, factor: Array) -> tuple[Array, None]:
+    """Return the gradient of x."""
+    return dy * factor, None
+
+
+@op("x(*axes) -> y(*shape)", widen=False)
+def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
+    """Return the elements of x in another shape; one size may be -1.
+
+    y lies in the memory of x where the order of its elements allows that.
+
+    Raises
+    ------
+    ShapeError
+        x does not have as many elements as shape.
+    """
+    given: Any = shape
+    whole = isinstance(given, tuple | list) and all(isinstance(n, int | np.integer) for n in given)
+    if not whole or min(given, default=0) < -1 or list(given).count(-1) > 1:
+        problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
+        raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
+    known = math.prod(n for n in shape if n != -1)
+    if (x.size != known) if -1 not in shape else (known == 0 or x.size % known):
+        problem = f"reshape: x {x.shape} has {x.size} elements; shape={shape} does not"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(x.shape))
+    return x.reshape(shape)
+
+
+@reshape.gradient("dy(*shape), x(*axes) -> dx(*axes)", widen=False)
+def reshape_backward(dy: Array, x: Array) -> Array:
+    """Return the gradient of x."""
+    return dy.reshape(x.shape)
+
+
+@op("x(*rows, columns) -> y(*rows, part)", widen=False)
+def columns(x: Array, *, start: int, stop: int) -> Array:
+    """Return ``y = x[..., start:stop]``, in the memory of x: what splits a fused projection."""
+    return x[..., start:stop]
+
+
+@columns.gradient("dy(*rows, part), x(*rows, columns) -> dx(*rows, columns)", widen=False)
+def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
+    """Return the gradient of x: dy, with zeros around it."""
+    dx = np.zeros_like(x)
+    dx[..., start:stop] = dy
+    return dx
+
+
+@op("x(*axes) -> y(*turned)", widen=False)
+def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
+    """Return x with its axes in another order, in the memory of x; None: in reverse.
+
+    Raises
+    ------
+    ShapeError
+        order does not name each axis of x once.
+    """
+    return x.transpose(_places(x, order))
+
+
+@transpose.gradient("dy(*turned), x(*axes) -> dx(*axes)", widen=False)
+def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = None) -> Array:
+    """Return the gradient of x."""
+    places = _places(x, order)
+    return dy.transpose([places.index(axis) for axis in range(x.ndim)])
+
+
+def _places(x: Array, order: Any) -> list[int]:
+    """Return the axes of x, from 0 on, in the order asked for."""
+    if order is None:
+        return list(range(x.ndim))[::-1]
+    whole = isinstance(order, tuple | list) and all(is_integer(n, -x.ndim) for n in order)
+    if not whole or sorted(n % x.ndim if n < 0 else n for n in order) != list(range(x.ndim)):
+        cure = f"name each of its {x.ndim} axes once"
+        problem = f"transpose(order={order!r}): x is {tuple(x.shape)}; {cure}"
+        raise ShapeError(problem, expected=tuple(range(x.ndim)), actual=order)
+    return [int(n) % x.ndim for n in order]
+
+
+@op("x(*axes) -> y(*part)", widen=False)
+def index(x: Array, *, key: Any) -> Array:
+    """Return ``y = x[key]``, in the memory of x.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    key : int, slice, ``...``, None, or a tuple of them
+        As NumPy takes it.
+
+    Returns
+    -------
+    y : (*part) float
+
+    Raises
+    ------
+    ConfigError
+        key holds something else, such as an array.
+    RangeError
+        x has no such element, or too few axes.
+    """
+    for each in key if isinstance(key, tuple) else (key,):
+        basic = each is None or each is ... or isinstance(each, slice)
+        if not (basic or is_integer(each, -math.inf)):
+            raise ConfigError(f"index(key={key!r}): pass integers, slices, ... and None alone")
+    try:
+        return x[key]
+    except (IndexError, ValueError, TypeError) as error:  # a step of 0; a slice of no integers
+        raise RangeError(f"index(key={key!r}): x is {tuple(x.shape)}; {error}") from error
+
+
+@index.gradient("dy(*part), x(*axes) -> dx(*axes)", widen=False)
+def index_backward(dy: Array, x: Array, *, key: Any) -> Array:
+    """Return the gradient of x: dy, with zeros around it."""
+    dx = np.zeros_like(x)
+    dx[key] = dy
+    return dx

@@ -1,0 +1,135 @@
+"""Values in another dtype, and sums in float32 of values in any.
+
+y = x rounded to a dtype        total = total + x
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes, packed
+from ...core.dtypes import KERNEL_DTYPES, Array
+from ...core.kernel import load
+from ...core.op import Op, op
+from ...errors import ConfigError
+from ..common.elementwise import constants
+from ..common.in_place import check_changeable, in_one_piece
+
+
+def cast(x: Array, dtype: Any) -> Array:
+    """Round the values of x to a dtype; the gradient is rounded back to that of x.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    dtype : dtype or its name
+        float16, bfloat16 or float32.
+
+    Returns
+    -------
+    y : (*axes) dtype
+        x itself where it has that dtype; infinite beyond the range of float16.
+
+    Raises
+    ------
+    ConfigError
+        The dtype is none of the three.
+    DTypeError
+        x is no float array.
+    """
+    name = _name(dtype)
+    if name not in CASTS:
+        raise ConfigError(f"cast(dtype={dtype!r}): choose from {', '.join(CASTS)}")
+    return x if _name(getattr(x, "dtype", None)) == name else CASTS[name](x)
+
+
+def _name(dtype: Any) -> str:
+    """Return the name of a dtype of any library, or of what is none."""
+    try:
+        return np.dtype(dtype).name if dtype is not None else ""
+    except TypeError:
+        return str(dtype).removeprefix("torch.")
+
+
+def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
+    """Return the op that casts to a dtype: a signature names what it returns."""
+
+    def definition(x: Array) -> Array:
+        return x
+
+    def launch(x: Array) -> Array:
+        return _launched(x, dtype)
+
+    def back(dy: Array, x: Array) -> Array:
+        return dy
+
+    def launch_back(dy: Array, x: Array) -> Array:
+        return _launched(dy, x.dtype)
+
+    definition.__name__, back.__name__ = f"cast_to_{dtype.name}", f"cast_to_{dtype.name}_backward"
+    definition.__doc__ = f"Return x rounded to {dtype.name}."
+    back.__doc__ = "Return the gradient of x: dy, rounded to the dtype of x."
+    made = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
+    made.kernel(launch)
+    made.gradient(f"dy(*axes): {dtype.name}, x(*axes) -> dx(*axes)")(back).kernel(launch_back)
+    return made
+
+
+def _launched(x: Array, dtype: Any) -> Array:
+    y = empty(x.shape, dtype, like=x)
+    _flat("cast", x, y)
+    return y
+
+
+def _flat(name: str, x: Array, result: Array) -> None:
+    """Run a kernel of cast.cu on x and a result of another dtype."""
+    wide, narrow = sorted((result, x), key=lambda array: -array.dtype.itemsize)
+    width = lanes(16 // wide.dtype.itemsize, wide, narrow)
+    kernel = load("cast.cu", name, x, constants(x.dtype, width, U=result.dtype))
+    threads = 256
+    kernel[-(-x.size // (threads * width)), threads](x, result, x.size)
+
+
+CASTS: Mapping[str, Op[[Array], Array]] = {d.name: _cast_to(d) for d in KERNEL_DTYPES}
+
+
+def accumulate_(total: Array, x: Array) -> Array:
+    """Add x to a float32 total where it lies: ``total = total + x``.
+
+    Parameters
+    ----------
+    total : (*axes) float32, or float64 where x is float64
+        To be written to: 16 bits would lose what is small beside the sum.
+    x : (*axes) float
+
+    Returns
+    -------
+    total : the argument itself
+
+    Raises
+    ------
+    ConfigError
+        total cannot be written to.
+    GradientError
+        total is on a tape, whose record a change would falsify.
+    ShapeError, DTypeError
+        The arrays do not fit each other; total is then unchanged.
+    """
+    check_changeable("accumulate_", "call add", total=total)
+    accumulate_over_(total, x)
+    return total
+
+
+@op("total(*axes): stat, x(*axes) -> sum(*axes): stat", widen=False)
+def accumulate_over_(total: Array, x: Array) -> Array:
+    """Add x to total and return it."""
+    return np.add(total, x, out=total)
+
+
+@accumulate_over_.kernel
+def _launch_accumulate(total: Array, x: Array) -> Array:
+    if not in_one_piece(total):
+        return accumulate_over_.definition(total, x)
+    _flat("accumulate", packed(x), total)
+    return total

@@ -1,0 +1,75 @@
+"""Arithmetic of elements beside ``add``, ``multiply`` and ``scale``: for losses of one's own."""
+
+from collections.abc import Set
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+
+
+@op("a(*axes), b(*axes) -> c(*axes)")
+def subtract(a: Array, b: Array) -> Array:
+    """Return ``c = a - b``, element by element; both have the same shape and dtype."""
+    return a - b
+
+
+@subtract.gradient("dc(*axes) -> da(*axes), db(*axes)")
+def subtract_backward(
+    dc: Array, *, wanted: Set[str] | None = None
+) -> tuple[Array | None, Array | None]:
+    """Return the gradients of a and b; None for those that are not ``wanted``."""
+    return dc, -dc if wanted is None or "b" in wanted else None
+
+
+@op("a(*axes), b(*axes) -> c(*axes)")
+def divide(a: Array, b: Array) -> Array:
+    """Return ``c = a / b``, element by element; both have the same shape and dtype."""
+    return a / b
+
+
+@divide.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
+def divide_backward(
+    dc: Array, a: Array, b: Array, *, wanted: Set[str] | None = None
+) -> tuple[Array | None, Array | None]:
+    """Return the gradients of a, dc / b, and of b, -dc a / b^2; None where not ``wanted``."""
+    da = dc / b
+    return da, -da * (a / b) if wanted is None or "b" in wanted else None
+
+
+@op("x(*axes) -> y(*axes)")
+def power(x: Array, *, exponent: float) -> Array:
+    """Return ``y = x ** exponent``; NaN where x is negative and the exponent is no integer."""
+    return x ** x.dtype.type(exponent)
+
+
+@power.gradient("dy(*axes), x(*axes) -> dx(*axes)")
+def power_backward(dy: Array, x: Array, *, exponent: float) -> Array:
+    """Return the gradient of x, dy * exponent * x ** (exponent - 1); 0 for exponent 0."""
+    if exponent == 0:
+        return np.zeros_like(dy)
+    return dy * (x.dtype.type(exponent) * x ** x.dtype.type(exponent - 1))
+
+
+@op("x(*axes) -> y(*axes)")
+def exp(x: Array) -> Array:
+    """Return ``y``, e to the power of x."""
+    return np.exp(x)
+
+
+@exp.gradient("dy(*axes), y(*axes) -> dx(*axes)")
+def exp_backward(dy: Array, y: Array) -> Array:
+    """Return the gradient of x."""
+    return dy * y
+
+
+@op("x(*axes) -> y(*axes)")
+def log(x: Array) -> Array:
+    """Return ``y``, the natural logarithm of x; -inf for 0 and NaN for what is negative."""
+    return np.log(x)
+
+
+@log.gradient("dy(*axes), x(*axes) -> dx(*axes)")
+def log_backward(dy: Array, x: Array) -> Array:
+    """Return the gradient of x."""
+    return dy / x

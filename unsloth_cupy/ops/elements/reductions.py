@@ -1,0 +1,153 @@
+"""Sums and means over axes, and arrays repeated along axes: each is the other's gradient.
+
+y = sum of x over axes        y = sum of x / number of elements        y = x, repeated
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...core.call import is_integer
+from ...core.dtypes import Array
+from ...core.op import op
+from ...errors import ConfigError, ShapeError
+
+Axes = int | tuple[int, ...] | None
+
+
+@op("x(*axes) -> y(*rest)")
+def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
+    """Return the sum of x over some axes, made in float32 and rounded once.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    axis : int, tuple of int, or None
+        Which axes; negative ones count from the last.  None: all.
+    keepdims : bool
+        Whether these axes stay, with size 1.
+
+    Returns
+    -------
+    y : (*rest) float
+        0 where there is nothing to sum.
+
+    Raises
+    ------
+    ConfigError
+        axis is not made of integers.
+    ShapeError
+        There is no such axis, or it stands twice.
+    """
+    return x.sum(axis=_axes("sum", x, axis), keepdims=keepdims)
+
+
+@sum.gradient("dy(*rest), x(*axes) -> dx(*axes)", widen=False)
+def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
+    """Return the gradient of x: dy, repeated."""
+    return _repeated(dy, x, _axes("sum", x, axis))
+
+
+@op("x(*axes) -> y(*rest)")
+def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
+    """Return the mean of x over some axes, made in float32 and rounded once.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    axis : int, tuple of int, or None
+        Which axes; negative ones count from the last.  None: all.
+    keepdims : bool
+        Whether these axes stay, with size 1.
+
+    Returns
+    -------
+    y : (*rest) float
+        0 where there is nothing to sum.
+
+    Raises
+    ------
+    ConfigError
+        axis is not made of integers.
+    ShapeError
+        There is no such axis, or it stands twice.
+    """
+    axes = _axes("mean", x, axis)
+    return x.sum(axis=axes, keepdims=keepdims) / x.dtype.type(_count(x, axes))
+
+
+@mean.gradient("dy(*rest), x(*axes) -> dx(*axes)")
+def mean_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
+    """Return the gradient of x: dy by the number of elements, repeated."""
+    axes = _axes("mean", x, axis)
+    return _repeated(dy / dy.dtype.type(_count(x, axes)), x, axes)
+
+
+@op("x(*axes) -> y(*shape)", widen=False)
+def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
+    """Return x repeated along new leading axes, and along axes of size 1.
+
+    Parameters
+    ----------
+    x : (*axes) float
+    shape : tuple of int
+        What x broadcasts to by NumPy's rule.
+
+    Returns
+    -------
+    y : (*shape) float
+        In the memory of x, to be read alone.
+
+    Raises
+    ------
+    ShapeError
+        x does not broadcast to this shape.
+    """
+    given: Any = shape
+    if not isinstance(given, tuple | list) or not all(map(is_integer, given)):
+        problem = f"broadcast_to(shape={shape!r}): pass a tuple of sizes"
+        raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
+    own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
+    if len(own) != len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=True)):
+        cure = "sizes must be equal or 1, from the last axis on"
+        problem = f"broadcast_to(shape={shape}): x is {tuple(x.shape)}; {cure}"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(x.shape))
+    return np.broadcast_to(x, shape)
+
+
+@broadcast_to.gradient("dy(*shape), x(*axes) -> dx(*axes)")
+def broadcast_to_backward(dy: Array, x: Array) -> Array:
+    """Return the gradient of x: the sum of dy over what was repeated, in float32."""
+    lead = dy.ndim - x.ndim
+    repeated = [lead + axis for axis, size in enumerate(x.shape) if size == 1]
+    return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)
+
+
+def _axes(call: str, x: Array, axis: Any) -> tuple[int, ...]:
+    """Return axes as integers from 0 on."""
+    if axis is None:
+        return tuple(range(x.ndim))
+    listed = axis if isinstance(axis, tuple | list) else (axis,)
+    if not all(is_integer(each, -math.inf) for each in listed):
+        raise ConfigError(f"{call}(axis={axis!r}): pass an integer, a tuple of them, or None")
+    if not all(-x.ndim <= each < x.ndim for each in listed):
+        problem = f"{call}(axis={axis!r}): x is {tuple(x.shape)}, of {x.ndim} axes"
+        raise ShapeError(problem, expected=range(-x.ndim, x.ndim), actual=axis)
+    found = tuple(int(each) % x.ndim for each in listed)
+    if len(set(found)) < len(found):
+        problem = f"{call}(axis={axis!r}): an axis of {tuple(x.shape)} stands twice"
+        raise ShapeError(problem, expected="each axis once", actual=axis)
+    return found
+
+
+def _count(x: Array, axes: tuple[int, ...]) -> int:
+    """Return how many elements make one of a mean; 1 where there are none."""
+    return max(math.prod(x.shape[axis] for axis in axes), 1)
+
+
+def _repeated(dy: Array, x: Array, axes: tuple[int, ...]) -> Array:
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    dx: Array = np.empty_like(x)
+    dx[...] = dy.reshape(kept)
+    return dx

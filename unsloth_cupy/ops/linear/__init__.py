@@ -1,0 +1,1 @@
+"""Products with weights: linear layers, embeddings, adapters."""

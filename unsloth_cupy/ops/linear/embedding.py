@@ -1,0 +1,107 @@
+"""Rows of a table, selected by token.
+
+x[t] = weight[tokens[t]]
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core import faults
+from ...core.arrays import empty, lanes, packed, scipy_of
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+
+REPORTER = faults.reporter("embedding", "tokens", "vocab")
+
+
+@op("tokens(*rows): int < vocab, weight(vocab, hidden) -> x(*rows, hidden)", widen=False)
+def embedding(tokens: Array, weight: Array) -> Array:
+    """Look up the row of each token: ``x = weight[tokens]``.
+
+    Parameters
+    ----------
+    tokens : (*rows) int32 or int64
+        Each in 0 .. vocab - 1.
+    weight : (vocab, hidden) float
+        One row per token.
+
+    Returns
+    -------
+    x : (*rows, hidden) float
+
+    Raises
+    ------
+    RangeError
+        A token lies outside the vocabulary.  On a GPU, whose tokens nobody reads, its row is NaN,
+        and the next ``check_errors()`` raises.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return weight[tokens]
+
+
+@cache
+def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
+    """Return the constants of embedding.cu.
+
+    One vector a thread, so blocks may be small.  CHUNK is about the square root of how often the
+    most frequent token occurs: neither a chunk nor the chunks of a token take long.
+    """
+    return Constants(T=weight, I=tokens, HIDDEN=hidden, LANES=lanes, THREADS=128, CHUNK=64)
+
+
+@embedding.kernel
+def _launch(tokens: Array, weight: Array) -> Array:
+    tokens, weight = packed(tokens), packed(weight)
+    vocab, hidden = weight.shape
+    x = empty((*tokens.shape, hidden), weight.dtype, like=weight)
+    constants = _constants(weight.dtype, tokens.dtype, hidden, lanes(hidden, weight))
+    vectors, threads = x.size // constants["LANES"], constants["THREADS"]
+    kernel = load("embedding.cu", "embedding", weight, constants)
+    kernel[-(-vectors // threads), threads](
+        tokens, weight, x, faults.record(weight), REPORTER, tokens.size, vocab
+    )
+    return x
+
+
+@embedding.gradient(
+    "dx(*rows, hidden), tokens(*rows): int < vocab, weight(vocab, hidden)"
+    " -> dtokens: none, dweight(vocab, hidden)"
+)
+def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
+    """Return the gradient of weight: to each row, the sum over its tokens, in their order."""
+    vocab, hidden = weight.shape
+    # That sum is a product with a sparse matrix: row v has a one for each token equal to v.
+    # A stable sort fixes the order of the additions, so two runs give equal bits.
+    selected = tokens.ravel()
+    order = np.argsort(selected, kind="stable")
+    ends = np.cumsum(np.bincount(selected, minlength=vocab))
+    starts = np.concatenate([np.zeros_like(ends[:1]), ends])
+    ones = np.ones_like(dx, shape=order.shape)
+    sparse = scipy_of("sparse", dx)
+    one_hot = sparse.csr_matrix((ones, order, starts), shape=(vocab, order.size))
+    return None, one_hot @ dx.reshape(order.size, hidden)
+
+
+@embedding_backward.kernel
+def _launch_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
+    vocab, hidden = weight.shape
+    order = np.argsort(tokens.ravel(), kind="stable")
+    selected = tokens.ravel()[order]
+    constants = _constants(dx.dtype, tokens.dtype, hidden, lanes(hidden, dx))
+    threads, chunks = constants["THREADS"], tokens.size // constants["CHUNK"]
+    tiles = -(-hidden // (threads * constants["LANES"]))
+    starts = empty((vocab + 1,), np.int64, like=weight)
+    partial = empty((chunks, hidden), np.float32, like=weight)
+    dweight = empty(weight.shape, weight.dtype, like=weight)
+    kernel = load("embedding.cu", "embedding_starts", dx, constants)
+    kernel[-(-(vocab + 1) // threads), threads](selected, starts, tokens.size, vocab)
+    kernel = load("embedding.cu", "embedding_partial", dx, constants)
+    kernel[chunks * tiles, threads](dx, selected, order, partial)
+    kernel = load("embedding.cu", "embedding_backward", dx, constants)
+    kernel[vocab * tiles, threads](dx, order, starts, partial, dweight)
+    return None, dweight

@@ -1,0 +1,73 @@
+"""A linear layer.
+
+y = x weight^T + bias
+"""
+
+import math
+from collections.abc import Set
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...core.op import op
+from ..common.columns import row_sum
+from ..common.gemm import gemm
+
+
+@op(
+    "x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)",
+    widen=False,  # products take 16-bit operands as they are
+)
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Multiply each row by a weight: ``y = x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    x : (*rows, inputs) float
+        Rows; any number of leading axes.
+    weight : (outputs, inputs) float
+        As checkpoints store it.
+    bias : (outputs,) dtype of x or float32, optional
+        Added to each row.
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+        Accumulated in float32 (float64 for float64 arrays) and rounded once.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    shape = math.prod(x.shape[:-1]), len(weight)
+    y = empty(shape, x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype), like=x)
+    if bias is not None:
+        y[...] = bias  # what the product is added to, in float32
+    gemm(flat(x), weight.T, out=y, add=bias is not None)
+    return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], len(weight))
+
+
+@linear.gradient(
+    "dy(*rows, outputs), x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param"
+    " -> dx(*rows, inputs), dweight(outputs, inputs), dbias(outputs)",
+    widen=False,
+)
+def linear_backward(
+    dy: Array, x: Array, weight: Array, bias: Array | None, *, wanted: Set[str] | None = None
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
+    rows, dx, dweight, dbias = flat(dy), None, None, None
+    if wanted is None or "x" in wanted:
+        dx = gemm(rows, weight).reshape(x.shape)
+    if wanted is None or "weight" in wanted:
+        dweight = gemm(rows.T, flat(x))
+    if bias is not None and (wanted is None or "bias" in wanted):
+        dbias = row_sum(rows, bias.dtype)
+    return dx, dweight, dbias
+
+
+def flat(x: Array) -> Array:
+    """Return x as a matrix of its rows: one product then serves all leading axes."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -1,0 +1,116 @@
+"""The weight that a base and its low-rank adapter are together, and DoRA's norms of its rows.
+
+merged = factor * (weight + scale * b a)        factor = magnitude / norm; 1 without magnitude
+norm = sqrt(sum((weight + scale * b a)**2)), by rows
+
+Hu et al., LoRA, 2021.  Liu et al., DoRA, 2024.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import FLOAT32, Array
+from ...core.op import Traced, op
+from ..common.gemm import gemm, steps
+from ..elements.cast import cast
+
+
+@op(
+    "weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param,"
+    " magnitude?(outputs): param -> merged(outputs, inputs)",
+    widen=False,  # products take 16-bit operands as they are
+)
+def lora_merge(
+    weight: Array, a: Array, b: Array, *, magnitude: Array | None = None, scale: float = 1.0
+) -> Array:
+    """Return ``weight + scale * b @ a``, its rows scaled to magnitude's norms where given.
+
+    A linear layer with it gives what ``lora_linear`` gives with the parts.
+
+    Parameters
+    ----------
+    weight, a, b, magnitude, scale
+        As in ``lora_linear``.
+
+    Returns
+    -------
+    merged : (outputs, inputs) dtype of weight
+        A new array, rounded once.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    wide = wide_of(weight)
+    merged = weight.astype(wide)
+    gemm(times(b, scale, wide), a.astype(wide, copy=False), out=merged, add=True)
+    if magnitude is not None:
+        norms = row_norms.definition(weight, a, b, scale=scale)
+        merged *= (magnitude * _inverse(norms))[:, None]
+    return merged.astype(weight.dtype, copy=False)
+
+
+@op(
+    "weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param"
+    " -> norm(outputs): stat",
+    widen=False,
+)
+def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
+    """Return the norm of each row of ``weight + scale * b @ a``."""
+    wide, (outputs, inputs) = wide_of(weight), weight.shape
+    norms = empty((outputs,), wide, like=weight)
+    if not weight.size:
+        norms[...] = 0
+        return norms
+    step = steps(outputs, inputs, inputs)[0]
+    for top in range(0, outputs, step):
+        part = slice(top, top + step)
+        rows = gemm(times(b[part], scale, a.dtype), a, dtype=wide)
+        rows += weight[part]
+        norms[part] = np.sqrt(np.square(rows, out=rows).sum(axis=1))
+    return norms
+
+
+@op("magnitude(outputs), norm(outputs): table -> factor(outputs)")
+def dora_factor(magnitude: Array, norm: Array) -> Array:
+    """Return ``magnitude / norm``: what DoRA scales each column of y by; 0 for a row of zeros."""
+    return magnitude * _inverse(norm)
+
+
+@dora_factor.gradient(
+    "dfactor(outputs), norm(outputs): table -> dmagnitude(outputs), dnorm(outputs): none"
+)
+def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
+    """Return the gradient of the magnitude; the norm is a constant."""
+    return dfactor * _inverse(norm), None
+
+
+def factor_of(weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
+    """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
+    if magnitude is None:
+        return None
+    norms: Any = row_norms(*map(_plain, (weight, a, b)), scale=scale)
+    narrow = str(getattr(magnitude, "dtype", "")).endswith("float32")
+    return dora_factor(magnitude, cast(norms, "float32") if narrow else norms)
+
+
+def wide_of(array: Any) -> Any:
+    """Return the dtype that sums of an array have."""
+    return np.promote_types(array.dtype, FLOAT32)
+
+
+def times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
+    """Return the product, computed in float32 and rounded once."""
+    made = array.astype(wide_of(array), copy=False) * factor
+    return made.astype(array.dtype if dtype is None else dtype, copy=False)
+
+
+def _plain(array: Any) -> Any:
+    return array.value if isinstance(array, Traced) else array
+
+
+def _inverse(norm: Array) -> Array:
+    return np.where(norm > 0, 1, 0) / np.where(norm > 0, norm, 1)

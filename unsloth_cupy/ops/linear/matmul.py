@@ -1,0 +1,61 @@
+"""Products of matrices, one or a batch of them.
+
+c = a b        da = dc b^T        db = a^T dc
+"""
+
+import math
+from collections.abc import Set
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ..common.gemm import gemm
+
+
+@op(
+    "a(*matrices, height, inner), b(*matrices, inner, width) -> c(*matrices, height, width)",
+    widen=False,  # products take 16-bit operands as they are
+)
+def matmul(a: Array, b: Array) -> Array:
+    """Multiply matrices: ``c = a @ b``.
+
+    ``linear`` multiplies rows by one weight.
+
+    Parameters
+    ----------
+    a : (*matrices, height, inner) float
+    b : (*matrices, inner, width) float
+
+    Returns
+    -------
+    c : (*matrices, height, width) float
+        Accumulated in float32 (float64 for float64 arrays) and rounded once.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return _batched(a, b)
+
+
+@matmul.gradient(
+    "dc(*matrices, height, width), a(*matrices, height, inner), b(*matrices, inner, width)"
+    " -> da(*matrices, height, inner), db(*matrices, inner, width)",
+    widen=False,
+)
+def matmul_backward(
+    dc: Array, a: Array, b: Array, *, wanted: Set[str] | None = None
+) -> tuple[Array | None, Array | None]:
+    """Return the gradients of a and b; None for those that are not ``wanted``."""
+    da = _batched(dc, b.swapaxes(-1, -2)) if wanted is None or "a" in wanted else None
+    db = _batched(a.swapaxes(-1, -2), dc) if wanted is None or "b" in wanted else None
+    return da, db
+
+
+def _batched(a: Array, b: Array) -> Array:
+    batch = a.shape[:-2]
+    if not batch:
+        return gemm(a, b)
+    a, b = (x.reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
+    c = gemm(a, b)
+    return c.reshape(*batch, *c.shape[-2:])

@@ -1,0 +1,1 @@
+"""Cross-entropy, with the head before it or without."""

@@ -1,0 +1,114 @@
+"""Products of an output head, a chunk of rows at a time: its logits never exist as a whole.
+
+logits = x weight^T        dx = dlogits weight        dweight = dlogits^T x, summed in float32
+"""
+
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, rounded
+from ...core.dtypes import FLOAT32, Array
+from ...core.stand_in import representative_steps
+from ...errors import ConfigError
+from ..common.gemm import gemm
+from ..linear.linear import flat
+
+# Adding a chunk to dweight moves 8 bytes of an element for 2 operations a row.  At 6 bytes a logit
+# and 131,072 words these are 682 rows: the products then wait little for the memory.
+CHUNK_BYTES = 512 * 2**20
+
+
+def chunk_rows(rows: int, vocab: int, dtype: Any, max_bytes: int | None = None) -> int:
+    """Return how many rows a chunk has: as many as max_bytes allows, and one at least."""
+    most = CHUNK_BYTES if max_bytes is None else max_bytes
+    if most <= 0:
+        raise ConfigError(f"linear_cross_entropy(max_bytes={max_bytes}): it must be positive")
+    return max(1, min(rows, most // max(1, _row_bytes(vocab, np.dtype(dtype), kernels=True))))
+
+
+def head_bytes(
+    rows: int,
+    hidden: int,
+    vocab: int,
+    dtype: Any,
+    *,
+    max_bytes: int | None = None,
+    frozen: bool = False,
+    kernels: bool = True,
+) -> int:
+    """Return the most bytes that forward and backward hold beside arguments and results.
+
+    One chunk of logits with its gradient, and the sums of dweight, unless it is frozen: in float32
+    they are the result itself.  ``kernels=False`` for NumPy, whose gradient is never beside.
+    """
+    kind = np.dtype(dtype)
+    chunk = chunk_rows(rows, vocab, kind, max_bytes) * _row_bytes(vocab, kind, kernels)
+    sums = 0 if frozen or kind.itemsize >= FLOAT32.itemsize else FLOAT32.itemsize * vocab * hidden
+    return chunk + sums
+
+
+def _row_bytes(vocab: int, dtype: np.dtype[Any], kernels: bool) -> int:
+    """Return the bytes of a row of logits and, where it lies beside them, of its gradient."""
+    narrow = kernels and dtype.itemsize < FLOAT32.itemsize
+    return vocab * (np.promote_types(dtype, FLOAT32).itemsize + narrow * dtype.itemsize)
+
+
+def chunks(x: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[slice, Array]]:
+    """Yield slices of the rows of x and their logits, in float32 at least, all in one buffer."""
+    rows, vocab = flat(x), len(weight)
+    step = chunk_rows(len(rows), vocab, x.dtype, max_bytes)
+    buffer = empty((step, vocab), np.promote_types(x.dtype, FLOAT32), like=x)
+    for start in representative_steps(x, range(0, len(rows), step)):
+        part = slice(start, min(start + step, len(rows)))
+        yield part, gemm(rows[part], weight.T, out=buffer[: part.stop - start])
+
+
+def gradients(
+    x: Array,
+    weight: Array,
+    max_bytes: int | None,
+    write: Callable[[slice, Array, Array], None],
+    *,
+    beside: bool,
+    wanted: Set[str] | None,
+) -> tuple[Array | None, Array | None]:
+    """Return dx and dweight, None for one that is not wanted.
+
+    ``write(part, logits, out)`` writes the gradient of a chunk of logits to out: over them, or
+    beside them in the dtype of x, as products on a GPU ask for.
+    """
+    rows, dx, dweight = flat(x), None, None
+    if wanted is None or "x" in wanted:
+        dx = empty(rows.shape, x.dtype, like=x)
+    if wanted is None or "weight" in wanted:
+        dweight = empty(weight.shape, np.promote_types(x.dtype, FLOAT32), like=x)
+        if not len(rows):
+            dweight[...] = 0
+    _add_chunks(x, weight, max_bytes, write, beside, dx, dweight)
+    return (
+        None if dx is None else dx.reshape(x.shape),
+        None if dweight is None else rounded(dweight, weight.dtype),  # no chunk is left by now
+    )
+
+
+def _add_chunks(
+    x: Array,
+    weight: Array,
+    max_bytes: int | None,
+    write: Callable[[slice, Array, Array], None],
+    beside: bool,
+    dx: Array | None,
+    dweight: Array | None,
+) -> None:
+    rows, vocab, room = flat(x), len(weight), None
+    if beside:
+        room = empty((chunk_rows(len(rows), vocab, x.dtype, max_bytes), vocab), x.dtype, like=x)
+    for part, logits in chunks(x, weight, max_bytes):
+        dlogits = logits if room is None else room[: len(logits)]
+        write(part, logits, dlogits)
+        if dx is not None:
+            gemm(dlogits, weight, out=dx[part])
+        if dweight is not None:
+            gemm(dlogits.T, rows[part], out=dweight, add=part.start > 0)

@@ -1,0 +1,153 @@
+"""How the kernels of cross entropy are launched: threads, accesses, and what stays on chip."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from ...core import faults
+from ...core.arrays import lanes
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.source import Constants
+from ...core.target import limits
+from ._rows import Options
+
+REPORTER = faults.reporter(
+    "cross_entropy", "labels", "vocab", ", or equal to ignore, for a row without a label"
+)
+STATIC = 2048  # bytes of shared memory, at most, that a block takes beside what it asks for
+HELD = 4  # accesses of a thread in 16 registers: 64 are then enough, and an SM has 1,024 threads
+ALONE = 16  # of a thread that may have 128 registers, in the only block of an SM
+
+
+class Access(NamedTuple):
+    """How rows are read: values at a time, and whether rows begin between two accesses."""
+
+    lanes: int
+    ragged: bool
+
+
+def _access(vocab: int, *arrays: Any) -> Access:
+    """Return 16-byte accesses of the first array, unless a row of another lies otherwise."""
+    wide = 16 // arrays[0].dtype.itemsize
+    if all(lanes(wide, array) == wide for array in arrays):
+        return Access(wide, vocab % wide != 0)
+    return Access(lanes(vocab, *arrays), False)
+
+
+def _row_threads(vectors: int) -> int:
+    """Return how many threads take a row: four accesses in flight each, and at most 512."""
+    if vectors <= 128:
+        return 1 << (-(-vectors // 4) - 1).bit_length()
+    return min(512, -(-vectors // 128) * 32)
+
+
+@cache
+def constants(
+    logits: Any,
+    dlogits: Any,
+    labels: Any,
+    vocab: int,
+    access: Access,
+    cap: bool,
+    smoothing: bool,
+    use: str,
+    shared: int = 0,
+) -> Constants:
+    """Return the constants of cross_entropy.cu for one of its uses: losses, slopes or both.
+
+    losses      short rows share a warp; 512 threads walk a long one
+    slopes      a thread has one access, and a row many blocks
+    both        the same threads as losses; two blocks on an SM where each finds room for its row
+                in registers and shared memory, or else one that takes all there is
+    """
+    vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
+    row_threads, blocks, held, stored = _row_threads(vectors), 1, 1, 0
+    if use == "slopes":
+        row_threads = max(64, min(256, -(-vectors // 32) * 32))
+    threads = row_threads if row_threads > 32 or use == "slopes" else 128
+    if use == "both":
+        depth, slot = -(-vectors // row_threads), threads * access.lanes * logits.itemsize
+        room = (shared // 2 - STATIC) // slot
+        resident = 512 if cap or smoothing else 1024  # tanh and sums take registers too
+        blocks = max(1, resident // threads) if depth <= HELD + room else 1
+        alone = ALONE - (cap and smoothing)  # one less: 128 registers are too few for both
+        held = min(depth, HELD if blocks > 1 else alone)
+        stored = min(depth - held, room if blocks > 1 else (shared - STATIC) // slot)
+    return Constants(
+        T=logits,
+        G=dlogits,
+        I=labels,
+        COLUMNS=vocab,
+        LANES=access.lanes,
+        RAGGED=access.ragged,
+        ROW_THREADS=row_threads,
+        THREADS=threads,
+        BLOCKS=blocks,
+        HELD=held,
+        STORED=stored,
+        SOFTCAP=cap,
+        SMOOTHING=smoothing,
+    )
+
+
+def launch_losses(logits: Array, labels: Array, options: Options, loss: Array, lse: Array) -> None:
+    """Write loss and lse."""
+    ignore, smoothing, z_loss, softcap = options
+    vocab = logits.shape[-1]
+    access, cap = _access(vocab, logits), softcap is not None
+    types = logits.dtype, logits.dtype, labels.dtype
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "losses")
+    blocks = -(-labels.size * chosen["ROW_THREADS"] // chosen["THREADS"])
+    kernel = load("cross_entropy.cu", "cross_entropy_forward", logits, chosen)
+    kernel[blocks, chosen["THREADS"]](
+        *(logits, labels, loss, lse, faults.record(logits), REPORTER, labels.size),
+        *(ignore, smoothing, z_loss, softcap or 0),
+    )
+
+
+def launch_slopes(
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    dloss: Array,
+    dlse: Array | None,
+    options: Options,
+    out: Array,
+) -> None:
+    """Write the gradient of the logits to out, which may be the logits."""
+    ignore, smoothing, z_loss, softcap = options
+    vocab = logits.shape[-1]
+    access, cap = _access(vocab, logits, out), softcap is not None
+    types = logits.dtype, out.dtype, labels.dtype
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "slopes")
+    threads, slack = chosen["THREADS"], access.ragged * (access.lanes - 1)
+    blocks = labels.size * -(-(vocab + slack) // (threads * access.lanes))
+    kernel = load("cross_entropy.cu", "cross_entropy_backward", logits, chosen)
+    kernel[blocks, threads](
+        dloss, dlse, logits, labels, lse, out, ignore, smoothing, z_loss, softcap or 0
+    )
+
+
+def launch_both(
+    logits: Array,
+    labels: Array,
+    dloss: Array | None,
+    scale: float,
+    options: Options,
+    loss: Array,
+    out: Array,
+) -> None:
+    """Write the loss, and the gradient of the logits to out, which may be the logits."""
+    ignore, smoothing, z_loss, softcap = options
+    vocab = logits.shape[-1]
+    access, cap = _access(vocab, logits, out), softcap is not None
+    types, shared = (logits.dtype, out.dtype, labels.dtype), limits(logits).shared
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "both", shared)
+    threads = chosen["THREADS"]
+    blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
+    room = chosen["STORED"] * threads * access.lanes * logits.dtype.itemsize
+    kernel = load("cross_entropy.cu", "cross_entropy_over_", logits, chosen)
+    kernel[blocks, threads, room](
+        *(logits, labels, dloss, out, loss, faults.record(logits), REPORTER, labels.size),
+        *(scale, ignore, smoothing, z_loss, softcap or 0),
+    )

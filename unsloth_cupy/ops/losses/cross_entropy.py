@@ -1,0 +1,138 @@
+"""Cross entropy of a softmax over the last axis.
+
+loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2
+lse = log(sum(exp(z)))        z = softcap * tanh(logits / softcap), or the logits
+
+Label smoothing: Szegedy et al., 2016.  z_loss: Chowdhery et al., PaLM, 2022.
+"""
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import Array
+from ...core.op import op
+from ._launch import launch_losses, launch_slopes
+from ._rows import check_labels, checked, losses, slopes
+
+
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Array:
+    """Return, row by row, ``-log(softmax(z)[label])``.
+
+    ``loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2``,
+    with ``lse = log(sum(exp(z)))`` and ``z = softcap * tanh(logits / softcap)``.
+
+    Parameters
+    ----------
+    logits : (*rows, vocab) float
+        Before the softmax.
+    labels : (*rows) int32 or int64
+        Each in 0 .. vocab - 1, or equal to ignore.
+    ignore : int
+        Rows with this label have a loss and a gradient of 0, whatever their logits hold.
+    smoothing : float
+        Share of the target, in [0, 1], that is spread evenly over the vocabulary.
+    z_loss : float
+        Weight of the square of lse, which keeps logits near 0.
+    softcap : float, optional
+        Bound of the logits; None leaves them as they are.
+
+    Returns
+    -------
+    loss : (*rows) float32, or float64 for float64 logits
+        In nats; neither summed nor averaged.
+
+    Raises
+    ------
+    RangeError
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU, whose labels nobody
+        reads, its loss is NaN, and the next ``check_errors()`` raises.
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return cross_entropy_forward(
+        logits, labels, ignore=ignore, smoothing=smoothing, z_loss=z_loss, softcap=softcap
+    )[0]
+
+
+@op("logits(*rows, vocab), labels(*rows): int -> loss(*rows): stat, lse(*rows): stat")
+def cross_entropy_forward(
+    logits: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Array, Array]:
+    """Return loss as cross_entropy does, and lse, for the backward op."""
+    options = checked("cross_entropy", ignore, smoothing, z_loss, softcap)
+    check_labels("cross_entropy", labels, ignore, logits.shape[-1])
+    return losses(logits, labels, options)
+
+
+@cross_entropy_forward.kernel
+def _launch(
+    logits: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Array, Array]:
+    options = checked("cross_entropy", ignore, smoothing, z_loss, softcap)
+    loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
+    launch_losses(logits, labels, options, loss, lse)
+    return loss, lse
+
+
+@cross_entropy_forward.gradient(
+    "dloss(*rows): stat, dlse?(*rows): stat, logits(*rows, vocab), labels(*rows): int,"
+    " lse(*rows): stat -> dlogits(*rows, vocab), dlabels: none"
+)
+def cross_entropy_backward(
+    dloss: Array,
+    dlse: Array | None,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Array, None]:
+    """Return the gradient of the logits; lse may have a gradient of its own."""
+    options = checked("cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    check_labels("cross_entropy_backward", labels, ignore, logits.shape[-1])
+    out = np.empty_like(logits, order="C")
+    return slopes(logits, labels, lse, dloss, dlse, options, out), None
+
+
+@cross_entropy_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    dlse: Array | None,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Array, None]:
+    options = checked("cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    dlogits = empty(logits.shape, logits.dtype, like=logits)
+    launch_slopes(logits, labels, lse, dloss, dlse, options, dlogits)
+    return dlogits, None

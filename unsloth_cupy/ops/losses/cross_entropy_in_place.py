@@ -1,0 +1,124 @@
+"""Cross entropy and its gradient at once, written over the logits.
+
+loss = cross_entropy(logits, labels)        logits <- dloss * (d loss / d logits)
+
+For a loop that knows the gradient of its losses before it has the losses, as of a mean: the
+logits are read once and written once, and take no second array.
+"""
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, packed
+from ...core.dtypes import FLOAT32, Array
+from ...core.op import op
+from ..common.in_place import check_changeable
+from ._launch import launch_both
+from ._rows import check_labels, checked, losses, slopes
+
+
+def cross_entropy_(
+    logits: Array,
+    labels: Array,
+    dloss: Array | float = 1.0,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Array:
+    """Return ``cross_entropy`` and write the gradient of the logits over the logits.
+
+    The logits become ``dloss * (d loss / d logits)``, row by row, rounded once; 0 in rows whose
+    label is ignore.
+
+    Parameters
+    ----------
+    logits : (*rows, vocab) float
+        To be written to.
+    labels : (*rows) int32 or int64
+        Each in 0 .. vocab - 1, or equal to ignore.
+    dloss : (*rows) float32, or float64 for float64 logits; or a number for all rows
+        The gradient of each loss: ``1 / count`` where their mean is what is minimised.
+    ignore, smoothing, z_loss, softcap
+        As in ``cross_entropy``.
+
+    Returns
+    -------
+    loss : (*rows) float32, or float64 for float64 logits
+        In nats; neither summed nor averaged, nor weighted by dloss.
+
+    Raises
+    ------
+    ConfigError
+        The logits cannot be written to, or an option is out of its range.
+    GradientError
+        The logits are on a tape, whose record a change would falsify.
+    RangeError, ShapeError, DTypeError
+        As ``cross_entropy``; the logits are then unchanged.
+    """
+    check_changeable("cross_entropy_", "call cross_entropy", logits=logits)
+    seeds: Any = dloss
+    one = isinstance(seeds, numbers.Real)
+    return cross_entropy_over_(
+        logits,
+        labels,
+        None if one else seeds,
+        scale=float(seeds) if one else 1.0,
+        ignore=ignore,
+        smoothing=smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+
+
+@op(
+    "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat -> loss(*rows): stat",
+    widen=False,  # a widened copy would take the gradient in place of the logits
+)
+def cross_entropy_over_(
+    logits: Array,
+    labels: Array,
+    dloss: Array | None = None,
+    *,
+    scale: float = 1.0,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Array:
+    """Return the loss and write the gradient over the logits."""
+    options = checked("cross_entropy_", ignore, smoothing, z_loss, softcap)
+    check_labels("cross_entropy_", labels, ignore, logits.shape[-1])
+    wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
+    loss, lse = losses(wide, labels, options)
+    seeds = np.full_like(loss, scale) if dloss is None else scale * dloss
+    with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+        logits[...] = slopes(
+            wide, labels, lse, seeds, None, options, np.empty_like(wide, order="C")
+        )
+    return loss
+
+
+@cross_entropy_over_.kernel
+def _launch(
+    logits: Array,
+    labels: Array,
+    dloss: Array | None = None,
+    *,
+    scale: float = 1.0,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Array:
+    options = checked("cross_entropy_", ignore, smoothing, z_loss, softcap)
+    labels, dloss = packed(labels), None if dloss is None else packed(dloss)
+    rows = packed(logits)  # the logits themselves, where they lie in one piece
+    loss = empty(labels.shape, np.float32, like=logits)
+    launch_both(rows, labels, dloss, scale, options, loss, out=rows)
+    if rows is not logits:
+        logits[...] = rows
+    return loss

@@ -1,0 +1,180 @@
+"""Cross entropy of a linear layer, whose logits never exist as a whole.
+
+loss = cross_entropy(x weight^T, labels), chunk by chunk of rows; backward makes logits anew
+
+Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
+"""
+
+from collections.abc import Set
+
+import numpy as np
+
+from ...core.arrays import empty, packed
+from ...core.dtypes import FLOAT32, Array
+from ...core.op import op
+from ._head import chunks, gradients
+from ._launch import launch_losses, launch_slopes
+from ._rows import check_labels, checked, losses, slopes
+
+
+def linear_cross_entropy(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> Array:
+    """Return ``cross_entropy(linear(x, weight), labels)`` in little memory.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        Rows of the last layer.
+    weight : (vocab, hidden) float
+        The output head; its gradient is accumulated in float32.
+    labels : (*rows) int32 or int64
+        Each in 0 .. vocab - 1, or equal to ignore.
+    ignore, smoothing, z_loss, softcap
+        As in ``cross_entropy``.
+    max_bytes : int, optional
+        Most bytes of logits, and of their gradient, at a time, though never less than one row;
+        512 MiB where absent.  Logits are float32, and their gradient lies over them, or beside
+        them in 16 bits where x has as many.
+
+    Returns
+    -------
+    loss : (*rows) float32, or float64 for float64 arrays
+        In nats; neither summed nor averaged; 0 where the label is ignore.
+
+    Raises
+    ------
+    RangeError
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU, whose labels nobody
+        reads, its loss is NaN, and the next ``check_errors()`` raises.
+    ConfigError
+        An option is out of its range.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return linear_cross_entropy_forward(
+        x,
+        weight,
+        labels,
+        ignore=ignore,
+        smoothing=smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        max_bytes=max_bytes,
+    )[0]
+
+
+@op(
+    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int"
+    " -> loss(*rows): stat, lse(*rows): stat",
+    widen=False,  # products take 16-bit operands as they are
+)
+def linear_cross_entropy_forward(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> tuple[Array, Array]:
+    """Return loss as linear_cross_entropy does, and lse, for the backward op."""
+    options = checked("linear_cross_entropy", ignore, smoothing, z_loss, softcap)
+    check_labels("linear_cross_entropy", labels, ignore, len(weight))
+    target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
+    loss, lse = (np.empty_like(x, wide, shape=target.shape) for _ in range(2))
+    for part, logits in chunks(x, weight, max_bytes):
+        loss[part], lse[part] = losses(logits, target[part], options)
+    return loss.reshape(labels.shape), lse.reshape(labels.shape)
+
+
+@linear_cross_entropy_forward.kernel
+def _launch(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+) -> tuple[Array, Array]:
+    options = checked("linear_cross_entropy", ignore, smoothing, z_loss, softcap)
+    loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
+    target, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
+    for part, logits in chunks(x, weight, max_bytes):
+        launch_losses(logits, target[part], options, loss_rows[part], lse_rows[part])
+    return loss, lse
+
+
+@linear_cross_entropy_forward.gradient(
+    "dloss(*rows): stat, dlse?(*rows): stat, x(*rows, hidden), weight(vocab, hidden),"
+    " labels(*rows): int, lse(*rows): stat"
+    " -> dx(*rows, hidden), dweight(vocab, hidden), dlabels: none",
+    widen=False,
+)
+def linear_cross_entropy_backward(
+    dloss: Array,
+    dlse: Array | None,
+    x: Array,
+    weight: Array,
+    labels: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, None]:
+    """Return the gradients of x and weight; None for one that is not ``wanted``."""
+    options = checked("linear_cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    check_labels("linear_cross_entropy_backward", labels, ignore, len(weight))
+    target, size, seed = (a.reshape(-1) for a in (labels, lse, dloss))
+    lse_seed = None if dlse is None else dlse.reshape(-1)
+
+    def write(part: slice, logits: Array, out: Array) -> None:
+        also = None if lse_seed is None else lse_seed[part]
+        slopes(logits, target[part], size[part], seed[part], also, options, out)
+
+    return *gradients(x, weight, max_bytes, write, beside=False, wanted=wanted), None
+
+
+@linear_cross_entropy_backward.kernel
+def _launch_backward(
+    dloss: Array,
+    dlse: Array | None,
+    x: Array,
+    weight: Array,
+    labels: Array,
+    lse: Array,
+    *,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, None]:
+    options = checked("linear_cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    target, size, seed = (packed(a).reshape(-1) for a in (labels, lse, dloss))
+    lse_seed = None if dlse is None else packed(dlse).reshape(-1)
+
+    def write(part: slice, logits: Array, out: Array) -> None:
+        also = None if lse_seed is None else lse_seed[part]
+        launch_slopes(logits, target[part], size[part], seed[part], also, options, out)
+
+    beside = x.dtype != FLOAT32
+    return *gradients(x, weight, max_bytes, write, beside=beside, wanted=wanted), None

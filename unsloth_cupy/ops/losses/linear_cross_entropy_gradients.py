@@ -1,0 +1,106 @@
+"""Cross entropy of a linear layer and its gradients at once: logits are made once, not twice.
+
+loss = cross_entropy(x weight^T, labels)        dx, dweight of sum(dloss * loss)
+
+Three products for a loop that knows the gradient of its losses before it has the losses, as of a
+mean; ``linear_cross_entropy`` on a tape takes four.
+"""
+
+from collections.abc import Set
+
+import numpy as np
+
+from ...core.arrays import empty, packed
+from ...core.dtypes import FLOAT32, Array
+from ...core.op import op
+from ._head import gradients
+from ._launch import launch_both
+from ._rows import check_labels, checked, losses, slopes
+
+
+@op(
+    "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat"
+    " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
+    widen=False,  # products take 16-bit operands as they are
+)
+def linear_cross_entropy_gradients(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    dloss: Array | None = None,
+    *,
+    scale: float = 1.0,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    """Return ``linear_cross_entropy`` and the gradients of x and weight.
+
+    Parameters
+    ----------
+    x, weight, labels
+        As in ``linear_cross_entropy``.
+    dloss : (*rows) float32, or float64 for float64 arrays, optional
+        The gradient of each loss, times scale; 1 where absent.
+    scale : float
+        ``1 / count`` where the mean of the losses is what is minimised.
+    ignore, smoothing, z_loss, softcap, max_bytes
+        As in ``linear_cross_entropy``.
+    wanted : set of str, optional
+        ``{"x"}`` for a frozen head, whose gradient is then None; ``{"weight"}`` for frozen rows.
+
+    Returns
+    -------
+    loss : (*rows) float32, or float64 for float64 arrays
+        In nats; neither summed nor averaged, nor weighted by dloss.
+    dx : (*rows, hidden) float
+    dweight : (vocab, hidden) float
+        Summed in float32 and rounded once.
+
+    Raises
+    ------
+    RangeError, ConfigError, ShapeError, DTypeError
+        As ``linear_cross_entropy``.
+    """
+    options = checked("linear_cross_entropy_gradients", ignore, smoothing, z_loss, softcap)
+    check_labels("linear_cross_entropy_gradients", labels, ignore, len(weight))
+    target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
+    loss = np.empty_like(x, wide, shape=target.shape)
+    seed = np.full_like(loss, scale) if dloss is None else scale * dloss.reshape(-1)
+
+    def write(part: slice, logits: Array, out: Array) -> None:
+        loss[part], lse = losses(logits, target[part], options)
+        slopes(logits, target[part], lse, seed[part], None, options, out)
+
+    dx, dweight = gradients(x, weight, max_bytes, write, beside=False, wanted=wanted)
+    return loss.reshape(labels.shape), dx, dweight
+
+
+@linear_cross_entropy_gradients.kernel
+def _launch(
+    x: Array,
+    weight: Array,
+    labels: Array,
+    dloss: Array | None = None,
+    *,
+    scale: float = 1.0,
+    ignore: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    max_bytes: int | None = None,
+    wanted: Set[str] | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    options = checked("linear_cross_entropy_gradients", ignore, smoothing, z_loss, softcap)
+    loss, target = empty(labels.shape, np.float32, like=x), packed(labels).reshape(-1)
+    loss_rows, seed = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
+
+    def write(part: slice, logits: Array, out: Array) -> None:
+        also = None if seed is None else seed[part]
+        launch_both(logits, target[part], also, scale, options, loss_rows[part], out)
+
+    dx, dweight = gradients(x, weight, max_bytes, write, beside=x.dtype != FLOAT32, wanted=wanted)
+    return loss, dx, dweight

@@ -1,0 +1,152 @@
+"""Layer normalisation.
+
+y = (h - mean) * rstd * weight + bias      h = x + residual,  rstd = 1 / sqrt(var(h) + eps)
+
+Ba, Kiros and Hinton, Layer Normalization, 2016.
+"""
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from .rows import backward, check_eps, forward
+
+
+def layer_norm(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Array | None = None,
+) -> Array:
+    """Shift each row of ``h = x + residual`` to mean 0, scale it to variance 1, then by weight.
+
+    ``y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias``, over the last axis; the variance
+    is the mean square of ``h - mean(h)``.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        Rows to normalise.
+    weight : (hidden,) dtype of x or float32
+        Scale of each column.
+    bias : (hidden,) dtype of x or float32, optional
+        Added last.
+    eps : float
+        Added to the variance, in units of x squared.
+    residual : (*rows, hidden) float, optional
+        Added to x first.
+
+    Returns
+    -------
+    y : (*rows, hidden) float
+
+    Raises
+    ------
+    ConfigError
+        eps is negative.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return layer_norm_forward(x, weight, bias, residual, eps=eps)[0]
+
+
+@op(
+    "x(*rows, hidden), weight(hidden): param, bias?(hidden): param, residual?(*rows, hidden)"
+    " -> y(*rows, hidden), h(*rows, hidden), mean(*rows): stat, rstd(*rows): stat"
+)
+def layer_norm_forward(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Array, Array, Array, Array]:
+    """Return y as layer_norm does; h, which the next layer adds to; what the backward op needs.
+
+    Without a residual, h may lie in the memory of x: copy it before writing to either.
+    """
+    check_eps("layer_norm", eps)
+    h = x if residual is None else x + residual
+    hidden = max(1, x.shape[-1])
+    mean = h.sum(axis=-1) / hidden
+    y = h - mean[..., None]
+    rstd = 1 / np.sqrt(np.square(y).sum(axis=-1) / hidden + eps)
+    y *= rstd[..., None]
+    y *= weight
+    if bias is not None:
+        y += bias
+    return y, h, mean, rstd
+
+
+@layer_norm_forward.kernel
+def _launch_forward(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Array, Array, Array, Array]:
+    check_eps("layer_norm", eps)
+    return forward(x, weight, residual, bias, eps=eps, centred=True)
+
+
+layer_norm_forward.strided = "x", "residual"
+
+
+@layer_norm_forward.gradient(
+    "dy(*rows, hidden), dh?(*rows, hidden), h(*rows, hidden), weight(hidden): param,"
+    " bias?(hidden): param, residual?(*rows, hidden), mean(*rows): stat, rstd(*rows): stat"
+    " -> dx(*rows, hidden), dweight(hidden), dbias(hidden), dresidual(*rows, hidden)"
+)
+def layer_norm_backward(
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    mean: Array,
+    rstd: Array,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Return the gradients of x, weight, bias and residual; x and residual share theirs."""
+    rows, hidden = tuple(range(dy.ndim - 1)), max(1, h.shape[-1])
+    hhat = h - mean[..., None]
+    hhat *= rstd[..., None]
+    dx = dy * hhat
+    dweight = dx.sum(axis=rows)
+    dx *= weight
+    hhat *= dx.sum(axis=-1, keepdims=True) / hidden
+    np.multiply(dy, weight, out=dx)
+    dx -= dx.sum(axis=-1, keepdims=True) / hidden
+    dx -= hhat
+    dx *= rstd[..., None]
+    if dh is not None:
+        dx += dh
+    return (
+        dx,
+        dweight,
+        None if bias is None else dy.sum(axis=rows),
+        None if residual is None else dx,
+    )
+
+
+@layer_norm_backward.kernel
+def _launch_backward(
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    mean: Array,
+    rstd: Array,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    dx, dweight, dbias = backward(dy, dh, h, weight, bias, mean, rstd)
+    return dx, dweight, dbias, None if residual is None else dx
+
+
+layer_norm_backward.strided = "dy", "dh", "h"

@@ -1,0 +1,151 @@
+"""Root-mean-square normalisation.
+
+y = h * rstd * (weight + offset) + bias        h = x + residual,  rstd = 1 / sqrt(mean(h**2) + eps)
+
+Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+"""
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from .rows import backward, check_eps, forward
+
+
+def rms_norm(
+    x: Array,
+    weight: Array,
+    *,
+    eps: float = 1e-6,
+    residual: Array | None = None,
+    bias: Array | None = None,
+    offset: float = 0.0,
+) -> Array:
+    """Scale each row of ``h = x + residual`` to unit mean square, then by weight.
+
+    ``y = h / sqrt(mean(h**2) + eps) * (weight + offset) + bias``, the mean over the last axis.
+
+    Parameters
+    ----------
+    x : (*rows, hidden) float
+        Rows to normalise.
+    weight : (hidden,) dtype of x or float32
+        Scale of each column.
+    eps : float
+        Added to the mean square, in units of x squared.
+    residual : (*rows, hidden) float, optional
+        Added to x first.
+    bias : (hidden,) dtype of x or float32, optional
+        Added last.
+    offset : float
+        1.0 where the weight is stored minus one, as in Gemma.
+
+    Returns
+    -------
+    y : (*rows, hidden) float
+
+    Raises
+    ------
+    ConfigError
+        eps is negative.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return rms_norm_forward(x, weight, residual, bias, eps=eps, offset=offset)[0]
+
+
+@op(
+    "x(*rows, hidden), weight(hidden): param, residual?(*rows, hidden), bias?(hidden): param"
+    " -> y(*rows, hidden), h(*rows, hidden), rstd(*rows): stat"
+)
+def rms_norm_forward(
+    x: Array,
+    weight: Array,
+    residual: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> tuple[Array, Array, Array]:
+    """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op.
+
+    Without a residual, h may lie in the memory of x: copy it before writing to either.
+    """
+    check_eps("rms_norm", eps)
+    h = x if residual is None else x + residual
+    y = h * h
+    rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
+    np.multiply(h, rstd[..., None], out=y)
+    y *= weight + offset
+    if bias is not None:
+        y += bias
+    return y, h, rstd
+
+
+@rms_norm_forward.kernel
+def _launch_forward(
+    x: Array,
+    weight: Array,
+    residual: Array | None = None,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> tuple[Array, Array, Array]:
+    check_eps("rms_norm", eps)
+    y, h, _, rstd = forward(x, weight, residual, bias, eps=eps, offset=offset)
+    return y, h, rstd
+
+
+rms_norm_forward.strided = "x", "residual"
+
+
+@rms_norm_forward.gradient(
+    "dy(*rows, hidden), dh?(*rows, hidden), h(*rows, hidden), weight(hidden): param,"
+    " residual?(*rows, hidden), bias?(hidden): param, rstd(*rows): stat"
+    " -> dx(*rows, hidden), dweight(hidden), dresidual(*rows, hidden), dbias(hidden)"
+)
+def rms_norm_backward(
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    residual: Array | None,
+    bias: Array | None,
+    rstd: Array,
+    *,
+    offset: float = 0.0,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Return the gradients of x, weight, residual and bias; x and residual share theirs."""
+    rows, scale = tuple(range(dy.ndim - 1)), weight + offset
+    hhat = h * rstd[..., None]
+    dx = dy * hhat
+    dweight = dx.sum(axis=rows)
+    dx *= scale
+    hhat *= dx.sum(axis=-1, keepdims=True) / max(h.shape[-1], 1)
+    np.multiply(dy, scale, out=dx)
+    dx -= hhat
+    dx *= rstd[..., None]
+    if dh is not None:
+        dx += dh
+    dbias = None if bias is None else dy.sum(axis=rows)
+    return dx, dweight, None if residual is None else dx, dbias
+
+
+@rms_norm_backward.kernel
+def _launch_backward(
+    dy: Array,
+    dh: Array | None,
+    h: Array,
+    weight: Array,
+    residual: Array | None,
+    bias: Array | None,
+    rstd: Array,
+    *,
+    offset: float = 0.0,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    dx, dweight, dbias = backward(dy, dh, h, weight, bias, None, rstd, offset=offset)
+    return dx, dweight, None if residual is None else dx, dbias
+
+
+rms_norm_backward.strided = "dy", "dh", "h"

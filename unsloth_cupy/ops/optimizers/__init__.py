@@ -1,0 +1,1 @@
+"""What an optimizer's step does to arrays, and norms of gradients."""

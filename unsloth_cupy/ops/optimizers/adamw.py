@@ -1,0 +1,129 @@
+"""Adam with decoupled weight decay: the update of one parameter.
+
+mean   = beta1 * mean + (1 - beta1) * gradient
+square = beta2 * square + (1 - beta2) * gradient**2
+parameter = parameter * (1 - lr * weight_decay)
+            - lr * mean / (1 - beta1**step) / (sqrt(square / (1 - beta2**step)) + eps)
+
+Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import lanes
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.stand_in import representative_steps
+from ..common.elementwise import constants
+
+BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache
+
+
+@op(
+    "parameter(*axes), gradient(*axes): param, mean(*axes): stat, square(*axes): stat"
+    " -> updated(*axes)",
+    widen=False,  # a widened copy would take the update in place of the parameter
+)
+def adamw_(
+    parameter: Array,
+    gradient: Array,
+    mean: Array,
+    square: Array,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> Array:
+    """Update parameter, mean and square in place; return the parameter.
+
+    Parameters
+    ----------
+    parameter : (*axes) float
+        A 16-bit parameter is updated in float32 and rounded once.
+    gradient : (*axes) dtype of parameter or float32
+    mean, square : (*axes) float32, or float64 where the parameter is
+        Decaying averages of the gradient and of its square; zeros before step 1.
+    lr : float
+        Change of an element per step where gradients agree.
+    betas : (float, float)
+        How much of mean and of square stays at each step.
+    eps : float
+        Added to the root mean square, in units of the gradient.
+    weight_decay : float
+        Share of the parameter that is lost per step and unit of lr.
+    step : int
+        Number of this step; the first is 1.
+
+    Returns
+    -------
+    updated : (*axes) float
+        The parameter itself.
+    """
+    arrays: list[Any] = [parameter, gradient, mean, square]
+    size = max(parameter.size, 1)
+    if isinstance(arrays[0], np.ndarray) and all(array.flags.c_contiguous for array in arrays):
+        arrays, size = [array.reshape(-1) for array in arrays], BLOCK
+    beta1, beta2 = betas
+    unbiased = math.sqrt(1 - beta2**step)
+    for start in representative_steps(parameter, range(0, parameter.size, size)):
+        p, g, m, s = (a[start : start + size] if size == BLOCK else a for a in arrays)
+        x, g = p.astype(m.dtype, copy=False), g.astype(m.dtype, copy=False)
+        m *= beta1
+        change = g * (1 - beta1)
+        m += change
+        s *= beta2
+        np.multiply(g, g, out=change)
+        change *= 1 - beta2
+        s += change
+        np.sqrt(s, out=change)
+        change += eps * unbiased
+        np.divide(m, change, out=change)
+        change *= lr * unbiased / (1 - beta1**step)
+        x *= 1 - lr * weight_decay
+        x -= change
+        if x is not p:
+            p[...] = x
+    return parameter
+
+
+@adamw_.kernel
+def _launch(
+    parameter: Array,
+    gradient: Array,
+    mean: Array,
+    square: Array,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> Array:
+    arrays = parameter, gradient, mean, square
+    if not all(array.flags.c_contiguous for array in arrays):
+        return adamw_.definition(
+            *arrays, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step
+        )
+    beta1, beta2 = betas
+    unbiased = math.sqrt(1 - beta2**step)
+    width = lanes(16 // parameter.dtype.itemsize, *arrays)
+    chosen = constants(parameter.dtype, width, G=gradient.dtype)
+    kernel = load("adamw.cu", "adamw_", parameter, chosen)
+    kernel[-(-parameter.size // (chosen["THREADS"] * width)), chosen["THREADS"]](
+        *arrays,
+        parameter.size,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr * unbiased / (1 - beta1**step),
+        eps * unbiased,
+        1 - lr * weight_decay,
+    )
+    return parameter

@@ -1,0 +1,119 @@
+"""Rotary position embedding of queries and keys, with angles worked out on the spot.
+
+y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
+
+Pairs are (i, i + dim / 2); angle = position * rope_theta**(-2 i / dim).
+"""
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ...errors import ShapeError
+from .rope import launch_rope, rotated
+from .rope_tables import check_base, frequencies
+
+WIDEST = 4096  # columns of a head whose angles a block keeps in shared memory
+
+
+def apply_rotary_embedding(
+    q: Array, k: Array, positions: Array, rope_theta: float = 10000.0
+) -> tuple[Array, Array]:
+    """Return ``rope_qk`` of q and k with angles worked out on the spot.
+
+    ``angle = position * rope_theta**(-2 i / dim)``, in float32.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
+        Queries and keys; dim is even.
+    positions : (tokens,) or (batch, tokens) int32 or int64
+        Any integers: there is no table to leave.
+    rope_theta : float
+        Wavelengths, in positions, run from 2 pi to almost 2 pi times rope_theta.
+
+    Returns
+    -------
+    q, k : of the shapes and the dtype of the arguments
+
+    Raises
+    ------
+    ConfigError
+        rope_theta is not above 1.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    return apply_rotary_embedding_forward(q, k, positions, rope_theta=rope_theta)
+
+
+@op(
+    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim),"
+    " positions(batch|1, tokens): int"
+    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)"
+)
+def apply_rotary_embedding_forward(
+    q: Array, k: Array, positions: Array, *, rope_theta: float = 10000.0
+) -> tuple[Array, Array]:
+    """Return q and k as apply_rotary_embedding does."""
+    cos, sin = _angles(q, positions, rope_theta)
+    return rotated(q, cos, sin, False), rotated(k, cos, sin, False)
+
+
+@apply_rotary_embedding_forward.kernel
+def _launch(
+    q: Array, k: Array, positions: Array, *, rope_theta: float = 10000.0
+) -> tuple[Array, Array]:
+    return _launched(q, k, positions, rope_theta, False)
+
+
+apply_rotary_embedding_forward.strided = "q", "k"
+
+
+@apply_rotary_embedding_forward.gradient(
+    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
+    " positions(batch|1, tokens): int -> dq(batch, tokens, heads, dim),"
+    " dk(batch, tokens, kv_heads, dim), dpositions: none"
+)
+def apply_rotary_embedding_backward(
+    dturned_q: Array, dturned_k: Array, positions: Array, *, rope_theta: float = 10000.0
+) -> tuple[Array, Array, None]:
+    """Return the gradients of q and k."""
+    cos, sin = _angles(dturned_q, positions, rope_theta)
+    dq, dk = (rotated(d, cos, -sin, False) for d in (dturned_q, dturned_k))
+    return dq, dk, None
+
+
+@apply_rotary_embedding_backward.kernel
+def _launch_backward(
+    dturned_q: Array, dturned_k: Array, positions: Array, *, rope_theta: float = 10000.0
+) -> tuple[Array, Array, None]:
+    turned = _launched(dturned_q, dturned_k, positions, rope_theta, True)
+    return NotImplemented if turned is NotImplemented else (*turned, None)
+
+
+apply_rotary_embedding_backward.strided = "dturned_q", "dturned_k"
+
+
+def _launched(
+    q: Array, k: Array, positions: Array, base: float, inverse: bool
+) -> tuple[Array, Array]:
+    """Turn q and k by angles that the kernel works out: no table, nothing sent to the device."""
+    check_base(base)
+    _check_dim(q)
+    if q.shape[3] > WIDEST:
+        return NotImplemented
+    return launch_rope(q, k, None, positions, inverse=inverse, base=base)
+
+
+def _check_dim(x: Array) -> None:
+    if x.shape[3] % 2:
+        problem = f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn"
+        raise ShapeError(problem, expected="an even dim", actual=tuple(x.shape))
+
+
+def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:
+    """Return cosines and sines of the tokens: (tokens, 1, half) or (batch, tokens, 1, half)."""
+    _check_dim(x)
+    frequency = frequencies(x.shape[3], base, like=x)
+    angle = positions.astype(np.float32)[..., None, None] * frequency
+    return np.cos(angle), np.sin(angle)

@@ -1,0 +1,295 @@
+"""Queries and keys, each head normalised to unit mean square and then turned by its position.
+
+z = x * rstd * (weight + offset)        rstd = 1 / sqrt(mean(x**2) + eps), over each head
+y1 = z1 cos - z2 sin        y2 = z2 cos + z1 sin
+
+Pairs and tables are those of ``rope``.  Qwen3 and Gemma 3 do this before attention.
+
+Henry et al., Query-Key Normalization for Transformers, 2020.  Su et al., RoFormer, 2021.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core import faults
+from ...core.arrays import empty, lanes
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...core.target import limits
+from ..common.columns import column_sums
+from ..common.steps import stepped
+from ..norms.rms_norm import rms_norm_backward, rms_norm_forward
+from ..norms.rows import check_eps
+from .rope import INT64, by_token, check_tables, reports, rotated
+
+REPORTER = faults.reporter("qk_norm_rope", "positions", "length")
+VALUES = 16  # of a head that a thread keeps at most: heads of up to 512 columns
+
+
+def qk_norm_rope(
+    q: Array,
+    k: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Array, Array]:
+    """Return ``rope_qk`` of the queries and keys whose heads ``rms_norm`` has normalised.
+
+    ``z = x / sqrt(mean(x**2) + eps) * (weight + offset)``, the mean over dim; then
+    ``y1 = z1 cos - z2 sin`` and ``y2 = z2 cos + z1 sin``.  Rounded once.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
+        Queries and keys.
+    q_weight, k_weight : (dim,) dtype of q or float32
+        Scale of each column, the same for all heads.
+    cos, sin : (length, half) dtype of q or float32
+        As ``rope_tables`` makes them.  Columns from ``2 * half`` on are normalised alone.
+    positions : (tokens,) or (batch, tokens) int32 or int64, optional
+        Rows of the tables, in 0 .. length - 1; 0 .. tokens - 1 where absent.
+    eps : float
+        Added to the mean square, in units of q squared.
+    offset : float
+        1.0 where the weights are stored minus one, as in Gemma.
+    interleaved : bool
+        Pairs are neighbours (2 i, 2 i + 1), as in GPT-J, and not (i, i + half), as in Llama.
+
+    Returns
+    -------
+    q, k : of the shapes and the dtype of the arguments
+
+    Raises
+    ------
+    ConfigError
+        eps is negative.
+    RangeError
+        A position lies outside the tables; on a GPU as in ``rope``.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    arrays = q, k, q_weight, k_weight, cos, sin, positions
+    return qk_norm_rope_forward(*arrays, eps=eps, offset=offset, interleaved=interleaved)[:2]
+
+
+@op(
+    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), q_weight(dim): param,"
+    " k_weight(dim): param, cos(length, half): table, sin(length, half): table,"
+    " positions?(batch|1, tokens): int < length"
+    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim),"
+    " q_rstd(batch, tokens, heads): stat, k_rstd(batch, tokens, kv_heads): stat"
+)
+def qk_norm_rope_forward(
+    q: Array,
+    k: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Array, Array, Array, Array]:
+    """Return q and k as qk_norm_rope does; rstd of each head, for the backward op."""
+    check_eps("qk_norm_rope", eps)
+    check_tables("qk_norm_rope", q, cos, positions)
+    cos, sin = by_token(q, cos, sin, positions)
+    normalised = rms_norm_forward.definition
+    z_q, _, q_rstd = normalised(q, q_weight, eps=eps, offset=offset)
+    z_k, _, k_rstd = normalised(k, k_weight, eps=eps, offset=offset)
+    turned_q, turned_k = (rotated(z, cos, sin, interleaved) for z in (z_q, z_k))
+    return turned_q, turned_k, q_rstd, k_rstd
+
+
+@cache
+def _constants(
+    x: Any,
+    weights: tuple[Any, Any],
+    table: Any,
+    positions: Any,
+    heads: tuple[int, int],
+    dim: int,
+    half: int,
+    lanes: int,
+    interleaved: bool,
+) -> Constants:
+    """Return the constants of qk_norm_rope.cu for these dtypes and this shape of a token.
+
+    A thread keeps two accesses of a head, so 8 threads take a head of 128 columns in 16 bits and
+    a warp four heads at a time; two such rounds are in flight.  Forward, 64 registers hold them
+    beside the row of the tables: half of an SM's threads.  Backward, 128 do, with the sums of
+    both weights: a quarter.
+    """
+    pairs = lanes // 2 if interleaved and lanes > 1 else lanes
+    chunks = -(-dim // (2 * pairs))
+    return Constants(
+        T=x,
+        W=weights[0],
+        B=weights[1],
+        C=table,
+        I=positions,
+        HEADS=heads[0],
+        KV_HEADS=heads[1],
+        DIM=dim,
+        HALF=half,
+        LANES=lanes,
+        GROUP=min(32, 1 << (chunks - 1).bit_length()),
+        THREADS=128,
+        FORWARD_RESIDENT=6,
+        RESIDENT=3,
+        INTERLEAVED=interleaved,
+    )
+
+
+@qk_norm_rope_forward.kernel
+def _launch_forward(
+    q: Array,
+    k: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Array, Array, Array, Array]:
+    check_eps("qk_norm_rope", eps)
+    check_tables("qk_norm_rope", q, cos, positions)
+    if q.shape[3] > 32 * VALUES:
+        return NotImplemented
+    turned = [empty(x.shape, x.dtype, like=x) for x in (q, k)]
+    rstd = [empty(x.shape[:3], np.float32, like=x) for x in (q, k)]
+    arrays, constants, kernel, sizes = _chosen(
+        "qk_norm_rope_forward", (q, k, q_weight, k_weight, cos, sin, positions), interleaved
+    )
+    blocks = -(-sizes[0] * 32 // constants["THREADS"])
+    kernel[blocks, constants["THREADS"]](
+        *(*arrays, *turned, *rstd, *sizes, eps, offset),
+        *(reports(q, positions), REPORTER),
+    )
+    return *turned, *rstd
+
+
+qk_norm_rope_forward.strided = "q", "k"
+
+
+def _chosen(
+    name: str, arrays: tuple[Any, ...], interleaved: bool, *seeds: Any
+) -> tuple[tuple[Any, ...], Constants, Any, tuple[int, ...]]:
+    """Return the arrays of a forward call for a kernel; constants, kernel, sizes it asks for.
+
+    ``seeds``: gradients that it reads as it reads q and k.
+    """
+    q, k, q_weight, k_weight, cos, sin, positions = arrays
+    (batch, tokens, heads, dim), (length, half) = q.shape, cos.shape
+    flat_q, q_steps = stepped(q)
+    flat_k, k_steps = stepped(k)
+    whole = math.gcd(half * (1 + interleaved), dim, *q_steps, *k_steps)
+    constants = _constants(
+        q.dtype,
+        (q_weight.dtype, k_weight.dtype),
+        cos.dtype,
+        INT64 if positions is None else positions.dtype,
+        (heads, k.shape[2]),
+        dim,
+        half,
+        lanes(whole, flat_q, flat_k, q_weight, k_weight, cos, sin, *seeds),
+        interleaved,
+    )
+    period = tokens if positions is None else positions.size
+    sizes = batch * tokens, period, length, *q_steps, *k_steps
+    kernel = load("qk_norm_rope.cu", name, q, constants)
+    return (flat_q, flat_k, *arrays[2:]), constants, kernel, sizes
+
+
+@qk_norm_rope_forward.gradient(
+    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
+    " q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), q_weight(dim): param,"
+    " k_weight(dim): param, cos(length, half): table, sin(length, half): table,"
+    " positions?(batch|1, tokens): int < length,"
+    " q_rstd(batch, tokens, heads): stat, k_rstd(batch, tokens, kv_heads): stat"
+    " -> dq(batch, tokens, heads, dim), dk(batch, tokens, kv_heads, dim), dq_weight(dim),"
+    " dk_weight(dim), dcos: none, dsin: none, dpositions: none"
+)
+def qk_norm_rope_backward(
+    dturned_q: Array,
+    dturned_k: Array,
+    q: Array,
+    k: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None,
+    q_rstd: Array,
+    k_rstd: Array,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Array, Array, Array, Array, None, None, None]:
+    """Return the gradients of q, k and their weights."""
+    check_tables("qk_norm_rope_backward", q, cos, positions)
+    cos, sin = by_token(q, cos, sin, positions)
+    dz_q, dz_k = (rotated(dy, cos, -sin, interleaved) for dy in (dturned_q, dturned_k))
+    back = rms_norm_backward.definition
+    dq, dq_weight, *_ = back(dz_q, None, q, q_weight, None, None, q_rstd, offset=offset)
+    dk, dk_weight, *_ = back(dz_k, None, k, k_weight, None, None, k_rstd, offset=offset)
+    return dq, dk, dq_weight, dk_weight, None, None, None
+
+
+@qk_norm_rope_backward.kernel
+def _launch_backward(
+    dturned_q: Array,
+    dturned_k: Array,
+    q: Array,
+    k: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None,
+    q_rstd: Array,
+    k_rstd: Array,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Array, Array, Array, Array, None, None, None]:
+    check_tables("qk_norm_rope_backward", q, cos, positions)
+    dim = q.shape[3]
+    if dim > 32 * VALUES:
+        return NotImplemented
+    dq, dk = (empty(x.shape, x.dtype, like=x) for x in (q, k))
+    dq_weight, dk_weight = (empty(w.shape, w.dtype, like=q) for w in (q_weight, k_weight))
+    arrays, constants, kernel, sizes = _chosen(
+        "qk_norm_rope_backward",
+        (q, k, q_weight, k_weight, cos, sin, positions),
+        interleaved,
+        *(dturned_q, dturned_k),
+    )
+    threads = constants["THREADS"]
+    # as many blocks as the device holds at once, so that each sums many heads before it writes
+    blocks = min(-(-sizes[0] * 32 // threads), limits(q).processors * constants["RESIDENT"])
+    partial = empty((2, blocks, dim), np.float32, like=q)
+    kernel[blocks, threads](
+        dturned_q, dturned_k, *arrays, q_rstd, k_rstd, dq, dk, partial, *sizes, offset
+    )
+    column_sums(partial, dq_weight, dk_weight)
+    return dq, dk, dq_weight, dk_weight, None, None, None
+
+
+qk_norm_rope_backward.strided = "q", "k"

@@ -1,0 +1,250 @@
+"""Rotary position embedding: each pair of columns turns by an angle that grows with position.
+
+y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
+
+Pairs are (i, i + rotated / 2), or neighbours (2 i, 2 i + 1) where interleaved.
+
+Su et al., RoFormer, 2021.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core import faults
+from ...core.arrays import empty, lanes
+from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import RangeError, ShapeError
+from ..common.steps import stepped
+
+INT64 = np.dtype("int64")
+REPORTER = faults.reporter("rope", "positions", "length")
+
+
+@op(
+    "x(batch, tokens, heads, dim), cos(length, half): table, sin(length, half): table,"
+    " positions?(batch|1, tokens): int < length -> y(batch, tokens, heads, dim)"
+)
+def rope(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> Array:
+    """Rotate each pair of columns of a head by the angle of its token's position.
+
+    ``y1 = x1 cos - x2 sin`` and ``y2 = x2 cos + x1 sin``.
+
+    Parameters
+    ----------
+    x : (batch, tokens, heads, dim) float
+        Queries or keys.
+    cos, sin : (length, half) dtype of x or float32
+        As ``rope_tables`` makes them.  Columns from ``2 * half`` on are left as they are.
+    positions : (tokens,) or (batch, tokens) int32 or int64, optional
+        Rows of the tables, in 0 .. length - 1; 0 .. tokens - 1 where absent.
+    interleaved : bool
+        Pairs are neighbours (2 i, 2 i + 1), as in GPT-J, and not (i, i + half), as in Llama.
+
+    Returns
+    -------
+    y : (batch, tokens, heads, dim) float
+
+    Raises
+    ------
+    RangeError
+        A position lies outside the tables.  On a GPU, whose positions nobody reads, its token is
+        NaN, and the next ``check_errors()`` raises.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    check_tables("rope", x, cos, positions)
+    return rotated(x, *by_token(x, cos, sin, positions), interleaved)
+
+
+@rope.kernel
+def _launch(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> Array:
+    check_tables("rope", x, cos, positions)
+    return launch_rope(x, None, (cos, sin), positions, interleaved)[0]
+
+
+rope.strided = ("x",)
+
+
+@rope.gradient(
+    "dy(batch, tokens, heads, dim), cos(length, half): table, sin(length, half): table,"
+    " positions?(batch|1, tokens): int < length"
+    " -> dx(batch, tokens, heads, dim), dcos: none, dsin: none, dpositions: none"
+)
+def rope_backward(
+    dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
+) -> tuple[Array, None, None, None]:
+    """Return the gradient of x: dy, turned back."""
+    check_tables("rope_backward", dy, cos, positions)
+    cos, sin = by_token(dy, cos, sin, positions)
+    return rotated(dy, cos, -sin, interleaved), None, None, None
+
+
+@rope_backward.kernel
+def _launch_backward(
+    dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
+) -> tuple[Array, None, None, None]:
+    check_tables("rope_backward", dy, cos, positions)
+    dx, _ = launch_rope(dy, None, (cos, sin), positions, interleaved, inverse=True)
+    return dx, None, None, None
+
+
+rope_backward.strided = ("dy",)
+
+
+def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> None:
+    """Raise for tables too wide for a head, or too short for tokens without positions."""
+    length, half = cos.shape
+    if 2 * half > x.shape[3]:
+        raise ShapeError(
+            f"{call}: cos {cos.shape} turns {2 * half} columns and a head of x {x.shape} has"
+            f" {x.shape[3]}; make tables with rope_tables(length, dim <= {x.shape[3]})",
+            expected=(length, x.shape[3] // 2),
+            actual=(length, half),
+        )
+    if positions is None and x.shape[1] > length:
+        raise RangeError(
+            f"{call}: x {x.shape} has {x.shape[1]} tokens and cos {cos.shape} {length} positions;"
+            f" make tables with rope_tables({x.shape[1]}, {2 * half})"
+        )
+
+
+def reports(like: Array, positions: Array | None) -> Array | None:
+    """Return where a kernel reports positions outside the tables; None where there are none."""
+    return None if positions is None else faults.record(like)
+
+
+def by_token(x: Array, cos: Array, sin: Array, positions: Array | None) -> tuple[Array, Array]:
+    """Return the row of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
+    rows = slice(x.shape[1]) if positions is None else positions
+    return cos[rows][..., None, :], sin[rows][..., None, :]
+
+
+def rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Return x with the pairs of its leading columns turned, in a new array."""
+    half = cos.shape[-1]
+    pairs = [slice(0, 2 * half, 2), slice(1, 2 * half, 2)]
+    if not interleaved:
+        pairs = [slice(half), slice(half, 2 * half)]
+    y = np.empty_like(x)
+    first, second = (x[..., columns] for columns in pairs)
+    for columns, one, other, sine in zip(
+        pairs, (first, second), (second, first), (-sin, sin), strict=True
+    ):
+        part = y[..., columns]
+        np.multiply(one, cos, out=part)
+        part += other * sine
+    y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+@cache
+def _constants(
+    x: Any,
+    table: Any,
+    positions: Any,
+    heads: tuple[int, int],
+    dim: int,
+    half: int,
+    lanes: int,
+    interleaved: bool,
+    inverse: bool,
+    in_place: bool = False,
+    angles: bool = False,
+) -> Constants:
+    """Return the constants of rope.cu for these dtypes and this shape of a token.
+
+    A thread turns up to four heads: enough accesses in flight, and a table read once for each.
+    About 256 threads a block, of as many tokens as it takes.
+    """
+    pairs = lanes // 2 if interleaved and lanes > 1 else lanes
+    columns = max(1, min(half // pairs, 256))
+    slots = max(1, min(-(-sum(heads) // 4), 256 // columns))
+    return Constants(
+        T=x,
+        C=table,
+        I=positions,
+        HEADS=heads[0],
+        KV_HEADS=heads[1],
+        DIM=dim,
+        HALF=half,
+        LANES=lanes,
+        COLUMNS=columns,
+        SLOTS=slots,
+        TOKENS=max(1, 256 // (columns * slots)),
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+        IN_PLACE=in_place,
+        ANGLES=angles,
+    )
+
+
+def launch_rope(
+    q: Array,
+    k: Array | None,
+    tables: tuple[Array, Array] | None,
+    positions: Array | None,
+    interleaved: bool = False,
+    *,
+    inverse: bool = False,
+    in_place: bool = False,
+    base: float = 1.0,
+) -> tuple[Array, Any]:
+    """Return q and k turned by the rows of their positions; without tables, by angles of base.
+
+    In place they must have steps; see ``steps_of``.
+    """
+    turned: Any = q, k
+    if not in_place:
+        turned = [None if x is None else empty(x.shape, x.dtype, like=x) for x in turned]
+    (batch, tokens, heads, dim), kv_heads = q.shape, 0 if k is None else k.shape[2]
+    length, half = (0, dim // 2) if tables is None else tables[0].shape
+    cos, sin = (None, None) if tables is None else tables
+    flat_q, q_steps = stepped(q)
+    flat_k, k_steps = (None, (0, 0)) if k is None else stepped(k)
+    results = (flat_q, flat_k) if in_place else turned
+    constants = _constants(
+        q.dtype,
+        FLOAT32 if cos is None else cos.dtype,
+        INT64 if positions is None else positions.dtype,
+        (heads, kv_heads),
+        dim,
+        half,
+        lanes(
+            math.gcd(half * (1 + interleaved), dim, *q_steps, *k_steps),
+            *(flat_q, flat_k, *results, cos, sin),
+        ),
+        interleaved,
+        inverse,
+        in_place,
+        tables is None,
+    )
+    blocks = -(-batch * tokens // constants["TOKENS"])
+    threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
+    kernel = load("rope.cu", "rope", q, constants)
+    period = tokens if positions is None else positions.size
+    sizes = batch * tokens, period, length, *q_steps, *k_steps
+    kernel[blocks, threads](
+        *(flat_q, flat_k, cos, sin, positions, *results, *sizes, math.log2(base)),
+        *(reports(q, positions), REPORTER),
+    )
+    return turned[0], turned[1]

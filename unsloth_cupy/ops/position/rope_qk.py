@@ -1,0 +1,182 @@
+"""Rotary position embedding of queries and keys, together.
+
+y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
+
+Pairs and tables are those of ``rope``.
+"""
+
+from ...core.arrays import packed
+from ...core.dtypes import Array
+from ...core.op import op
+from ..common.in_place import check_changeable
+from ..common.steps import steps_of
+from .rope import by_token, check_tables, launch_rope, rotated
+
+
+@op(
+    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), cos(length, half): table,"
+    " sin(length, half): table, positions?(batch|1, tokens): int < length"
+    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)"
+)
+def rope_qk(
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array]:
+    """Return ``rope`` of queries and of keys, whose tables are read once for both.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
+        Queries and keys.
+    cos, sin, positions, interleaved
+        As in ``rope``.
+
+    Returns
+    -------
+    q, k : of the shapes and the dtype of the arguments
+
+    Raises
+    ------
+    RangeError
+        A position lies outside the tables; on a GPU as in ``rope``.
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    check_tables("rope_qk", q, cos, positions)
+    cos, sin = by_token(q, cos, sin, positions)
+    return rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)
+
+
+@rope_qk.kernel
+def _launch(
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array]:
+    check_tables("rope_qk", q, cos, positions)
+    return launch_rope(q, k, (cos, sin), positions, interleaved)
+
+
+rope_qk.strided = "q", "k"
+
+
+@rope_qk.gradient(
+    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
+    " cos(length, half): table, sin(length, half): table,"
+    " positions?(batch|1, tokens): int < length -> dq(batch, tokens, heads, dim),"
+    " dk(batch, tokens, kv_heads, dim), dcos: none, dsin: none, dpositions: none"
+)
+def rope_qk_backward(
+    dturned_q: Array,
+    dturned_k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array, None, None, None]:
+    """Return the gradients of q and k."""
+    check_tables("rope_qk_backward", dturned_q, cos, positions)
+    cos, sin = by_token(dturned_q, cos, sin, positions)
+    dq = rotated(dturned_q, cos, -sin, interleaved)
+    return dq, rotated(dturned_k, cos, -sin, interleaved), None, None, None
+
+
+@rope_qk_backward.kernel
+def _launch_backward(
+    dturned_q: Array,
+    dturned_k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array, None, None, None]:
+    check_tables("rope_qk_backward", dturned_q, cos, positions)
+    given = dturned_q, dturned_k, (cos, sin), positions, interleaved
+    return *launch_rope(*given, inverse=True), None, None, None
+
+
+rope_qk_backward.strided = "dturned_q", "dturned_k"
+
+
+def rope_qk_(
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array]:
+    """Write ``rope_qk`` of q and k over q and k.
+
+    Parameters
+    ----------
+    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
+        Queries and keys, to be written to.
+    cos, sin, positions, interleaved
+        As in ``rope``.
+
+    Returns
+    -------
+    q, k : the arguments themselves
+
+    Raises
+    ------
+    ConfigError
+        q or k cannot be written to.
+    GradientError
+        q or k is on a tape, whose record a change would falsify.
+    RangeError, ShapeError, DTypeError
+        As ``rope_qk``; q and k are then unchanged.
+    """
+    check_changeable("rope_qk_", "call rope_qk", q=q, k=k)
+    rope_qk_over_(q, k, cos, sin, positions, interleaved=interleaved)
+    return q, k
+
+
+@op(
+    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), cos(length, half): table,"
+    " sin(length, half): table, positions?(batch|1, tokens): int < length"
+    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)",
+    widen=False,  # a widened copy would take the result in place of q
+)
+def rope_qk_over_(
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array]:
+    """Write ``rope_qk`` of q and k over q and k, and return them."""
+    q[...], k[...] = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
+    return q, k
+
+
+@rope_qk_over_.kernel
+def _launch_over(
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Array, Array]:
+    check_tables("rope_qk_", q, cos, positions)
+    if steps_of(q) is None or steps_of(k) is None:
+        return rope_qk_over_.definition(q, k, cos, sin, positions, interleaved=interleaved)
+    tables = packed(cos), packed(sin)
+    return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)

@@ -1,0 +1,220 @@
+"""The angles of rotary position embeddings, with the scalings of Hugging Face's configs.
+
+cos, sin [position, i] = factor * cos, sin (position * frequency[i])
+frequency[i] = base**(-2 i / dim), then stretched for contexts beyond the one trained on
+
+Su et al., RoFormer, 2021.  linear: Chen et al., Position Interpolation, 2023.  dynamic, yarn:
+Peng et al., YaRN, 2023.  longrope: Ding et al., LongRoPE, 2024.  llama3: Llama 3.1, 2024.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core import arrays
+from ...core.dtypes import Array
+from ...errors import ConfigError, ShapeError
+from ...machine import check_bytes
+
+Scaling = Mapping[str, Any]
+
+
+def rope_tables(
+    length: int,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    scaling: Scaling | None = None,
+    like: Any = None,
+) -> tuple[Array, Array]:
+    """Return cosine and sine of ``position * frequency[i]``, ``frequency[i] = base**(-2 i / dim)``.
+
+    Angles are rounded to float32 as Hugging Face rounds them: models were trained on those.
+
+    Parameters
+    ----------
+    length : int
+        Number of positions, from 0.  ``dynamic`` and ``longrope`` choose frequencies by it.
+    dim : int
+        Number of rotated columns of a head, even.  A config's ``partial_rotary_factor`` is the
+        caller's to apply.
+    base : float
+        Wavelengths, in positions, run from 2 pi to almost 2 pi times base.
+    scaling : mapping, optional
+        The whole dict of a Hugging Face config (``rope_scaling`` or ``rope_parameters``), with
+        ``rope_type`` (or ``type``) one of default, linear, dynamic, yarn, longrope, llama3.  A
+        ``rope_theta`` inside wins over base.  Where a config keeps ``max_position_embeddings``
+        or ``original_max_position_embeddings`` outside, add them to the dict.
+    like : array, optional
+        The tables come from its library and device; from NumPy where absent.
+
+    Returns
+    -------
+    cos, sin : (length, dim / 2) float32
+        Times the attention factor of yarn and longrope.
+
+    Raises
+    ------
+    ConfigError
+        The type of the scaling is unknown, or a number that it needs is missing or senseless.
+    ShapeError
+        dim is odd, or length or dim is negative.
+    """
+    whole = all(isinstance(n, int | np.integer) for n in (length, dim))
+    if not whole or dim < 0 or dim % 2 or length < 0:
+        raise ShapeError(
+            f"rope_tables(length={length}, dim={dim}): length must be 0 or more, and dim even:"
+            " rotations turn pairs of columns",
+            expected="a length of 0 or more, and an even dim",
+            actual=(length, dim),
+        )
+    given: Any = {} if scaling is None else scaling
+    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        raise ConfigError(f"rope_tables(scaling={given}): pass the dict of one layer type, or None")
+    base = _number(given, "rope_theta", base)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in tuple(RULES):
+        raise ConfigError(
+            f"rope_tables(scaling={dict(given)}): rope_type must be one of {', '.join(RULES)}"
+        )
+    check_bytes(f"rope_tables(length={length}, dim={dim})", 4 * length * dim, like)
+    frequency, factor = RULES[kind](given, length, dim, base)
+    angle = np.arange(length, dtype=np.float32)[:, None] * frequency
+    cos, sin = np.cos(angle), np.sin(angle)
+    if factor != 1:
+        cos, sin = cos * np.float32(factor), sin * np.float32(factor)
+    return (cos, sin) if like is None else (arrays.placed(cos, like), arrays.placed(sin, like))
+
+
+def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:
+    """Return ``base**(-2 i / dim) / stretch``, in radians per position: (dim / 2,) float32.
+
+    They are computed where ``like`` lives: a captured graph cannot be sent arrays of the host.
+    """
+    check_base(base)
+    exponent = np.arange(0, dim, 2, dtype=np.float32, like=like) / np.float32(max(1, dim))
+    wavelength = (base ** exponent.astype(np.float64)).astype(np.float32)
+    return 1 / (np.float32(stretch) * wavelength)
+
+
+def check_base(base: float) -> None:
+    """Raise for a base that makes no wavelengths."""
+    if not 1 < base < math.inf:
+        raise ConfigError(f"rope: the base of the wavelengths is {base}; it must be above 1")
+
+
+# A rule returns frequencies, and the attention factor that multiplies cosines and sines.
+
+
+def _default(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    return frequencies(dim, base), 1.0
+
+
+def _linear(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Stretch all wavelengths alike."""
+    return frequencies(dim, base) / np.float32(_number(scaling, "factor")), 1.0
+
+
+def _dynamic(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Stretch the longest wavelengths by as much as length exceeds the context trained on."""
+    factor, trained = _number(scaling, "factor"), _trained(scaling, "max_position_embeddings")
+    stretch = factor * max(length, trained) / trained - (factor - 1)
+    power = dim / (dim - 2) if dim > 2 else 0.0
+    return frequencies(dim, float(np.float32(base) * np.float32(stretch**power))), 1.0
+
+
+def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Stretch only wavelengths that turn fewer than beta_fast times in the context trained on."""
+    trained = _trained(scaling, "original_max_position_embeddings")
+    factor = _factor(scaling, trained)
+    growth = 0.1 * math.log(max(factor, 1))
+    attention = 1 + growth
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        above, below = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
+        attention = (1 + above * growth) / (1 + below * growth)
+    unscaled = frequencies(dim, base)
+
+    def column(turns: float) -> float:
+        """Return the column, not an integer, that makes so many turns."""
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = column(_number(scaling, "beta_fast", 32.0))
+    last = column(_number(scaling, "beta_slow", 1.0))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 * (first == last)
+    columns = np.arange(dim // 2, dtype=np.float32)
+    stretched = np.clip((columns - np.float32(first)) / np.float32(last - first), 0, 1)
+    frequency = unscaled * (1 - stretched) + frequencies(dim, base, factor) * stretched
+    return frequency, _number(scaling, "attention_factor", attention)
+
+
+def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Stretch each wavelength by a number of its own, one for short and one for long contexts."""
+    trained = _trained(scaling, "original_max_position_embeddings")
+    factor = _factor(scaling, trained)
+    attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    key = "long_factor" if length > trained else "short_factor"
+    try:
+        stretch = np.asarray(scaling.get(key), np.float32)
+    except (TypeError, ValueError):
+        stretch = np.zeros(0, np.float32)
+    if stretch.shape != (dim // 2,) or not (stretch > 0).all():
+        raise ConfigError(
+            f"rope_tables(scaling={dict(scaling)}): {key} must list {dim // 2} positive numbers,"
+            f" one for each pair of the dim={dim} columns"
+        )
+    return frequencies(dim, base, stretch), _number(scaling, "attention_factor", attention)
+
+
+def _llama3(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Stretch wavelengths that turn fewer than low times, leave those of more than high."""
+    trained = _trained(scaling, "original_max_position_embeddings")
+    factor = np.float32(_number(scaling, "factor"))
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if low >= high:
+        raise ConfigError(
+            f"rope_tables(scaling={dict(scaling)}): high_freq_factor must exceed low_freq_factor"
+        )
+    frequency = frequencies(dim, base)
+    turns = np.float32(trained) / (np.float32(2 * math.pi) / frequency)
+    kept = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1)
+    return (1 - kept) * frequency / factor + kept * frequency, 1.0
+
+
+RULES: Mapping[str, Callable[[Scaling, int, int, float], tuple[Array, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}
+
+
+def _factor(scaling: Scaling, trained: float) -> float:
+    """Return how many times longer the context became; by default as both lengths tell."""
+    if scaling.get("factor") is None and scaling.get("max_position_embeddings") is not None:
+        return _number(scaling, "max_position_embeddings") / trained
+    return _number(scaling, "factor")
+
+
+def _trained(scaling: Scaling, first: str) -> float:
+    """Return the number of positions trained on, from the first of two keys that is there."""
+    keys = ["max_position_embeddings", "original_max_position_embeddings"]
+    there = [key for key in keys if scaling.get(key) is not None]
+    return _number(scaling, first if first in there or not there else there[0], above=1)
+
+
+def _number(scaling: Scaling, key: str, default: float | None = None, above: float = 0) -> float:
+    """Return a number of the scaling, or its default where it is absent or null."""
+    value = default if scaling.get(key) is None else scaling[key]
+    if not isinstance(value, int | float) or not above < value < math.inf:
+        raise ConfigError(
+            f"rope_tables(scaling={dict(scaling)}): {key} is {value!r}; it must be a number"
+            f" above {above}"
+        )
+    return float(value)

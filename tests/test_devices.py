@@ -44,8 +44,8 @@ from unsloth_cupy._cases import draw, forward_ops
 from unsloth_cupy.core import devices as core_devices
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError
-from unsloth_cupy.gradients import sum_gradients
 from unsloth_cupy.models.step import Step
+from unsloth_cupy.training.gradients import sum_gradients
 
 from .models.peers import SIZES
 from .stand_in import Array, Machine, gpu

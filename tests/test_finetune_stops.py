@@ -150,7 +150,7 @@ def test_skipped_steps_of_float16_are_no_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scaler shrinks its scale where gradients overflow; looking for NaN does not stop that."""
-    from unsloth_cupy.precision import MixedPrecisionConfig
+    from unsloth_cupy.training.precision import MixedPrecisionConfig
 
     scaler = MixedPrecisionConfig.scaler
 

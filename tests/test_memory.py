@@ -22,14 +22,12 @@ from unsloth_cupy import (
     memory_plan,
     memory_pool,
     models,
-    tape,
 )
 from unsloth_cupy._ledger import Ledger
 from unsloth_cupy._planned import Planned, PlannedOnHost
 from unsloth_cupy._planned_functions import reshaped
 from unsloth_cupy.core.stand_in import keeping
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
-from unsloth_cupy.gradients import sum_gradients
 from unsloth_cupy.memory import (
     MemoryEstimate,
     estimate_attention_memory,
@@ -41,6 +39,8 @@ from unsloth_cupy.memory import (
 from unsloth_cupy.memory_plan import plan_memory
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
+from unsloth_cupy.training import tape
+from unsloth_cupy.training.gradients import sum_gradients
 
 GIB = 2**30
 SMALL = {

@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import (
-    DeviceMemoryError,
-    MemoryPool,
-    Tape,
-    add,
-    checkpoint,
-    memory_pool,
-    multiply,
-    tape,
-)
+from unsloth_cupy import DeviceMemoryError, MemoryPool, Tape, add, checkpoint, memory_pool, multiply
 from unsloth_cupy.errors import ConfigError, DeviceError
+from unsloth_cupy.training import tape
 
 MIB = 2**20
 PASSING = 4096  # bytes of objects that Python made since they were counted

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import Tape, _offload, checkpoint, rms_norm
+from unsloth_cupy import Tape, checkpoint, rms_norm
+from unsloth_cupy.training import offload as training_offload
 
 turn = threading.RLock()  # streams do their work one after another
 
@@ -155,15 +156,15 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     cupy = types.SimpleNamespace(cuda=cuda, empty=empty, ndarray=Array)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(Pinned, "free", {})
-    _offload._side.cache_clear()
+    training_offload._side.cache_clear()
     yield now.streams[0]
-    _offload._side.cache_clear()
+    training_offload._side.cache_clear()
 
 
 def test_what_comes_back_is_what_went(here: Stream) -> None:
     arrays = [filled(number, (5, 3), np.float16) for number in range(4)]
     expected = [np.array(array) for array in arrays]
-    waiting = [_offload.on_host(array) for array in arrays]
+    waiting = [training_offload.on_host(array) for array in arrays]
     del arrays
     assert [each.array is None for each in waiting] == [True, True, True, False]
     back = [each.back() for each in waiting[::-1]]
@@ -176,8 +177,8 @@ def test_pinned_memory_waits_for_its_copy(here: Stream) -> None:
     """The pool would give it to the next who asks, while it is still read."""
     first, second = filled(1), filled(2)
     expected, size = np.array(first), first.nbytes
-    waiting = _offload.on_host(first)
-    kept = _offload.on_host(second)  # so that the first is on the host alone
+    waiting = training_offload.on_host(first)
+    kept = training_offload.on_host(second)  # so that the first is on the host alone
     del first
     here.run()
     back = waiting.back()
@@ -190,18 +191,18 @@ def test_pinned_memory_waits_for_its_copy(here: Stream) -> None:
 
 def test_pinned_memory_is_let_go_after_its_copy(here: Stream) -> None:
     for number in range(6):
-        _offload.on_host(filled(number))
-        _offload._side(0).stream.run()
-    assert len(_offload._side(0).copying) <= 1
+        training_offload.on_host(filled(number))
+        training_offload._side(0).stream.run()
+    assert len(training_offload._side(0).copying) <= 1
     assert len(Pinned.free[32]) <= 3
 
 
 def test_nothing_is_kept_of_what_nobody_needs(here: Stream) -> None:
-    waiting = _offload.on_host(filled(1))
-    waiting = _offload.on_host(filled(2))
+    waiting = training_offload.on_host(filled(1))
+    waiting = training_offload.on_host(filled(2))
     del waiting
-    _offload._side(0).stream.run()
-    _offload._side(0).copying.clear()
+    training_offload._side(0).stream.run()
+    training_offload._side(0).copying.clear()
     assert len(Pinned.free[32]) == 2
 
 
@@ -210,7 +211,7 @@ def test_streams_take_turns(here: Stream) -> None:
     other, waiting = Stream(), []
     for number in range(8):
         with other if number % 2 else contextlib.nullcontext():
-            waiting.append(_offload.on_host(filled(number)))
+            waiting.append(training_offload.on_host(filled(number)))
     here.run()
     other.run()
     for number, each in reversed([*enumerate(waiting)]):
@@ -225,7 +226,7 @@ def test_gpus_take_turns(here: Stream) -> None:
     for number in range(8):
         with Device(number % 2):
             array = filled(number)
-        waiting.append(_offload.on_host(array))
+        waiting.append(training_offload.on_host(array))
         del array
     for stream in now.streams.values():
         stream.run()
@@ -238,14 +239,14 @@ def test_gpus_take_turns(here: Stream) -> None:
 
 def test_threads_offload_at_once(here: Stream) -> None:
     """Each on a stream of its own; all share the side that copies, and the pinned memory."""
-    before = dict(_offload.moved)
+    before = dict(training_offload.moved)
 
     def train(number: int) -> bool:
         now.streams[0] = Stream()
         rng, right = np.random.default_rng(number), True
         for turn_ in range(20):
             values = rng.integers(0, 90, int(rng.integers(2, 9))).tolist()
-            waiting = [_offload.on_host(filled(value)) for value in values]
+            waiting = [training_offload.on_host(filled(value)) for value in values]
             if turn_ % 3 == 0:
                 now.streams[0].run()
             back = [each.back() for each in waiting[::-1]]
@@ -262,7 +263,7 @@ def test_threads_offload_at_once(here: Stream) -> None:
             assert all(threads.map(train, range(16)))
     finally:
         sys.setswitchinterval(interval)
-    assert _offload.moved["to_host"] - before["to_host"] == 32 * sum(counts)
+    assert training_offload.moved["to_host"] - before["to_host"] == 32 * sum(counts)
 
 
 @pytest.mark.gpu

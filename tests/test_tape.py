@@ -10,7 +10,7 @@ import pytest
 from unsloth_cupy import Tape, Var, add, columns, multiply, reshape, rms_norm, scale
 from unsloth_cupy.core.op import op
 from unsloth_cupy.errors import DTypeError, FrameworkError, GradientError, ShapeError
-from unsloth_cupy.tape import Entry
+from unsloth_cupy.training.tape import Entry
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:

@@ -130,20 +130,20 @@ from .memory_pool import MemoryPool as MemoryPool
 from .memory_pool import memory_pool as memory_pool
 
 # Training
-from .gradients import clip_gradients as clip_gradients
-from .gradients import measure_gradients as measure_gradients
-from .loss_scaler import LossScaler as LossScaler
-from .checkpoint import CheckpointConfig as CheckpointConfig
-from .checkpoint import checkpoint as checkpoint
-from .find_nan import NonFiniteError as NonFiniteError
-from .find_nan import find_nan as find_nan
-from .optimizer import AdamW as AdamW
-from .precision import Autocast as Autocast
-from .precision import MixedPrecisionConfig as MixedPrecisionConfig
-from .precision import TrainingConfig as TrainingConfig
-from .precision import compute_copies as compute_copies
-from .schedules import constant_schedule as constant_schedule
-from .schedules import cosine_schedule as cosine_schedule
-from .schedules import linear_schedule as linear_schedule
-from .tape import Tape as Tape
-from .variable import Var as Var
+from .training.gradients import clip_gradients as clip_gradients
+from .training.gradients import measure_gradients as measure_gradients
+from .training.loss_scaler import LossScaler as LossScaler
+from .training.checkpoint import CheckpointConfig as CheckpointConfig
+from .training.checkpoint import checkpoint as checkpoint
+from .training.find_nan import NonFiniteError as NonFiniteError
+from .training.find_nan import find_nan as find_nan
+from .training.optimizer import AdamW as AdamW
+from .training.precision import Autocast as Autocast
+from .training.precision import MixedPrecisionConfig as MixedPrecisionConfig
+from .training.precision import TrainingConfig as TrainingConfig
+from .training.precision import compute_copies as compute_copies
+from .training.schedules import constant_schedule as constant_schedule
+from .training.schedules import cosine_schedule as cosine_schedule
+from .training.schedules import linear_schedule as linear_schedule
+from .training.tape import Tape as Tape
+from .training.variable import Var as Var

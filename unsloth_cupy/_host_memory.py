@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from . import _offload, tape
 from .errors import DeviceMemoryError
 from .machine import format_bytes
+from .training import offload, tape
 
 GROWN = 1.25  # a peak higher by a quarter is worth another walk
 
@@ -36,7 +36,7 @@ class OnHost:
     walked: ClassVar[int] = 0  # bytes of everything that it was believed for
 
     def __init__(self, limit: int | None, held: int = 0) -> None:
-        self.limit, self.held, self.moved = limit, held, dict(_offload.moved)
+        self.limit, self.held, self.moved = limit, held, dict(offload.moved)
         self.before = self.most = 0
         self.last: tuple[int, int] | None = None
 

@@ -1,7 +1,7 @@
 """Arrays that are a shape, a dtype and strides alone: code runs on them to plan its memory.
 
 NumPy's functions and operators give arrays like them, whose elements nobody can read, so that a
-definition or a launch allocates and lets go of what it would with numbers: see ``core/stand_in.py``.
+definition or a launch allocates and lets go of what it would with numbers.
 """
 
 import math

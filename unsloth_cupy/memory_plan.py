@@ -15,14 +15,14 @@ import numpy as np
 
 from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
 from ._planned import Planned, PlannedOnHost
-from .checkpoint import CheckpointConfig
 from .core.call import checked
 from .core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from .core.stand_in import keeping
 from .errors import ConfigError
-from .gradients import measure_gradients, sum_gradients
-from .optimizer import AdamW
-from .precision import compute_copies
+from .training.checkpoint import CheckpointConfig
+from .training.gradients import measure_gradients, sum_gradients
+from .training.optimizer import AdamW
+from .training.precision import compute_copies
 
 if TYPE_CHECKING:
     from .models import Transformer

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from . import _offload
 from ._host_memory import OnHost, Usage
 from .core.devices import count
 from .errors import ConfigError, DeviceError, DeviceMemoryError
 from .machine import bytes_asked, format_bytes
+from .training import offload
 
 
 class MemoryPool:
@@ -85,7 +85,7 @@ class MemoryPool:
     @property
     def transferred(self) -> dict[str, int]:
         """Bytes that checkpoints moved since the block began, by way: to_host and to_device."""
-        return {way: _offload.moved[way] - before for way, before in self._source.moved.items()}
+        return {way: offload.moved[way] - before for way, before in self._source.moved.items()}
 
     def reset_peak(self) -> None:
         """Let ``peak`` begin with what is held now."""
@@ -149,7 +149,7 @@ class OnDevices:
 
     def __init__(self, devices: Any, limit: int | None) -> None:
         self.cupy = sys.modules["cupy"]
-        self.devices, self.limit, self.moved = [*devices], limit, dict(_offload.moved)
+        self.devices, self.limit, self.moved = [*devices], limit, dict(offload.moved)
         self.pool = self.cupy.get_default_memory_pool()
         self.last: dict[str, Usage] | None = None
 

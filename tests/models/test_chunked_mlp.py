@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import CheckpointConfig, KVCache, swiglu_mlp, tape
+from unsloth_cupy import CheckpointConfig, KVCache, swiglu_mlp
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, block, create
+from unsloth_cupy.training import tape
 
 from ..stand_in import gpu
 from .peers import CONFIGS, SIZES

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import CheckpointConfig, LossScaler, tape
+from unsloth_cupy import CheckpointConfig, LossScaler
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import Transformer, create
+from unsloth_cupy.training import tape
 
 from ..stand_in import gpu
 from .peers import CONFIGS, SIZES

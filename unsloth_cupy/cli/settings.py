@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
-from ..precision import MixedPrecisionConfig
+from ..training.checkpoint import CheckpointConfig
+from ..training.precision import MixedPrecisionConfig
 
 if TYPE_CHECKING:
     from .records import Records

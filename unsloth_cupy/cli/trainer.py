@@ -19,14 +19,14 @@ from ..core.dtypes import Array
 from ..core.faults import check_errors
 from ..errors import ConfigError
 from ..files import check_room, written_beside
-from ..find_nan import NonFiniteError, find_nan, fine
-from ..gradients import measure_gradients, sum_gradients
 from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.files import write_tensors
-from ..optimizer import AdamW
-from ..precision import DTYPES, compute_copies
-from ..schedules import cosine_schedule
+from ..training.find_nan import NonFiniteError, find_nan, fine
+from ..training.gradients import measure_gradients, sum_gradients
+from ..training.optimizer import AdamW
+from ..training.precision import DTYPES, compute_copies
+from ..training.schedules import cosine_schedule
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .progress import Progress

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint import CheckpointConfig
 from ..errors import ConfigError
-from ..precision import MixedPrecisionConfig, TrainingConfig
+from ..training.checkpoint import CheckpointConfig
+from ..training.precision import MixedPrecisionConfig, TrainingConfig
 
 PARTS: Mapping[str, Any] = {"mixed_precision": MixedPrecisionConfig, "checkpoint": CheckpointConfig}
 

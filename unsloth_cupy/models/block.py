@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..checkpoint import CheckpointConfig, checkpoint
 from ..core.devices import stream
 from ..core.dtypes import Array
 from ..errors import ConfigError
@@ -32,6 +31,7 @@ from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
 from ..paged_rows import PagedRows
+from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
 

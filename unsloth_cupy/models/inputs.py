@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checkpoint import CheckpointConfig
 from ..core import arrays
 from ..core.dtypes import KINDS
 from ..errors import ConfigError, DTypeError, ShapeError
@@ -13,6 +12,7 @@ from ..kv_cache import KVCache
 from ..ops.attention.sequences import check_offsets
 from ..paged_kv_cache import PagedKVCache
 from ..paged_rows import PagedRows, rows_of
+from ..training.checkpoint import CheckpointConfig
 from .config import Rope
 
 

@@ -9,11 +9,11 @@ from ..core import arrays
 from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError
-from ..loss_scaler import LossScaler
 from ..ops.linear.linear import linear
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
-from ..tape import Gradients, add_up
-from ..variable import Var
+from ..training.loss_scaler import LossScaler
+from ..training.tape import Gradients, add_up
+from ..training.variable import Var
 from .config import Config
 
 IGNORE = -100  # the label of a token that does not count

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checkpoint import CheckpointConfig
 from ..core import arrays
 from ..core.call import is_integer
 from ..core.devices import at_home
@@ -11,6 +10,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache
+from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
 from .block import Call, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint import CheckpointConfig
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..kv_cache import KVCache
-from ..loss_scaler import LossScaler
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..paged_kv_cache import PagedKVCache
-from ..tape import Tape
+from ..training.checkpoint import CheckpointConfig
+from ..training.loss_scaler import LossScaler
+from ..training.tape import Tape
 from . import generate as generation
 from .adapter import create_adapter
 from .config import Config

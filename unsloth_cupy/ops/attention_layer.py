@@ -15,8 +15,8 @@ from ..errors import ConfigError, GradientError, ShapeError
 from ..kv_cache import KVCache
 from ..paged_kv_cache import PagedKVCache
 from ..paged_rows import PagedRows, rows_of
-from ..tape import Tape
-from ..variable import Var
+from ..training.tape import Tape
+from ..training.variable import Var
 from .attention.attention import attention
 from .linear.linear import linear
 from .position.rope_qk import rope_qk

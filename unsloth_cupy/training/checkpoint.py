@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ._offload import OnHost, on_host
-from .core.call import checked, is_number
-from .core.op import OPS
-from .errors import ConfigError, GradientError
+from ..core.call import checked, is_number
+from ..core.op import OPS
+from ..errors import ConfigError, GradientError
+from .offload import OnHost, on_host
 from .tape import Gradients, Tape, add_up
 from .variable import Var
 

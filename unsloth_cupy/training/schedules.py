@@ -6,8 +6,8 @@ From step ``steps`` on the rate stays at ``minimum * lr``.
 
 import math
 
-from .core.call import checked, is_number
-from .errors import ConfigError
+from ..core.call import checked, is_number
+from ..errors import ConfigError
 
 
 @checked

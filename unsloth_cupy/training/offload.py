@@ -12,8 +12,8 @@ import weakref
 from collections import deque
 from typing import Any
 
-from .core import arrays, devices
-from .core.gpu import is_cupys
+from ..core import arrays, devices
+from ..core.gpu import is_cupys
 
 TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
 moved = {"to_host": 0, "to_device": 0}  # bytes, of all threads

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core.arrays import common, framework_of, full_like
-from .core.devices import at
-from .core.dtypes import DIFFERENTIABLE
-from .errors import DTypeError, GradientError, ShapeError
+from ..core.arrays import common, framework_of, full_like
+from ..core.devices import at
+from ..core.dtypes import DIFFERENTIABLE
+from ..errors import DTypeError, GradientError, ShapeError
 from .variable import Var
 
 Gradients = dict[int, Any]  # by the index of a Var

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..core.call import checked
+from ..core.devices import at
+from ..core.dtypes import FLOAT32, FLOATS, Array
+from ..errors import UnslothCupyError
 from . import tape
-from .core.call import checked
-from .core.devices import at
-from .core.dtypes import FLOAT32, FLOATS, Array
-from .errors import UnslothCupyError
 
 
 class NonFiniteError(UnslothCupyError, FloatingPointError):

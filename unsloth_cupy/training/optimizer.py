@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from .core.arrays import framework_of
-from .core.call import checked, is_number
-from .core.devices import at, at_home, several
-from .core.dtypes import FLOATS, Array, allowed
-from .errors import ConfigError, DTypeError, FrameworkError, ShapeError
+from ..core.arrays import framework_of
+from ..core.call import checked, is_number
+from ..core.devices import at, at_home, several
+from ..core.dtypes import FLOATS, Array, allowed
+from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
+from ..ops.common.many import launchable
+from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
+from ..ops.optimizers.dynamic_codes import BLOCK
 from .gradients import check_in_place, check_mapping
-from .ops.common.many import launchable
-from .ops.optimizers.adamw_step import Launcher, Tensor, host_step
-from .ops.optimizers.dynamic_codes import BLOCK
 
 SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them
 

@@ -5,19 +5,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core.arrays import empty, on_host, packed, placed
-from .core.call import checked, is_number
-from .core.devices import at, settle, several
-from .core.dtypes import Array
-from .core.kernel import load
-from .core.source import Constants
-from .core.target import target_of
-from .errors import ConfigError
+from ..core.arrays import empty, on_host, packed, placed
+from ..core.call import checked, is_number
+from ..core.devices import at, settle, several
+from ..core.dtypes import Array
+from ..core.kernel import load
+from ..core.source import Constants
+from ..core.target import target_of
+from ..errors import ConfigError
+from ..ops.common.many import launchable
+from ..ops.elements.arithmetic import scale as scaled
+from ..ops.elements.arithmetic import scale_by
+from ..ops.optimizers.gradients import measured
 from .gradients import check_floats
-from .ops.common.many import launchable
-from .ops.elements.arithmetic import scale as scaled
-from .ops.elements.arithmetic import scale_by
-from .ops.optimizers.gradients import measured
 from .variable import Var
 
 TINY, HUGE = 2.0**-126, 2.0**126  # normal numbers of float32 with a reciprocal among them

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
+from ..core.call import checked
+from ..core.devices import at_first
+from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
+from ..core.op import OPS
+from ..errors import ConfigError, DTypeError
+from ..ops.elements.cast import cast
 from .checkpoint import CheckpointConfig
-from .core.call import checked
-from .core.devices import at_first
-from .core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
-from .core.op import OPS
-from .errors import ConfigError, DTypeError
 from .gradients import check_floats
 from .loss_scaler import LossScaler
-from .ops.elements.cast import cast
 from .variable import Var
 
 # What the float operands of an op are held in.  Weights of norms, biases, tables and statistics

@@ -1,0 +1,1 @@
+"""What a training loop needs: a tape, optimizers, precision, checkpoints."""

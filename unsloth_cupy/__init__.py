@@ -113,8 +113,8 @@ from .ops.losses.linear_cross_entropy import (
 from .core.faults import check_errors as check_errors
 
 # Inference
-from .kv_cache import KVCache as KVCache
-from .paged_kv_cache import PagedKVCache as PagedKVCache
+from .inference.kv_cache import KVCache as KVCache
+from .inference.paged_kv_cache import PagedKVCache as PagedKVCache
 
 # Memory
 from .errors import DeviceMemoryError as DeviceMemoryError

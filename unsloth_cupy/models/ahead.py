@@ -15,9 +15,9 @@ from ..core import arrays
 from ..core.devices import at_home
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..kv_cache import KVCache
-from ..paged_kv_cache import PagedKVCache
-from ..paged_rows import PagedRows
+from ..inference.kv_cache import KVCache
+from ..inference.paged_kv_cache import PagedKVCache
+from ..inference.paged_rows import PagedRows
 from .config import Config
 from .network import Network
 from .step import Step

@@ -16,7 +16,8 @@ import numpy as np
 from ..core.devices import stream
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..kv_cache import KVCache
+from ..inference.kv_cache import KVCache
+from ..inference.paged_rows import PagedRows
 from ..ops.activations.geglu import geglu
 from ..ops.activations.relu2 import relu2
 from ..ops.activations.swiglu import swiglu
@@ -30,7 +31,6 @@ from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
-from ..paged_rows import PagedRows
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope

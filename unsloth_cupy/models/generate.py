@@ -15,7 +15,7 @@ from ..core import arrays
 from ..core.call import checked, is_integer, is_number
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..paged_kv_cache import PagedKVCache
+from ..inference.paged_kv_cache import PagedKVCache
 from ..training.find_nan import NonFiniteError
 from .ahead import InOrder, InPages, check_pages, new_sequences, on_device_of
 from .config import Config

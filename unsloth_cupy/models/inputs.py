@@ -8,10 +8,10 @@ import numpy as np
 from ..core import arrays
 from ..core.dtypes import KINDS
 from ..errors import ConfigError, DTypeError, ShapeError
-from ..kv_cache import KVCache
+from ..inference.kv_cache import KVCache
+from ..inference.paged_kv_cache import PagedKVCache
+from ..inference.paged_rows import PagedRows, rows_of
 from ..ops.attention.sequences import check_offsets
-from ..paged_kv_cache import PagedKVCache
-from ..paged_rows import PagedRows, rows_of
 from ..training.checkpoint import CheckpointConfig
 from .config import Rope
 

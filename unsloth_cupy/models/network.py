@@ -8,8 +8,8 @@ from ..core.call import is_integer
 from ..core.devices import at_home
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, ShapeError
-from ..kv_cache import KVCache
-from ..paged_kv_cache import PagedKVCache
+from ..inference.kv_cache import KVCache
+from ..inference.paged_kv_cache import PagedKVCache
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
 from .block import Call, blocks, check_chunked, embedded, join, rope_rows

@@ -13,7 +13,7 @@ from ..core import arrays
 from ..core.devices import at_home
 from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
-from ..kv_cache import KVCache
+from ..inference.kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
 from ..ops.attention.kv_append import kv_append_
 from .block import Call, blocks, embedded, join

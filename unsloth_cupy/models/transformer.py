@@ -14,9 +14,9 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..kv_cache import KVCache
+from ..inference.kv_cache import KVCache
+from ..inference.paged_kv_cache import PagedKVCache
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
-from ..paged_kv_cache import PagedKVCache
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape

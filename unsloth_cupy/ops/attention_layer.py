@@ -12,9 +12,9 @@ from ..core.call import is_integer
 from ..core.devices import at
 from ..core.dtypes import Array
 from ..errors import ConfigError, GradientError, ShapeError
-from ..kv_cache import KVCache
-from ..paged_kv_cache import PagedKVCache
-from ..paged_rows import PagedRows, rows_of
+from ..inference.kv_cache import KVCache
+from ..inference.paged_kv_cache import PagedKVCache
+from ..inference.paged_rows import PagedRows, rows_of
 from ..training.tape import Tape
 from ..training.variable import Var
 from .attention.attention import attention

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from .core import arrays
-from .core.dtypes import Array
-from .errors import ConfigError, ShapeError
+from ..core import arrays
+from ..core.dtypes import Array
+from ..errors import ConfigError, ShapeError
+from ..ops.attention.attention import attention
+from ..ops.attention.attention_paged import attention_paged
 from .kv_cache import KVCache
-from .ops.attention.attention import attention
-from .ops.attention.attention_paged import attention_paged
 from .paged_kv_cache import PagedKVCache
 
 OPTIONS = {

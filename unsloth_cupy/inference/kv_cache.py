@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from .core import arrays
-from .core.call import checked, is_integer
-from .core.devices import at_home
-from .core.dtypes import Array, float_dtype
-from .errors import ConfigError, DTypeError, RangeError, ShapeError
-from .machine import check_bytes
-from .ops.attention.kv_append import kv_append_
+from ..core import arrays
+from ..core.call import checked, is_integer
+from ..core.devices import at_home
+from ..core.dtypes import Array, float_dtype
+from ..errors import ConfigError, DTypeError, RangeError, ShapeError
+from ..machine import check_bytes
+from ..ops.attention.kv_append import kv_append_
 
 MOST_LAYERS = 10_000
 

@@ -1,0 +1,1 @@
+"""What inference remembers: caches of keys and values, in order and in pages."""

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..files import check_room, written_beside
 from ..machine import peak_memory
 from ..models.adapter import Adapter
-from ..models.files import write_tensors
+from ..models.checkpoint_files import write_tensors
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW

@@ -27,8 +27,8 @@ from ..ops.linear.linear import linear
 from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
+from .checkpoint_files import write_folder
 from .config import Config
-from .files import write_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

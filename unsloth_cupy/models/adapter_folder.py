@@ -24,8 +24,8 @@ from .adapter import (
     by_pattern,
     linear_layers,
 )
+from .checkpoint_files import opened
 from .config import Config
-from .files import opened
 
 # What other adapters do, and these do not: each must be absent, or mean nothing.
 UNUSED = {

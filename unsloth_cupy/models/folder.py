@@ -19,8 +19,8 @@ from ..files import absent, path_of, read_json, settle
 from ..machine import check_bytes
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
+from .checkpoint_files import read_tensors
 from .config import Config
-from .files import read_tensors
 from .parse import parse, text_config, token_ids
 from .transformer import Transformer
 

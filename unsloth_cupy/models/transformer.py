@@ -22,8 +22,8 @@ from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from . import generate as generation
 from .adapter import create_adapter
+from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
-from .files import SINGLE, Layout, write_folder
 from .loss import IGNORE, count_labels, head_weight, loss_on_tape, next_labels
 from .network import Network
 from .other_libraries import from_any_library

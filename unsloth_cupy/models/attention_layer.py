@@ -15,11 +15,11 @@ from ..errors import ConfigError, GradientError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows, rows_of
+from ..ops.attention.attention import attention
+from ..ops.linear.linear import linear
+from ..ops.position.rope_qk import rope_qk
 from ..training.tape import Tape
 from ..training.variable import Var
-from .attention.attention import attention
-from .linear.linear import linear
-from .position.rope_qk import rope_qk
 
 
 def attention_layer(

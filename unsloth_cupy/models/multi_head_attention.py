@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .core import arrays
-from .core.call import checked
-from .core.dtypes import FLOATS, Array, float_dtype
-from .errors import ConfigError, ShapeError
-from .inference.kv_cache import KVCache
-from .inference.paged_kv_cache import PagedKVCache
-from .machine import check_bytes
-from .ops.attention_layer import attention_layer
+from ..core import arrays
+from ..core.call import checked
+from ..core.dtypes import FLOATS, Array, float_dtype
+from ..errors import ConfigError, ShapeError
+from ..inference.kv_cache import KVCache
+from ..inference.paged_kv_cache import PagedKVCache
+from ..machine import check_bytes
+from .attention_layer import attention_layer
 
 PARTS = ("q", "k", "v", "o")  # of the projections
 

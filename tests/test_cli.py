@@ -32,7 +32,7 @@ from unsloth_cupy.cli.tokenizer import encode, train_tokenizer
 from unsloth_cupy.cli.trainer import Trainer
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.machine import format_bytes
-from unsloth_cupy.memory_plan import plan_memory
+from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import load
 
 ROOT = Path(__file__).parents[1]

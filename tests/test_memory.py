@@ -19,16 +19,13 @@ from unsloth_cupy import (
     attention_forward,
     compute_copies,
     measure_gradients,
-    memory_plan,
     memory_pool,
     models,
 )
-from unsloth_cupy._ledger import Ledger
-from unsloth_cupy._planned import Planned, PlannedOnHost
-from unsloth_cupy._planned_functions import reshaped
 from unsloth_cupy.core.stand_in import keeping
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
-from unsloth_cupy.memory import (
+from unsloth_cupy.memory import plan as memory_plan
+from unsloth_cupy.memory.estimate import (
     MemoryEstimate,
     estimate_attention_memory,
     estimate_flash_attention_memory,
@@ -36,7 +33,10 @@ from unsloth_cupy.memory import (
     estimate_training_memory,
     format_bytes,
 )
-from unsloth_cupy.memory_plan import plan_memory
+from unsloth_cupy.memory.ledger import Ledger
+from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.memory.planned import Planned, PlannedOnHost
+from unsloth_cupy.memory.planned_functions import reshaped
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 from unsloth_cupy.training import tape

@@ -118,16 +118,16 @@ from .inference.paged_kv_cache import PagedKVCache as PagedKVCache
 
 # Memory
 from .errors import DeviceMemoryError as DeviceMemoryError
-from .memory import MemoryEstimate as MemoryEstimate
-from .memory import estimate_attention_memory as estimate_attention_memory
-from .memory import estimate_flash_attention_memory as estimate_flash_attention_memory
-from .memory import estimate_forward_memory as estimate_forward_memory
-from .memory import estimate_training_memory as estimate_training_memory
+from .memory.estimate import MemoryEstimate as MemoryEstimate
+from .memory.estimate import estimate_attention_memory as estimate_attention_memory
+from .memory.estimate import estimate_flash_attention_memory as estimate_flash_attention_memory
+from .memory.estimate import estimate_forward_memory as estimate_forward_memory
+from .memory.estimate import estimate_training_memory as estimate_training_memory
 from .machine import format_bytes as format_bytes
-from ._ledger import MemoryPlan as MemoryPlan
-from .memory_plan import plan_memory as plan_memory
-from .memory_pool import MemoryPool as MemoryPool
-from .memory_pool import memory_pool as memory_pool
+from .memory.ledger import MemoryPlan as MemoryPlan
+from .memory.plan import plan_memory as plan_memory
+from .memory.pool import MemoryPool as MemoryPool
+from .memory.pool import memory_pool as memory_pool
 
 # Training
 from .training.gradients import clip_gradients as clip_gradients

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.dtypes import BFLOAT16, FLOAT32
 from ..machine import format_bytes
-from ..memory_pool import memory_pool
+from ..memory.pool import memory_pool
 from ..ops.attention.attention import attention_backward, attention_forward
 from ..pictures import INK, SOFT, save_picture
 from .report import OURS, headline, ratio, ratio_title

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .._ledger import MemoryPlan
 from ..errors import ConfigError, DeviceMemoryError
 from ..machine import device_memory, format_bytes
-from ..memory_plan import plan_memory
-from ..memory_pool import memory_pool
+from ..memory.ledger import MemoryPlan
+from ..memory.plan import plan_memory
+from ..memory.pool import memory_pool
 
 if TYPE_CHECKING:
     from ..models.adapter import Adapter

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from .. import machine
-from .._ledger import MemoryPlan
 from ..errors import ConfigError
 from ..machine import format_bytes
-from ..memory_plan import DEVICES, OPTIMIZERS, plan_memory
+from ..memory.ledger import MemoryPlan
+from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
 from .limit import check_tokens
 from .options import FILE, NewFile, option
 from .run_folder import base_of, model_folder, model_without_weights

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .._ledger import MemoryPlan
 from ..machine import format_bytes
+from ..memory.ledger import MemoryPlan
 from ..pictures import INK, SOFT, save_picture, write_title
 
 COLOURS = {  # what stays through a step lies below what comes and goes

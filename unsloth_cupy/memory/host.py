@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .errors import DeviceMemoryError
-from .machine import format_bytes
-from .training import offload, tape
+from ..errors import DeviceMemoryError
+from ..machine import format_bytes
+from ..training import offload, tape
 
 GROWN = 1.25  # a peak higher by a quarter is worth another walk
 

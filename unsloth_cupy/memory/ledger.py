@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._planned import Planned
-from .core.op import OPS
-from .memory import PARTS, MemoryEstimate
-from .training import tape
+from ..core.op import OPS
+from ..training import tape
+from .estimate import PARTS, MemoryEstimate
+from .planned import Planned
 
 ALL = (*PARTS, "workspace")
 WEIGHTS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, WORKSPACE = range(len(ALL))

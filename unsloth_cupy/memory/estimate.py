@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .core.call import is_number
-from .core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
-from .errors import ConfigError
+from ..core.call import is_number
+from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from ..errors import ConfigError
 
 AVERAGES = 2  # that AdamW keeps of every weight, in float32
 PARTS = ("weights", "gradients", "optimizer", "master", "activations", "logits")

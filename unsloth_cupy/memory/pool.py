@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from ._host_memory import OnHost, Usage
-from .core.devices import count
-from .errors import ConfigError, DeviceError, DeviceMemoryError
-from .machine import bytes_asked, format_bytes
-from .training import offload
+from ..core.devices import count
+from ..errors import ConfigError, DeviceError, DeviceMemoryError
+from ..machine import bytes_asked, format_bytes
+from ..training import offload
+from .host import OnHost, Usage
 
 
 class MemoryPool:

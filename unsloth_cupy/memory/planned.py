@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ._planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, reshaped
-from .core import target
-from .core.stand_in import Memory, StandIn
-from .core.target import Limits
-from .errors import ShapeError
+from ..core import target
+from ..core.stand_in import Memory, StandIn
+from ..core.target import Limits
+from ..errors import ShapeError
+from .planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, reshaped
 
 
 class Cpu(str):

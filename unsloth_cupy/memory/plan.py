@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
-from ._planned import Planned, PlannedOnHost
-from .core.call import checked
-from .core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
-from .core.stand_in import keeping
-from .errors import ConfigError
-from .training.checkpoint import CheckpointConfig
-from .training.gradients import measure_gradients, sum_gradients
-from .training.optimizer import AdamW
-from .training.precision import compute_copies
+from ..core.call import checked
+from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from ..core.stand_in import keeping
+from ..errors import ConfigError
+from ..training.checkpoint import CheckpointConfig
+from ..training.gradients import measure_gradients, sum_gradients
+from ..training.optimizer import AdamW
+from ..training.precision import compute_copies
+from .ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
+from .planned import Planned, PlannedOnHost
 
 if TYPE_CHECKING:
-    from .models import Transformer
-    from .models.adapter import Adapter
-    from .models.config import Config
+    from ..models import Transformer
+    from ..models.adapter import Adapter
+    from ..models.config import Config
 
 OPTIMIZERS = ("adamw", "none")
 # arrays of each, and the bytes that its allocator rounds to: CuPy's pool has pieces of 512
@@ -96,8 +96,8 @@ def plan_memory(
     ShapeError
         No array takes such sizes.
     """
-    from .models.config import Config
-    from .models.parse import parse
+    from ..models.config import Config
+    from ..models.parse import parse
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
@@ -157,7 +157,7 @@ def _counted(call: str) -> Iterator[None]:
 
 def _new_adapter(config: "Config", rank: int) -> "Adapter":
     """Return adapters of all linear layers, outside of the plan."""
-    from .models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
+    from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
 
     parameters = {}
     with keeping(Ledger(1)):
@@ -177,8 +177,8 @@ def _trained(
     adapter: "Adapter | None",
 ) -> "tuple[Transformer, AdamW | None]":
     """Return a model as it is before a step, and its optimizer."""
-    from .models.adapter import Adapter
-    from .models.transformer import Transformer
+    from ..models.adapter import Adapter
+    from ..models.transformer import Transformer
 
     def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ShapeError
+from ..errors import ShapeError
 
 New = Callable[[Any, Any], Any]  # makes a planned array of a shape and a dtype
 

@@ -1,0 +1,1 @@
+"""What a step will hold, and what it holds."""

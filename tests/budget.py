@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from unsloth_cupy.cli import report
+from unsloth_cupy.bench import report
 from unsloth_cupy.core.source import source_root
 
 from .cuda_on_cpu.build import cache_folder

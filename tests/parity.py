@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy  # noqa: F401  every op registers itself
-from unsloth_cupy._cases import Call
+from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import BFLOAT16, DIFFERENTIABLE, KERNEL_DTYPES, allowed
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_cupy._cases import Scale
+from unsloth_cupy.bench.cases import Scale
 
 FOLDER = Path(__file__).parent.parent / "asv_benchmarks"
 MODULES = sorted(path.stem for path in (FOLDER / "benchmarks").glob("[!_]*.py"))

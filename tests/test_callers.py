@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
-from unsloth_cupy._cases import Scale, draw
+from unsloth_cupy.bench.cases import Scale, draw
 from unsloth_cupy.core import op, replay
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS

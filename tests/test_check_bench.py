@@ -12,9 +12,10 @@ import click.testing
 import numpy as np
 import pytest
 
-from unsloth_cupy import _cases, attention, machine
-from unsloth_cupy._cases import Call, Scale, chosen, draw, forward_ops
-from unsloth_cupy.cli import attention_shapes, bench, check, report, stopwatch
+from unsloth_cupy import attention, machine
+from unsloth_cupy.bench import attention_shapes, cases, report, stopwatch
+from unsloth_cupy.bench.cases import Call, Scale, chosen, draw, forward_ops
+from unsloth_cupy.cli import bench, check
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.op import OPS
@@ -261,7 +262,7 @@ def test_every_name_of_the_readme_is_known(command: str, no_gpu: None) -> None:
     assert len({*ops}) == len(ops) > 40
     for name in names:
         if name != "rope_tables":
-            wanted = {*_cases.COMPOSED.get(name, [name])}
+            wanted = {*cases.COMPOSED.get(name, [name])}
             found = {op.__name__.removesuffix("_forward") for op in chosen(name)}
             assert {re.sub("_over_$", "_", n) for n in found} == {
                 n.removesuffix("_forward") for n in wanted
@@ -461,7 +462,7 @@ def test_a_ratio_above_one_is_a_faster_one() -> None:
 def test_peers_compute_the_same() -> None:
     """Else a ratio to them says nothing."""
     pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
-    from unsloth_cupy.cli import peers
+    from unsloth_cupy.bench import peers
 
     for name in peers.TORCH:
         call = draw(OPS[name], SMALL)
@@ -482,7 +483,7 @@ def test_peers_compute_the_same() -> None:
 
 def test_a_peer_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
-    from unsloth_cupy.cli import peers
+    from unsloth_cupy.bench import peers
 
     monkeypatch.setitem(peers.TORCH, "add", lambda t, o: t["b"].no_such_method())
     calls, notes = peers.contestants(draw(OPS["add"], SMALL), None, gpu=False)

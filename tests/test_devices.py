@@ -40,7 +40,7 @@ from unsloth_cupy import (
     rms_norm,
     rope_tables,
 )
-from unsloth_cupy._cases import draw, forward_ops
+from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core import devices as core_devices
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError

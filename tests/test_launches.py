@@ -23,7 +23,7 @@ from unsloth_cupy import (
     softmax,
     swiglu,
 )
-from unsloth_cupy._cases import Call, Scale, draw, forward_ops, sizes
+from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops, sizes
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, op

@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from unsloth_cupy import plan_memory
-from unsloth_cupy.cli.attention_shapes import draw_shapes
+from unsloth_cupy.bench.attention_shapes import draw_shapes
+from unsloth_cupy.bench.report import draw_times
 from unsloth_cupy.cli.curve import draw_curve
-from unsloth_cupy.cli.report import draw_times
 from unsloth_cupy.cli.timeline import draw_timeline
 
 CONFIG = {

@@ -22,7 +22,7 @@ from unsloth_cupy import (
     models,
     rms_norm,
 )
-from unsloth_cupy._cases import forward_ops
+from unsloth_cupy.bench.cases import forward_ops
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError
 from unsloth_cupy.training.precision import COMPUTE, POLICY, Autocast, compute_copies

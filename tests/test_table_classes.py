@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from unsloth_cupy._cases import Call
+from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using

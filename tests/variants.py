@@ -14,7 +14,7 @@ import numpy as np
 from unsloth_cupy.ops.linear.linear.lora import lora_linear_backward
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, linear_backward, measure_gradients
-from unsloth_cupy._cases import Call, Scale, forward_ops, sizes
+from unsloth_cupy.bench.cases import Call, Scale, forward_ops, sizes
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES, allowed
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of

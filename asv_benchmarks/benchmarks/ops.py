@@ -1,12 +1,12 @@
 """Every op, forward and backward: time, and peak memory beyond its arguments.
 
-An op needs no line here: ``unsloth_cupy._cases`` draws its arrays from its signature, for this and
+An op needs no line here: ``unsloth_cupy.bench.cases`` draws its arrays from its signature, for this and
 for ``unsloth-cupy check`` and ``bench``.
 """
 
 import tracemalloc
 
-from unsloth_cupy._cases import Scale, draw, forward_ops
+from unsloth_cupy.bench.cases import Scale, draw, forward_ops
 from unsloth_cupy.core.op import OPS
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from unsloth_cupy import add, machine, rms_norm_forward
-from unsloth_cupy._cases import Scale, draw
+from unsloth_cupy.bench.cases import Scale, draw
 from unsloth_cupy.core.op import OPS
 
 CALLS, ROUNDS = 200, 100
@@ -64,7 +64,7 @@ class LaunchCost:
         call = call.mapped(cupy.asarray)
         self.call = lambda: rms_norm_forward(*call.arrays.values())
         if library != "unsloth_cupy":
-            from unsloth_cupy.cli.peers import contestants
+            from unsloth_cupy.bench.peers import contestants
 
             peers, notes = contestants(call, None, True)
             if library not in peers:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from unsloth_cupy._cases import Call, Scale, draw
+from unsloth_cupy.bench.cases import Call, Scale, draw
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 

@@ -355,7 +355,7 @@ def everything(folder: Path, minutes: float) -> None:
             keep_fixtures(results.lines, device)
             session.closer()
         if not lacking["times"]:
-            from unsloth_cupy._cases import chosen
+            from unsloth_cupy.bench.cases import chosen
             from unsloth_cupy.cli.bench import launches
 
             for page in (ROOT / "docs").glob("performance.*"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_cupy.cli.report import check_markers
+from unsloth_cupy.bench.report import check_markers
 
 from . import fixtures, session
 from .fixtures import read

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_cupy._cases import Call
+from unsloth_cupy.bench.cases import Call
 
 from ..parity import Arrays, Case, _error, _size, outputs_of
 

@@ -13,7 +13,7 @@ from unsloth_cupy.ops.attention.attention._backward_tiles import KEYS, PAIRS, QU
 from unsloth_cupy.ops.attention.attention._options import ANY, CAUSAL, HIDING
 
 from unsloth_cupy import attention_backward, attention_forward
-from unsloth_cupy._cases import Call
+from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using

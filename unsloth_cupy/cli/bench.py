@@ -12,16 +12,16 @@ import click
 import numpy as np
 
 from .. import machine
-from .._cases import Call, Scale, chosen, composed, draw
 from .._version import __version__
+from ..bench.attention_shapes import draw_shapes, shape_rows, shape_table
+from ..bench.cases import Call, Scale, chosen, composed, draw
+from ..bench.report import check_markers, draw_times, table, write_block
+from ..bench.stopwatch import DeviceClock, HostClock
 from ..core.dtypes import KERNEL_DTYPES
 from ..core.op import Op
 from ..errors import ConfigError
 from ..files import written_beside
-from .attention_shapes import draw_shapes, shape_rows, shape_table
 from .options import FILE, NewFile
-from .report import check_markers, draw_times, table, write_block
-from .stopwatch import DeviceClock, HostClock
 
 HOST_SCALES = (
     Scale(tokens=128, hidden=256, inner=704, vocab=1024),
@@ -230,7 +230,7 @@ def _row(
     others: dict[str, Callable[[], Any]] = {}
     notes: list[str] = []
     if peers:
-        from .peers import contestants
+        from ..bench.peers import contestants
 
         others, notes = contestants(forward, seeds, gpu is not None)
     ran_as = "NumPy definition on the CPU"

@@ -7,7 +7,7 @@ import click
 import numpy as np
 
 from .. import machine
-from .._cases import Call, Scale, chosen, composed, draw
+from ..bench.cases import Call, Scale, chosen, composed, draw
 from ..core.arrays import on_host
 from ..core.dtypes import FLOATS, KERNEL_DTYPES
 from ..core.op import Op

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 -- as torch's own pages call it
 
-from .._cases import Call
 from ..core.dtypes import DIFFERENTIABLE
 from ..core.frameworks import FRAMEWORKS
+from .cases import Call
 
 Tensors = Mapping[str, Any]
 Options = Mapping[str, Any]

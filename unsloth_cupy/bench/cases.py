@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core.dtypes import DIFFERENTIABLE, allowed
-from .core.op import OPS, Op
-from .core.signature import Operand, shape_of
-from .errors import ConfigError
+from ..core.dtypes import DIFFERENTIABLE, allowed
+from ..core.op import OPS, Op
+from ..core.signature import Operand, shape_of
+from ..errors import ConfigError
 
 SEQUENCES, PAGE = 2, 16  # packed in one row; tokens a page of a cache holds
 

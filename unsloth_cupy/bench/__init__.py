@@ -1,0 +1,1 @@
+"""Ops judged and timed: cases, clock, peers, tables."""

@@ -22,15 +22,15 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from unsloth_cupy import machine
-from unsloth_cupy.cli.chat import Chat
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.plan import Largest
-from unsloth_cupy.cli.run_folder import RunFolder
-from unsloth_cupy.cli.streaming import StopStrings, TextStream
-from unsloth_cupy.cli.text import Batches, Text, held_out_rows, split, unigram_baseline
-from unsloth_cupy.cli.tokenizer import encode, train_tokenizer
-from unsloth_cupy.cli.trainer import Trainer
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.chat import Chat
+from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.streaming import StopStrings, TextStream
+from unsloth_cupy.finetune.text import Batches, Text, held_out_rows, split, unigram_baseline
+from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
+from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import load

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy.cli import interrupt
-from unsloth_cupy.cli.run_folder import RunFolder, model_without_weights
-from unsloth_cupy.cli.settings import differences
-from unsloth_cupy.cli.trainer import Trainer
+from unsloth_cupy.finetune import interrupt
+from unsloth_cupy.finetune.run_folder import RunFolder, model_without_weights
+from unsloth_cupy.finetune.settings import differences
+from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
 

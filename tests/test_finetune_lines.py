@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy.cli.chat import CHATML, Chat, Span
-from unsloth_cupy.cli.lessons import (
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.chat import CHATML, Chat, Span
+from unsloth_cupy.finetune.lessons import (
     Example,
     Examples,
     Packed,
@@ -21,9 +22,8 @@ from unsloth_cupy.cli.lessons import (
     in_order,
     of_records,
 )
-from unsloth_cupy.cli.records import Record, Records, read_records
-from unsloth_cupy.cli.tokenizer import load_tokenizer, train_tokenizer
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.records import Record, Records, read_records
+from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.models import create, load
 
 from .test_cli import (
@@ -305,7 +305,7 @@ class TestChat:
         """Of time and memory, in a loop and in one operation, and outside the main thread."""
         if "512 MiB" in message:
             pytest.importorskip("resource", reason="needs a system that limits memory")
-        monkeypatch.setattr("unsloth_cupy.cli.chat.SECONDS", 0.4)
+        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", 0.4)
         chat = Chat(folder_with(tmp_path, "{% set r = range(99999) %}" + template))
         with (
             ThreadPoolExecutor() as threads,
@@ -317,7 +317,7 @@ class TestChat:
     def test_a_template_that_was_stopped_begins_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("unsloth_cupy.cli.chat.SECONDS", 1)
+        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", 1)
         loops = "{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
         asked = "{% set r = range(99999 * (messages|length - 1)) %}" + loops
         chat = Chat(folder_with(tmp_path, asked))
@@ -582,7 +582,7 @@ class TestFinetune:
 
     def test_accumulated_batches_are_one_large_batch(self, file: Path, tmp_path: Path) -> None:
         """Packed batches hold unequal numbers of labels: the mean is over all of them."""
-        from unsloth_cupy.cli.trainer import Trainer
+        from unsloth_cupy.finetune.trainer import Trainer
 
         found = []
         step = Trainer._gradients

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy import cosine_schedule
-from unsloth_cupy.cli import trainer
-from unsloth_cupy.cli.run_folder import RunFolder
-from unsloth_cupy.cli.trainer import Trainer
+from unsloth_cupy.finetune import trainer
+from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.trainer import Trainer
 
 from .test_cli import assert_one_clear_error, numbers, run, weights
 

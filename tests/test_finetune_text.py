@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from unsloth_cupy import files
-from unsloth_cupy.cli import text as texts
-from unsloth_cupy.cli import tokens
-from unsloth_cupy.cli.text import read_text
-from unsloth_cupy.cli.tokenizer import encode, train_tokenizer
-from unsloth_cupy.cli.tokens import tokenised, tokens_of
+from unsloth_cupy.finetune import text as texts
+from unsloth_cupy.finetune import tokens
+from unsloth_cupy.finetune.text import read_text
+from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
+from unsloth_cupy.finetune.tokens import tokenised, tokens_of
 
 from .test_cli import assert_one_clear_error, numbers, run, trained, weights
 
@@ -227,9 +227,9 @@ def test_a_run_that_waited_for_another_gets_the_same_tokens(
 MEASURED = """
 import resource, sys
 from pathlib import Path
-from unsloth_cupy.cli.text import read_text
-from unsloth_cupy.cli.tokenizer import train_tokenizer
-from unsloth_cupy.cli.tokens import tokens_of
+from unsloth_cupy.finetune.text import read_text
+from unsloth_cupy.finetune.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.tokens import tokens_of
 
 tokenizer = train_tokenizer("some words of a text", 300)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

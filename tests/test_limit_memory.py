@@ -8,10 +8,10 @@ import click
 import pytest
 
 from unsloth_cupy import DeviceMemoryError, machine, plan_memory
-from unsloth_cupy.cli import limit, preparation
-from unsloth_cupy.cli.limit import Memory, Sizes, within
 from unsloth_cupy.cli.options import Size
-from unsloth_cupy.cli.settings import Plan
+from unsloth_cupy.finetune import limit, preparation
+from unsloth_cupy.finetune.limit import Memory, Sizes, within
+from unsloth_cupy.finetune.settings import Plan
 from unsloth_cupy.models.parse import parse
 
 from .test_cli import assert_one_clear_error, run
@@ -207,7 +207,7 @@ def test_a_gpu_is_looked_at_by_its_number(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(args)
         return Pool()
 
-    monkeypatch.setattr("unsloth_cupy.cli.limit.memory_pool", pool)
+    monkeypatch.setattr("unsloth_cupy.finetune.limit.memory_pool", pool)
     for device in ("cuda", "cuda:1"):
         memory = Memory(plan, 100, device)
         with memory.watched([]):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy.cli.chat import CHATML_TOKENS, Chat
-from unsloth_cupy.cli.new_model import small_llama
-from unsloth_cupy.cli.tokenizer import END, train_tokenizer
+from unsloth_cupy.finetune.chat import CHATML_TOKENS, Chat
+from unsloth_cupy.finetune.new_model import small_llama
+from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generate import Options, _draw
 

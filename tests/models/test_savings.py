@@ -13,9 +13,10 @@ import click.testing
 import pytest
 
 from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
-from unsloth_cupy.cli import finetune, lessons
+from unsloth_cupy.cli import finetune
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.cli.text import held_out_rows
+from unsloth_cupy.finetune import lessons
+from unsloth_cupy.finetune.text import held_out_rows
 from unsloth_cupy.models import block, loss
 
 FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps

@@ -10,19 +10,19 @@ import click
 
 from ..errors import ConfigError
 from ..files import written_beside
+from ..finetune.curve import draw_curve
+from ..finetune.fingerprint import fingerprints
+from ..finetune.interrupt import Interrupted, Stop, stop_request
+from ..finetune.new_model import SIZES
+from ..finetune.preparation import Request, prepare
+from ..finetune.records import SUFFIX, Records, read_records
+from ..finetune.results import report, sample
+from ..finetune.run_folder import RunFolder, base_of, model_folder
+from ..finetune.settings import Plan, read_settings, settings_of
+from ..finetune.text import Text, read_text
+from ..finetune.trainer import Trainer
 from ..machine import blas_threads
-from .curve import draw_curve
-from .fingerprint import fingerprints
-from .interrupt import Interrupted, Stop, stop_request
-from .new_model import SIZES
 from .options import FILE, ConfigFile, Device, Number, Size, option
-from .preparation import Request, prepare
-from .records import SUFFIX, Records, read_records
-from .results import report, sample
-from .run_folder import RunFolder, base_of, model_folder
-from .settings import Plan, read_settings, settings_of
-from .text import Text, read_text
-from .trainer import Trainer
 
 STEPS = 1200
 DTYPES = ("float32", "bfloat16", "float16")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ConfigError
+from ..finetune.chat import Chat, Message
+from ..finetune.run_folder import load_model, model_folder
+from ..finetune.streaming import stream_text
+from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
-from .chat import Chat, Message
 from .options import FILE, Device, Number, Words, option, utf8
-from .run_folder import load_model, model_folder
-from .streaming import stream_text
-from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     pass

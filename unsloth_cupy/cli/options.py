@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
-from .training_config import read_training_config
+from ..finetune.training_config import read_training_config
 
 FILE = click.Path(path_type=Path)
 

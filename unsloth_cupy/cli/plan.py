@@ -9,12 +9,12 @@ import click
 
 from .. import machine
 from ..errors import ConfigError
+from ..finetune.limit import check_tokens
+from ..finetune.run_folder import base_of, model_folder, model_without_weights
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
-from .limit import check_tokens
 from .options import FILE, NewFile, option
-from .run_folder import base_of, model_folder, model_without_weights
 from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold

@@ -1,0 +1,1 @@
+"""A model learns a text: lessons, trainer, run folder."""

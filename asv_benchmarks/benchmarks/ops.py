@@ -1,6 +1,6 @@
 """Every op, forward and backward: time, and peak memory beyond its arguments.
 
-An op needs no line here: ``unsloth_cupy.bench.cases`` draws its arrays from its signature, for this and
+An op needs no line here: ``bench.cases`` draws its arrays from its signature, for this and
 for ``unsloth-cupy check`` and ``bench``.
 """
 

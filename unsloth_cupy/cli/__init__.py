@@ -1,6 +1,6 @@
 """The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan."""
 
-EXTRA = "pip install 'unsloth_cupy[cli]'"
+from .missing import missing
 
 
 def main() -> None:
@@ -10,8 +10,3 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise SystemExit(f"Error: {missing(error)}") from None
     group(prog_name="unsloth-cupy")
-
-
-def missing(error: ModuleNotFoundError) -> str:
-    """Return what to install when a module is missing."""
-    return f"the command line needs the package {error.name}; install it with {EXTRA}"

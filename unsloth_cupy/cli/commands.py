@@ -6,12 +6,12 @@ import click
 
 from .._version import __version__
 from ..errors import UnslothCupyError
-from . import missing
 from .bench import bench
 from .check import check
 from .finetune import finetune
 from .generate import generate
 from .info import info
+from .missing import missing
 from .plan import plan
 
 

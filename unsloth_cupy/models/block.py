@@ -9,7 +9,7 @@ sum.  A parameter is looked up by its Hugging Face name, a bias only where there
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,8 @@ from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
 
-if TYPE_CHECKING:
-    from .step import Step
+# (layer, k, v): all keys and values, which of them are seen, and how many there are
+Append = Callable[[int, Array, Array], tuple[Array, Array, Any, Any]]
 
 
 class Call(NamedTuple):
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     adapter: Adapter | None = None  # its parameters are among the others
     seed: int | None = None  # of its dropout; None: there is none
     chunked_mlp: bool = False
-    step: "Step | None" = None  # of generation, in place of the cache
+    append: Append | None = None  # of a step of generation, in place of the cache
 
 
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
@@ -175,8 +175,8 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     else:
         q, k = rope_qk(q, k, cos, sin, call.positions)
     window, mask, lengths = config.window_of(layer), call.mask, None
-    if call.step is not None:  # its slots hold what one query sees, in any order
-        k, v, mask, lengths = call.step.append(layer, k, v)
+    if call.append is not None:  # its slots hold what one query sees, in any order
+        k, v, mask, lengths = call.append(layer, k, v)
         window = None
     elif isinstance(call.cache, KVCache):
         k, v = call.cache.append(layer, k, v)

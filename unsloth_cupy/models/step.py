@@ -86,7 +86,7 @@ class Step:
             self.tables,
             self.positions,
             adapter=model.adapter,
-            step=self,
+            append=self.append,
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]

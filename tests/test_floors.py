@@ -1,0 +1,68 @@
+"""Every arrow of the house runs downhill: a room imports those on lower floors, and no others."""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "unsloth_cupy"
+FLOORS = (  # the ground first; rooms of one floor do not know each other
+    ("errors", "_version"),
+    ("files",),
+    ("pictures",),
+    ("core",),
+    ("machine",),
+    ("ops",),
+    ("training", "inference", "interop"),
+    ("models", "parallel"),
+    ("memory",),
+    ("finetune", "bench"),
+    ("__init__",),  # the public names; nothing but the command line may import them
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
+Module = tuple[str, ...]
+
+
+def imports(module: Module) -> Iterator[Module]:
+    """Yield the modules that one imports: at its top, inside functions, or for types alone."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = module[: len(module) - node.level]
+            base += tuple((node.module or "").split(".")) * bool(node.module)
+            for name in (alias.name for alias in node.names):
+                known = ((*base, name), (*base, name, "__init__"), base, (*base, "__init__"))
+                yield next(each for each in known if each in MODULES)
+
+
+def test_rooms_are_few() -> None:
+    inside = [path for path in PACKAGE.iterdir() if not path.name.startswith("__pycache__")]
+    assert {path.stem for path in inside if path.suffix in ("", ".py")} <= FLOOR.keys()
+    assert sum(path.suffix == ".py" for path in inside) <= 8
+
+
+def test_arrows_run_downhill() -> None:
+    uphill = [
+        f"{'/'.join(module)} -> {'/'.join(other)}"
+        for module in MODULES
+        for other in imports(module)
+        if other[0] != module[0] and FLOOR[other[0]] >= FLOOR[module[0]]
+    ]
+    assert uphill == []
+
+
+def test_files_form_no_circle() -> None:
+    graphlib.TopologicalSorter({module: {*imports(module)} for module in MODULES}).prepare()
+
+
+def test_private_modules_stay_in_their_folder() -> None:
+    """``_x.py`` is imported by its neighbours alone."""
+    strangers = [
+        f"{'/'.join(module)} -> {'/'.join(other)}"
+        for module in MODULES
+        for other in imports(module)
+        if other[-1].startswith("_") and other[-1][:2] != "__" and other[:-1] != module[:-1]
+    ]
+    assert [line for line in strangers if not line.endswith(" _version")] == []

@@ -21,7 +21,7 @@ from unsloth_cupy.core.gpu import CupyTarget, compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
-from unsloth_cupy.ops.attention.attention import _decode
+from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows
 

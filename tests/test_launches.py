@@ -28,7 +28,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.core.target import Limits
-from unsloth_cupy.ops.attention.attention import _decode
+from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows as norms_rows
 

@@ -24,6 +24,7 @@ from unsloth_cupy import (
 )
 from unsloth_cupy.core.stand_in import keeping
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
+from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory import plan as memory_plan
 from unsloth_cupy.memory.estimate import (
     MemoryEstimate,
@@ -31,7 +32,6 @@ from unsloth_cupy.memory.estimate import (
     estimate_flash_attention_memory,
     estimate_forward_memory,
     estimate_training_memory,
-    format_bytes,
 )
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.plan import plan_memory

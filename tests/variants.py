@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from unsloth_cupy.ops.linear.linear.lora import lora_linear_backward
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, linear_backward, measure_gradients
 from unsloth_cupy.bench.cases import Call, Scale, forward_ops, sizes
@@ -19,6 +18,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES, allowed
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.source import source_root
+from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
 from .stand_in import LIMITS, Launch, Machine, gpu
 

@@ -6,9 +6,10 @@ Calls are drawn as ``unsloth-cupy bench`` draws them, at its larger size.  Witho
 import functools
 from typing import Any
 
+from unsloth_cupy import machine
 from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.bench.stopwatch import DeviceClock
-from unsloth_cupy.cli import bench, machine
+from unsloth_cupy.cli import bench
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 

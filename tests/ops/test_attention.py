@@ -8,7 +8,7 @@ import pytest
 
 from unsloth_cupy import Tape, attention, attention_backward, attention_forward
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
-from unsloth_cupy.ops.attention.attention import _blocks
+from unsloth_cupy.ops.attention import _blocks
 from unsloth_cupy.ops.common import threads as common_threads
 
 from ..golden.golden import OpCase

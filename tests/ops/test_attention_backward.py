@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from unsloth_cupy.ops.attention.attention._backward import workspace
-from unsloth_cupy.ops.attention.attention._backward_tiles import KEYS, PAIRS, QUERIES, resolve
-from unsloth_cupy.ops.attention.attention._options import ANY, CAUSAL, HIDING
 
 from unsloth_cupy import attention_backward, attention_forward
 from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
+from unsloth_cupy.ops.attention._backward import workspace
+from unsloth_cupy.ops.attention._backward_tiles import KEYS, PAIRS, QUERIES, resolve
+from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import (
@@ -374,7 +374,7 @@ def test_keys_beyond_lengths_and_future_keys_do_not_reach_back() -> None:
 
 def test_workspace_is_what_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array that the launch makes is a result or part of the workspace."""
-    from unsloth_cupy.ops.attention.attention import _backward as launch
+    from unsloth_cupy.ops.attention import _backward as launch
 
     made: list[np.ndarray] = []
 

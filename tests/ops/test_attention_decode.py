@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unsloth_cupy.ops.attention.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
 from unsloth_cupy import KVCache, attention_forward, attention_paged_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
+from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator
 from ..stand_in import gpu
@@ -229,7 +229,7 @@ def test_decode_equals_full_forward() -> None:
 
 def test_few_queries_go_one_way_and_many_another(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    from unsloth_cupy.ops.attention.attention import _decode, _forward
+    from unsloth_cupy.ops.attention import _decode, _forward
 
     for module in (_decode, _forward):
         load = module.load
@@ -260,7 +260,7 @@ def test_replayed_counters() -> None:
     """The last block to arrive leaves its counter at 0, as a captured launch needs."""
     q, k = drawn(np.float16, (1, 1, 2, 8), (1, 700, 1, 8))
     made = []
-    from unsloth_cupy.ops.attention.attention import _decode
+    from unsloth_cupy.ops.attention import _decode
 
     def keep(count: int, like: np.ndarray) -> np.ndarray:
         made.append(np.zeros_like(like, np.uint32, shape=count))

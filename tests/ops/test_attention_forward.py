@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unsloth_cupy.ops.attention.attention._options import ANY, CAUSAL, HIDING
-from unsloth_cupy.ops.attention.attention._tiles import FORWARD, OWN, Start, fitting, resolve
 
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.errors import ConfigError, DeviceError, DTypeError, KernelError
+from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
+from unsloth_cupy.ops.attention._tiles import FORWARD, OWN, Start, fitting, resolve
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator

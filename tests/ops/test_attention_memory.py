@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unsloth_cupy.ops.attention.attention._backward import workspace
 
 from unsloth_cupy import attention_backward, attention_forward
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.ops.attention._backward import workspace
 from unsloth_cupy.ops.common import threads
 
 from ..stand_in import GRAIN, gpu

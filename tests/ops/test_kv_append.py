@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unsloth_cupy.ops.attention.attention.kv_append import kv_append_, kv_append_paged_
 
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.ops.attention.kv_append import kv_append_, kv_append_paged_
 
 from ..parity import Case, KernelParity, emulator
 from ..stand_in import gpu

@@ -2,11 +2,11 @@ import functools
 
 import numpy as np
 import pytest
-from unsloth_cupy.ops.linear.linear.lora_linears import lora_down
-from unsloth_cupy.ops.linear.linear.lora_merge import row_norms
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
+from unsloth_cupy.ops.linear.lora_linears import lora_down
+from unsloth_cupy.ops.linear.lora_merge import row_norms
 
 from ..parity import Case, Parity, within_rule
 from ..stand_in import gpu

@@ -8,11 +8,11 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from unsloth_cupy.ops.linear.linear.lora import lora_linear_backward
-from unsloth_cupy.ops.linear.linear.lora_linears import lora_up_backward
 
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
-from unsloth_cupy.ops.linear.linear import _lora_gradients
+from unsloth_cupy.ops.linear import _lora_gradients
+from unsloth_cupy.ops.linear.lora import lora_linear_backward
+from unsloth_cupy.ops.linear.lora_linears import lora_up_backward
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Arrays, Case, KernelAlone, _shifted, emulator, on_gpu, within_rule

@@ -345,7 +345,7 @@ class Module:
     def _place(self, match: re.Match[str]) -> str:
         return self._source(int(match[1], 16))
 
-    def core_source(self, address: int) -> str:
+    def _source(self, address: int) -> str:
         """Turn an address of the library's code into file:line, with the line that called it."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         base = min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import attention, machine
-from unsloth_cupy.bench import attention_shapes, cases, report, stopwatch
+from unsloth_cupy.bench import attention_shapes, cases, judge, report, stopwatch, timing
 from unsloth_cupy.bench.cases import Call, Scale, chosen, draw, forward_ops
-from unsloth_cupy.cli import bench, check
+from unsloth_cupy.cli import bench
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
 
 SMALL = Scale(tokens=32, hidden=24, inner=16, vocab=40, heads=4, kv_heads=2, dim=8)
-FULL = check.SCALE  # what a user gets
+FULL = judge.SCALE  # what a user gets
 
 
 def run(*arguments: object) -> click.testing.Result:
@@ -34,9 +34,9 @@ def run(*arguments: object) -> click.testing.Result:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays; one run is one call."""
-    monkeypatch.setattr(check, "SCALE", SMALL)
-    monkeypatch.setattr(bench, "HOST_SCALES", (SMALL, SMALL._replace(tokens=64)))
-    monkeypatch.setattr(bench, "DEVICE_SCALES", (SMALL,))
+    monkeypatch.setattr(judge, "SCALE", SMALL)
+    monkeypatch.setattr(timing, "HOST_SCALES", (SMALL, SMALL._replace(tokens=64)))
+    monkeypatch.setattr(timing, "DEVICE_SCALES", (SMALL,))
     monkeypatch.setattr(stopwatch, "HOST_SECONDS", 0.0)
     monkeypatch.setattr(stopwatch, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(stopwatch, "FLUSH_BYTES", 1 << 12)
@@ -124,7 +124,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(machine, "gpus", lambda: ([machine.Gpu("Fake 9", "9.0", 1 << 30)], ""))
     # NumPy arrays have no .data.ptr: where a fake lies does not matter here
     monkeypatch.setattr("unsloth_cupy.ops.common.elementwise.lanes", lambda row, *arrays: 1)
-    monkeypatch.setattr(bench, "_address", id)
+    monkeypatch.setattr(timing, "_address", id)
     target = FakeGpu()
     with core_target.using(target):
         yield target
@@ -142,7 +142,7 @@ def test_check_judges_definitions_without_a_gpu(name: str, no_gpu: None) -> None
 
 @pytest.mark.parametrize("name", forward_ops())
 def test_every_op_is_within_the_rule(name: str) -> None:
-    results = list(check.judged(OPS[name], None))
+    results = list(judge.judged(OPS[name], None))
     assert [r for r in results if not r.ok] == []
     assert len(results) == 3 * (1 + (OPS[name].backward is not None))
     assert all(np.isfinite(r.allowed) for r in results)
@@ -329,7 +329,7 @@ def test_bytes_of_what_is_not_every_array_once() -> None:
         call = draw(OPS[name], SMALL)
         outputs = call.mapped(np.copy).run() if name.endswith("_") else call.run()
         sizes = {n: a.nbytes for n, a in (call.arrays | outputs).items() if a is not None}
-        return sizes, bench.traffic(call, outputs)
+        return sizes, timing.traffic(call, outputs)
 
     sizes, found = moved("rms_norm_forward")
     assert found == sizes["x"] + sizes["weight"] + sizes["y"] + sizes["rstd"], "h is x"
@@ -361,15 +361,15 @@ def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
 def test_products_may_bound_an_op(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     call = draw(OPS["attention_forward"], SMALL)
     products = 4 * 4 * 32 * 32 * 8  # operations, heads, queries, keys, columns
-    assert bench.OPERATIONS["attention_forward"](call.arrays) == products
+    assert timing.OPERATIONS["attention_forward"](call.arrays) == products
     clock, timed = stopwatch.DeviceClock(), {"dtype": "bfloat16", "microseconds": 2000.0}
     report: dict[str, Any] = {"copy_gb_per_s": 4.0, "product_tflop_per_s": {}}
     row = {**timed, "bytes": 4_000_000, "gb_per_s": 2.0, "operations": 16**3}
-    assert bench._shares(row, report, clock) == {"of_copy": 0.5, "of_roofline": 0.5}
+    assert timing.shares(row, report, clock) == {"of_copy": 0.5, "of_roofline": 0.5}
     rate = 2 * 16**3 / 1e-3
     assert report["product_tflop_per_s"] == {"bfloat16": pytest.approx(rate / 1e12)}
     row["operations"] = 3 * 16**3
-    assert bench._shares(row, report, clock)["of_roofline"] == pytest.approx(0.75)
+    assert timing.shares(row, report, clock)["of_roofline"] == pytest.approx(0.75)
 
 
 def test_write_renews_the_block_between_the_markers(

@@ -23,6 +23,7 @@ from unsloth_cupy import (
     softmax,
     swiglu,
 )
+from unsloth_cupy.bench import timing
 from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops, sizes
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
@@ -327,9 +328,8 @@ def test_memory_is_counted_until_it_is_let_go() -> None:
 
 def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
     """Return what ``bench`` launches for an op and its backward op, each kernel once."""
-    bench = pytest.importorskip("unsloth_cupy.cli.bench", reason="needs the extra `cli`")
     found: dict[tuple[str, str], Launch] = {}
-    for scale in bench.DEVICE_SCALES:
+    for scale in timing.DEVICE_SCALES:
         with gpu(capability) as machine:
             form = Asked(sizes(scale), (), dtype, False, {})
             call = call_of_zeros(OPS[name], form, machine)

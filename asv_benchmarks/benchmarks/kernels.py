@@ -7,9 +7,9 @@ import functools
 from typing import Any
 
 from unsloth_cupy import machine
+from unsloth_cupy.bench import timing
 from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.bench.stopwatch import DeviceClock
-from unsloth_cupy.cli import bench
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 
@@ -43,7 +43,7 @@ class Kernel:
 
         owner = OPS[name] if name in FORWARD else OWNERS[name]
         kind = next(kind for kind in KERNEL_DTYPES if kind.name == dtype)
-        call = draw(owner, bench.DEVICE_SCALES[-1]).cast(kind).mapped(cupy.asarray)
+        call = draw(owner, timing.DEVICE_SCALES[-1]).cast(kind).mapped(cupy.asarray)
         if owner is not OPS[name]:
             outputs = call.run()
             seeds = {k: cupy.asarray(a) for k, a in call.seeds(outputs, every=False).items()}
@@ -52,7 +52,7 @@ class Kernel:
             raise NotImplementedError("its definition runs")
         in_place = name.endswith("_")
         outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
-        self.call, self.bytes = call, bench.traffic(call, outputs)
+        self.call, self.bytes = call, timing.traffic(call, outputs)
 
     def track_microseconds(self, name: str, dtype: str) -> float:
         return self.clock([self.call])[0][0] * 1e6

@@ -356,7 +356,7 @@ def everything(folder: Path, minutes: float) -> None:
             session.closer()
         if not lacking["times"]:
             from unsloth_cupy.bench.cases import chosen
-            from unsloth_cupy.cli.bench import launches
+            from unsloth_cupy.bench.timing import launches
 
             for page in (ROOT / "docs").glob("performance.*"):
                 if not (folder / page.name).exists():

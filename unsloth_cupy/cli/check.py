@@ -1,36 +1,10 @@
 """``unsloth-cupy check``: the error of every op against float64, on the machine at hand."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
 import click
-import numpy as np
 
 from .. import machine
-from ..bench.cases import Call, Scale, chosen, composed, draw
-from ..core.arrays import on_host
-from ..core.dtypes import FLOATS, KERNEL_DTYPES
-from ..core.op import Op
-
-SCALE = Scale(tokens=256, hidden=512, inner=768, vocab=2048)
-EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
-DEFINITION = "NumPy definition"
-
-
-class Result(NamedTuple):
-    """The worst output of an op in one dtype; error and allowed are shares of max|exact|."""
-
-    op: str
-    dtype: str
-    where: str
-    error: float
-    allowed: float
-    problem: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Say whether the error is within the rule."""
-        return not self.problem and self.error <= self.allowed
+from ..bench.cases import chosen, composed
+from ..bench.judge import judged
 
 
 @click.command()
@@ -91,86 +65,3 @@ def check(ctx: click.Context, names: tuple[str, ...]) -> None:
     console.print(f"{len(results) - len(failed)} of {len(results)} within the rule")
     if failed:
         ctx.exit(1)
-
-
-def judged(op: Op[..., Any], gpu: str | None) -> Iterator[Result]:
-    """Judge an op and its backward op, each in every dtype.
-
-    The worst of two calls counts: with no optional array, and with all of them.
-    """
-    drawn = [draw(op, SCALE)]
-    if any(operand.optional for operand in op.contract.inputs):
-        drawn.append(draw(op, SCALE, optional=True))
-    for backward in (False, True) if op.backward is not None else (False,):
-        for dtype in KERNEL_DTYPES:
-            calls = [call.cast(dtype) for call in drawn]
-            if backward:
-                calls = [turned(call) for call in calls]
-            found = [_judge(call, dtype, gpu) for call in calls]
-            yield max(found, key=_severity)
-
-
-def _severity(result: Result) -> tuple[bool, float]:
-    return not result.ok, result.error / result.allowed if result.allowed else result.error
-
-
-def turned(call: Call) -> Call:
-    """Return the call of the backward op, with what the forward definition returns."""
-    outputs = call.mapped(np.copy).run()
-    return call.backward(outputs, call.seeds(outputs, every=True))
-
-
-def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
-    """Run a call of NumPy arrays on a GPU, if there is one and a kernel, and compare."""
-    there = gpu is not None and call.op.launch is not None
-    name, where = call.op.__name__, f"kernel on {gpu}" if there else DEFINITION
-    exact = call.cast(np.float64).mapped(np.copy).run()
-    plain = (call if there else _nudged(call)).mapped(np.copy).run()
-    place: Callable[[Any], Any] = np.copy
-    if there:
-        import cupy
-
-        place = cupy.asarray
-    try:
-        if there and not call.mapped(place).launches():
-            where = f"definition on {gpu}"
-        found = {key: on_host(array) for key, array in call.mapped(place).run().items()}
-    except RuntimeError as error:  # KernelError, and what CUDA reports
-        return Result(name, dtype.name, where, np.inf, 0.0, str(error).strip() or repr(error))
-    if found.keys() != exact.keys():
-        return Result(name, dtype.name, where, np.inf, 0.0, f"returns {[*found]}, not {[*exact]}")
-    results = []
-    for key, array in found.items():
-        largest = float(np.abs(_finite(exact[key])).max(initial=0)) or 1.0
-        slack = 2 * _error(plain[key], exact[key]) / largest
-        allowed = slack + 4 * EPS[array.dtype.name]
-        off = _error(array, exact[key]) / largest
-        results.append(Result(name, dtype.name, where, off, allowed))
-    return max(results, key=_severity)
-
-
-def _nudged(call: Call) -> Call:
-    """Return the call in float64, its float inputs off by 4 eps of float32."""
-    rng = np.random.default_rng(2)
-
-    def nudge(array: Any) -> Any:
-        if array.dtype != FLOATS[3]:
-            return array
-        return array * (1 + 4 * EPS["float32"] * rng.choice((-1, 1), array.shape))
-
-    return call.cast(np.float64).mapped(nudge)
-
-
-def _finite(array: Any) -> Any:
-    return np.where(np.isfinite(array), array, 0)
-
-
-def _error(found: Any, exact: Any) -> float:
-    """Return the largest difference; inf where shapes, infinities or NaN differ."""
-    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
-    if found.shape != exact.shape:
-        return np.inf
-    infinite = ~np.isfinite(exact)
-    if not np.isfinite(found[~infinite]).all() or (found[infinite] != exact[infinite]).any():
-        return np.inf
-    return float(np.abs(_finite(found) - _finite(exact)).max(initial=0))

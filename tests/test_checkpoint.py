@@ -111,7 +111,7 @@ def test_only_what_is_kept_is_not_computed_again() -> None:
 
     twice = op("x(n) -> y(n)")(doubled)
 
-    @twice.gradient("dy(n) -> dx(n)")
+    @twice.gradient
     def doubled_backward(dy):
         return 2 * dy
 

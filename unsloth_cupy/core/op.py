@@ -7,7 +7,7 @@
     def _launch(x, y): ...                           how its CUDA kernel is launched; where it
                                                      returns NotImplemented, the definition runs
 
-    @add.gradient("dz(*rows) -> dx(*rows), dy(*rows)")
+    @add.gradient
     def add_backward(dz): return dz, dz              itself an op, with a kernel of its own
 
 A definition computes in float32 or float64: 16-bit arguments are widened before it runs and
@@ -17,7 +17,7 @@ results are rounded once, to the dtypes that the signature names, after it retur
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from ..errors import RangeError
 from . import frameworks, gpu
 from .arrays import packed, rounded
 from .call import written_for
-from .dtypes import DIFFERENTIABLE, FLOAT32, FLOATS, KERNEL_DTYPES
+from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
 from .replay import Run, replaying
-from .signature import check, explain, parse
+from .signature import backward_of, check, explain, parse
 from .stand_in import is_planned
 from .target import target_of
 
@@ -93,16 +93,29 @@ class Op(Generic[P, R]):
         self.launch = launch
         return launch
 
-    def gradient(
-        self, signature: str, *, widen: bool = True
-    ) -> "Callable[[Callable[..., Any]], Op[..., Any]]":
-        """Register the backward op, wired by name: its signature is as ``wired`` asks."""
+    @overload
+    def gradient(self, definition: Callable[..., Any]) -> "Op[..., Any]": ...
 
-        def register(definition: Callable[..., Any]) -> Op[..., Any]:
-            self.backward = wired(self, Op(signature, definition, widen))
-            return self.backward
+    @overload
+    def gradient(self, *, widen: bool) -> "Callable[[Callable[..., Any]], Op[..., Any]]": ...
 
-        return register
+    def gradient(self, definition: Any = None, *, widen: bool = True) -> Any:
+        """Register the backward op, wired by the names of its parameters: see ``backward_of``.
+
+        Its options are among the forward's; or ``wanted``, the names of the inputs whose gradients
+        are asked for, None for all: it may return None for the others.
+        """
+        if definition is None:
+            return functools.partial(self.gradient, widen=widen)
+        parameters = inspect.signature(definition).parameters.values()
+        own = [p for p in parameters if p.name not in {*self.options, "wanted"}]
+        names = {p.name: "None" in str(p.annotation) for p in own}
+        try:
+            contract = backward_of(self.contract, names, self.positional)
+        except TypeError as error:
+            raise TypeError(f"{definition.__name__}: {self.__name__} has {error}") from error
+        self.backward = Op(str(contract), definition, widen)
+        return self.backward
 
     def plan(self, arrays: Sequence[Any]) -> Run:
         """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
@@ -170,26 +183,6 @@ class Op(Generic[P, R]):
             problem = f"{name} holds {bad}; it must be in 0 .. {limit - 1}, the {below} axis"
             problem = explain(self.__name__, problem, self.contract.inputs, arrays)
             raise RangeError(problem, expected=range(limit), actual=int(bad))
-
-
-def wired(op: Any, backward: Any) -> Any:
-    """Return a backward op whose names fit its forward op; raise TypeError for a misspelt one.
-
-    Its inputs are d<output>, inputs and outputs; its outputs are d<input>: one for every
-    positional input, of kind none for integers and tables, and one for every differentiable
-    keyword input.  Its options are among the forward's; or ``wanted``, the names of the inputs
-    whose gradients are asked for, None for all: it may return None for the others.
-    """
-    inputs, outputs = op.contract.inputs, op.contract.outputs
-    known = {o.name for o in inputs + outputs} | {"d" + o.name for o in outputs}
-    if strange := set(backward.names) - known | backward.options - op.options - {"wanted"}:
-        raise TypeError(f"{backward.__name__}: {op.__name__} has no {strange}")
-    must = [o for i, o in enumerate(inputs) if i < op.positional or o.kind in DIFFERENTIABLE]
-    wanted = ["d" + o.name for o in must]
-    found = [o.name for o in backward.contract.outputs]
-    if found != wanted:
-        raise TypeError(f"{backward.__name__} must return {wanted}, not {found}")
-    return backward
 
 
 def op_named(name: str) -> Op[..., Any]:

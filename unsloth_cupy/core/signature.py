@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DTypeError, ShapeError
-from .dtypes import FLOAT32, KINDS, allowed
+from .dtypes import DIFFERENTIABLE, FLOAT32, KINDS, allowed
 
 OPERAND = re.compile(r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?")
 AXES = re.compile(r"[^\s,]+")
@@ -42,6 +42,7 @@ class Operand(NamedTuple):
     def __str__(self) -> str:
         """Return the operand as the signature writes it."""
         tail = "" if self.kind == "float" else f": {self.kind}"
+        tail += f" < {self.below}" if self.below else ""
         return f"{self.name}{'?' * self.optional}({', '.join(self.axes)}){tail}"
 
 
@@ -51,6 +52,12 @@ class Contract(NamedTuple):
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     multiples: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        """Return the contract as a signature writes it."""
+        inputs, outputs = (", ".join(map(str, side)) for side in (self.inputs, self.outputs))
+        multiples = ", ".join(f"{many} % {few}" for many, few in self.multiples)
+        return f"{inputs} -> {outputs}" + f" where {multiples}" * bool(multiples)
 
 
 class Bound(NamedTuple):
@@ -76,6 +83,31 @@ def parse(signature: str) -> Contract:
             kinds = ", ".join(KINDS)
             raise ValueError(f"{operand.name}: {operand.kind!r} is no kind; choose from {kinds}")
     return Contract(inputs, outputs, tuple(re.findall(r"(\w+) % (\w+)", multiples)))
+
+
+def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) -> Contract:
+    """Return the contract of a backward op, from the names of its parameters.
+
+    They are inputs and outputs of the forward op, and d + an output, which may be absent where
+    ``names`` says so.  It returns d + an input: of each positional one, of kind none for integers
+    and tables, and of each differentiable one that goes by keyword.
+    """
+    inputs, outputs, multiples = contract
+    gradients = {f"d{o.name}": o._replace(name=f"d{o.name}") for o in outputs}
+    known = {o.name: o for o in inputs + outputs} | {
+        name: o._replace(optional=o.optional or names.get(name, False))
+        for name, o in gradients.items()
+    }
+    if strange := names.keys() - known.keys():
+        raise TypeError(f"no {', '.join(sorted(strange))} among {', '.join(known)}")
+    found = tuple(
+        Operand(f"d{o.name}", o.axes, "stat" if o.kind == "stat" else "float")
+        if o.kind in DIFFERENTIABLE
+        else Operand(f"d{o.name}", kind="none")
+        for i, o in enumerate(inputs)
+        if i < positional or o.kind in DIFFERENTIABLE
+    )
+    return Contract(tuple(known[name] for name in names), found, multiples)
 
 
 def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:

@@ -58,7 +58,7 @@ def _launch(gate: Array, up: Array, *, approximate: bool = False) -> Array:
 geglu.strided = "gate", "up"
 
 
-@geglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
+@geglu.gradient
 def geglu_backward(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False
 ) -> tuple[Array, Array]:

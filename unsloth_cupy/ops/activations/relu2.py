@@ -45,7 +45,7 @@ def _launch(x: Array) -> Array:
 relu2.strided = ("x",)
 
 
-@relu2.gradient("dy(*axes), x(*axes) -> dx(*axes)")
+@relu2.gradient
 def relu2_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x: ``2 * max(x, 0) * dy``."""
     dx = np.maximum(x, 0, out=np.empty_like(x))

@@ -59,7 +59,7 @@ def _launch(x: Array, *, scale: float = 1.0) -> Array:
 softmax.strided = ("x",)
 
 
-@softmax.gradient("dy(*rows, columns), y(*rows, columns) -> dx(*rows, columns)")
+@softmax.gradient
 def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
     """Return the gradient of x: ``scale * y * (dy - sum(y * dy))``."""
     dx = dy * y

@@ -48,7 +48,7 @@ def _launch(gate: Array, up: Array) -> Array:
 swiglu.strided = "gate", "up"
 
 
-@swiglu.gradient("dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)")
+@swiglu.gradient
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
     share = sigmoid(gate)

@@ -79,12 +79,7 @@ def _launch(
     return _forward(x, gate_weight, up_weight, down_weight, chunk, x.dtype, _activated)
 
 
-@swiglu_mlp.gradient(
-    "dy(*rows, outputs), x(*rows, hidden), gate_weight(inner, hidden), up_weight(inner, hidden),"
-    " down_weight(outputs, inner) -> dx(*rows, hidden), dgate_weight(inner, hidden),"
-    " dup_weight(inner, hidden), ddown_weight(outputs, inner)",
-    widen=False,
-)
+@swiglu_mlp.gradient(widen=False)
 def swiglu_mlp_backward(
     dy: Array,
     x: Array,

@@ -201,15 +201,7 @@ def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
     return out, lse
 
 
-@attention_forward.gradient(
-    "dout(batch, queries, heads, value_dim), q(batch, queries, heads, dim),"
-    " k(batch, keys, kv_heads, dim), v(batch, keys, kv_heads, value_dim),"
-    f" out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat, {OPERANDS},"
-    " dlse?(batch, heads, queries): stat"
-    " -> dq(batch, queries, heads, dim), dk(batch, keys, kv_heads, dim),"
-    " dv(batch, keys, kv_heads, value_dim), dbias(batch|1, heads|1, queries|1, keys|1),"
-    " dalibi(batch?, heads), dsinks(heads) where heads % kv_heads"
-)
+@attention_forward.gradient
 def attention_backward(
     dout: Array,
     q: Array,

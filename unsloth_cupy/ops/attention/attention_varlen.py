@@ -156,14 +156,7 @@ def _launch(
     return launch_forward(q, k, v, offsets=(q_offsets, k_offsets), **options)
 
 
-@attention_varlen_forward.gradient(
-    f"dout(tokens, heads, value_dim), {PACKED}, out(tokens, heads, value_dim),"
-    f" lse(heads, tokens): stat, {OPERANDS}, dlse?(heads, tokens): stat"
-    " -> dq(tokens, heads, dim), dk(key_tokens, kv_heads, dim),"
-    " dv(key_tokens, kv_heads, value_dim), dq_offsets: none, dk_offsets: none,"
-    " dalibi(sequences?, heads), dsinks(heads),"
-    " dbias(sequences|1, heads|1, max_queries|1, max_keys|1) where heads % kv_heads"
-)
+@attention_varlen_forward.gradient
 def attention_varlen_backward(
     dout: Array,
     q: Array,

@@ -46,14 +46,7 @@ def merge_attention(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> t
     return _weight(lse_a, lse) * out_a + _weight(lse_b, lse) * out_b, lse
 
 
-@merge_attention.gradient(
-    "dout(batch, queries, heads, dim), dlse?(batch, heads, queries): stat,"
-    " out_a(batch, queries, heads, dim), lse_a(batch, heads, queries): stat,"
-    " out_b(batch, queries, heads, dim), lse_b(batch, heads, queries): stat,"
-    " out(batch, queries, heads, dim), lse(batch, heads, queries): stat"
-    " -> dout_a(batch, queries, heads, dim), dlse_a(batch, heads, queries): stat,"
-    " dout_b(batch, queries, heads, dim), dlse_b(batch, heads, queries): stat"
-)
+@merge_attention.gradient
 def merge_attention_backward(
     dout: Array,
     dlse: Array | None,

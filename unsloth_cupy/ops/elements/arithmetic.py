@@ -29,7 +29,7 @@ def _launch_add(a: Array, b: Array) -> Array:
 add.strided = "a", "b"
 
 
-@add.gradient("dc(*axes) -> da(*axes), db(*axes)", widen=False)
+@add.gradient(widen=False)
 def add_backward(dc: Array) -> tuple[Array, Array]:
     """Return the gradients of a and b."""
     return dc, dc
@@ -51,7 +51,7 @@ def _launch_multiply(a: Array, b: Array) -> Array:
 multiply.strided = "a", "b"
 
 
-@multiply.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
+@multiply.gradient
 def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
     """Return the gradients of a and b."""
     return dc * b, dc * a
@@ -83,7 +83,7 @@ def _launch_scale(x: Array, *, factor: float) -> Array:
 scale.strided = ("x",)
 
 
-@scale.gradient("dy(*axes) -> dx(*axes)")
+@scale.gradient
 def scale_backward(dy: Array, *, factor: float) -> Array:
     """Return the gradient of x."""
     return dy * dy.dtype.type(factor)
@@ -99,7 +99,7 @@ def scale_by(x: Array, factor: Array) -> Array:
     return x * factor
 
 
-@scale_by.gradient("dy(*axes), factor: table -> dx(*axes), dfactor: none")
+@scale_by.gradient
 def scale_by_backward(dy: Array, factor: Array) -> tuple[Array, None]:
     """Return the gradient of x."""
     return dy * factor, None
@@ -128,7 +128,7 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     return x.reshape(shape)
 
 
-@reshape.gradient("dy(*shape), x(*axes) -> dx(*axes)", widen=False)
+@reshape.gradient(widen=False)
 def reshape_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x."""
     return dy.reshape(x.shape)
@@ -140,7 +140,7 @@ def columns(x: Array, *, start: int, stop: int) -> Array:
     return x[..., start:stop]
 
 
-@columns.gradient("dy(*rows, part), x(*rows, columns) -> dx(*rows, columns)", widen=False)
+@columns.gradient(widen=False)
 def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
@@ -160,7 +160,7 @@ def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     return x.transpose(_places(x, order))
 
 
-@transpose.gradient("dy(*turned), x(*axes) -> dx(*axes)", widen=False)
+@transpose.gradient(widen=False)
 def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     """Return the gradient of x."""
     places = _places(x, order)
@@ -210,7 +210,7 @@ def index(x: Array, *, key: Any) -> Array:
         raise RangeError(f"index(key={key!r}): x is {tuple(x.shape)}; {error}") from error
 
 
-@index.gradient("dy(*part), x(*axes) -> dx(*axes)", widen=False)
+@index.gradient(widen=False)
 def index_backward(dy: Array, x: Array, *, key: Any) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)

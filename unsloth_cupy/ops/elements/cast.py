@@ -72,7 +72,7 @@ def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
     back.__doc__ = "Return the gradient of x: dy, rounded to the dtype of x."
     made = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
     made.kernel(launch)
-    made.gradient(f"dy(*axes): {dtype.name}, x(*axes) -> dx(*axes)")(back).kernel(launch_back)
+    made.gradient(back).kernel(launch_back)
     return made
 
 

@@ -14,7 +14,7 @@ def subtract(a: Array, b: Array) -> Array:
     return a - b
 
 
-@subtract.gradient("dc(*axes) -> da(*axes), db(*axes)")
+@subtract.gradient
 def subtract_backward(
     dc: Array, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None]:
@@ -28,7 +28,7 @@ def divide(a: Array, b: Array) -> Array:
     return a / b
 
 
-@divide.gradient("dc(*axes), a(*axes), b(*axes) -> da(*axes), db(*axes)")
+@divide.gradient
 def divide_backward(
     dc: Array, a: Array, b: Array, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None]:
@@ -43,7 +43,7 @@ def power(x: Array, *, exponent: float) -> Array:
     return x ** x.dtype.type(exponent)
 
 
-@power.gradient("dy(*axes), x(*axes) -> dx(*axes)")
+@power.gradient
 def power_backward(dy: Array, x: Array, *, exponent: float) -> Array:
     """Return the gradient of x, dy * exponent * x ** (exponent - 1); 0 for exponent 0."""
     if exponent == 0:
@@ -57,7 +57,7 @@ def exp(x: Array) -> Array:
     return np.exp(x)
 
 
-@exp.gradient("dy(*axes), y(*axes) -> dx(*axes)")
+@exp.gradient
 def exp_backward(dy: Array, y: Array) -> Array:
     """Return the gradient of x."""
     return dy * y
@@ -69,7 +69,7 @@ def log(x: Array) -> Array:
     return np.log(x)
 
 
-@log.gradient("dy(*axes), x(*axes) -> dx(*axes)")
+@log.gradient
 def log_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x."""
     return dy / x

@@ -43,7 +43,7 @@ def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     return x.sum(axis=_axes("sum", x, axis), keepdims=keepdims)
 
 
-@sum.gradient("dy(*rest), x(*axes) -> dx(*axes)", widen=False)
+@sum.gradient(widen=False)
 def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy, repeated."""
     return _repeated(dy, x, _axes("sum", x, axis))
@@ -77,7 +77,7 @@ def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     return x.sum(axis=axes, keepdims=keepdims) / x.dtype.type(_count(x, axes))
 
 
-@mean.gradient("dy(*rest), x(*axes) -> dx(*axes)")
+@mean.gradient
 def mean_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy by the number of elements, repeated."""
     axes = _axes("mean", x, axis)
@@ -116,7 +116,7 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     return np.broadcast_to(x, shape)
 
 
-@broadcast_to.gradient("dy(*shape), x(*axes) -> dx(*axes)")
+@broadcast_to.gradient
 def broadcast_to_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x: the sum of dy over what was repeated, in float32."""
     lead = dy.ndim - x.ndim

@@ -68,10 +68,7 @@ def _launch(tokens: Array, weight: Array) -> Array:
     return x
 
 
-@embedding.gradient(
-    "dx(*rows, hidden), tokens(*rows): int < vocab, weight(vocab, hidden)"
-    " -> dtokens: none, dweight(vocab, hidden)"
-)
+@embedding.gradient
 def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
     """Return the gradient of weight: to each row, the sum over its tokens, in their order."""
     vocab, hidden = weight.shape

@@ -49,11 +49,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], len(weight))
 
 
-@linear.gradient(
-    "dy(*rows, outputs), x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param"
-    " -> dx(*rows, inputs), dweight(outputs, inputs), dbias(outputs)",
-    widen=False,
-)
+@linear.gradient(widen=False)
 def linear_backward(
     dy: Array, x: Array, weight: Array, bias: Array | None, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None, Array | None]:

@@ -105,13 +105,7 @@ def lora_linear_forward(
     return y.reshape(*x.shape[:-1], len(weight)), low.reshape(*x.shape[:-1], len(a))
 
 
-@lora_linear_forward.gradient(
-    "dy(*rows, outputs), dlow?(*rows, rank), x(*rows, inputs), weight(outputs, inputs),"
-    " a(rank, inputs): param, b(outputs, rank): param, bias?(outputs): param,"
-    " factor?(outputs): param, low(*rows, rank) -> dx(*rows, inputs), dweight(outputs, inputs),"
-    " da(rank, inputs), db(outputs, rank), dbias(outputs), dfactor(outputs)",
-    widen=False,
-)
+@lora_linear_forward.gradient(widen=False)
 def lora_linear_backward(
     dy: Array,
     dlow: Array | None,

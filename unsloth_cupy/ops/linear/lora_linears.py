@@ -88,12 +88,7 @@ def lora_down(
     return tuple(parts)
 
 
-@lora_down.gradient(
-    "dlow?(*rows, rank), dlow2?(*rows, rank2), dlow3?(*rows, rank3), x(*rows, inputs),"
-    " a(rank, inputs): param, a2?(rank2, inputs): param, a3?(rank3, inputs): param"
-    " -> dx(*rows, inputs), da(rank, inputs), da2(rank2, inputs), da3(rank3, inputs)",
-    widen=False,
-)
+@lora_down.gradient(widen=False)
 def lora_down_backward(
     dlow: Array | None,
     dlow2: Array | None,
@@ -147,13 +142,7 @@ def lora_up(
     return y.reshape(*x.shape[:-1], len(weight))
 
 
-@lora_up.gradient(
-    "dy(*rows, outputs), x(*rows, inputs), weight(outputs, inputs), low(*rows, rank),"
-    " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param"
-    " -> dx(*rows, inputs), dweight(outputs, inputs), dlow(*rows, rank), db(outputs, rank),"
-    " dbias(outputs), dfactor(outputs)",
-    widen=False,
-)
+@lora_up.gradient(widen=False)
 def lora_up_backward(
     dy: Array,
     x: Array,

@@ -80,9 +80,7 @@ def dora_factor(magnitude: Array, norm: Array) -> Array:
     return magnitude * _inverse(norm)
 
 
-@dora_factor.gradient(
-    "dfactor(outputs), norm(outputs): table -> dmagnitude(outputs), dnorm(outputs): none"
-)
+@dora_factor.gradient
 def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
     """Return the gradient of the magnitude; the norm is a constant."""
     return dfactor * _inverse(norm), None

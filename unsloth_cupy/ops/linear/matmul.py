@@ -38,11 +38,7 @@ def matmul(a: Array, b: Array) -> Array:
     return _batched(a, b)
 
 
-@matmul.gradient(
-    "dc(*matrices, height, width), a(*matrices, height, inner), b(*matrices, inner, width)"
-    " -> da(*matrices, height, inner), db(*matrices, inner, width)",
-    widen=False,
-)
+@matmul.gradient(widen=False)
 def matmul_backward(
     dc: Array, a: Array, b: Array, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None]:

@@ -96,10 +96,7 @@ def _launch(
     return loss, lse
 
 
-@cross_entropy_forward.gradient(
-    "dloss(*rows): stat, dlse?(*rows): stat, logits(*rows, vocab), labels(*rows): int,"
-    " lse(*rows): stat -> dlogits(*rows, vocab), dlabels: none"
-)
+@cross_entropy_forward.gradient
 def cross_entropy_backward(
     dloss: Array,
     dlse: Array | None,

@@ -118,12 +118,7 @@ def _launch(
     return loss, lse
 
 
-@linear_cross_entropy_forward.gradient(
-    "dloss(*rows): stat, dlse?(*rows): stat, x(*rows, hidden), weight(vocab, hidden),"
-    " labels(*rows): int, lse(*rows): stat"
-    " -> dx(*rows, hidden), dweight(vocab, hidden), dlabels: none",
-    widen=False,
-)
+@linear_cross_entropy_forward.gradient(widen=False)
 def linear_cross_entropy_backward(
     dloss: Array,
     dlse: Array | None,

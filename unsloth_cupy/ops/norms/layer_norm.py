@@ -97,11 +97,7 @@ def _launch_forward(
 layer_norm_forward.strided = "x", "residual"
 
 
-@layer_norm_forward.gradient(
-    "dy(*rows, hidden), dh?(*rows, hidden), h(*rows, hidden), weight(hidden): param,"
-    " bias?(hidden): param, residual?(*rows, hidden), mean(*rows): stat, rstd(*rows): stat"
-    " -> dx(*rows, hidden), dweight(hidden), dbias(hidden), dresidual(*rows, hidden)"
-)
+@layer_norm_forward.gradient
 def layer_norm_backward(
     dy: Array,
     dh: Array | None,

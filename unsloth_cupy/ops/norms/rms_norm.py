@@ -100,11 +100,7 @@ def _launch_forward(
 rms_norm_forward.strided = "x", "residual"
 
 
-@rms_norm_forward.gradient(
-    "dy(*rows, hidden), dh?(*rows, hidden), h(*rows, hidden), weight(hidden): param,"
-    " residual?(*rows, hidden), bias?(hidden): param, rstd(*rows): stat"
-    " -> dx(*rows, hidden), dweight(hidden), dresidual(*rows, hidden), dbias(hidden)"
-)
+@rms_norm_forward.gradient
 def rms_norm_backward(
     dy: Array,
     dh: Array | None,

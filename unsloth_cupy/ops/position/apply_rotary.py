@@ -69,11 +69,7 @@ def _launch(
 apply_rotary_embedding_forward.strided = "q", "k"
 
 
-@apply_rotary_embedding_forward.gradient(
-    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
-    " positions(batch|1, tokens): int -> dq(batch, tokens, heads, dim),"
-    " dk(batch, tokens, kv_heads, dim), dpositions: none"
-)
+@apply_rotary_embedding_forward.gradient
 def apply_rotary_embedding_backward(
     dturned_q: Array, dturned_k: Array, positions: Array, *, rope_theta: float = 10000.0
 ) -> tuple[Array, Array, None]:

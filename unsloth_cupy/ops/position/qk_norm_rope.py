@@ -217,15 +217,7 @@ def _chosen(
     return (flat_q, flat_k, *arrays[2:]), constants, kernel, sizes
 
 
-@qk_norm_rope_forward.gradient(
-    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
-    " q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), q_weight(dim): param,"
-    " k_weight(dim): param, cos(length, half): table, sin(length, half): table,"
-    " positions?(batch|1, tokens): int < length,"
-    " q_rstd(batch, tokens, heads): stat, k_rstd(batch, tokens, kv_heads): stat"
-    " -> dq(batch, tokens, heads, dim), dk(batch, tokens, kv_heads, dim), dq_weight(dim),"
-    " dk_weight(dim), dcos: none, dsin: none, dpositions: none"
-)
+@qk_norm_rope_forward.gradient
 def qk_norm_rope_backward(
     dturned_q: Array,
     dturned_k: Array,

@@ -85,11 +85,7 @@ def _launch(
 rope.strided = ("x",)
 
 
-@rope.gradient(
-    "dy(batch, tokens, heads, dim), cos(length, half): table, sin(length, half): table,"
-    " positions?(batch|1, tokens): int < length"
-    " -> dx(batch, tokens, heads, dim), dcos: none, dsin: none, dpositions: none"
-)
+@rope.gradient
 def rope_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:

@@ -69,12 +69,7 @@ def _launch(
 rope_qk.strided = "q", "k"
 
 
-@rope_qk.gradient(
-    "dturned_q(batch, tokens, heads, dim), dturned_k(batch, tokens, kv_heads, dim),"
-    " cos(length, half): table, sin(length, half): table,"
-    " positions?(batch|1, tokens): int < length -> dq(batch, tokens, heads, dim),"
-    " dk(batch, tokens, kv_heads, dim), dcos: none, dsin: none, dpositions: none"
-)
+@rope_qk.gradient
 def rope_qk_backward(
     dturned_q: Array,
     dturned_k: Array,

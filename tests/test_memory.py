@@ -22,7 +22,6 @@ from unsloth_cupy import (
     memory_pool,
     models,
 )
-from unsloth_cupy.core.stand_in import keeping
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory import plan as memory_plan
@@ -35,7 +34,7 @@ from unsloth_cupy.memory.estimate import (
 )
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.memory.planned import Planned, PlannedOnHost
+from unsloth_cupy.memory.planned import Planned, PlannedOnHost, keeping
 from unsloth_cupy.memory.planned_functions import reshaped
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES

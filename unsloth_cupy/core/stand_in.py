@@ -6,10 +6,8 @@ elements, and a ledger that is ``keeping`` sees what it would hold.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 
 class StandIn:
@@ -44,53 +42,3 @@ def is_planned(array: Any) -> bool:
 def representative_steps(like: Any, steps: Iterable[Any]) -> Iterable[Any]:
     """Return the steps of a loop; for a planned array the first, as all of them take alike."""
     return itertools.islice(steps, 1) if is_planned(like) else steps
-
-
-class Ledger(Protocol):
-    """What sees memory that is taken and given back."""
-
-    def take(self, size: int) -> int:
-        """Enter so many bytes; return their number."""
-
-    def give_back(self, number: int) -> None:
-        """Take the bytes of this number off."""
-
-
-_ledger: ContextVar[tuple[Ledger, int] | None] = ContextVar("ledger", default=None)
-_addresses = itertools.count(256, 256)  # no two arrays lie in one place
-
-
-@contextmanager
-def keeping(ledger: Ledger) -> Iterator[None]:
-    """Enter what planned arrays take, inside a ``with`` block."""
-    token = _ledger.set((ledger, 1))
-    try:
-        yield
-    finally:
-        _ledger.reset(token)
-
-
-@contextmanager
-def side_by_side(count: int) -> Iterator[None]:
-    """Enter what is taken inside a ``with`` block count times: as many threads do the same."""
-    now = _ledger.get()
-    token = _ledger.set(None if now is None else (now[0], now[1] * count))
-    try:
-        yield
-    finally:
-        _ledger.reset(token)
-
-
-class Memory:
-    """What an array and its views lie in; it is given back when the last of them is gone."""
-
-    def __init__(self, size: int) -> None:
-        ledger = _ledger.get()
-        self.address, self.ledger, self.number = next(_addresses), None, -1
-        if ledger is not None:
-            self.ledger, self.number = ledger[0], ledger[0].take(size * ledger[1])
-
-    def __del__(self) -> None:
-        """Give the bytes back."""
-        if self.ledger is not None:
-            self.ledger.give_back(self.number)

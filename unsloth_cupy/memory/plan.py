@@ -15,14 +15,13 @@ import numpy as np
 
 from ..core.call import checked
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
-from ..core.stand_in import keeping
 from ..errors import ConfigError
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
 from ..training.precision import compute_copies
 from .ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
-from .planned import Planned, PlannedOnHost
+from .planned import Planned, PlannedOnHost, keeping
 
 if TYPE_CHECKING:
     from ..models import Transformer

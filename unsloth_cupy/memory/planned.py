@@ -4,19 +4,71 @@ NumPy's functions and operators give arrays like them, whose elements nobody can
 definition or a launch allocates and lets go of what it would with numbers.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partialmethod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..core import target
-from ..core.stand_in import Memory, StandIn
+from ..core.stand_in import StandIn
 from ..core.target import Limits
 from ..errors import ShapeError
 from .planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, reshaped
+
+
+class Ledger(Protocol):
+    """What sees memory that is taken and given back."""
+
+    def take(self, size: int) -> int:
+        """Enter so many bytes; return their number."""
+
+    def give_back(self, number: int) -> None:
+        """Take the bytes of this number off."""
+
+
+_ledger: ContextVar[tuple[Ledger, int] | None] = ContextVar("ledger", default=None)
+_addresses = itertools.count(256, 256)  # no two arrays lie in one place
+
+
+@contextmanager
+def keeping(ledger: Ledger) -> Iterator[None]:
+    """Enter what planned arrays take, inside a ``with`` block."""
+    token = _ledger.set((ledger, 1))
+    try:
+        yield
+    finally:
+        _ledger.reset(token)
+
+
+@contextmanager
+def _times(count: int) -> Iterator[None]:
+    now = _ledger.get()
+    token = _ledger.set(None if now is None else (now[0], now[1] * count))
+    try:
+        yield
+    finally:
+        _ledger.reset(token)
+
+
+class Memory:
+    """What an array and its views lie in; it is given back when the last of them is gone."""
+
+    def __init__(self, size: int) -> None:
+        ledger = _ledger.get()
+        self.address, self.ledger, self.number = next(_addresses), None, -1
+        if ledger is not None:
+            self.ledger, self.number = ledger[0], ledger[0].take(size * ledger[1])
+
+    def __del__(self) -> None:
+        """Give the bytes back."""
+        if self.ledger is not None:
+            self.ledger.give_back(self.number)
 
 
 class Cpu(str):
@@ -55,6 +107,10 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
         """Return a new array."""
         return self.of(shape, dtype)
+
+    def side_by_side(self, count: int) -> AbstractContextManager[None]:
+        """Enter what is taken inside a ``with`` block count times: as many threads do the same."""
+        return _times(count)
 
     def placed(self, array: Any) -> Any:
         """Return a new array of the form of a real one."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...core.call import is_integer
 from ...core.dtypes import Array
-from ...core.stand_in import is_planned, side_by_side
+from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError
 from ..common import threads
 from ._products import SINGLE
@@ -144,7 +144,8 @@ class Blocks:
         tasks = batches * kv_heads * (1 if in_order else rows)
         at_work = 1 if alone or not self.on_host else min(threads.count(), tasks)
         self.width = self.width if at_work > 1 else None
-        with side_by_side(at_work):
+        array: Any = self.q
+        with array.side_by_side(at_work):
             step(largest)
 
     def _blocks(self) -> Iterator[Block]:

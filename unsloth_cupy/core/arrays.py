@@ -1,32 +1,122 @@
 """What ops ask of arrays, whichever library they come from."""
 
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .frameworks import (
-    check_library,
-    common,
-    empty,
-    framework_of,
-    full_like,
-    home_of,
-    on_host,
-    placed,
-    scipy_of,
-)
+from ..errors import DTypeError, FrameworkError
+from .devices import at
+from .frameworks import FRAMEWORKS
+from .stand_in import StandIn, is_planned
+from .target import target_of
 
-__all__ = [
-    "check_library",
-    "common",
-    "empty",
-    "framework_of",
-    "full_like",
-    "home_of",
-    "on_host",
-    "placed",
-    "scipy_of",
-]
+
+def framework_of(array: Any, what: str) -> str:
+    """Return the name of the library an array comes from; raise for what is no array."""
+    if isinstance(array, np.ndarray | np.generic) or is_planned(array):
+        return "numpy"
+    name = type(array).__module__.partition(".")[0]
+    name = {"jaxlib": "jax"}.get(name, name)
+    if name in ("cupy", "torch", "jax") or hasattr(array, "__dlpack__"):
+        return name
+    if hasattr(array, "__cuda_array_interface__"):
+        return name
+    kind = type(array).__name__
+    raise DTypeError(f"{what} is no array but {kind}; wrap it in numpy.asarray(...)")
+
+
+def home_of(call: str, like: Any) -> Any:
+    """Return an array that lives where something new is to live: ``like``, or else NumPy's."""
+    if like is None:
+        return np.empty(0)
+    check_library(f"{call}: like", like)
+    return like
+
+
+def check_library(what: str, array: Any) -> None:
+    """Raise unless an array is NumPy's or CuPy's."""
+    if (library := framework_of(array, what)) not in ("numpy", "cupy"):
+        raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")
+
+
+def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
+    """Return the one library that all arrays of a call come from; raise where they mix."""
+    places: dict[str, str] = {}
+    for name, array in zip(names, arrays, strict=False):
+        if array is not None and type(array) is not int:
+            library = framework_of(array, f"{op}: {name}")
+            places[name] = f"{library} {getattr(array, 'device', '')}"
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} from {place}" for name, place in places.items())
+        raise FrameworkError(
+            f"{op}: arrays of one call must share library and device; bring these to one: {listed}"
+        )
+    return next(iter(places.values()), "numpy").partition(" ")[0]
+
+
+def native(arrays: Sequence[Any]) -> bool:
+    """Say whether definitions and kernels take these arrays as they are."""
+    exact = (np.ndarray, int, type(None))
+    return all(
+        type(a) in exact or is_planned(a) or type(a).__module__.startswith("cupy") for a in arrays
+    )
+
+
+def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
+    """Return a new array of array's library, dtype and device, filled with a number.
+
+    It has the shape of array where none is given.
+    """
+    library = framework_of(array, "the model of a new array")
+    if library in ("numpy", "cupy"):
+        with at(array):
+            return np.full_like(array, number, shape=shape)
+    shape = tuple(array.shape) if shape is None else shape
+    if library == "torch":
+        return array.new_full(shape, number)
+    new = array.__array_namespace__().full
+    return new(shape, number, dtype=array.dtype, device=array.device)
+
+
+def placed(array: Any, like: Any) -> Any:
+    """Return a NumPy array as one of like's library and device."""
+    library = framework_of(like, "the model of a new array")
+    if is_planned(like):
+        return like.placed(array)
+    if library == "torch":
+        return FRAMEWORKS["torch"].give_back(array, like).to(like.device)
+    if library == "jax":
+        return FRAMEWORKS["jax"].give_back(array, like)
+    with at(like):
+        return np.asarray(array, like=like) if library == "cupy" else array
+
+
+def on_host(array: Any) -> Any:
+    """Return array as NumPy's, copied from its GPU where it lives on one."""
+    if isinstance(array, np.ndarray):
+        return array
+    with at(array):  # its current stream is the one to wait for
+        return array.get()
+
+
+def empty(shape: Any, dtype: Any, like: Any) -> Any:
+    """Return a new array, uninitialised, of like's library and device."""
+    if type(like) is np.ndarray:
+        return np.empty(shape, dtype)
+    if isinstance(like, StandIn):
+        return like.empty(shape, dtype)
+    target = target_of(like)
+    return np.empty(shape, dtype) if target is None else target.empty(shape, dtype, like)
+
+
+def scipy_of(module: str, like: Any) -> Any:
+    """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
+    if is_planned(like):
+        return like.scipy[module]
+    home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
+    return importlib.import_module(f"{home}.{module}")
 
 
 def packed(array: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import KernelError
-from . import devices, frameworks, target
+from . import devices, target
 from .source import source_root
 from .target import Limits
 
@@ -109,7 +109,7 @@ def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[.
         given = [a for a in arrays if a is not None and type(a) is not int]
         if all(array.data.device_id == here for array in given):
             return run_on(here)(arrays, options)
-        frameworks.common(op.__name__, op.names, arrays)
+        common(op.__name__, op.names, arrays)
         with given[0].device:
             return run_on(given[0].data.device_id)(arrays, options)
 

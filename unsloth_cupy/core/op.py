@@ -16,18 +16,19 @@ results are rounded once, to the dtypes that the signature names, after it retur
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import numpy as np
 
 from ..errors import RangeError
-from . import frameworks, gpu
-from .arrays import packed, rounded
+from . import gpu
+from .arrays import common, native, packed, rounded
 from .call import written_for
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
+from .frameworks import elsewhere
 from .replay import Run, replaying
-from .signature import backward_of, check, explain, parse
+from .signature import Bound, backward_of, check, explain, parse
 from .stand_in import is_planned
 from .target import target_of
 
@@ -36,6 +37,7 @@ R = TypeVar("R")
 
 INTEGER = np.int64()  # has the form of a Python int
 KEPT_PLANS = 4096  # per op; decoding meets a new shape with every token
+Ranges = Sequence[tuple[int, int]]  # (index of an operand of integers, what they are below)
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
@@ -122,58 +124,76 @@ class Op(Generic[P, R]):
         for array in arrays:
             if isinstance(array, Traced):
                 return functools.partial(array.run_op, self)
-        library = frameworks.common(self.__name__, self.names, arrays)
-        if not frameworks.native(arrays):
-            return functools.partial(frameworks.elsewhere, library, self)
+        library = common(self.__name__, self.names, arrays)
+        if not native(arrays):
+            return functools.partial(elsewhere, library, self)
         if len(self.plans) >= KEPT_PLANS:
             self.plans.clear()
-        run = self.plans[self.key(*arrays)] = self._native(library, arrays)
+        run = self.plans[self.key(*arrays)] = self._prepare(library, arrays)
         return run
 
-    def _native(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
+    def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
         """Check the forms, then return what runs: the launch or the definition."""
         forms = [INTEGER if type(array) is int else array for array in arrays]
         bound = check(self.__name__, self.contract, forms)
-        given = [(i, f) for i, f in enumerate(forms) if f is not None]
-        inputs = self.contract.inputs
-        host = library == "numpy"  # reading values would stall a GPU
-        read = [i for i, f in given if host and inputs[i].below and not is_planned(f)]
-        ranges = [(i, bound.sizes[str(inputs[i].below)]) for i in read]
-        lead = next((f for _, f in given if f is not INTEGER), None)
-        empty = any(0 in f.shape for _, f in given)  # kernels meet no empty axis
-        launchable = launch and self.launch and bound.dtype in KERNEL_DTYPES and not empty
-        kernel = bool(launchable) and target_of(lead) is not None
-        function: Any = self.launch if kernel else self.definition
-        narrow = [i for i, f in given if f.dtype in FLOATS[:2] and self.widen]  # 16 bits
-        pack = [i for i, _ in given if kernel and self.widen and self.names[i] not in self.strided]
-        keywords, positional, dtypes = self.keywords, self.positional, bound.outputs
-        kind: Any = type(lead)
+        given = {i: form for i, form in enumerate(forms) if form is not None}
+        inputs, host = self.contract.inputs, library == "numpy"
+        read = [i for i, f in given.items() if host and inputs[i].below and not is_planned(f)]
+        ranges = [(i, bound.sizes[str(inputs[i].below)]) for i in read]  # a GPU would stall
+        lead = next((form for form in given.values() if form is not INTEGER), None)
+        full = all(0 not in form.shape for form in given.values())  # kernels meet no empty axis
+        kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
+        if not kernel or target_of(lead) is None:
+            run = self._definition(bound, given, ranges, type(lead))
+            return run if host else gpu.on_one_device(self, lambda: run)
+        defined = functools.partial(self._prepare, library, launch=False)
+        made = functools.partial(replaying, self._launch(given, ranges), defined, host)
+        return made() if host else gpu.on_one_device(self, made)
+
+    def _launch(self, given: Mapping[int, Any], ranges: Ranges) -> Run:
+        """Return what launches the kernel, of packed arrays but for those that it takes strided."""
+        pack = [i for i in given if self.widen and self.names[i] not in self.strided]
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             for index, limit in ranges:
                 self._check_range(index, limit, arrays)
             for index in pack:
                 arrays[index] = packed(arrays[index])
-            if narrow and not kernel:
+            return self._called(self.launch, arrays, options)
+
+        return run
+
+    def _definition(
+        self, bound: Bound, given: Mapping[int, Any], ranges: Ranges, kind: type[Any]
+    ) -> Run:
+        """Return what computes in float32 at least, and rounds the results once."""
+        narrow = {i for i, form in given.items() if self.widen and form.dtype in FLOATS[:2]}
+
+        def run(arrays: list[Any], options: dict[str, Any]) -> Any:
+            for index, limit in ranges:
+                self._check_range(index, limit, arrays)
+            if narrow:
                 arrays = [a.astype(FLOAT32) if i in narrow else a for i, a in enumerate(arrays)]
-            if keywords:
-                options = {**options, **dict(zip(keywords, arrays[positional:], strict=True))}
-                arrays = arrays[:positional]
-            result = function(*arrays, **options)
-            if kernel:
-                return result
+            result = self._called(self.definition, arrays, options)
             results = result if result.__class__ is tuple else (result,)
-            for array, dtype in zip(results, dtypes):  # noqa: B905 -- it costs 0.1 us a call
+            for array, dtype in zip(results, bound.outputs):  # noqa: B905 -- 0.1 us a call
                 if array.__class__ is not kind or array.dtype is not dtype:
                     break
             else:
                 return result
-            results = tuple(map(rounded, results, dtypes))
+            results = tuple(map(rounded, results, bound.outputs))
             return results if result.__class__ is tuple else results[0]
 
-        defined = functools.partial(self._native, library, launch=False)
-        made = functools.partial(replaying, run, defined, host) if kernel else lambda: run
-        return made() if host else gpu.on_one_device(self, made)
+        return run
+
+    def _called(self, function: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
+        if self.keywords:
+            options = {
+                **options,
+                **dict(zip(self.keywords, arrays[self.positional :], strict=True)),
+            }
+            arrays = arrays[: self.positional]
+        return function(*arrays, **options)
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:
         values = np.asarray(arrays[index])

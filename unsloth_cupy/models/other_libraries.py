@@ -7,7 +7,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopted, common, native
+from ..core.arrays import common, native
+from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopted
 
 ARRAYS = ("tokens", "labels", "mask", "offsets")
 P = ParamSpec("P")

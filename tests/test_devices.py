@@ -37,11 +37,11 @@ from unsloth_cupy import (
     memory_pool,
     models,
     multiply,
+    placement,
     rms_norm,
     rope_tables,
 )
 from unsloth_cupy.bench.cases import draw, forward_ops
-from unsloth_cupy.core import devices as core_devices
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError
 from unsloth_cupy.models.step import Step
@@ -450,11 +450,11 @@ def test_threads_have_streams_of_their_own_by_default(monkeypatch: pytest.Monkey
     """Where CUDA's default stream is one for each thread, its address tells nothing."""
     with gpu() as machine:
         x = machine.array(3, "f")
-        assert core_devices.stream(x) == (90, 0)
-        assert core_devices.stream(np.ones(3)) == ()
-        per_thread = SimpleNamespace(ptr=core_devices.PER_THREAD)
+        assert placement.stream(x) == (90, 0)
+        assert placement.stream(np.ones(3)) == ()
+        per_thread = SimpleNamespace(ptr=placement.PER_THREAD)
         monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", lambda: per_thread)
-        assert len(core_devices.stream(x)) == 3
+        assert len(placement.stream(x)) == 3
 
 
 # ---- a step that is captured ---------------------------------------------------------------------
@@ -533,7 +533,7 @@ def test_a_model_has_to_fit_where_it_is_made(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_classes_under_a_marked_one_are_marked() -> None:
-    @core_devices.at_home("array")
+    @placement.at_home("array")
     class Marked:
         array: Any = None
 
@@ -550,7 +550,7 @@ def test_classes_under_a_marked_one_are_marked() -> None:
 def test_a_method_that_yields_cannot_stay_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="yields"):
 
-        @core_devices.at_home("keys")
+        @placement.at_home("keys")
         class Yields:
             def tokens(self) -> Any:
                 yield 1

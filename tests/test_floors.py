@@ -11,6 +11,7 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("files",),
     ("pictures",),
     ("core",),
+    ("placement",),
     ("machine",),
     ("ops",),
     ("training", "inference", "interop"),

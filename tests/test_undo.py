@@ -12,7 +12,8 @@ import pytest
 
 import unsloth_cupy
 from unsloth_cupy import AttentionConfig, rms_norm, softmax
-from unsloth_cupy.core import devices, faults, target
+from unsloth_cupy.core import faults, target
+from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import DeviceError
 
@@ -54,7 +55,7 @@ def test_variables_and_the_process_are_as_before() -> None:
     real, ops, errors = sys.modules["json"], dict(OPS), np.geterr()
     with undoing():
         target.targets = ()
-        devices._seen = object(), True
+        core_gpu._seen = object(), True
         faults._records[7] = X
         OPS["same"] = OPS["softmax"]
         os.environ["UNSLOTH_CUPY_TEST"] = "1"

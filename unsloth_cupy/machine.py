@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core import devices
+from .core import gpu
 from .core.call import is_number
 from .errors import ConfigError, DeviceMemoryError
 
@@ -72,8 +72,8 @@ def check_bytes(call: str, required: int, like: Any = None) -> None:
 
     They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
     """
-    if like is not None and devices.on_gpu(like):
-        with devices.at(like):
+    if like is not None and gpu.on_gpu(like):
+        with gpu.at(like):
             available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
     else:
         available = machine_memory() or sys.maxsize

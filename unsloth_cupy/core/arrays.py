@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError, FrameworkError
-from .devices import at
 from .frameworks import FRAMEWORKS
+from .gpu import at
 from .stand_in import StandIn, is_planned
 from .target import target_of
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import RangeError
-from . import devices
+from . import gpu
 from .dtypes import Array
 from .stand_in import StandIn
 
@@ -59,7 +59,7 @@ def _new(like: Any) -> Any:
         return np.zeros(WORDS, np.int64)
     import cupy
 
-    with devices.at(like), cupy.cuda.Stream(non_blocking=True) as side:
+    with gpu.at(like), cupy.cuda.Stream(non_blocking=True) as side:
         words = cupy.zeros(WORDS, np.int64)
         side.synchronize()  # of this stream alone: the one that asks may be captured
     return words

@@ -1,16 +1,30 @@
-"""NVIDIA GPUs, by way of CuPy."""
+"""NVIDIA GPUs, by way of CuPy.
+
+CuPy allocates and launches on the GPU that is current for the thread, wherever the arrays of a call
+lie.  So all that launches, allocates or calls CuPy goes through one of
+
+    launch = bound(launch)       a kernel starts where it was loaded
+    with at(array): ...          lines that make arrays, or compute with them
+
+and ``placement.py``.  Of these nothing is left where there is one GPU, or none.
+"""
 
 import functools
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from ..errors import KernelError
-from . import devices, target
+from . import target
 from .source import source_root
 from .target import Limits
 
+HERE: AbstractContextManager[Any] = nullcontext()
+_seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPUs
 NUMBERS = {"ClusterLaunch": 120}  # of attributes in cudaDeviceAttr that CuPy has no name for
 
 
@@ -41,7 +55,7 @@ class CupyTarget:
                         function.max_dynamic_shared_size_bytes = most = shared
             function(grid, block, args, shared_mem=shared)
 
-        return devices.bound(launch)
+        return bound(launch)
 
     def limits(self, array: Any) -> Limits:
         """Return the limits of the GPU that holds array."""
@@ -49,7 +63,7 @@ class CupyTarget:
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new array on the GPU that holds ``like``."""
-        with devices.at(like):
+        with at(like):
             return sys.modules["cupy"].empty(shape, dtype)
 
     def ready(self, scalar: Any) -> Any:
@@ -109,11 +123,67 @@ def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[.
         given = [a for a in arrays if a is not None and type(a) is not int]
         if all(array.data.device_id == here for array in given):
             return run_on(here)(arrays, options)
-        common(op.__name__, op.names, arrays)
+        op.library_of(arrays)
         with given[0].device:
             return run_on(given[0].data.device_id)(arrays, options)
 
     return run_there
+
+
+def count() -> int:
+    """Return how many GPUs CuPy sees; 0 where nobody has imported it."""
+    cupy = sys.modules.get("cupy")
+    return cupy.cuda.runtime.getDeviceCount() if cupy and cupy.cuda.is_available() else 0
+
+
+def several() -> bool:
+    """Say whether there is a choice of GPUs."""
+    global _seen  # noqa: PLW0603 -- asked once of a driver
+    cupy = sys.modules.get("cupy")
+    if cupy is not _seen[0]:
+        _seen = cupy, count() > 1
+    return _seen[1]
+
+
+def number(array: Any) -> int:
+    """Return the number of the GPU that holds an array; 0 on the host."""
+    return 0 if array.__class__ is np.ndarray else int(array.device.id)
+
+
+def at(array: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU that holds an array is the current one."""
+    if array.__class__ is np.ndarray or not several() or not on_gpu(array):
+        return HERE
+    device: AbstractContextManager[Any] = array.device
+    return device
+
+
+def on(device: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a device of CuPy's is the current one."""
+    return device if several() else HERE
+
+
+def bound(launch: Callable[..., None]) -> Callable[..., None]:
+    """Return a launch that starts on the GPU that is current now, whichever is later."""
+    if not several():
+        return launch
+    cuda = sys.modules["cupy"].cuda
+    device, current = cuda.Device(), cuda.runtime.getDevice
+
+    def launch_there(*given: Any) -> None:
+        if current() == device.id:
+            launch(*given)
+        else:
+            with device:
+                launch(*given)
+
+    return launch_there
+
+
+def on_gpu(array: Any) -> bool:
+    """Say whether array is one of CuPy's."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
 
 
 target.targets = (CupyTarget(), *target.targets)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import KernelError
-from . import devices
+from . import gpu
 from .replay import Recorded
 from .source import Constants, check_arguments, parameters, translation_unit
 from .target import target_of
@@ -59,5 +59,5 @@ def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
     target = target_of(like)
     if target is None:
         raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")
-    with devices.at(like):
-        return _kernel(target, devices.number(like), file, name, constants)
+    with gpu.at(like):
+        return _kernel(target, gpu.number(like), file, name, constants)

@@ -119,12 +119,16 @@ class Op(Generic[P, R]):
         self.backward = Op(str(contract), definition, widen)
         return self.backward
 
+    def library_of(self, arrays: Sequence[Any]) -> str:
+        """Return the library of all arrays of a call; raise where they share none, or no device."""
+        return common(self.__name__, self.names, arrays)
+
     def plan(self, arrays: Sequence[Any]) -> Run:
         """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
         for array in arrays:
             if isinstance(array, Traced):
                 return functools.partial(array.run_op, self)
-        library = common(self.__name__, self.names, arrays)
+        library = self.library_of(arrays)
         if not native(arrays):
             return functools.partial(elsewhere, library, self)
         if len(self.plans) >= KEPT_PLANS:

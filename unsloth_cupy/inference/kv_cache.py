@@ -15,11 +15,11 @@ import numpy as np
 
 from ..core import arrays
 from ..core.call import checked, is_integer
-from ..core.devices import at_home
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_
+from ..placement import at_home
 
 MOST_LAYERS = 10_000
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from ..core.devices import count
+from ..core.gpu import count
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
 from ..machine import bytes_asked, format_bytes
 from ..training import offload

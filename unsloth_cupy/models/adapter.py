@@ -19,8 +19,8 @@ import numpy as np
 
 from ..core.arrays import placed
 from ..core.call import checked, is_integer, is_number
-from ..core.devices import at
 from ..core.dtypes import FLOAT32, Array
+from ..core.gpu import at
 from ..errors import ConfigError
 from ..machine import check_bytes
 from ..ops.linear.linear import linear

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..core import arrays
-from ..core.devices import at_home
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
+from ..placement import at_home
 from .config import Config
 from .network import Network
 from .step import Step

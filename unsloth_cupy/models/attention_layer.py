@@ -9,8 +9,8 @@ from typing import Any
 
 from ..core.arrays import common
 from ..core.call import is_integer
-from ..core.devices import at
 from ..core.dtypes import Array
+from ..core.gpu import at
 from ..errors import ConfigError, GradientError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import devices
+from ..core import gpu
 from ..core.call import checked
 from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
@@ -170,7 +170,7 @@ def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
     except ImportError:
         cure = "pip install 'unsloth-cupy[cuda12]', or leave device out"
         raise DeviceError(f"{call}: device={device!r} needs CuPy: {cure}") from None
-    count, number = devices.count(), int(found[1] or 0)
+    count, number = gpu.count(), int(found[1] or 0)
     if number >= count:
         there = " or ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(count))])
         raise DeviceError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; choose {there}")

@@ -5,11 +5,11 @@ from typing import Any
 
 from ..core import arrays
 from ..core.call import is_integer
-from ..core.devices import at_home
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
+from ..placement import at_home
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
 from .block import Call, blocks, check_chunked, embedded, join, rope_rows

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..core import arrays
-from ..core.devices import at_home
 from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..inference.kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
 from ..ops.attention.kv_append import kv_append_
+from ..placement import at_home
 from .block import Call, blocks, embedded, join
 from .network import Network
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..core.call import checked
-from ..core.devices import at
 from ..core.dtypes import FLOAT32, FLOATS, Array
+from ..core.gpu import at
 from ..errors import UnslothCupyError
 from . import tape
 

@@ -8,12 +8,13 @@ import numpy as np
 
 from ..core.arrays import common, framework_of
 from ..core.call import is_number
-from ..core.devices import at, at_first, several
 from ..core.dtypes import FLOATS, Array
+from ..core.gpu import at, several
 from ..errors import ConfigError, DTypeError, FrameworkError
 from ..ops.common.many import launchable
 from ..ops.elements.cast import accumulate_, cast
 from ..ops.optimizers.gradients import GradientMeasure, measured, rescale, square_sum
+from ..placement import at_first
 
 
 @at_first

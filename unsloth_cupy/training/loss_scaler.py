@@ -7,8 +7,8 @@ import numpy as np
 
 from ..core.arrays import empty, on_host, packed, placed
 from ..core.call import checked, is_number
-from ..core.devices import at, settle, several
 from ..core.dtypes import Array
+from ..core.gpu import at, several
 from ..core.kernel import load
 from ..core.source import Constants
 from ..core.target import target_of
@@ -17,6 +17,7 @@ from ..ops.common.many import launchable
 from ..ops.elements.arithmetic import scale as scaled
 from ..ops.elements.arithmetic import scale_by
 from ..ops.optimizers.gradients import measured
+from ..placement import settle
 from .gradients import check_floats
 from .variable import Var
 

@@ -12,8 +12,9 @@ import weakref
 from collections import deque
 from typing import Any
 
-from ..core import arrays, devices
+from ..core import arrays, gpu
 from ..core.gpu import is_cupys
+from ..placement import stream
 
 TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
 moved = {"to_host": 0, "to_device": 0}  # bytes, of all threads
@@ -25,13 +26,13 @@ class OnHost:
     """An array that waits in pinned memory of the host, copied by a stream of its own."""
 
     def __init__(self, array: Any) -> None:
-        with devices.at(array):
+        with gpu.at(array):
             cuda = sys.modules["cupy"].cuda
             array = arrays.packed(array)
             self.shape, self.dtype, self.device = array.shape, array.dtype, array.device
             self.memory, self.side = cuda.alloc_pinned_memory(array.nbytes), _side(self.device.id)
             here, last = cuda.get_current_stream(), _newest()
-            key = devices.stream(array)
+            key = stream(array)
             before = last[key]() if key in last else None
             if before is not None:  # its copy had a whole part of the model's time
                 here.wait_event(before.done)
@@ -45,7 +46,7 @@ class OnHost:
         """Return the array on its device again, for the current stream."""
         if (array := self.array) is not None:  # another thread may let it go after this line
             return array
-        with devices.on(self.device):
+        with gpu.on(self.device):
             cupy = sys.modules["cupy"]
             array = cupy.empty(self.shape, self.dtype)
             pointers = array.data.ptr, self.memory.ptr

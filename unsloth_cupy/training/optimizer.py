@@ -8,12 +8,13 @@ import numpy as np
 
 from ..core.arrays import framework_of
 from ..core.call import checked, is_number
-from ..core.devices import at, at_home, several
 from ..core.dtypes import FLOATS, Array, allowed
+from ..core.gpu import at, several
 from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from ..ops.common.many import launchable
 from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
 from ..ops.optimizers.dynamic_codes import BLOCK
+from ..placement import at_home
 from .gradients import check_in_place, check_mapping
 
 SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them

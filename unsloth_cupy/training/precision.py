@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from ..core.call import checked
-from ..core.devices import at_first
 from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
 from ..core.op import OPS
 from ..errors import ConfigError, DTypeError
 from ..ops.elements.cast import cast
+from ..placement import at_first
 from .checkpoint import CheckpointConfig
 from .gradients import check_floats
 from .loss_scaler import LossScaler

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import common, framework_of, full_like
-from ..core.devices import at
 from ..core.dtypes import DIFFERENTIABLE
+from ..core.gpu import at
 from ..errors import DTypeError, GradientError, ShapeError
 from .variable import Var
 

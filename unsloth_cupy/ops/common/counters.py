@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.devices import PER_THREAD
 from ...core.dtypes import Array
 from ...core.stand_in import StandIn
+from ...placement import PER_THREAD
 
 UINT32 = np.dtype("uint32")
 KEPT = 32  # streams; the oldest is forgotten, and makes new zeros should it come back

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core import devices
+from ...core import gpu
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...core.stand_in import is_planned, representative_steps
@@ -158,7 +158,7 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
     arguments += [home.batch_stride, batch] if strided else []
     library = cublas()
     call = library.cublasGemmStridedBatchedEx if strided else library.cublasGemmEx
-    with devices.at(out):
+    with gpu.at(out):
         handle, mode = _handle(library)
         status = call(handle, *arguments, compute, ANY_ALGORITHM)
         library.cublasSetMathMode(handle, mode)  # CuPy's own products count on it

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.devices import stream
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.stand_in import representative_steps
 from ...core.target import limits
+from ...placement import stream
 from ..common import many
 from ..common.counters import counters
 

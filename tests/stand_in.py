@@ -25,12 +25,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy.core import faults
 from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.ops.common import counters, gemm
+from unsloth_cupy.ops.common import counters, faults, gemm
 from unsloth_cupy.ops.optimizers import gradients
 
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError

@@ -23,7 +23,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
 HEADERS = sorted((ROOT / "kernels_cu").rglob("*.cuh"))
 MACHINE_ROOM = sorted((ROOT / "unsloth_cupy" / "core").glob("*.py"))
-MACHINE_ROOM_LINES = 1941
+MACHINE_ROOM_LINES = 1600
 # Everything that is written by hand or committed; caches and builds are not.
 TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
 TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}

@@ -110,7 +110,7 @@ from .ops.losses.linear_cross_entropy import (
 )
 
 # What kernels found wrong
-from .core.faults import check_errors as check_errors
+from .ops.common.faults import check_errors as check_errors
 
 # Inference
 from .inference.kv_cache import KVCache as KVCache

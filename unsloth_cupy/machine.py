@@ -72,7 +72,7 @@ def check_bytes(call: str, required: int, like: Any = None) -> None:
 
     They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
     """
-    if like is not None and gpu.on_gpu(like):
+    if like is not None and gpu.is_cupys(like.__class__):
         with gpu.at(like):
             available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
     else:

@@ -1,12 +1,13 @@
-"""Several GPUs: methods and functions run where their arrays live, and what is kept is kept there.
+"""Where arrays live: what is made or kept for one lives there, and is worked on there.
 
     @at_home("keys")             a class whose objects have an array of this name
     @at_first                    a function of arrays by name, all on one GPU
 
-Of these nothing is left where there is one GPU, or none.
+let methods and functions run on the GPU of their arrays, where there are several.
 """
 
 import functools
+import importlib
 import inspect
 import operator
 import sys
@@ -14,8 +15,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from .core.gpu import at, on_gpu, several
-from .errors import ConfigError
+import numpy as np
+
+from .core.arrays import framework_of
+from .core.gpu import at, is_cupys, several
+from .core.stand_in import is_planned
+from .errors import ConfigError, FrameworkError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +74,7 @@ def stream(like: Any) -> tuple[int, ...]:
     it before, and its memory is not given away too soon; another stream could be told neither
     without waiting, and a graph that is captured not at all.
     """
-    if not on_gpu(like):
+    if not is_cupys(like.__class__):
         return ()
     with at(like):
         address: int = sys.modules["cupy"].cuda.get_current_stream().ptr
@@ -79,6 +84,28 @@ def stream(like: Any) -> tuple[int, ...]:
 
 def settle(like: Any) -> None:
     """Wait for what the current stream was asked where ``like`` lives: any may go on from it."""
-    if on_gpu(like):
+    if is_cupys(like.__class__):
         with at(like):
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
+
+
+def home_of(call: str, like: Any) -> Any:
+    """Return an array that lives where something new is to live: ``like``, or else NumPy's."""
+    if like is None:
+        return np.empty(0)
+    check_library(f"{call}: like", like)
+    return like
+
+
+def check_library(what: str, array: Any) -> None:
+    """Raise unless an array is NumPy's or CuPy's."""
+    if (library := framework_of(array, what)) not in ("numpy", "cupy"):
+        raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")
+
+
+def scipy_of(module: str, like: Any) -> Any:
+    """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
+    if is_planned(like):
+        return like.scipy[module]
+    home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
+    return importlib.import_module(f"{home}.{module}")

@@ -1,6 +1,5 @@
 """What ops ask of arrays, whichever library they come from."""
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,20 +24,6 @@ def framework_of(array: Any, what: str) -> str:
         return name
     kind = type(array).__name__
     raise DTypeError(f"{what} is no array but {kind}; wrap it in numpy.asarray(...)")
-
-
-def home_of(call: str, like: Any) -> Any:
-    """Return an array that lives where something new is to live: ``like``, or else NumPy's."""
-    if like is None:
-        return np.empty(0)
-    check_library(f"{call}: like", like)
-    return like
-
-
-def check_library(what: str, array: Any) -> None:
-    """Raise unless an array is NumPy's or CuPy's."""
-    if (library := framework_of(array, what)) not in ("numpy", "cupy"):
-        raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")
 
 
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
@@ -109,14 +94,6 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
         return like.empty(shape, dtype)
     target = target_of(like)
     return np.empty(shape, dtype) if target is None else target.empty(shape, dtype, like)
-
-
-def scipy_of(module: str, like: Any) -> Any:
-    """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
-    if is_planned(like):
-        return like.scipy[module]
-    home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
-    return importlib.import_module(f"{home}.{module}")
 
 
 def packed(array: Any) -> Any:

@@ -1,12 +1,8 @@
 """NVIDIA GPUs, by way of CuPy.
 
 CuPy allocates and launches on the GPU that is current for the thread, wherever the arrays of a call
-lie.  So all that launches, allocates or calls CuPy goes through one of
-
-    launch = bound(launch)       a kernel starts where it was loaded
-    with at(array): ...          lines that make arrays, or compute with them
-
-and ``placement.py``.  Of these nothing is left where there is one GPU, or none.
+lie.  So a kernel starts where it was loaded: ``bound``; and whoever makes arrays, or computes with
+them, does so ``at`` one.  Of both nothing is left where there is one GPU, or none.
 """
 
 import functools
@@ -152,15 +148,10 @@ def number(array: Any) -> int:
 
 def at(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which the GPU that holds an array is the current one."""
-    if array.__class__ is np.ndarray or not several() or not on_gpu(array):
+    if array.__class__ is np.ndarray or not several() or not is_cupys(array.__class__):
         return HERE
     device: AbstractContextManager[Any] = array.device
     return device
-
-
-def on(device: Any) -> AbstractContextManager[Any]:
-    """Return a context in which a device of CuPy's is the current one."""
-    return device if several() else HERE
 
 
 def bound(launch: Callable[..., None]) -> Callable[..., None]:
@@ -178,12 +169,6 @@ def bound(launch: Callable[..., None]) -> Callable[..., None]:
                 launch(*given)
 
     return launch_there
-
-
-def on_gpu(array: Any) -> bool:
-    """Say whether array is one of CuPy's."""
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(array, cupy.ndarray)
 
 
 target.targets = (CupyTarget(), *target.targets)

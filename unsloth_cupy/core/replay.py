@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import faults
 from .stand_in import StandIn
 
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 KEPT = 256  # of the calls of one form; a learning rate may change with every step
+lasting: list[Any] = []  # arrays that outlive every call, such as those that kernels report to
 ALSO = {"data", "ctypes", "device"}  # for addresses, and for what is asked of a device
 
 
@@ -88,7 +88,7 @@ class Recording:
         def number_of(value: Any) -> int:
             if id(value) not in numbers:
                 scalar = isinstance(value, np.generic) or not hasattr(value, "shape")
-                if not (scalar or faults.holds(value)):
+                if not (scalar or any(value is each for each in lasting)):
                     _refuse()  # the next call may make another array
                 numbers[id(value)] = len(self.arrays) + len(fixed)
                 fixed.append(value)

@@ -16,12 +16,12 @@ import numpy as np
 
 from ..core.arrays import on_host, placed
 from ..core.dtypes import Array
-from ..core.faults import check_errors
 from ..errors import ConfigError
 from ..files import check_room, written_beside
 from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
+from ..ops.common.faults import check_errors
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW

@@ -19,7 +19,7 @@ from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_
-from ..placement import at_home
+from ..placement import at_home, check_library, home_of
 
 MOST_LAYERS = 10_000
 
@@ -94,7 +94,7 @@ class KVCache:
             raise ConfigError(
                 f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
             )
-        place = arrays.home_of("KVCache", like)
+        place = home_of("KVCache", like)
         self.capacity, self.sinks = capacity, int(sinks)
         # a window that the capacity does not reach is none
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
@@ -263,7 +263,7 @@ class KVCache:
             index is not (batch,) integers in 0 .. batch - 1; on a GPU its values are not read.
         """
         batch = self.shape[0]
-        arrays.check_library("KVCache.reorder: index", index)
+        check_library("KVCache.reorder: index", index)
         if index.shape != (batch,):
             problem = f"KVCache.reorder: index is {index.shape}; it must be ({batch},)"
             raise ShapeError(problem, expected=(batch,), actual=tuple(index.shape))

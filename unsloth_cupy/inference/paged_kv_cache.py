@@ -21,7 +21,7 @@ from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DeviceMemoryError, RangeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
-from ..placement import at_home
+from ..placement import at_home, home_of
 from .kv_cache import check_new
 
 
@@ -72,7 +72,7 @@ class PagedKVCache:
             cure = "sizes must be integers, none of them negative, nor page be 0"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype)
-        place = arrays.home_of("PagedKVCache", like)
+        place = home_of("PagedKVCache", like)
         check_bytes(f"PagedKVCache{shape}", 2 * math.prod(shape) * kind.itemsize, place)
         self.keys = arrays.empty(shape, kind, place)
         self.values = arrays.empty(shape, kind, place)

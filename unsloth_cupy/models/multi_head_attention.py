@@ -17,6 +17,7 @@ from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..machine import check_bytes
+from ..placement import home_of
 from .attention_layer import attention_layer
 
 PARTS = ("q", "k", "v", "o")  # of the projections
@@ -92,7 +93,7 @@ class MultiHeadAttention:
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads
         self.dim = hidden // heads if dim is None else dim
         self.rope: tuple[Array, ...] = () if rope is None else tuple(rope)
-        place, rng = arrays.home_of("MultiHeadAttention", like), np.random.default_rng(seed)
+        place, rng = home_of("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
         drawn_as = FLOATS[-1].itemsize  # on the host, one after the other

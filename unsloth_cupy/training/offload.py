@@ -46,7 +46,7 @@ class OnHost:
         """Return the array on its device again, for the current stream."""
         if (array := self.array) is not None:  # another thread may let it go after this line
             return array
-        with gpu.on(self.device):
+        with self.device:
             cupy = sys.modules["cupy"]
             array = cupy.empty(self.shape, self.dtype)
             pointers = array.data.ptr, self.memory.ptr

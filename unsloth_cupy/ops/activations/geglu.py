@@ -10,9 +10,10 @@ import math
 
 import numpy as np
 
-from ...core.arrays import empty, scipy_of
+from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
+from ...placement import scipy_of
 from ..common.elementwise import launch_over, launch_rows
 from ..common.in_place import check_changeable
 from .swiglu import sigmoid

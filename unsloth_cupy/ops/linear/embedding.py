@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ...core import faults
-from ...core.arrays import empty, lanes, packed, scipy_of
+from ...core.arrays import empty, lanes, packed
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...placement import scipy_of
+from ..common import faults
 
 REPORTER = faults.reporter("embedding", "tokens", "vocab")
 

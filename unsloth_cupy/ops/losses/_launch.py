@@ -3,12 +3,12 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-from ...core import faults
 from ...core.arrays import lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
+from ..common import faults
 from ._rows import Options
 
 REPORTER = faults.reporter(

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ...core import faults
 from ...core.arrays import empty, lanes
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...core.target import limits
+from ..common import faults
 from ..common.columns import column_sums
 from ..common.steps import stepped
 from ..norms.rms_norm import rms_norm_backward, rms_norm_forward

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ...core import faults
 from ...core.arrays import empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...errors import RangeError, ShapeError
+from ..common import faults
 from ..common.steps import stepped
 
 INT64 = np.dtype("int64")

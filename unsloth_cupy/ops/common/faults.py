@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import RangeError
-from . import gpu
-from .dtypes import Array
-from .stand_in import StandIn
+from ...core import gpu
+from ...core.dtypes import Array
+from ...core.replay import lasting
+from ...core.stand_in import StandIn
+from ...errors import RangeError
 
 WORDS = 4  # as faults.cuh lays them out
 
@@ -46,12 +47,10 @@ def record(like: Any) -> Array:
     like = like.form if isinstance(like, StandIn) else like
     device = None if isinstance(like, np.ndarray) else like.device.id
     found: Array | None = _records.get(device)
-    return _records.setdefault(device, _new(like)) if found is None else found
-
-
-def holds(array: Any) -> bool:
-    """Say whether array is one that kernels report to."""
-    return any(array is words for words in [*_records.values()])
+    if found is None:
+        found = _records.setdefault(device, _new(like))
+        lasting.append(found)
+    return found
 
 
 def _new(like: Any) -> Any:

@@ -51,6 +51,9 @@ class OnGpu:
         return OnGpu(self.values + other.values)
 
 
+OnGpu.__module__ = "cupy"  # by which its target knows it
+
+
 def by_columns(address: int, dtype: Any, rows: int, columns: int, stride: int) -> np.ndarray:
     """Return the matrix of rows and columns whose columns are stride elements apart."""
     if not rows * columns:

@@ -16,8 +16,8 @@ KERNELS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels_cu").r
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "unsloth_cupy").rglob("*.py")}
 USE = """
 import numpy, unsloth_cupy
-from unsloth_cupy import _source
-root = _source.source_root()
+from unsloth_cupy.core import source
+root = source.source_root()
 assert root.is_relative_to({where!r}), root
 assert sorted(p.relative_to(root).as_posix() for p in root.rglob('*.cu*')) == {kernels!r}
 y = unsloth_cupy.rms_norm(numpy.ones((2, 4), 'float32'), numpy.ones(4, 'float32'))

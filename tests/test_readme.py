@@ -24,7 +24,8 @@ def public_ops() -> set[str]:
     names = set()
     for name, value in vars(unsloth_cupy).items():
         module = getattr(value, "__module__", "")
-        made_here = isinstance(module, str) and module.startswith("unsloth_cupy.ops.")
+        rooms = ("unsloth_cupy.ops.", "unsloth_cupy.models.attention_layer")
+        made_here = isinstance(module, str) and module.startswith(rooms) and "common" not in module
         function = isinstance(value, Op) or (callable(value) and not isinstance(value, type))
         if made_here and function and not name.endswith(("_forward", "_backward")):
             names.add(name)

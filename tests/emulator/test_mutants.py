@@ -100,12 +100,18 @@ def mentions(text: str, folder: Path, pattern: str) -> list[Path]:
 
 
 def modules(file: str) -> list[str]:
-    """Return the modules that launch a file, and those that use private ones among them."""
-    names = [path.stem for path in mentions(f'"{file}"', PACKAGE, "*.py")]
-    for name in names:
-        if name.startswith("_"):
-            users = mentions(f" {name} ", PACKAGE, "*.py") + mentions(f".{name} ", PACKAGE, "*.py")
-            names += [path.stem for path in users if path.stem not in names]
+    """Return the modules that launch a file, and those that use one without tests of its own."""
+    paths, names = mentions(f'"{file}"', PACKAGE, "*.py"), []
+    for path in paths:
+        folder, name = path.parent, path.stem.strip("_")
+        names += [
+            name,
+            f"{folder.name}_{name}",
+        ]  # attention/_backward.py has test_attention_backward
+        if not (TESTS / f"ops/test_{name}.py").exists():
+            users = mentions(f"{folder.name}.{path.stem} import ", PACKAGE, "*.py")
+            users += mentions(f"from .{path.stem} import ", folder, "*.py")
+            paths += [user for user in users if user not in paths]
     return names
 
 
@@ -120,8 +126,7 @@ def provers(file: str) -> tuple[str, ...]:
         nearest = sorted(users, key=lambda path: (path.suffix == ".cuh", len(judged[path]), path))
         found = [prover for user in nearest for prover in judged[user]]
     else:
-        stems = [Path(file).stem, *modules(file)]
-        names = [stem.strip("_").removesuffix("_launch") for stem in stems]
+        names = [Path(file).stem, *modules(file)]
         found = [name for name in names if (TESTS / f"ops/test_{name}.py").exists()]
     return tuple(dict.fromkeys(found))
 

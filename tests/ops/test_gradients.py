@@ -13,6 +13,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.ops.common import many
 from unsloth_cupy.ops.optimizers import adamw_step, dynamic_codes
 from unsloth_cupy.ops.optimizers import gradients as launches
+from unsloth_cupy.training import loss_scaler
 
 from .. import stand_in
 from ..cuda_on_cpu.traffic import counted
@@ -167,9 +168,8 @@ def test_a_step_is_a_few_launches_and_no_word_from_the_host(
     with stand_in.gpu() as machine:
         sent: list[Any] = []
         send = lambda array, like: sent.append(array) or machine.place(array)  # noqa: E731
-        for module in (adamw_step, dynamic_codes, many):
+        for module in (adamw_step, dynamic_codes, many, loss_scaler):
             monkeypatch.setattr(module, "placed", send)
-        monkeypatch.setattr("unsloth_cupy.core.arrays.placed", send)
         monkeypatch.setattr(launches, "tables", {})
         make = machine.array
         parameters = {f"w{i}": make((65 + i, 128), np.float32) for i in range(40)}

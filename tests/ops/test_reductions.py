@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.ops.elements.reductions import mean_backward, sum_backward
 
@@ -45,7 +46,7 @@ class TestBroadcastTo(Parity):
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_sums_of_16_bits_are_made_in_32(name: str) -> None:
     """Ones beyond which the dtype knows no next integer, and a sum beyond float16 itself."""
-    ones = np.ones((3, 2**13), np.dtype(name) if name == "float16" else uc._dtypes.BFLOAT16)
+    ones = np.ones((3, 2**13), np.dtype(name) if name == "float16" else BFLOAT16)
     assert uc.sum(ones, axis=1).tolist() == [2.0**13] * 3
     assert uc.mean(np.full_like(ones, 100)).item() == 100
     tape = uc.Tape()

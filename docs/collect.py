@@ -30,7 +30,7 @@ def groups() -> dict[str, list[str]]:
     for line in Path(unsloth_cupy.__file__).read_text().splitlines():
         if line.startswith("# "):
             names = found.setdefault(line[2:], [])
-        elif (hit := re.search(r" as (\w+)$", line)) and hit[1] != "__version__":
+        elif (hit := re.search(r" as (\w+),?$", line)) and hit[1] != "__version__":
             names.append(hit[1])
     return found
 

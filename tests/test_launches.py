@@ -248,7 +248,9 @@ WITHOUT_LEAVE = 48 << 10  # bytes of shared memory, static and dynamic together
 def held_backward(bias: Any, hidden: int, there: Limits) -> int:
     types = BFLOAT16, BFLOAT16, bias
     clusters = there.architecture >= 90
-    return norms_rows.sums(norms_rows.constants(types, hidden, 8, False, False, clusters, there.shared))
+    return norms_rows.sums(
+        norms_rows.constants(types, hidden, 8, False, False, clusters, there.shared)
+    )
 
 
 def held_over(vocab: int, there: Limits) -> int:

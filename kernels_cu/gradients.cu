@@ -5,9 +5,7 @@
 //   rescale   g *= factor, in place; nothing where factor is 1 or a gradient is not finite
 //
 //   traffic     measure: elements * sizeof(g), and + 4 with WRITE; rescale: 2 * elements * sizeof(g)
-//   constants   KINDS     a bit for every dtype that the launch has: float16, bfloat16, float32
-//               LANES     values of one access: 4, or what all addresses are multiples of
-//               THREADS   of a block
+//   constants   those of common/many.cuh, with the fields GRADIENT and OUT; a kind is a dtype
 //               WRITE     whether measure writes
 //
 //   The trick: blocks stay and take every gridDim-th chunk, so there are few sums; the last block to
@@ -30,47 +28,31 @@ __device__ __forceinline__ double block_sum(double v, double *partial) {
 
 __device__ __forceinline__ double squares(const Values &v) {
     float sum = 0, largest = 0;
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++)
-#pragma unroll
-        for (int j = 0; j < LANES; j++) {
-            sum += v.at[i][j] * v.at[i][j];
-            largest = fmaxf(largest, fabsf(v.at[i][j]));
-        }
+    each([&](int i, int j) {
+        sum += v.at[i][j] * v.at[i][j];
+        largest = fmaxf(largest, fabsf(v.at[i][j]));
+    });
     double wide = sum;
     if (largest > 1e18f || (0 < largest && largest < 1e-15f)) {
         wide = 0;
-#pragma unroll
-        for (int i = 0; i < GROUPS; i++)
-#pragma unroll
-            for (int j = 0; j < LANES; j++) wide += (double)v.at[i][j] * v.at[i][j];
+        each([&](int i, int j) { wide += (double)v.at[i][j] * v.at[i][j]; });
     }
     return wide;
 }
 
 // Give the threads of a chunk's warps the spans they hold: (the tensor's address, offset, count).
-template <class T, class Use>
+template <class Use>
 __device__ __forceinline__ void spans(const long long *tensor, long long first, Use use) {
-    const long long elements = tensor[ELEMENTS], end = min(first + CHUNK, elements);
-    for (long long at = first + threadIdx.x / 32 * SPAN; at < end; at += WARPS * SPAN)
-        use(address<T>(tensor, 0), at, elements - at);
-}
-
-template <int K, class Use>
-__device__ __forceinline__ void choose(const long long *tensor, long long first, Use use) {
-    if constexpr (K < 3) {
-        if constexpr (KINDS >> K & 1)
-            if (tensor[KIND] == K)
-                return spans<typename Number<K>::type>(tensor, first, use);
-        choose<K + 1>(tensor, first, use);
-    }
+    with_kind(tensor[KIND], [&](auto kind) {
+        using T = NumberOf<decltype(kind)::value>;
+        const long long elements = tensor[ELEMENTS], end = min(first + CHUNK, elements);
+        for (long long at = first + threadIdx.x / 32 * SPAN; at < end; at += WARPS * SPAN)
+            use(address<T>(tensor, GRADIENT), at, elements - at);
+    });
 }
 
 __device__ __forceinline__ void scale(Values &v, float by) {
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++)
-#pragma unroll
-        for (int j = 0; j < LANES; j++) v.at[i][j] *= by;
+    each([&](int i, int j) { v.at[i][j] *= by; });
 }
 
 KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chunks,
@@ -82,11 +64,11 @@ KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chun
     double sum = 0;
     for (int c = blockIdx.x; c < chunks; c += gridDim.x) {
         const long long *tensor = tensors + (long long)owners[c] * FIELDS;
-        choose<0>(tensor, (c - tensor[FIRST]) * CHUNK, [&](auto *from, long long at, long long count) {
+        spans(tensor, (c - tensor[FIRST]) * CHUNK, [&](auto *from, long long at, long long count) {
             Values v;
             load(v, from + at, count);
             scale(v, inverse);
-            if constexpr (WRITE) store(address<float>(tensor, 1), at, v, count);
+            if constexpr (WRITE) store(address<float>(tensor, OUT), at, v, count);
             sum += squares(v);
         });
     }
@@ -115,11 +97,11 @@ KERNEL(THREADS) rescale(const long long *tensors, const int *owners, const float
     const float by = *finite ? *factor : 1.0f;
     const long long *tensor = tensors + (long long)owners[blockIdx.x] * FIELDS;
     if (by != 1)
-        choose<0>(tensor, (blockIdx.x - tensor[FIRST]) * CHUNK,
-                  [&](auto *to, long long at, long long count) {
-                      Values v;
-                      load(v, to + at, count);
-                      scale(v, by);
-                      store(to, at, v, count);
-                  });
+        spans(tensor, (blockIdx.x - tensor[FIRST]) * CHUNK,
+              [&](auto *to, long long at, long long count) {
+                  Values v;
+                  load(v, to + at, count);
+                  scale(v, by);
+                  store(to, at, v, count);
+              });
 }

@@ -62,9 +62,10 @@ def whole(variant: Variant) -> bool:
 
 def many(kernel: str, given: dict[str, str]) -> tuple[str, ...]:
     """Return what a kernel over many tensors shows: four values of each, 16 bytes of float32."""
-    kind = int(given["KINDS"]).bit_length() - 1  # as the header of adamw_step.cu counts them
-    copy, wide, coded = kind // 3 % 2, kind // 6 % 2, kind // 12
-    size = 16 if kind % 3 == 2 else 8
+    kind = int(given["KINDS"]).bit_length() - 1  # as common/many.cuh says
+    flags = ("COPIED", "WIDE", "CODED")
+    copy, wide, coded = (bool(kind & int(given.get(flag, 0))) for flag in flags)
+    size = 16 if kind % 4 == 2 else 8
     if kernel == "measure":
         return (load(size), *[WRITE] * (given["WRITE"] == "true"))
     if kernel == "rescale":

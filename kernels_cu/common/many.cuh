@@ -1,26 +1,48 @@
 // Many tensors in one launch: a block takes a chunk of one of them, a warp 256 values at a time.
 //
-//   tensors   FIELDS numbers of every tensor: up to seven addresses, then ELEMENTS, FIRST (its first
-//             chunk) and KIND (which of the variants that KINDS has a bit for)
-//   owners    for every chunk, the number of its tensor
-//
-//   A kernel wants the constants KINDS, LANES (of one access: 4, or what all addresses are multiples
-//   of) and THREADS.
+//   tensors     a record of FIELDS numbers for every tensor: addresses, which a kernel names, then
+//               ELEMENTS, FIRST (its first chunk) and KIND
+//   owners      for every chunk, the number of its tensor
+//   constants   FIELDS, the fields    by name, as ops/common/many.py lays them out
+//               KINDS     a bit for every kind that the launch has; a kind is a Dtype and the flags
+//                         of a kernel
+//               LANES     values of one access: 4, or what all addresses are multiples of
+//               CHUNK, THREADS        elements of a chunk; threads of a block
 #pragma once
 #include "common/vector.cuh"
 
-constexpr int FIELDS = 10, ELEMENTS = 7, FIRST = 8, KIND = 9;
-constexpr int CHUNK = 8192, SPAN = 256, GROUPS = SPAN / 32 / LANES;
+constexpr int SPAN = 256, GROUPS = SPAN / 32 / LANES;
 
-template <int> struct Number { using type = __half; };
-template <> struct Number<1> { using type = __nv_bfloat16; };
-template <> struct Number<2> { using type = float; };
+enum Dtype { FLOAT16, BFLOAT16, FLOAT32, DTYPE = 3 };  // DTYPE: the bits of a kind that say it
+
+template <int> struct Number { using type = float; };
+template <> struct Number<FLOAT16> { using type = __half; };
+template <> struct Number<BFLOAT16> { using type = __nv_bfloat16; };
+template <int KIND> using NumberOf = typename Number<KIND & DTYPE>::type;
+
+// Call use with the kind of a tensor as a constant, one of those that the launch has.
+template <int VALUE> struct Constant { static constexpr int value = VALUE; };
+template <int K = 0, class Use> __device__ __forceinline__ void with_kind(int kind, Use use) {
+    if constexpr (K < 32) {
+        if constexpr (KINDS >> K & 1)
+            if (kind == K) return use(Constant<K>());
+        with_kind<K + 1>(kind, use);
+    }
+}
 
 // What one thread holds of a span: neighbouring lanes hold neighbouring values, so that an access
 // of any dtype leaves no gap.
 struct Values {
     float at[GROUPS][LANES];
 };
+
+// use(i, j) for each of them.
+template <class Use> __device__ __forceinline__ void each(Use use) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+        for (int j = 0; j < LANES; j++) use(i, j);
+}
 
 __device__ __forceinline__ int place(int group) {
     return (group * 32 + (int)threadIdx.x % 32) * LANES;

@@ -1,6 +1,6 @@
 """Many tensors in one launch: the tables that common/many.cuh reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.source import Constants
 from ...core.target import target_of
 
-POINTERS, FIELDS, CHUNK, THREADS = 7, 10, 8192, 256
+CHUNK, THREADS = 8192, 256
 
 
 class Addresses(np.ndarray[Any, Any]):
@@ -23,11 +23,16 @@ class Addresses(np.ndarray[Any, Any]):
 class Table(NamedTuple):
     """What a launch needs to know of its tensors."""
 
-    tensors: Any  # FIELDS int64 of every tensor, where the tensors live
+    tensors: Any  # a record of int64 for every tensor, where the tensors live
     owners: Any  # int32 of every chunk: its tensor
     chunks: int
+    fields: tuple[str, ...]  # of a record
     kinds: int  # a bit for every kind there is
     lanes: int  # values of one access
+
+    def constants(self, **more: int) -> Constants:
+        """Return the constants of a kernel that reads it."""
+        return _constants(self.fields, self.kinds, self.lanes, **more)
 
 
 def launchable(arrays: Sequence[Array]) -> bool:
@@ -43,25 +48,26 @@ def address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-def table(columns: Sequence[Sequence[Array | None]], kinds: Sequence[int]) -> Table:
+def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -> Table:
     """Return the table of tensors whose arrays stand, by field, in columns; upload it once.
 
     The first column has an array of every tensor; its size is the tensor's.
     """
-    lead: Any = columns[0]
+    lead: Any = next(iter(columns.values()))
     counts = [-(-array.size // CHUNK) for array in lead]
-    rows = np.zeros((len(lead), FIELDS), np.int64)
+    fields = *columns, "elements", "first", "kind"
+    rows = np.zeros((len(lead), len(fields)), np.int64)
     places = {}
-    for field, column in enumerate(columns):
+    for field, column in enumerate(columns.values()):
         for row, array in enumerate(column):
             if array is not None:
                 rows[row, field] = address(array)
-                places[row * FIELDS + field] = array
-    rows[:, POINTERS] = [array.size for array in lead]
-    rows[:, POINTERS + 1] = np.cumsum([0, *counts[:-1]])
-    rows[:, POINTERS + 2] = kinds
+                places[row * len(fields) + field] = array
+    rows[:, -3] = [array.size for array in lead]
+    rows[:, -2] = np.cumsum([0, *counts[:-1]])
+    rows[:, -1] = kinds
     owners = np.repeat(np.arange(len(lead), dtype=np.int32), counts)
-    width = min(lanes(4, *arrays) for arrays in zip(*columns, strict=True))
+    width = min(lanes(4, *arrays) for arrays in zip(*columns.values(), strict=True))
     tensors: Any = rows
     if isinstance(lead[0], np.ndarray):
         tensors = rows.view(Addresses)
@@ -70,14 +76,17 @@ def table(columns: Sequence[Sequence[Array | None]], kinds: Sequence[int]) -> Ta
     bits = 0
     for kind in kinds:
         bits |= 1 << kind
-    return Table(placed(tensors, lead[0]), placed(owners, lead[0]), len(owners), bits, width)
+    sent = placed(tensors, lead[0]), placed(owners, lead[0])
+    return Table(*sent, len(owners), fields, bits, width)
 
 
 @cache
-def constants(kinds: int, width: int, **more: bool) -> Constants:
-    """Return the constants of such a kernel.
+def _constants(fields: tuple[str, ...], kinds: int, width: int, **more: int) -> Constants:
+    """Return the constants of such a kernel; a field's is its place in a record.
 
     256 threads with eight values of every array: 16 KB of each float32 array are in flight in a
     block, where 13 KB in all of an SM keep an H200's memory busy.
     """
-    return Constants(KINDS=kinds, LANES=width, THREADS=THREADS, **more)
+    places = {field.upper(): place for place, field in enumerate(fields)}
+    sizes = {"FIELDS": len(fields), "CHUNK": CHUNK, "THREADS": THREADS, "LANES": width}
+    return Constants(KINDS=kinds, **places, **sizes, **more)

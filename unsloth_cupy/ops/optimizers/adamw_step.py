@@ -8,6 +8,7 @@ and the same for square; ``dynamic_codes.py`` has both.  Whether a step is skipp
 many there have been, is known on the device alone.
 """
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ class Launcher:
         gradients = [packed(gradient) for gradient in gradients]
         table = self._table(gradients)
         beta1, beta2 = self.betas
-        chosen = many.constants(table.kinds, table.lanes)
+        chosen = table.constants(**Kind.__members__)
         kernel = load("adamw_step.cu", "adamw_step", self.lead, chosen)
         kernel[table.chunks, many.THREADS](
             table.tensors,
@@ -155,14 +156,24 @@ class Launcher:
             if len(self.tables) >= KEPT_TABLES:
                 self.tables.clear()
             tensors = self.tensors.values()
-            columns = [*zip(*tensors, strict=True), gradients]
+            arrays = zip(*tensors, strict=True)
+            columns: dict[str, Any] = dict(zip(Tensor._fields, arrays, strict=True))
+            columns["gradient"] = gradients
             kinds = map(_kind, tensors, gradients)
             table = self.tables[key] = many.table(columns, [*kinds])
         return table
 
 
+class Kind(enum.IntFlag):
+    """What a kernel knows of a tensor beside its dtype, whose number is in the bits below."""
+
+    COPIED = 4
+    WIDE = 8
+    CODED = 16
+
+
 def _kind(tensor: Tensor, gradient: Any) -> int:
     model = tensor.dtypes[0]
     copied, coded = tensor.copy is not None, tensor.mean_scale is not None
-    wide = gradient.dtype != model
-    return KERNEL_DTYPES.index(model) + 3 * copied + 6 * wide + 12 * coded
+    flags = Kind.COPIED * copied | Kind.WIDE * (gradient.dtype != model) | Kind.CODED * coded
+    return KERNEL_DTYPES.index(model) | flags

@@ -57,7 +57,7 @@ def measured(
     """
     table = _table(gradients, out)
     lead = gradients[0]
-    chosen = many.constants(table.kinds, table.lanes, WRITE=out is not None)
+    chosen = table.constants(WRITE=out is not None)
     kernel = load("gradients.cu", "measure", lead, chosen)
     # as many as are resident at once, each with one sum for the last: 16 KB of an SM are in flight
     blocks = min(table.chunks, 4 * limits(lead).processors)
@@ -82,7 +82,7 @@ def rescale(gradients: Sequence[Array], found: GradientMeasure) -> None:
     """Multiply gradients by the factor found, in place; leave them where one is not finite."""
     table = _table(gradients, None)
     lead = gradients[0]
-    chosen = many.constants(table.kinds, table.lanes, WRITE=False)
+    chosen = table.constants(WRITE=False)
     kernel = load("gradients.cu", "rescale", lead, chosen)
     kernel[table.chunks, many.THREADS](table.tensors, table.owners, found.factor, found.finite)
 
@@ -105,7 +105,7 @@ def _table(gradients: Sequence[Any], out: Sequence[Any] | None) -> many.Table:
     if table is None:
         if len(tables) >= KEPT_TABLES:
             tables.clear()
-        columns = [gradients] if out is None else [gradients, out]
+        columns = {"gradient": gradients, "out": out or [None] * len(gradients)}
         kinds = [KERNEL_DTYPES.index(gradient.dtype) for gradient in gradients]
         table = tables[key] = many.table(columns, kinds)
     return table

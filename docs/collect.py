@@ -84,7 +84,8 @@ KERNELS = """\
 Collected from the files of `kernels_cu/`: maths, traffic, constants; and from what NVRTC says of
 every variant that the library asks for, which the tests hold it to. Cells give registers of a
 thread, bytes of static and dynamic shared memory, and the share of an SM's threads that can be
-resident at once. What a GPU confirmed of their speed stands under
+resident at once. How two kernels come to what they are, step by step, stands under
+[ladders](../ladders.md). What a GPU confirmed of their speed stands under
 [performance](../performance.md); of the instructions that they use, under
 [instructions](instructions.md).
 """

@@ -1,0 +1,36 @@
+"""docs/ladders.md says what its command measures."""
+
+import pytest
+
+from . import budget, cuda_on_cpu
+from .ladder import LADDERS, PAGE, Ladder, row
+from .sample import Sample
+from .sass import nvdisasm
+
+if (reason := budget.missing() or cuda_on_cpu.missing()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+try:
+    nvdisasm()
+except LookupError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.name)
+def test_the_page_says_what_a_step_buys(ladder: Ladder) -> None:
+    """One step in a run; ``--sample all`` asks for all of them."""
+    if budget.read()[0]["compiler"] != budget.compiler_version():
+        pytest.skip("another compiler than the page speaks of")
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    steps = [*ladder.rungs]
+    written = {step: next(x for x in lines if x.startswith(f"| {step} |")) for step in steps}
+    at = Sample.day % len(steps)
+    for step in steps if Sample.all else steps[at : at + 1]:
+        found, told = (
+            dict(zip(("step", *ladder.columns), line.strip("| ").split(" | "), strict=True))
+            for line in (row(ladder, step), written[step])
+        )
+        cure = f"{found}: python -m tests.ladder --write"
+        apart = int(found.pop("registers")) - int(told.pop("registers"))
+        assert abs(apart) <= budget.REGISTER_UNIT, cure
+        del found["occupancy"], told["occupancy"]  # which follows from registers
+        assert found == told, cure

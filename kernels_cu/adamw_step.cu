@@ -7,10 +7,11 @@
 //   traffic     elements * (2 * sizeof(parameter) + sizeof(gradient) + sizeof(copy) + 16), or with
 //               codes + 4 + 16 / 256 in place of + 16; beside it 4 to 8 KiB a chunk of 8192 elements
 //   constants   those of common/many.cuh, with the fields PARAMETER, COPY, MEAN, SQUARE, MEAN_SCALE,
-//               SQUARE_SCALE and GRADIENT; to the dtype of all three, a kind adds the flags
-//               COPIED    the parameter is float32, and has a copy of that dtype
+//               SQUARE_SCALE and GRADIENT; parameter and gradient have the dtype of a kind, but for
+//               its flags
+//               COPIED    the parameter is float32, and a copy has that dtype
 //               WIDE      the gradient is float32
-//               CODED     codes are kept
+//               CODED     states are codes
 //
 //   The trick: the step is counted on the device.  The last block to end leaves the bias corrections
 //   of the next step, so the host need not know whether this one was skipped.  A span of a warp is a

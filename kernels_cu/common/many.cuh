@@ -1,13 +1,12 @@
 // Many tensors in one launch: a block takes a chunk of one of them, a warp 256 values at a time.
 //
-//   tensors     a record of FIELDS numbers for every tensor: addresses, which a kernel names, then
-//               ELEMENTS, FIRST (its first chunk) and KIND
+//   tensors     a record for every tensor: addresses, then ELEMENTS, FIRST (its first chunk), KIND
 //   owners      for every chunk, the number of its tensor
-//   constants   FIELDS, the fields    by name, as ops/common/many.py lays them out
-//               KINDS     a bit for every kind that the launch has; a kind is a Dtype and the flags
-//                         of a kernel
+//   constants   FIELDS    numbers of a record, where the constant of a field's name is its place
+//               KINDS     a bit for every kind in the launch: a Dtype, and flags of the kernel
 //               LANES     values of one access: 4, or what all addresses are multiples of
-//               CHUNK, THREADS        elements of a chunk; threads of a block
+//               CHUNK     elements of a chunk
+//               THREADS   of a block
 #pragma once
 #include "common/vector.cuh"
 

@@ -48,7 +48,7 @@ Lines = dict[str, dict[str, dict[str, list[int]]]]  # kernel, label, architectur
 
 
 class Resources(NamedTuple):
-    """What ptxas says of a kernel: bytes but for registers, and lines that are no routine."""
+    """What ptxas says of a kernel: bytes but for registers, and lines that are not routine."""
 
     registers: int
     shared: int

@@ -347,7 +347,7 @@ class Function:
         if any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
             raise HostWriteError(f"{self.about[0]}: an array of the host is an argument")
         if not all(type(arg) is Array or isinstance(arg, np.generic) for arg in args):
-            raise TypeError(f"{self.about[0]}: {args} are no arguments of a kernel")
+            raise TypeError(f"{self.about[0]}: {args} are not arguments of a kernel")
         made = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
         machine = sys.modules["cupy"].machine
         if self._device != machine.gpus.current:
@@ -454,7 +454,7 @@ def gpu(
     found, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
     records = dict(faults._records)
     for op in OPS.values():
-        op.plans.clear()  # what was recorded on another machine
+        op.routes.clear()  # what was recorded on another machine
     gradients.tables.clear()
     counters._kept.clear()
     if devices > 1:

@@ -204,7 +204,7 @@ class TestNumPy:
         "bad", [[1.0], 1.0, True, "x", object()], ids=lambda bad: type(bad).__name__
     )
     def test_what_is_no_array_raises(self, bad) -> None:
-        with pytest.raises(DTypeError, match=r"add: b is no array but \w+; wrap it in numpy"):
+        with pytest.raises(DTypeError, match=r"add: b is not an array but \w+; wrap it in numpy"):
             add(np.ones(1), bad)
 
     def test_none_raises(self) -> None:

@@ -1,4 +1,4 @@
-"""What an option may be: every op refuses what is no such number, before any work."""
+"""What an option may be: every op refuses what is not such a number, before any work."""
 
 import math
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def test_a_call_of_a_known_form_looks_its_plan_up_once() -> None:
         shown(x)
         shown(x, 3)
         shown(x, 4, b=x, factor=1)
-    assert len(shown.plans) == 3
+    assert len(shown.routes) == 3
     assert seen == [(None, True, 2.0), (3, True, 2.0), (4, False, 1)] * 3
 
 

@@ -29,7 +29,7 @@ NAMES = ("add", "softmax", "swiglu", "rms_norm_forward", "rope_qk", "cross_entro
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let threads take turns between any two lines, and what is kept be let go all the time."""
     for module, name in (
-        (op, "KEPT_PLANS"),
+        (op, "KEPT_ROUTES"),
         (replay, "KEPT"),
         (gradients, "KEPT_TABLES"),
         (adamw_step, "KEPT_TABLES"),
@@ -64,7 +64,7 @@ def test_ops_of_any_shapes(emulated: bool) -> None:
     with emulator(check=False) if emulated else nullcontext():
         expected = [bits(call.run().values()) for call in drawn]
         for name in NAMES:
-            OPS[name].plans.clear()
+            OPS[name].routes.clear()
 
         def calls(number: int) -> bool:
             mine = random.Random(number)

@@ -174,8 +174,8 @@ def test_check_fails_at_a_broken_definition(
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr(OPS["scale"], "definition", broken)
-    OPS["scale"].plans.clear()
-    request.addfinalizer(OPS["scale"].plans.clear)
+    OPS["scale"].routes.clear()
+    request.addfinalizer(OPS["scale"].routes.clear)
     result = run("check", "scale")
     assert result.exit_code == 1
     assert "scale in float32, NumPy definition: error" in result.output

@@ -186,7 +186,7 @@ def test_vars_must_be_arguments_of_one_tape() -> None:
         checkpoint(add, one, two)
     with pytest.raises(GradientError, match="on two tapes"):
         checkpoint(lambda x: add(x, two), one)
-    with pytest.raises(GradientError, match="is no argument; pass it"):
+    with pytest.raises(GradientError, match="is not an argument; pass it"):
         checkpoint(lambda x: two, one)
 
 

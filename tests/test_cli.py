@@ -117,7 +117,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     process = start("finetune", "--text", text, "--out", folder, *SMALL)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert not {"\x1b", "\r", "\b"} & {*output, *errors}, "a pipe is no terminal"
+    assert not {"\x1b", "\r", "\b"} & {*output, *errors}, "a pipe is not a terminal"
     return folder, output
 
 
@@ -792,7 +792,7 @@ def wrong(tmp_path: Path) -> Path:
         ("generate meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Ll"),
         ("finetune a/b", "a/b does not exist; if it is a model of huggingface.co, download it"),
         ("finetune full/b", "full/b does not exist; name a folder with config.json"),
-        ("plan orphan", "is no folder here; if it is a model of huggingface.co, download it"),
+        ("plan orphan", "is not a folder here; if it is a model of huggingface.co, download it"),
         ("plan a/b", "hf download a/b --local-dir b, then give b here"),
         ("generate empty.txt", "is a file"),
         ("generate no-tokenizer", "holds no tokenizer.json"),

@@ -294,7 +294,7 @@ def test_a_division_is_rounded_once(arch: str) -> None:
 
 
 def shown(kernel: str) -> list[Variant]:
-    """Return variants that show every switch on and off, and sizes that are no power of two."""
+    """Return variants that show every switch on and off, and sizes that are not powers of two."""
     several = {variant: constants(variant.launch.source) for variant in of_kernel(kernel, "90")}
     sizes = {v: [int(n) for n in own.values() if n.isdigit()] for v, own in several.items()}
 

@@ -384,7 +384,7 @@ def test_the_stand_in_notices_another_gpu() -> None:
                 wrong()
         with sys.modules["cupy"].cuda.Device(1):
             assert (there + there).device.id == 1
-        assert there[1:].device.id == 1, "a view is no work"
+        assert there[1:].device.id == 1, "a view is not work"
 
 
 # ---- streams -------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            (b'{"text": "a"', "is no JSON (Expecting ',' delimiter at column 13); write one"),
+            (b'{"text": "a"', "is not JSON (Expecting ',' delimiter at column 13); write one"),
             (b"[1, 2]", 'is [1, 2], no object; write {"text"'),
             (b'{"text": "\xff"}', "is not UTF-8: byte 10 is 0xff; convert"),
             (b'{"text": NaN}', "text is NaN, no text; write text as a string"),
@@ -275,7 +275,7 @@ class TestChat:
 
     @pytest.mark.parametrize(
         ("template", "message"),
-        [("{% for %}", "chat template is broken"), (3, "chat_template is no text")],
+        [("{% for %}", "chat template is broken"), (3, "chat_template is not text")],
     )
     def test_broken_templates(self, template: Any, message: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):

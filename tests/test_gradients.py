@@ -74,8 +74,8 @@ def test_bad_gradients_raise_before_anything_changes() -> None:
     for bad, error, cure in (
         (frozen, ConfigError, "b is read-only; pass a copy"),
         (np.arange(3), DTypeError, "b is int64; pass float arrays"),
-        ([1.0], DTypeError, "b is no array but list"),
-        (None, DTypeError, "b is no array but NoneType"),
+        ([1.0], DTypeError, "b is not an array but list"),
+        (None, DTypeError, "b is not an array but NoneType"),
     ):
         with pytest.raises(error, match=cure):
             clip_gradients({"a": good, "b": bad}, 1.0)

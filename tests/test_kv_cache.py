@@ -152,11 +152,11 @@ def test_bad_input():
         cache.reorder(np.zeros(2))
     with pytest.raises(RangeError, match="index"):
         cache.reorder(np.array([0, 2]))
-    with pytest.raises(DTypeError, match="index is no array but list"):
+    with pytest.raises(DTypeError, match="index is not an array but list"):
         cache.reorder([0, 1])
     with pytest.raises(ShapeError, match="k is None"):
         cache.append(0, None, v)
-    with pytest.raises(DTypeError, match="v is no array but list"):
+    with pytest.raises(DTypeError, match="v is not an array but list"):
         cache.append(0, k, v.tolist())
     with pytest.raises(RangeError, match=r"layer 0\.5"):
         cache.append(0.5, k, v)
@@ -169,7 +169,7 @@ def test_bad_input():
     for dtype in ("int8", "floating", None, 3, (1, 2, 3)):
         with pytest.raises(ConfigError, match=r"dtype=.*; choose from float16"):
             KVCache(1, 1, 1, 1, 1, dtype=dtype)
-    with pytest.raises(DTypeError, match="like is no array but str"):
+    with pytest.raises(DTypeError, match="like is not an array but str"):
         KVCache(1, 1, 1, 1, 1, dtype="float32", like="cuda")
     for size in (-1, 1.5, "2", None, True):
         with pytest.raises(ConfigError, match=r"none of them negative|must be an integer"):

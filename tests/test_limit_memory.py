@@ -11,14 +11,14 @@ from unsloth_cupy import DeviceMemoryError, machine, plan_memory
 from unsloth_cupy.cli.options import Size
 from unsloth_cupy.finetune import limit, preparation
 from unsloth_cupy.finetune.limit import Memory, Sizes, within
-from unsloth_cupy.finetune.settings import Plan
+from unsloth_cupy.finetune.settings import Settings
 from unsloth_cupy.models.parse import parse
 
 from .test_cli import assert_one_clear_error, run
 from .test_memory import GEMMA, LLAMA, SMALL
 
 MIB = 2**20
-PLAN = Plan(3, 1e-3, 0.1, 1.0, 0, 3, 100)
+PLAN = Settings(3, 1e-3, 0.1, 1.0, 0, 3, 100)
 TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
 
 
@@ -80,7 +80,7 @@ def test_a_cure_saves_what_it_says(switch: str) -> None:
     assert f"{switch} saves {(whole - less.total) / MIB:.2f} MiB and fits" in str(error.value)
 
 
-def cures(plan: Plan, **changes: Any) -> str:
+def cures(plan: Settings, **changes: Any) -> str:
     """Return what is said of a limit for which all switches together are not enough."""
     with pytest.raises(DeviceMemoryError) as error:
         within(sizes(**changes), plan, 5 * MIB)
@@ -174,7 +174,7 @@ def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
         assert ", measured " in result.output
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         slowed = [line["step"] for line in lines if line.get("tokens_per_second", 1) is None]
-        assert slowed == ([] if limited else [1, 2]), "what is counted is no speed"
+        assert slowed == ([] if limited else [1, 2]), "what is counted is not a speed"
         lines = [line for line in lines if "peak_bytes" in line]
         assert [line["step"] for line in lines] == [*range(1, counted + 1)]
         for line in lines:

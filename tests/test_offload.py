@@ -164,7 +164,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 def test_what_comes_back_is_what_went(here: Stream) -> None:
     arrays = [filled(number, (5, 3), np.float16) for number in range(4)]
     expected = [np.array(array) for array in arrays]
-    waiting = [training_offload.on_host(array) for array in arrays]
+    waiting = [training_offload.to_host(array) for array in arrays]
     del arrays
     assert [each.array is None for each in waiting] == [True, True, True, False]
     back = [each.back() for each in waiting[::-1]]
@@ -177,8 +177,8 @@ def test_pinned_memory_waits_for_its_copy(here: Stream) -> None:
     """The pool would give it to the next who asks, while it is still read."""
     first, second = filled(1), filled(2)
     expected, size = np.array(first), first.nbytes
-    waiting = training_offload.on_host(first)
-    kept = training_offload.on_host(second)  # so that the first is on the host alone
+    waiting = training_offload.to_host(first)
+    kept = training_offload.to_host(second)  # so that the first is on the host alone
     del first
     here.run()
     back = waiting.back()
@@ -191,15 +191,15 @@ def test_pinned_memory_waits_for_its_copy(here: Stream) -> None:
 
 def test_pinned_memory_is_let_go_after_its_copy(here: Stream) -> None:
     for number in range(6):
-        training_offload.on_host(filled(number))
+        training_offload.to_host(filled(number))
         training_offload._side(0).stream.run()
     assert len(training_offload._side(0).copying) <= 1
     assert len(Pinned.free[32]) <= 3
 
 
 def test_nothing_is_kept_of_what_nobody_needs(here: Stream) -> None:
-    waiting = training_offload.on_host(filled(1))
-    waiting = training_offload.on_host(filled(2))
+    waiting = training_offload.to_host(filled(1))
+    waiting = training_offload.to_host(filled(2))
     del waiting
     training_offload._side(0).stream.run()
     training_offload._side(0).copying.clear()
@@ -211,7 +211,7 @@ def test_streams_take_turns(here: Stream) -> None:
     other, waiting = Stream(), []
     for number in range(8):
         with other if number % 2 else contextlib.nullcontext():
-            waiting.append(training_offload.on_host(filled(number)))
+            waiting.append(training_offload.to_host(filled(number)))
     here.run()
     other.run()
     for number, each in reversed([*enumerate(waiting)]):
@@ -226,7 +226,7 @@ def test_gpus_take_turns(here: Stream) -> None:
     for number in range(8):
         with Device(number % 2):
             array = filled(number)
-        waiting.append(training_offload.on_host(array))
+        waiting.append(training_offload.to_host(array))
         del array
     for stream in now.streams.values():
         stream.run()
@@ -246,7 +246,7 @@ def test_threads_offload_at_once(here: Stream) -> None:
         rng, right = np.random.default_rng(number), True
         for turn_ in range(20):
             values = rng.integers(0, 90, int(rng.integers(2, 9))).tolist()
-            waiting = [training_offload.on_host(filled(value)) for value in values]
+            waiting = [training_offload.to_host(filled(value)) for value in values]
             if turn_ % 3 == 0:
                 now.streams[0].run()
             back = [each.back() for each in waiting[::-1]]

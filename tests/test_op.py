@@ -128,9 +128,9 @@ def test_plans_are_made_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
     same(ones(3))
     same(np.ones(2))
     assert len(checked) == 4
-    monkeypatch.setattr(core_op, "KEPT_PLANS", 4)
+    monkeypatch.setattr(core_op, "KEPT_ROUTES", 4)
     same(ones(4))
-    assert len(same.plans) == 1
+    assert len(same.routes) == 1
 
 
 _check = core_op.check

@@ -262,7 +262,7 @@ def test_bad_options_raise(options: dict, cure: str) -> None:
 def test_bad_parameters_raise() -> None:
     with pytest.raises(DTypeError, match="w is int64; pass float arrays"):
         AdamW({"w": np.arange(3)})
-    with pytest.raises(DTypeError, match="w is no array but list"):
+    with pytest.raises(DTypeError, match="w is not an array but list"):
         AdamW({"w": [1.0]})
     with pytest.raises(DTypeError, match=r"pass \{name: array\}, not list"):
         AdamW([draw(3)])

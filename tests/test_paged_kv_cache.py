@@ -186,7 +186,7 @@ def test_bad_input() -> None:
     for dtype in ("int8", None):
         with pytest.raises(ConfigError, match="dtype"):
             PagedKVCache(1, 1, 1, 1, 1, dtype=dtype)
-    with pytest.raises(DTypeError, match="like is no array but str"):
+    with pytest.raises(DTypeError, match="like is not an array but str"):
         PagedKVCache(1, 1, 1, 1, 1, dtype="float32", like="cuda")
     for size in (0, -1, 1.5, None):
         with pytest.raises(ConfigError, match=r"nor page be 0|page must be an integer"):

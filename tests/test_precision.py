@@ -51,7 +51,7 @@ def draw(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
 
 
 def test_the_policy_names_every_op() -> None:
-    """That does not change its arguments, is no cast itself, and no way back."""
+    """That does not change its arguments, is not a cast itself, and no way back."""
     own = re.compile(r".*_|cast_to_.*|.*_gradients")
     ours = [n for n in forward_ops() if OPS[n].__module__.startswith("unsloth_cupy.")]
     named = {name.removesuffix("_forward") for name in ours if not own.fullmatch(name)}
@@ -93,7 +93,7 @@ def test_wide_ops_get_wide_operands() -> None:
 
 
 def test_what_is_no_op_is_not_cast() -> None:
-    with pytest.raises(ConfigError, match="Autocast: len is no op; choose from linear"):
+    with pytest.raises(ConfigError, match="Autocast: len is not an op; choose from linear"):
         Autocast("float16")(len, [])
 
 

@@ -47,7 +47,7 @@ def test_table_lists_every_public_op() -> None:
 @pytest.mark.parametrize(("name", "gradient", "kernel"), table())
 def test_table_is_true(name: str, gradient: str, kernel: str) -> None:
     op = OPS.get(name) or OPS.get(f"{name}_forward")
-    if op is not None:  # what is no op is made of ops and has what they have
+    if op is not None:  # what is not an op is made of ops and has what they have
         assert (op.backward is not None) == (gradient == "yes")
         free = op.backward is None or name == "add"  # whose backward op hands on what it gets
         ways = [op] if free else [op, op.backward]

@@ -191,7 +191,7 @@ def recorded(name: str) -> bool:
     """Say whether every plan of an op with something recorded can be replayed."""
     cells = [
         dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
-        for run in OPS[name].plans.values()
+        for run in OPS[name].routes.values()
     ]
     known = [found for cell in cells for found in cell["known"].cell_contents.values()]
     return all(found.__name__ == "replay" for found in known)
@@ -293,7 +293,7 @@ def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, used = np.zeros(256, np.uint32), list[Any]()
 
     def found() -> list[Any]:
-        OPS["attention_forward"].plans.clear()
+        OPS["attention_forward"].routes.clear()
         results = []
         for arrays, lengths in calls:
             results.append(OPS["attention_forward"](*arrays, key_lengths=lengths)[0].tobytes())
@@ -368,7 +368,7 @@ def test_a_plan_keeps_no_array(made: Any) -> None:
     x = np.ones(1000, np.float32)
     for _ in range(3):
         halved(x)
-    reached, seen = [*halved.plans.values()], set()
+    reached, seen = [*halved.routes.values()], set()
     while reached:
         found = reached.pop()
         if id(found) in seen:

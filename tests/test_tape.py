@@ -126,7 +126,7 @@ def test_an_array_needs_a_seed_of_its_shape() -> None:
     with pytest.raises(ShapeError, match=r"seed has shape \(3,\); it must be \(2, 3\)"):
         tape.gradients(x, [x], np.ones(3))
     for seed in ([1.0], 1, 1.0, "ones"):
-        with pytest.raises(DTypeError, match=r"seed is no array but \w+"):
+        with pytest.raises(DTypeError, match=r"seed is not an array but \w+"):
             tape.gradients(x, [x], seed)
     with pytest.raises(DTypeError, match="seed is float32; it must be float64"):
         tape.gradients(scale(x, factor=2.0), [x], np.ones((2, 3), np.float32))
@@ -173,7 +173,7 @@ def test_two_tapes_raise() -> None:
 
 @pytest.mark.parametrize("bad", [[1.0], 1.0, None], ids=repr)
 def test_only_arrays_are_watched(bad) -> None:
-    with pytest.raises(DTypeError, match=r"what is watched is no array but \w+"):
+    with pytest.raises(DTypeError, match=r"what is watched is not an array but \w+"):
         Tape().watch(bad)
 
 

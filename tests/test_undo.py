@@ -28,7 +28,7 @@ X = np.ones((4, 64), np.float32)
 def full() -> list[str]:
     """Return what holds anything: caches, and ops with plans."""
     several = [name for name, cache in caches().items() if cache.cache_info().currsize]
-    return several + [name for name, op in OPS.items() if op.plans]
+    return several + [name for name, op in OPS.items() if op.routes]
 
 
 def test_every_test_starts_with_empty_caches() -> None:

@@ -84,7 +84,7 @@ def forget() -> None:
     for cache in caches().values():
         cache.cache_clear()
     for op in OPS.values():
-        op.plans.clear()
+        op.routes.clear()
 
 
 def _inside(container: Any) -> Any:

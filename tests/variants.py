@@ -219,7 +219,7 @@ def adapter_gradients(machine: Machine, dtype: Any, rank: int, shift: int, small
 
 
 def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
-    """Return what launches kernels and is no op: its name, a form, and what does it."""
+    """Return what launches kernels and is not an op: its name, a form, and what does it."""
     for dtype in KERNEL_DTYPES:
         for bias in dict.fromkeys((dtype, np.dtype("float32"))):
             words = f"{dtype} bias {bias}"

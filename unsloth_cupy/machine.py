@@ -17,7 +17,7 @@ from .errors import ConfigError, DeviceMemoryError
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-WIDE = 120  # columns of what is no terminal: tables and paths stay whole
+WIDE = 120  # columns of what is not a terminal: tables and paths stay whole
 
 
 class Gpu(NamedTuple):

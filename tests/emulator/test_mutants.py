@@ -167,7 +167,7 @@ def _forget() -> None:
     """Make calls compile again: ops keep kernels, and replay launches of those they know."""
     kernel._kernel.cache_clear()
     for op in OPS.values():
-        op.plans.clear()
+        op.routes.clear()
 
 
 @pytest.mark.parametrize("mutant", sampled(ORDER, 4 * SAMPLE) + sampled(OTHER), ids=str)

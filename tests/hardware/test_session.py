@@ -226,7 +226,7 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cupy = pytest.importorskip("cupy", reason="what it can be asked is no invention")
+    cupy = pytest.importorskip("cupy", reason="what it can be asked is not an invention")
     about = {"name": b"GPU", "totalGlobalMem": 80 << 30}
     done: list[Any] = []
 

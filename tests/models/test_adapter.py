@@ -251,7 +251,7 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
         (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read as JSON"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "safetensors is missing"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"1"), "truncated or broken"),
-        (shutil.rmtree, "is no folder"),
+        (shutil.rmtree, "is not a folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -98,7 +98,7 @@ def test_create():
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"intermediate_size": "big"}, "intermediate_size is 'big'"),
         ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0"),
-        ({"num_attention_heads": 5}, "hidden_size=32 is no multiple"),
+        ({"num_attention_heads": 5}, "hidden_size=32 is not a multiple"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
         ({"head_dim": 7}, "even"),
         ({"hidden_act": "mish"}, "choose from silu"),

@@ -298,7 +298,7 @@ def test_gradients_are_the_parameters_own(model):
     assert all(isinstance(gradient, np.ndarray) for gradient in gradients.values())
     with pytest.raises(DTypeError, match="tokens is float32; it must be int32 or int64"):
         model.logits(tokens.float())
-    with pytest.raises(DTypeError, match="tokens is no array but list"):
+    with pytest.raises(DTypeError, match="tokens is not an array but list"):
         model.generate(PROMPT.tolist(), max_new_tokens=1)
 
 
@@ -310,7 +310,7 @@ def test_bad_labels(model):
     with pytest.raises(RangeError):
         model.loss(PROMPT, PROMPT + 90)
     for labels in (None, 3, PROMPT.tolist()):
-        with pytest.raises(DTypeError, match="labels is no array"):
+        with pytest.raises(DTypeError, match="labels is not an array"):
             model.loss(PROMPT, labels)
 
 

@@ -120,7 +120,7 @@ def test_bad_input() -> None:
         attention_layer(*arrays[:4], None, cos, sin, heads=HEADS)
     with pytest.raises(ShapeError, match="cos is"):
         attention_layer(*arrays, cos[0], sin, heads=HEADS)
-    with pytest.raises(DTypeError, match="q_weight is no array but list"):
+    with pytest.raises(DTypeError, match="q_weight is not an array but list"):
         attention_layer(arrays[0], arrays[1].tolist(), *arrays[2:], cos, sin, heads=HEADS)
     cache, x = KVCache(1, BATCH, 8, KV_HEADS, DIM, dtype="float64"), Tape().watch(arrays[0])
     with pytest.raises(GradientError, match="cache"):

@@ -301,7 +301,7 @@ def test_wrong_calls_of_dora_and_of_merging() -> None:
     ):
         with pytest.raises(ShapeError, match=r"b has outputs=2; it must be 3"):
             call(short)
-        with pytest.raises(DTypeError, match=r"b is no array but list"):
+        with pytest.raises(DTypeError, match=r"b is not an array but list"):
             call(b.tolist())
     with pytest.raises(ShapeError, match=r"magnitude has outputs=4; it must be 3"):
         uc.lora_merge(weight, a, b, magnitude=np.ones(4))

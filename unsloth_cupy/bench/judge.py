@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import on_host
+from ..core.arrays import to_numpy
 from ..core.dtypes import FLOATS, KERNEL_DTYPES
 from ..core.op import Op
 from .cases import Call, Scale, draw
@@ -72,7 +72,7 @@ def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
     try:
         if there and not call.mapped(place).launches():
             where = f"definition on {gpu}"
-        found = {key: on_host(array) for key, array in call.mapped(place).run().items()}
+        found = {key: to_numpy(array) for key, array in call.mapped(place).run().items()}
     except RuntimeError as error:  # KernelError, and what CUDA reports
         return Result(name, dtype.name, where, np.inf, 0.0, str(error).strip() or repr(error))
     if found.keys() != exact.keys():

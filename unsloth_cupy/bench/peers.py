@@ -138,7 +138,7 @@ def _run(call: Call, function: Any, seeds: dict[str, Any] | None) -> Callable[[]
     recorded: list[Any] = []
 
     def backward() -> Any:
-        if not recorded:  # the first run is no part of what is measured
+        if not recorded:  # the first run is not part of what is measured
             outputs = function(tensors, call.options)
             recorded.extend(outputs if isinstance(outputs, tuple) else (outputs,))
         given = [g.to(out.dtype) for g, out in zip(gradients, recorded, strict=True)]

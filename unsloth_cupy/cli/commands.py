@@ -19,7 +19,7 @@ class Commands(click.Group):
     """Commands whose errors are one message, with the cure, and an exit status of 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what the user can mend is no traceback."""
+        """Run a command; what the user can mend is not a traceback."""
         try:
             return super().invoke(ctx)
         except UnslothCupyError as error:

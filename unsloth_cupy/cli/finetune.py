@@ -18,7 +18,7 @@ from ..finetune.preparation import Request, prepare
 from ..finetune.records import SUFFIX, Records, read_records
 from ..finetune.results import report, sample
 from ..finetune.run_folder import RunFolder, base_of, model_folder
-from ..finetune.settings import Plan, read_settings, settings_of
+from ..finetune.settings import Settings, read_settings, settings_of
 from ..finetune.text import Text, read_text
 from ..finetune.trainer import Trainer
 from ..machine import blas_threads
@@ -124,7 +124,7 @@ def finetune(
         raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
     rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
     ends = steps or STEPS
-    plan = Plan(
+    plan = Settings(
         ends, rate, weight_decay, max_norm, seed, evaluate_every or math.ceil(ends / 10),
         save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
         **({} if config is None else config.rest),
@@ -153,7 +153,7 @@ def finetune(
 
 
 def asked_for(
-    run: RunFolder, request: Request, plan: Plan, text: Text | Records, source: Path | None
+    run: RunFolder, request: Request, plan: Settings, text: Text | Records, source: Path | None
 ) -> dict[str, Any]:
     """Return the settings of a run, with a digest of what its adapters stand on."""
     base: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from .target import target_of
 
 
 def framework_of(array: Any, what: str) -> str:
-    """Return the name of the library an array comes from; raise for what is no array."""
+    """Return the name of the library an array comes from; raise for what is not an array."""
     if isinstance(array, np.ndarray | np.generic) or is_planned(array):
         return "numpy"
     name = type(array).__module__.partition(".")[0]
@@ -23,7 +23,7 @@ def framework_of(array: Any, what: str) -> str:
     if hasattr(array, "__cuda_array_interface__"):
         return name
     kind = type(array).__name__
-    raise DTypeError(f"{what} is no array but {kind}; wrap it in numpy.asarray(...)")
+    raise DTypeError(f"{what} is not an array but {kind}; wrap it in numpy.asarray(...)")
 
 
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
@@ -78,7 +78,7 @@ def placed(array: Any, like: Any) -> Any:
         return np.asarray(array, like=like) if library == "cupy" else array
 
 
-def on_host(array: Any) -> Any:
+def to_numpy(array: Any) -> Any:
     """Return array as NumPy's, copied from its GPU where it lives on one."""
     if isinstance(array, np.ndarray):
         return array

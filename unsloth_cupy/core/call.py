@@ -4,7 +4,7 @@ For ``f(x, bias=None, *, eps: float = 1e-6)`` it is, in short,
 
     def f(x=None, bias=None, *more, eps=1e-6):
         try:
-            run = plans[targets, x.__class__, x.shape, x.dtype, bias and (...)]
+            run = routes[targets, x.__class__, x.shape, x.dtype, bias and (...)]
         except (AttributeError, KeyError, TypeError):
             run = plan([x, bias])                    a form that was not met before
         if not (eps.__class__ is float and -inf < eps < inf):
@@ -60,7 +60,7 @@ def key({arrays}):
 
 def {name}({parameters}):
     try:
-        run = plans[targets.targets, {key}]
+        run = routes[targets.targets, {key}]
     except (AttributeError, KeyError, TypeError):
         run = plan([{arrays}])
     if more:
@@ -70,8 +70,8 @@ def {name}({parameters}):
 """
 
 
-def written_for(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the function of an op, and the key of a call among its plans."""
+def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function of an op, and the key of a call among its routes."""
     parameters = inspect.signature(op.definition).parameters
     options = [parameters[name] for name in parameters if name not in op.names]
     positional, keywords = op.names[: op.positional], op.names[op.positional :]
@@ -94,10 +94,10 @@ def written_for(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     scope: dict[str, Any] = {
         **defaults,
         "plan": op.plan,
-        "plans": op.plans,
+        "routes": op.routes,
         "targets": target,
         "inf": math.inf,
-        "fit": functools.partial(_fit, op.__name__, parameters),
+        "fit": functools.partial(coerce_option, op.__name__, parameters),
         "too_many": functools.partial(_too_many, op.__name__, ", ".join(positional)),
     }
     exec(compile(text, f"<call of {op.__name__}>", "exec"), scope)
@@ -159,7 +159,7 @@ def checked(made: F) -> F:
         for name in [name for name in options_of if name in given.arguments]:
             value = given.arguments[name]
             if value is not None or not options_of[name].optional:
-                given.arguments[name] = _fit(shown, parameters, name, value)
+                given.arguments[name] = coerce_option(shown, parameters, name, value)
         return function(*given.args, **given.kwargs)
 
     if isinstance(made, type):
@@ -179,7 +179,9 @@ def is_integer(value: Any, least: float = 0) -> bool:
     return bool(whole and value >= least)
 
 
-def _fit(op: str, parameters: Mapping[str, inspect.Parameter], name: str, value: Any) -> Any:
+def coerce_option(
+    op: str, parameters: Mapping[str, inspect.Parameter], name: str, value: Any
+) -> Any:
     """Return NumPy's number as Python's; raise ConfigError for what does not fit."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))
     words, classes = KINDS[kind]

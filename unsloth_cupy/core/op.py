@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import RangeError
 from . import gpu
 from .arrays import common, native, packed, rounded
-from .call import written_for
+from .call import compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
 from .frameworks import elsewhere
 from .replay import Run, replaying
@@ -36,7 +36,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 INTEGER = np.int64()  # has the form of a Python int
-KEPT_PLANS = 4096  # per op; decoding meets a new shape with every token
+KEPT_ROUTES = 4096  # per op; decoding meets a new shape with every token
 Ranges = Sequence[tuple[int, int]]  # (index of an operand of integers, what they are below)
 OPS: dict[str, "Op[..., Any]"] = {}
 
@@ -72,8 +72,8 @@ class Op(Generic[P, R]):
         self.launch: Callable[P, R] | None = None
         self.strided: tuple[str, ...] = ()  # arrays that the launch gets as they lie
         self.backward: Op[..., Any] | None = None
-        self.plans: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
-        call, self.key = written_for(self)
+        self.routes: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
+        call, self.key = compile_call(self)
         self.__class__ = type("Op", (Op,), {"__call__": staticmethod(call)})  # calls ask the class
         OPS[self.__name__] = self
 
@@ -131,9 +131,9 @@ class Op(Generic[P, R]):
         library = self.library_of(arrays)
         if not native(arrays):
             return functools.partial(elsewhere, library, self)
-        if len(self.plans) >= KEPT_PLANS:
-            self.plans.clear()
-        run = self.plans[self.key(*arrays)] = self._prepare(library, arrays)
+        if len(self.routes) >= KEPT_ROUTES:
+            self.routes.clear()
+        run = self.routes[self.key(*arrays)] = self._prepare(library, arrays)
         return run
 
     def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:

@@ -81,7 +81,7 @@ def parse(signature: str) -> Contract:
     for operand in inputs + outputs:
         if operand.kind not in KINDS:
             kinds = ", ".join(KINDS)
-            raise ValueError(f"{operand.name}: {operand.kind!r} is no kind; choose from {kinds}")
+            raise ValueError(f"{operand.name}: {operand.kind!r} is not a kind; choose from {kinds}")
     return Contract(inputs, outputs, tuple(re.findall(r"(\w+) % (\w+)", multiples)))
 
 

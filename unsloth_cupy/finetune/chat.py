@@ -73,7 +73,7 @@ class Chat:
         if FILE in self.files:
             path, found = folder / FILE, self.files[FILE]
         if found is not None and not isinstance(found, str):
-            raise ConfigError(f"{path}: chat_template is no text; copy the file again")
+            raise ConfigError(f"{path}: chat_template is not text; copy the file again")
         self.where = str(path) if found is not None else self.where
         tokens = {
             key: value.get("content") if isinstance(value, dict) else value

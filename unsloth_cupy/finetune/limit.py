@@ -16,7 +16,7 @@ from ..memory.pool import memory_pool
 if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
-    from .settings import Plan
+    from .settings import Settings
 
 COUNTED = 2  # steps without a limit: they take alike, and to count slows small ops down
 ADAPTER_RANK = 8  # of the adapters that are proposed
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     exists: bool  # the model: adapters may be added
     adapter: "Adapter | None" = None  # that it has
 
-    def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
+    def planned(self, plan: "Settings", **changes: Any) -> MemoryPlan:
         """Return what a step takes, or would take with some changes."""
         options = {
             "batch": self.batch,
@@ -56,7 +56,7 @@ def check_tokens(tokens: int, positions: int) -> None:
         raise ConfigError(f"--tokens {tokens} is more than the {positions} positions of the model")
 
 
-def within(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
+def within(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:
     """Return what a step takes; raise if that is more than the limit, naming where and the cures.
 
     Without a limit it is the memory of the machine that a step has to fit in.
@@ -89,7 +89,7 @@ def within(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     )
 
 
-def _cures(sizes: Sizes, plan: "Plan", made: MemoryPlan, limit: int) -> str:
+def _cures(sizes: Sizes, plan: "Settings", made: MemoryPlan, limit: int) -> str:
     """Return what switches would save, the most first."""
     from ..models.block import check_chunked
 
@@ -141,7 +141,7 @@ class Memory:
     def watched(self, arrays: Iterable[Any]) -> Iterator[None]:
         """Count inside a ``with`` block, beside arrays that are there already."""
         number = None
-        if self.device is None:  # what a first step imports is no array
+        if self.device is None:  # what a first step imports is not an array
             importlib.import_module("scipy.sparse")
             importlib.import_module("scipy.special")
         else:

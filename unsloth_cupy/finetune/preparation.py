@@ -18,7 +18,7 @@ from .progress import reading
 from .records import Records
 from .results import announce
 from .run_folder import RunFolder, load_model, model_without_weights
-from .settings import Plan
+from .settings import Settings
 from .text import Lessons, Text
 from .tokenizer import load_tokenizer, train_tokenizer
 from .trainer import Trainer
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 
 def prepare(
-    run: RunFolder, request: Request, plan: Plan, text: Text | Records, source: Path | None
+    run: RunFolder, request: Request, plan: Settings, text: Text | Records, source: Path | None
 ) -> Trainer:
     """Load or create model and tokenizer, at the newest checkpoint if there is one."""
     checkpoint = run.newest_checkpoint()
@@ -94,7 +94,7 @@ def prepare(
     return trainer
 
 
-def with_steps(plan: Plan, request: Request, lessons: Lessons) -> Plan:
+def with_steps(plan: Settings, request: Request, lessons: Lessons) -> Settings:
     """Return a plan of so many steps as the epochs that were asked for have."""
     if request.epochs is not None:
         batches = lessons.batches.count(request.epochs)

@@ -79,7 +79,7 @@ def read_records(path: Path) -> Records:
     Raises
     ------
     ConfigError
-        The file cannot be read, or a line is no record; the message names file, line and cure.
+        The file cannot be read, or a line is not a record; the message names file, line and cure.
     """
     digest, records = hashlib.sha256(), list[Record]()
     try:
@@ -140,7 +140,7 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         wrong(f"is not UTF-8: {byte}", "convert the file, for example with iconv -t utf-8")
     except json.JSONDecodeError as error:
-        wrong(f"is no JSON ({error.msg} at column {error.colno})", "write one object in each line")
+        wrong(f"is not JSON ({error.msg} at column {error.colno})", "write one object in each line")
     except (ValueError, RecursionError) as error:
         wrong(f"cannot be read as JSON ({error})", "write one object in each line")
     if not isinstance(values, dict):

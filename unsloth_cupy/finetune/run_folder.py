@@ -185,7 +185,7 @@ def base_of(folder: Path) -> Path | None:
     if not isinstance(base, str) or not Path(base).is_dir():
         cure = "write the folder of the adapter's base model there"
         raise ConfigError(
-            f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is no folder here;"
+            f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is not a folder here;"
             f" {absent(Path(str(base)), cure)}"
         )
     return Path(base)

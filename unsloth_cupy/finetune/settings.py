@@ -17,7 +17,7 @@ MORE = ("steps", "epochs", "evaluate_every")  # what a run that came to its end 
 ABOUT = ("text_file", "text_bytes")  # what is said of a text that has changed
 
 
-class Plan(NamedTuple):
+class Settings(NamedTuple):
     """How to train."""
 
     steps: int
@@ -54,7 +54,11 @@ class Plan(NamedTuple):
 
 
 def settings_of(
-    plan: Plan, text: "Text | Records", source: Path | None, base: Mapping[str, Any], **more: Any
+    plan: Settings,
+    text: "Text | Records",
+    source: Path | None,
+    base: Mapping[str, Any],
+    **more: Any,
 ) -> dict[str, Any]:
     """Return what makes a run this run and no other, as settings.json holds it."""
     path = text.path

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     labels: Array  # a token, or IGNORE where none is to be learned
     offsets: Array | None  # where texts start that share rows, see Transformer.logits
     asked: int  # labels that count
-    real: int  # tokens that are no padding
+    real: int  # tokens that are not padding
 
 
 class Source(Protocol):
@@ -109,7 +109,7 @@ def read_text(path: Path | None) -> Text:
 
 
 def text_byte(error: UnicodeDecodeError) -> str:
-    """Return the byte that is no UTF-8, in hexadecimal."""
+    """Return the byte that is not UTF-8, in hexadecimal."""
     return f"0x{error.object[error.start]:02x}"
 
 

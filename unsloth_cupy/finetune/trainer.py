@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ..core.arrays import on_host, placed
+from ..core.arrays import placed, to_numpy
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import check_room, written_beside
@@ -31,7 +31,7 @@ from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .progress import Progress
 from .run_folder import RunFolder
-from .settings import Plan
+from .settings import Settings
 from .text import Batch, Lessons
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Trainer:
         model: "Transformer",
         tokenizer: Any,
         lessons: Lessons,
-        plan: Plan,
+        plan: Settings,
         files: Mapping[str, str],
         memory: Memory,
         *,
@@ -247,7 +247,7 @@ class Trainer:
         if not path.exists():
             with written_beside(path) as partial:
                 self.save_model(partial)
-                averages = {n: on_host(a) for n, a in self.optimizer.state().items()}
+                averages = {n: to_numpy(a) for n, a in self.optimizer.state().items()}
                 write_tensors(partial / "optimizer.safetensors", averages)
                 state = {
                     "step": self.step,

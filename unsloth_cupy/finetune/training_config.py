@@ -22,7 +22,7 @@ class Settings(NamedTuple):
     """What a TrainingConfig says to ``finetune``."""
 
     options: dict[str, Any]  # by the names of options, whose defaults they are
-    rest: dict[str, Any]  # by the names of Plan: what no option says
+    rest: dict[str, Any]  # by the names of Settings: what no option says
 
 
 def read_training_config(path: Path) -> Settings:

@@ -49,14 +49,14 @@ class KVCache:
         The storage of each layer.  Token p lies in slot p; with a window and from slot sinks on,
         the slots are a ring.
     real : (batch, tokens) bool
-        Which tokens are no padding; a model notes it here and attention obeys it later.
+        Which tokens are not padding; a model notes it here and attention obeys it later.
     padded : bool
         Whether any may be: False until a model notes a mask.
 
     Raises
     ------
     ConfigError
-        A size is negative, window or sinks make no sense, or dtype is no float.
+        A size is negative, window or sinks make no sense, or dtype is not a float.
 
     Notes
     -----
@@ -232,7 +232,7 @@ class KVCache:
         return np.concatenate(parts, axis=-1) if self.sinks else parts[0]
 
     def note(self, real: Array | None, new: int) -> Array | None:
-        """Note which of the last tokens, ``new`` ones to come included, are no padding.
+        """Note which of the last tokens, ``new`` ones to come included, are not padding.
 
         Return it of all tokens, (batch, tokens) bool; None where none was ever noted.
         """

@@ -47,7 +47,7 @@ class PagedKVCache:
     Raises
     ------
     ConfigError
-        A size is negative, page is 0, or dtype is no float.
+        A size is negative, page is 0, or dtype is not a float.
 
     Notes
     -----

@@ -26,10 +26,10 @@ class Usage(NamedTuple):
     reserved: int
 
 
-class OnHost:
+class HostCounter:
     """Counts what arrays hold, beyond what they held at the start but for some."""
 
-    active: ClassVar[list["OnHost"]] = []  # pools inside each other, or of several threads
+    active: ClassVar[list["HostCounter"]] = []  # pools inside each other, or of several threads
     lock: ClassVar[Any] = threading.RLock()  # of what follows
     before_all: ClassVar[tuple[bool, Any]]  # of the first pool: whether others trace, and watch
     objects: ClassVar[int] = 0  # bytes of Python's own, by the last walk
@@ -44,7 +44,7 @@ class OnHost:
         """Begin to count."""
         with self.lock:
             if not self.active:
-                OnHost.before_all = tracemalloc.is_tracing(), tape.watch_memory
+                HostCounter.before_all = tracemalloc.is_tracing(), tape.watch_memory
                 tracemalloc.start()
                 tape.watch_memory = _check_all
             self._settle()  # of pools around this one
@@ -69,18 +69,18 @@ class OnHost:
         arrays = sum(trace.size for trace in traces if trace.domain == numpy)
         del traces
         tracemalloc.reset_peak()  # the walk itself was a part of it
-        OnHost.walked = tracemalloc.get_traced_memory()[0]
-        OnHost.objects = OnHost.walked - arrays
+        HostCounter.walked = tracemalloc.get_traced_memory()[0]
+        HostCounter.objects = HostCounter.walked - arrays
         return arrays
 
     def _settle(self) -> None:
         """Hold the peak since the last time against those that the pools know."""
         peak = tracemalloc.get_traced_memory()[1]
-        if self.held + peak > GROWN * (self.held + OnHost.walked):
+        if self.held + peak > GROWN * (self.held + HostCounter.walked):
             self._walk()
-            OnHost.walked = peak
+            HostCounter.walked = peak
         for pool in self.active:
-            pool.most = max(pool.most, peak - OnHost.objects)
+            pool.most = max(pool.most, peak - HostCounter.objects)
 
     def _now(self) -> int:
         self._settle()
@@ -104,7 +104,7 @@ class OnHost:
     def reset_peak(self) -> None:
         """Begin with what is held now."""
         self._settle()  # of pools around this one
-        self.most, OnHost.walked = 0, tracemalloc.get_traced_memory()[0]
+        self.most, HostCounter.walked = 0, tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
 
     def check(self, op: str) -> None:
@@ -124,8 +124,8 @@ class OnHost:
 
 def _check_all(op: str) -> None:
     """Let every pool look, those around others first."""
-    with OnHost.lock:
-        if OnHost.active and (others := OnHost.before_all[1]) is not None:
+    with HostCounter.lock:
+        if HostCounter.active and (others := HostCounter.before_all[1]) is not None:
             others(op)
-        for pool in [*OnHost.active]:
+        for pool in [*HostCounter.active]:
             pool.check(op)

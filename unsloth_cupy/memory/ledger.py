@@ -123,15 +123,15 @@ class Ledger:
         self.notes.append((len(self.changes), op, layer))
 
     @contextmanager
-    def told_of_ops(self) -> Iterator[None]:
+    def watching_ops(self) -> Iterator[None]:
         """Be told of every op of a tape, inside a ``with`` block."""
-        token = tape.watch_results.set(self.told)
+        token = tape.watch_results.set(self.on_op)
         try:
             yield
         finally:
             tape.watch_results.reset(token)
 
-    def told(self, op: Any, values: Any, result: Any) -> None:
+    def on_op(self, op: Any, values: Any, result: Any) -> None:
         """Find the part of what an op has taken: results, gradients among them, and the rest."""
         weights = set()
         for operand, value in zip(op.contract.inputs, values, strict=True):

@@ -119,7 +119,7 @@ def plan_memory(
     alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
-    with keeping(ledger), ledger.told_of_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
+    with keeping(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
         given = _new_adapter(parsed, rank) if rank is not None else adapter
         model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, given)
         model.chunked_mlp = chunked_mlp

@@ -18,7 +18,7 @@ from ..core.gpu import count
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
 from ..machine import bytes_asked, format_bytes
 from ..training import offload
-from .host import OnHost, Usage
+from .host import HostCounter, Usage
 
 
 class MemoryPool:
@@ -39,7 +39,7 @@ class MemoryPool:
             raise DeviceError(f"memory_pool(device={self.device}): {known}")
         devices = range(gpus) if self.device is None else [self.device]
         own = sum(self.held.values())
-        self._source = OnDevices(devices, self.limit) if gpus else OnHost(self.limit, own)
+        self._source = OnDevices(devices, self.limit) if gpus else HostCounter(self.limit, own)
         self._source.start()
         return self
 

@@ -66,7 +66,7 @@ def read_adapter(
     path = path_of("load(lora=)", folder)
     if not path.is_dir():
         cure = absent(path, f"pass one that holds {CONFIG}")
-        raise ConfigError(f"load(lora={str(path)!r}) is no folder; {cure}")
+        raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
     settle(path, CONFIG)
     settings = read_json(path / CONFIG)
     _check(path / CONFIG, settings)

@@ -58,7 +58,7 @@ def read_tensors(
     ------
     ConfigError
         A file is missing or truncated; a tensor is missing, unexpected, of another shape than
-        config.json says, or of a dtype that is no float.
+        config.json says, or of a dtype that is not a float.
     """
     homes: dict[str, Home] = {}
     files = _weight_files(folder)
@@ -88,7 +88,7 @@ def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:
     """Enter every tensor of a file into homes, or raise at the first that does not belong."""
     shapes = config.shapes()
     with opened(path) as tensors:
-        for stored in tensors.keys():  # noqa: SIM118 -- it is no dict
+        for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
             name = _renamed(stored)
             if LEFT_OUT.match(stored) or (config.tied and name == "lm_head.weight"):
                 continue
@@ -138,7 +138,7 @@ def write_folder(
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
             tensors = {
-                name: np.ascontiguousarray(arrays.on_host(parameters[name])) for name in names
+                name: np.ascontiguousarray(arrays.to_numpy(parameters[name])) for name in names
             }
             write_tensors(beside / file, tensors)
         for file, values in texts.items():
@@ -162,7 +162,7 @@ def _weight_files(folder: Path) -> list[str]:
         files = sorted(set(weights.values()))
         for file in files:
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ConfigError(f"{folder / INDEX}: {file!r} is no safetensors file beside it")
+                raise ConfigError(f"{folder / INDEX}: {file!r} is not a safetensors file beside it")
         return files
     if (folder / SINGLE).exists():
         return [SINGLE]

@@ -65,7 +65,7 @@ def load(
     path = path_of("load", folder)
     if not path.is_dir():
         cure = absent(path, "pass one that holds config.json")
-        raise ConfigError(f"load: {path} is no folder; {cure}")
+        raise ConfigError(f"load: {path} is not a folder; {cure}")
     settle(path, "config.json")
     if (path / ADAPTER).is_file() and not (path / "config.json").exists():
         base = read_json(path / ADAPTER).get("base_model_name_or_path") or "base"

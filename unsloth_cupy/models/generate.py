@@ -93,8 +93,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     check(tokens, mask)
     cache, sequences = options.cache, options.sequences
     check_pages(model.config, cache, sequences, len(tokens))
-    prompt = arrays.on_host(tokens)
-    real = np.ones(prompt.shape, bool) if mask is None else arrays.on_host(mask) != 0
+    prompt = arrays.to_numpy(tokens)
+    real = np.ones(prompt.shape, bool) if mask is None else arrays.to_numpy(mask) != 0
     if not real.any(axis=1).all():
         row = int(np.argmin(real.any(axis=1)))
         raise ConfigError(f"generate: row {row} has no real token; begin it with one")
@@ -138,7 +138,7 @@ def _steps(
     for step in range(most):
         if finished.all():
             return
-        logits = arrays.on_host(ahead(past, seen)).astype(np.float64)
+        logits = arrays.to_numpy(ahead(past, seen)).astype(np.float64)
         if np.isnan(logits).any():
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"

@@ -28,7 +28,7 @@ class Places(NamedTuple):
 
     tables: Mapping[str, tuple[Any, Any]]  # cos and sin, by layer type
     positions: Any  # (batch, tokens); None: the rows of the tables, in order
-    mask: Any  # (batch, 1, 1, keys) which keys are no padding; None: all
+    mask: Any  # (batch, 1, 1, keys) which keys are not padding; None: all
     offsets: Any = None  # (texts + 1,) where texts start that share a row
 
 
@@ -96,7 +96,7 @@ def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
 
 
 def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
-    """Return which keys are no padding, (batch, keys), or None where all are known to be real."""
+    """Return which keys are not padding, (batch, keys), or None where all are known to be real."""
     padded = cache is not None and cache.padded
     real = None if mask is None else mask != 0
     if isinstance(real, np.ndarray) and real.all() and not padded:  # a GPU is not asked: it waits
@@ -132,7 +132,7 @@ def places(
 def _packed(angles: Angles, total: int, offsets: Any) -> Places:
     """Return the places of texts that lie end to end: each begins at position 0."""
     if _by_length(angles):  # each text has angles of its own: a row of the tables for each token
-        lengths = [n for n in np.diff(arrays.on_host(offsets)).tolist() if n]
+        lengths = [n for n in np.diff(arrays.to_numpy(offsets)).tolist() if n]
         found: dict[str, Any] = {}
         for kind, tables in angles.tables.items():
             texts = [[table[:n] for table in tables(n)] for n in lengths]

@@ -93,13 +93,14 @@ def parse(values: Mapping[str, Any]) -> Config:
     kv_heads = read.size("num_key_value_heads") if read.get("num_key_value_heads") else heads
     if read.get("head_dim") is None and hidden % heads:
         raise ConfigError(
-            f"config: hidden_size={hidden} is no multiple of num_attention_heads={heads};"
+            f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
             " change one of them or add head_dim"
         )
     dim = read.size("head_dim") if read.get("head_dim") is not None else hidden // heads
     if heads % kv_heads:
         raise ConfigError(
-            f"config: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            f"config: num_attention_heads={heads} is not a multiple of"
+            f" num_key_value_heads={kv_heads}"
         )
     layer_types = _layer_types(read, layers)
     bias = read.flag("attention_bias")

@@ -121,7 +121,7 @@ class Step:
                 self.side.wait_event(here.record())
                 if self.warm:
                     self._capture()
-                else:  # what is compiled, and what is allocated once, is no part of a graph
+                else:  # what is compiled, and what is allocated once, is not part of a graph
                     logits = self.run()
                     self.warm = True
                     return logits

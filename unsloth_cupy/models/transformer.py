@@ -119,7 +119,7 @@ class Transformer(Network):
             A token is outside the vocabulary, the cache is full, or offsets do not rise from 0 to
             the number of tokens.
         ShapeError, DTypeError
-            tokens, mask or offsets are no such arrays.
+            tokens, mask or offsets are not such arrays.
         ConfigError
             There are offsets and a mask, or a cache.
         """

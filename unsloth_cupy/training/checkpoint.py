@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..core.call import checked, is_number
 from ..core.op import OPS
 from ..errors import ConfigError, GradientError
-from .offload import OnHost, on_host
+from .offload import Offloaded, to_host
 from .tape import Gradients, Tape, add_up
 from .variable import Var
 
@@ -122,11 +122,13 @@ def checkpoint(
     made: dict[int, Var] = {}
     for var in _leaves(result, Var):
         if var.tape is not first:
-            raise GradientError("checkpoint: the function uses a Var that is no argument; pass it")
+            raise GradientError(
+                "checkpoint: the function uses a Var that is not an argument; pass it"
+            )
         made.setdefault(var.index, Var(var.value, tape))
     moving = {arg.index for arg in args if type(arg) is Var} if offload else set()
     call = _mapped((args, options), Var, lambda var: _Slot(var.index))
-    values = {i: on_host(v.value) if i in moving else v.value for i, v in given.items()}
+    values = {i: to_host(v.value) if i in moving else v.value for i, v in given.items()}
     outputs = {str(index): var.index for index, var in made.items()}
     tape.note(Recomputed(function, call, values, outputs, first))
     return _mapped(result, Var, lambda var: made[var.index])
@@ -229,4 +231,4 @@ def _mapped(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
 
 
 def _back(value: Any) -> Any:
-    return value.back() if type(value) is OnHost else value
+    return value.back() if type(value) is Offloaded else value

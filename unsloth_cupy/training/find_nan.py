@@ -1,4 +1,4 @@
-"""Finding the op that gives the first value that is no finite number.
+"""Finding the op that gives the first value that is not a finite number.
 
 with find_nan(model.parameters):
     loss, gradients = model.loss_and_gradients(tokens, labels)      raises NonFiniteError

@@ -41,7 +41,7 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
     ConfigError
         max_norm is not above 0, or a gradient is read-only.
     DTypeError, FrameworkError
-        A gradient is no float array of NumPy or CuPy.
+        A gradient is not a float array of NumPy or CuPy.
 
     Notes
     -----
@@ -116,7 +116,7 @@ def measure_gradients(
     ConfigError
         max_norm is not above 0.
     DTypeError, FrameworkError
-        A gradient is no float array of NumPy or CuPy.
+        A gradient is not a float array of NumPy or CuPy.
     """
     _check_norm("measure_gradients", max_norm)
     check_floats("measure_gradients", gradients)

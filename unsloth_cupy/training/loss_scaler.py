@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import empty, on_host, packed, placed
+from ..core.arrays import empty, packed, placed, to_numpy
 from ..core.call import checked, is_number
 from ..core.dtypes import Array
 from ..core.gpu import at, several
@@ -39,8 +39,8 @@ def _number(name: str) -> Any:
 
     def read(self: "LossScaler") -> Any:
         if self.device is not None:  # bring the state home: this waits
-            (value,) = on_host(self.device.scale).tolist()
-            good, skipped = on_host(self.device.counts).tolist()
+            (value,) = to_numpy(self.device.scale).tolist()
+            good, skipped = to_numpy(self.device.counts).tolist()
             self.numbers = {"value": value, "good": good, "skipped": skipped}
         return self.numbers[name]
 
@@ -165,7 +165,7 @@ class LossScaler:
         Raises
         ------
         DTypeError, FrameworkError
-            A gradient is no float array of NumPy or CuPy.
+            A gradient is not a float array of NumPy or CuPy.
         """
         check_floats("LossScaler.unscale", gradients)
         with at(next(iter(gradients.values()), None)):

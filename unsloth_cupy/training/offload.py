@@ -22,7 +22,7 @@ _moving = threading.Lock()
 _thread = threading.local()  # ``last``: the newest array of each of its streams
 
 
-class OnHost:
+class Offloaded:
     """An array that waits in pinned memory of the host, copied by a stream of its own."""
 
     def __init__(self, array: Any) -> None:
@@ -92,6 +92,6 @@ def _newest() -> dict[Any, Any]:
     return found
 
 
-def on_host(array: Any) -> Any:
+def to_host(array: Any) -> Any:
     """Return an array of a GPU as one that waits on the host; any other as it is."""
-    return OnHost(array) if is_cupys(array.__class__) else array
+    return Offloaded(array) if is_cupys(array.__class__) else array

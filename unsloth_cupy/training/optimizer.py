@@ -49,7 +49,7 @@ class AdamW:
     ConfigError
         An option is out of its range, or a parameter is read-only.
     DTypeError, FrameworkError
-        A parameter is no float array of NumPy or CuPy, or has 8-bit averages and is float64; or
+        A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
         they lie on several GPUs.
 
     Notes
@@ -213,7 +213,7 @@ class AdamW:
         Raises
         ------
         ConfigError
-            A name is missing or unknown, or steps is no integer of 0 or more.
+            A name is missing or unknown, or steps is not an integer of 0 or more.
         ShapeError, DTypeError, FrameworkError
             An array does not fit its parameter.  Nothing has changed then.
         """

@@ -192,7 +192,7 @@ class Autocast:
         """
         name = getattr(function, "__name__", repr(function)).removesuffix("_forward")
         if name not in POLICY:
-            raise ConfigError(f"Autocast: {name} is no op; choose from {', '.join(POLICY)}")
+            raise ConfigError(f"Autocast: {name} is not an op; choose from {', '.join(POLICY)}")
         op = OPS[name] if name in OPS else OPS[f"{name}_forward"]
         kinds = {operand.name: operand.kind for operand in op.contract.inputs}
         dtype = self.dtype if POLICY[name] == COMPUTE else FLOATS[2]
@@ -219,7 +219,7 @@ def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Arr
     ConfigError
         The dtype is none of float16, bfloat16 and float32 (of which there are no copies).
     DTypeError, FrameworkError
-        A parameter is no float32 array of NumPy or CuPy.
+        A parameter is not a float32 array of NumPy or CuPy.
     """
     wanted = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
     check_floats("compute_copies", parameters)

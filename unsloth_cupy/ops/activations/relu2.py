@@ -29,7 +29,7 @@ def relu2(x: Array) -> Array:
     Raises
     ------
     DTypeError
-        x is no float array.
+        x is not a float array.
     """
     y = np.maximum(x, 0, out=np.empty_like(x))
     return np.square(y, out=y)

@@ -39,7 +39,7 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
     ConfigError
         scale is not finite.
     ShapeError, DTypeError
-        x is no float array with an axis.
+        x is not a float array with an axis.
     """
     y = x * x.dtype.type(scale)
     if y.size:

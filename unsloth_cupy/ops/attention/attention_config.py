@@ -166,7 +166,7 @@ class AttentionConfig:
 def _begin(start: Start | None) -> None:
     _tiles.start = start
     for op in OPS.values():
-        op.plans.clear()  # calls that are known took other tiles
+        op.routes.clear()  # calls that are known took other tiles
 
 
 def _limits(device: Any) -> Limits:

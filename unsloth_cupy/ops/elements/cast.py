@@ -36,7 +36,7 @@ def cast(x: Array, dtype: Any) -> Array:
     ConfigError
         The dtype is none of the three.
     DTypeError
-        x is no float array.
+        x is not a float array.
     """
     name = _name(dtype)
     if name not in CASTS:

@@ -39,7 +39,7 @@ def divide_backward(
 
 @op("x(*axes) -> y(*axes)")
 def power(x: Array, *, exponent: float) -> Array:
-    """Return ``y = x ** exponent``; NaN where x is negative and the exponent is no integer."""
+    """Return ``y = x ** exponent``; NaN where x is negative and the exponent is not an integer."""
     return x ** x.dtype.type(exponent)
 
 

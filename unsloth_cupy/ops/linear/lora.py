@@ -69,7 +69,7 @@ def lora_linear(
     Raises
     ------
     ConfigError
-        dropout is no share, or comes without a seed.
+        dropout is not a share, or comes without a seed.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """

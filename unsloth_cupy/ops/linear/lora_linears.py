@@ -37,7 +37,7 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     """Return ``lora_linear`` of x by each layer; their adapters share the pass over x.
 
     There is no dropout.  With it each adapter has a mask of its own, as in peft, and so an x of its
-    own: the three are no columns of one product ``x [a; a2; a3]^T``.  A product of cuBLAS reads x
+    own: the three are not columns of one product ``x [a; a2; a3]^T``.  A product of cuBLAS reads x
     as it lies and draws no masks, so it would read three masked copies, and on the way back ``da``
     and ``dx`` would meet the masks again: ``lora_linear`` layer by layer reads no more than that.
 
@@ -55,7 +55,7 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     Raises
     ------
     ConfigError
-        layers is no sequence of such.
+        layers is not a sequence of such.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """

@@ -99,3 +99,9 @@ def test_pages_build(tmp_path: Path) -> None:
     assert [name for name in public if f'id="{name}"' not in pages] == []
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
     assert kernels - {"index", "instructions"} == {p.stem for p in source_root().glob("*.cu")}
+
+
+def test_floors_are_drawn_as_they_are() -> None:
+    command = [sys.executable, "-c", "import floors; print(floors.drawn(), end='')"]
+    done = subprocess.run(command, cwd=DOCS, capture_output=True, text=True, check=True)
+    assert done.stdout == (DOCS / "floors.svg").read_text(), "run python docs/floors.py"

@@ -35,7 +35,7 @@ def test_parse() -> None:
     )
     assert contract.outputs == (Operand("y", ("8",)), Operand("dl", (), "none"))
     assert contract.multiples == (("a", "b"),)
-    assert [str(o) for o in contract.inputs] == ["x(*rows, hidden)", "labels?(*rows): int"]
+    assert [str(o) for o in contract.inputs] == ["x(*rows, hidden)", "labels?(*rows): int < vocab"]
 
 
 def test_an_unknown_kind_is_a_mistake_in_the_signature() -> None:

@@ -179,7 +179,7 @@ def test_only_arrays_are_watched(bad) -> None:
 
 def test_a_variable_is_not_watched_again() -> None:
     tape = Tape()
-    with pytest.raises(DTypeError, match="no array but Var"):
+    with pytest.raises(DTypeError, match="not an array but Var"):
         tape.watch(tape.watch(draw(3)))
 
 

@@ -99,7 +99,7 @@ def test_create():
         ({"intermediate_size": "big"}, "intermediate_size is 'big'"),
         ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0"),
         ({"num_attention_heads": 5}, "hidden_size=32 is not a multiple"),
-        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
         ({"head_dim": 7}, "even"),
         ({"hidden_act": "mish"}, "choose from silu"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),

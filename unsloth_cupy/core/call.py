@@ -39,6 +39,7 @@ from ..errors import ConfigError, DTypeError
 from . import target
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
+Parameters = Mapping[str, inspect.Parameter]
 
 
 class Option(NamedTuple):
@@ -179,9 +180,7 @@ def is_integer(value: Any, least: float = 0) -> bool:
     return bool(whole and value >= least)
 
 
-def coerce_option(
-    op: str, parameters: Mapping[str, inspect.Parameter], name: str, value: Any
-) -> Any:
+def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:
     """Return NumPy's number as Python's; raise ConfigError for what does not fit."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))
     words, classes = KINDS[kind]

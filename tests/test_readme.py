@@ -15,7 +15,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def table() -> list[tuple[str, str, str]]:
     """Return (op, gradient, kernel) of every op of the table."""
-    rows = re.findall(r"^\| (`.*`) \| .* \| (yes|no) \| (yes|forward|no) \|$", README, re.M)
+    rows = re.findall(
+        r"^\| (?:\*\*\w+\*\* )?(`.*`) \| .* \| (yes|no) \| (yes|forward|no) \|$", README, re.M
+    )
     return [(name, *marks) for names, *marks in rows for name in re.findall(r"`(\w+)`", names)]
 
 
@@ -38,6 +40,20 @@ def test_commands_are_what_the_ci_runs() -> None:
     assert all("\n" not in command for command in commands), "one line each, to copy"
     assert commands[0].endswith("unsloth-cupy finetune")
     assert f"\n{commands[1]}\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_headings_of_the_table_are_the_families_of_ops() -> None:
+    """Of the README, of the public names, and of the folders; each op stands in its own."""
+    families = re.findall(r"^\| \*\*(\w+)\*\* ", README, re.M)
+    folders = {path.parent.name for path in (ROOT / "unsloth_cupy/ops").glob("*/__init__.py")}
+    assert {family.lower() for family in families} == folders - {"common", "optimizers"}
+    face = (ROOT / "unsloth_cupy/__init__.py").read_text()
+    assert re.findall(r"^# (\w+)$", face, re.M)[: len(families)] == families
+    for family, rows in zip(families, re.split(r"^\| \*\*", README, flags=re.M)[1:], strict=True):
+        cells = re.findall(r"^(?:\w+\*\*|\|) (`.*?) \|", rows, re.M)
+        for name in re.findall(r"`(\w+)`", "".join(cells)):
+            module = getattr(unsloth_cupy, name).__module__
+            assert f".{family.lower()}." in module or name == "attention_layer", name
 
 
 def test_table_lists_every_public_op() -> None:

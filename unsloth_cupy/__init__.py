@@ -18,32 +18,6 @@ from .ops.attention.attention_varlen import attention_varlen_forward as attentio
 from .ops.attention.merge_attention import merge_attention as merge_attention
 from .ops.attention.merge_attention import merge_attention_backward as merge_attention_backward
 
-# Joining ops on a tape
-from .ops.elements.arithmetic import add as add
-from .ops.elements.arithmetic import columns as columns
-from .ops.elements.arithmetic import index as index
-from .ops.elements.arithmetic import multiply as multiply
-from .ops.elements.arithmetic import reshape as reshape
-from .ops.elements.arithmetic import scale as scale
-from .ops.elements.arithmetic import transpose as transpose
-from .ops.elements.cast import accumulate_ as accumulate_
-from .ops.elements.cast import cast as cast
-from .ops.elements.elementwise import divide as divide
-from .ops.elements.elementwise import exp as exp
-from .ops.elements.elementwise import log as log
-from .ops.elements.elementwise import power as power
-from .ops.elements.elementwise import subtract as subtract
-from .ops.elements.reductions import broadcast_to as broadcast_to
-from .ops.elements.reductions import mean as mean
-from .ops.elements.reductions import sum as sum
-
-# Matrices and tables
-from .ops.linear.embedding import embedding as embedding
-from .ops.linear.embedding import embedding_backward as embedding_backward
-from .ops.linear.linear import linear as linear
-from .ops.linear.linear import linear_backward as linear_backward
-from .ops.linear.matmul import matmul as matmul
-
 # Position
 from .ops.position.apply_rotary import apply_rotary_embedding as apply_rotary_embedding
 from .ops.position.apply_rotary import (
@@ -62,7 +36,7 @@ from .ops.position.rope_qk import rope_qk_ as rope_qk_
 from .ops.position.rope_qk import rope_qk_backward as rope_qk_backward
 from .ops.position.rope_tables import rope_tables as rope_tables
 
-# Normalisation
+# Norms
 from .ops.norms.layer_norm import layer_norm as layer_norm
 from .ops.norms.layer_norm import layer_norm_backward as layer_norm_backward
 from .ops.norms.layer_norm import layer_norm_forward as layer_norm_forward
@@ -85,7 +59,12 @@ from .ops.activations.swiglu import swiglu_backward_ as swiglu_backward_
 from .ops.activations.swiglu_mlp import swiglu_mlp as swiglu_mlp
 from .ops.activations.swiglu_mlp import swiglu_mlp_backward as swiglu_mlp_backward
 
-# Adapters
+# Linear
+from .ops.linear.embedding import embedding as embedding
+from .ops.linear.embedding import embedding_backward as embedding_backward
+from .ops.linear.linear import linear as linear
+from .ops.linear.linear import linear_backward as linear_backward
+from .ops.linear.matmul import matmul as matmul
 from .ops.linear.lora import lora_linear as lora_linear
 from .ops.linear.lora import lora_linear_backward as lora_linear_backward
 from .ops.linear.lora import lora_linear_forward as lora_linear_forward
@@ -93,7 +72,7 @@ from .ops.linear.lora_merge import lora_merge as lora_merge
 from .ops.linear.lora_linears import LoraLayer as LoraLayer
 from .ops.linear.lora_linears import lora_linears as lora_linears
 
-# Loss
+# Losses
 from .ops.losses.cross_entropy import cross_entropy as cross_entropy
 from .ops.losses.cross_entropy import cross_entropy_backward as cross_entropy_backward
 from .ops.losses.cross_entropy import cross_entropy_forward as cross_entropy_forward
@@ -108,6 +87,25 @@ from .ops.losses.linear_cross_entropy import (
 from .ops.losses.linear_cross_entropy import (
     linear_cross_entropy_forward as linear_cross_entropy_forward,
 )
+
+# Elements
+from .ops.elements.arithmetic import add as add
+from .ops.elements.arithmetic import columns as columns
+from .ops.elements.arithmetic import index as index
+from .ops.elements.arithmetic import multiply as multiply
+from .ops.elements.arithmetic import reshape as reshape
+from .ops.elements.arithmetic import scale as scale
+from .ops.elements.arithmetic import transpose as transpose
+from .ops.elements.cast import accumulate_ as accumulate_
+from .ops.elements.cast import cast as cast
+from .ops.elements.elementwise import divide as divide
+from .ops.elements.elementwise import exp as exp
+from .ops.elements.elementwise import log as log
+from .ops.elements.elementwise import power as power
+from .ops.elements.elementwise import subtract as subtract
+from .ops.elements.reductions import broadcast_to as broadcast_to
+from .ops.elements.reductions import mean as mean
+from .ops.elements.reductions import sum as sum
 
 # What kernels found wrong
 from .ops.common.faults import check_errors as check_errors

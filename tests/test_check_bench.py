@@ -361,7 +361,7 @@ def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
 def test_products_may_bound_an_op(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     call = draw(OPS["attention_forward"], SMALL)
     products = 4 * 4 * 32 * 32 * 8  # operations, heads, queries, keys, columns
-    assert timing.OPERATIONS["attention_forward"](call.arrays) == products
+    assert call.op.facts["operations"](call.arrays) == products
     clock, timed = stopwatch.DeviceClock(), {"dtype": "bfloat16", "microseconds": 2000.0}
     report: dict[str, Any] = {"copy_gb_per_s": 4.0, "product_tflop_per_s": {}}
     row = {**timed, "bytes": 4_000_000, "gb_per_s": 2.0, "operations": 16**3}
@@ -464,7 +464,7 @@ def test_peers_compute_the_same() -> None:
     pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
     from unsloth_cupy.bench import peers
 
-    for name in peers.TORCH:
+    for name in [name for name in forward_ops() if "torch" in OPS[name].facts]:
         call = draw(OPS[name], SMALL)
         outputs = call.run()
         seeds = call.seeds(outputs, every=False)
@@ -485,7 +485,7 @@ def test_a_peer_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
     from unsloth_cupy.bench import peers
 
-    monkeypatch.setitem(peers.TORCH, "add", lambda t, o: t["b"].no_such_method())
+    monkeypatch.setitem(OPS["add"].facts, "torch", lambda nn, t, o: t["b"].no_such_method())
     calls, notes = peers.contestants(draw(OPS["add"], SMALL), None, gpu=False)
     assert calls == {}
     assert notes[0].startswith("torch fails at add in float32: ")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import unsloth_cupy  # noqa: F401  every op registers itself
+from unsloth_cupy.bench.cases import forward_ops
 from unsloth_cupy.core.dtypes import DIFFERENTIABLE
 from unsloth_cupy.core.op import OPS
 
@@ -28,77 +29,10 @@ MACHINE_ROOM_LINES = 1600
 TRACKED = ("unsloth_cupy", "kernels_cu", "tests", "docs", "asv_benchmarks", ".ci")
 TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".yaml", ".json", ""}
 
-# Ops without a gradient, each with its reason.
-NO_GRADIENT = {
-    "attention_paged_forward": "it reads a cache of pages, which only inference has",
-    "rope_qk_over_": "it changes what a tape would remember",
-    "swiglu_backward_over_": "it is a gradient",
-    "geglu_backward_over_": "it is a gradient",
-    "relu2_backward_over_": "it is a gradient",
-    "accumulate_over_": "it changes what a tape would remember",
-    "kv_append_": "it changes a cache, which only inference has",
-    "kv_append_paged_": "it changes a cache, which only inference has",
-    "adamw_": "it is what gradients are for",
-    "lora_merge": "it ends the training of an adapter",
-    "row_norms": "they are constants to DoRA",
-    "linear_cross_entropy_gradients": "it returns them",
-    "cross_entropy_over_": "it is a gradient, and changes what a tape would remember",
-}
-
 # The public names as other people's programs call them: parameters, their order and defaults.
 API = {
-    "attention": "q, k, v, *, causal=False, window=None, scale=None, softcap=None, mask=None,"
-    " bias=None, alibi=None, sinks=None, key_lengths=None, query_start=None, block_mask=None,"
-    " dropout=0.0, seed=None",
-    "attention_forward": "q, k, v, *, causal=False, window=None, scale=None, softcap=None,"
-    " mask=None, bias=None, alibi=None, sinks=None, key_lengths=None, query_start=None,"
-    " block_mask=None, dropout=0.0, seed=None",
-    "attention_backward": "dout, q, k, v, out, lse, *, causal=False, window=None, scale=None,"
-    " softcap=None, mask=None, bias=None, alibi=None, sinks=None, key_lengths=None,"
-    " query_start=None, block_mask=None, dropout=0.0, seed=None",
-    "attention_varlen": "q, k, v, q_offsets, k_offsets, *, max_queries, max_keys, causal=False,"
-    " window=None, scale=None, softcap=None, alibi=None, sinks=None, dropout=0.0, seed=None,"
-    " mask=None, bias=None, block_mask=None",
-    "attention_paged": "q, k_pages, v_pages, page_table, lengths, *, causal=True, window=None,"
-    " scale=None, softcap=None, alibi=None, sinks=None, mask=None, bias=None, query_start=None,"
-    " block_mask=None, dropout=0.0, seed=None",
-    "merge_attention": "out_a, lse_a, out_b, lse_b",
     "AttentionConfig": "tile=128, block=256, head_dim=64",
-    "rope_tables": "length, dim, *, base=10000.0, scaling=None, like=None",
-    "rope": "x, cos, sin, positions=None, *, interleaved=False",
-    "rope_qk": "q, k, cos, sin, positions=None, *, interleaved=False",
-    "rope_qk_": "q, k, cos, sin, positions=None, *, interleaved=False",
-    "qk_norm_rope": "q, k, q_weight, k_weight, cos, sin, positions=None, *, eps=1e-06, offset=0.0,"
-    " interleaved=False",
-    "apply_rotary_embedding": "q, k, positions, rope_theta=10000.0",
-    "rms_norm": "x, weight, *, eps=1e-06, residual=None, bias=None, offset=0.0",
-    "rms_norm_forward": "x, weight, residual=None, bias=None, *, eps=1e-06, offset=0.0",
-    "layer_norm": "x, weight, bias=None, *, eps=1e-05, residual=None",
-    "swiglu": "gate, up",
-    "geglu": "gate, up, *, approximate=False",
-    "relu2": "x",
-    "swiglu_backward_": "dy, gate, up",
-    "geglu_backward_": "dy, gate, up, *, approximate=False",
-    "relu2_backward_": "dy, x",
-    "cast": "x, dtype",
-    "accumulate_": "total, x",
-    "softmax": "x, *, scale=1.0",
-    "swiglu_mlp": "x, gate_weight, up_weight, down_weight, *, chunk=None",
-    "linear": "x, weight, bias=None",
-    "matmul": "a, b",
-    "sum": "x, *, axis=None, keepdims=False",
-    "mean": "x, *, axis=None, keepdims=False",
-    "broadcast_to": "x, *, shape",
-    "index": "x, *, key",
-    "embedding": "tokens, weight",
-    "cross_entropy": "logits, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None",
-    "cross_entropy_": "logits, labels, dloss=1.0, *, ignore=-100, smoothing=0.0, z_loss=0.0,"
-    " softcap=None",
     "check_errors": "",
-    "linear_cross_entropy_gradients": "x, weight, labels, dloss=None, *, scale=1.0, ignore=-100,"
-    " smoothing=0.0, z_loss=0.0, softcap=None, max_bytes=None, wanted=None",
-    "linear_cross_entropy": "x, weight, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0,"
-    " softcap=None, max_bytes=None",
     "Tape": "",
     "AdamW": "parameters, *, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01,"
     " state_bits=32",
@@ -109,14 +43,18 @@ API = {
     "linear_schedule": "step, *, lr, warmup, steps, minimum=0.0",
     "constant_schedule": "step, *, lr, warmup, steps, minimum=0.0",
     "KVCache": "layers, batch, capacity, kv_heads, dim, *, dtype, like=None, window=None, sinks=0",
-    "attention_layer": "x, q_weight, k_weight, v_weight, o_weight, cos, sin, positions=None, *,"
-    " heads, causal=True, interleaved=False, cache=None, layer=0, **options",
     "MultiHeadAttention": "hidden, heads, *, kv_heads=None, dim=None, bias=True, rope=None,"
     " dtype='float32', seed, like=None",
     "PagedKVCache": "layers, pages, page, kv_heads, dim, *, dtype, like=None",
     "models.load": "folder, *, dtype=None, device=None",
     "models.create": "config, *, seed, dtype='float32', device=None",
 }
+# Those of ops stand in tests/ops, beside what they promise.
+for _path in sorted((ROOT / "tests/ops").glob("test_*.py")):
+    for _node in ast.parse(_path.read_text()).body:
+        if isinstance(_node, ast.Assign) and ast.unparse(_node.targets[0]) == "PUBLIC":
+            _calls = ast.literal_eval(_node.value)
+            API |= {call.partition("(")[0]: call.partition("(")[2][:-1] for call in _calls}
 
 
 def named(path: Path) -> str:
@@ -149,25 +87,23 @@ def test_machine_room_is_small() -> None:
     assert lines <= MACHINE_ROOM_LINES
 
 
-def forward_ops() -> list[str]:
-    """Return the ops that are nobody's backward op."""
-    ours = {name: op for name, op in OPS.items() if op.__module__.startswith("unsloth_cupy.")}
-    backward = {op.backward.__name__ for op in ours.values() if op.backward is not None}
-    return sorted(ours.keys() - backward)
+def without_gradient(name: str) -> str | None:
+    """Return why an op has no gradient, if it says so."""
+    return OPS[name].facts.get("no_gradient")
 
 
 @pytest.mark.parametrize("name", forward_ops())
 def test_op_has_tests(name: str) -> None:
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     public = name.removesuffix("_forward")
-    proof = rf'op = "{name}"' if name not in NO_GRADIENT else rf"\b{public.strip('_')}_?\("
+    proof = rf'op = "{name}"' if without_gradient(name) is None else rf"\b{public.strip('_')}_?\("
     assert re.search(proof, tests, re.I), f"write tests/ops/test_{public}.py"
 
 
 @pytest.mark.parametrize("name", forward_ops())
 def test_op_has_a_gradient(name: str) -> None:
     differentiable = any(o.kind in DIFFERENTIABLE for o in OPS[name].contract.inputs)
-    assert (OPS[name].backward is not None) == (differentiable and name not in NO_GRADIENT)
+    assert (OPS[name].backward is not None) == (differentiable and without_gradient(name) is None)
 
 
 @pytest.mark.parametrize("name", API)

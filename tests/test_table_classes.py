@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from unsloth_cupy.bench.cases import Call
+from unsloth_cupy.bench.cases import Call, forward_ops
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
@@ -116,9 +116,11 @@ TABLES: dict[str, list[dict[str, Any]]] = {
     "cross_entropy_over_": rows_of("vocab", arrays={"labels": [0, 0]}),
     "embedding": rows_of("hidden", vocab=2),
     **{name: [{"axes": [2, n]} for n in WIDE] for name in ("add", "swiglu", "geglu", "relu2")},
-    "rope": [heads_of(n) for n in HEAD if n > 1],
-    "rope_qk": [heads_of(n) for n in HEAD if n > 1],
-    "qk_norm_rope_forward": [heads_of(n) for n in HEAD if n > 1],
+    **{
+        name: [heads_of(n) for n in HEAD if n > 1]
+        for name in forward_ops()
+        if any("half" in o.axes for o in OPS[name].contract.inputs) and name[-1] != "_"
+    },
     "attention_forward": [
         heads_of(n, value_dim=n, queries=queries, keys=20)
         for n in HEAD

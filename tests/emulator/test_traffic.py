@@ -11,8 +11,6 @@ from unsloth_cupy import (
     accumulate_,
     apply_rotary_embedding,
     cast,
-    qk_norm_rope_backward,
-    qk_norm_rope_forward,
     relu2,
     relu2_backward,
     relu2_backward_,
@@ -184,26 +182,6 @@ def test_rope_moves_what_its_header_says(dtype: Any) -> None:
     assert global_bytes(lambda: rope_qk_(q, k, *tables, positions)) == wanted
     wanted = heads + 2 * numbers  # two warps work out the 64 angles of a token
     assert global_bytes(lambda: apply_rotary_embedding(q, k, positions)) == wanted
-
-
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_qk_norm_rope_moves_what_its_header_says(dtype: Any) -> None:
-    """Beside that, out of L1: weights, once a token forward, once for each round of heads back."""
-    rng, tokens = np.random.default_rng(0), 6
-    q, k = (rng.standard_normal((1, tokens, heads, 128)).astype(dtype) for heads in (4, 4))
-    weights = np.ones((2, 128), dtype)
-    tables = [table.astype(dtype) for table in rope_tables(tokens, 128)]
-    given = (q, k, *weights, *tables, None)
-    *turned, q_rstd, k_rstd = qk_norm_rope_forward(*given)
-    heads = q.nbytes + k.nbytes
-    shared = sum(array.nbytes for array in (*tables, q_rstd, k_rstd))
-    wanted = 2 * heads + shared + tokens * weights.nbytes
-    assert global_bytes(lambda: qk_norm_rope_forward(*given)) == wanted
-
-    rounds, blocks = 4 * q.itemsize // 8, 2  # of 32 lanes a head takes 8 in 16 bits, 16 in 32
-    sums = 2 * (2 * blocks * 128 * 4) + weights.nbytes  # written, and read by column_sum
-    wanted = 3 * heads + shared + rounds * tokens * weights.nbytes + sums
-    assert global_bytes(lambda: qk_norm_rope_backward(*turned, *given, q_rstd, k_rstd)) == wanted
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])

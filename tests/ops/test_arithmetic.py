@@ -12,6 +12,9 @@ from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
 from ..stand_in import gpu
 
+# The public names, as other people's programs call them.
+PUBLIC = ("index(x, *, key)",)
+
 
 class TestAdd(KernelParity):
     op = "add"

@@ -16,6 +16,13 @@ from ..parity import Case, Parity
 from .dense_attention import dense
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "attention(q, k, v, *, causal=False, window=None, scale=None, softcap=None, mask=None, "
+    "bias=None, alibi=None, sinks=None, key_lengths=None, query_start=None, block_mask=None, "
+    "dropout=0.0, seed=None)",
+)
+
 SMALL = {"batch": 2, "queries": 5, "keys": 7, "heads": 4, "kv_heads": 2, "dim": 3, "value_dim": 2}
 LARGE = SMALL | {"queries": 70, "keys": 90, "heads": 2, "dim": 64}  # several blocks, cut products
 DROPPED = {"bias": lambda rng: np.where(rng.random((2, 1, 5, 7)) < 0.3, -np.inf, 0.5)}

@@ -34,6 +34,13 @@ from ..sample import Sample
 from ..stand_in import LIMITS
 from .attention_cases import BUDGETS, GROUPED, KB, hides, option_cases, tiles, worst_gradients
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "attention_backward(dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, "
+    "softcap=None, mask=None, bias=None, alibi=None, sinks=None, key_lengths=None, "
+    "query_start=None, block_mask=None, dropout=0.0, seed=None)",
+)
+
 SMALL = GROUPED | {"queries": 21, "keys": 45, "dim": 8, "value_dim": 16}
 ALONE = {"batch": 1, "heads": 1, "kv_heads": 1, "dim": 8, "value_dim": 8}
 

@@ -19,6 +19,13 @@ from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator
 from ..stand_in import LIMITS, gpu
 from .attention_cases import AFAR, BUDGETS, GROUPED, KB, hides, option_cases, some_sinks, tiles
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "attention_forward(q, k, v, *, causal=False, window=None, scale=None, softcap=None, "
+    "mask=None, bias=None, alibi=None, sinks=None, key_lengths=None, query_start=None, "
+    "block_mask=None, dropout=0.0, seed=None)",
+)
+
 SMALL = GROUPED | {"queries": 21, "keys": 90, "dim": 8, "value_dim": 16}
 
 

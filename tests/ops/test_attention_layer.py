@@ -20,6 +20,12 @@ from unsloth_cupy.errors import (
     ShapeError,
 )
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "attention_layer(x, q_weight, k_weight, v_weight, o_weight, cos, sin, positions=None, *, "
+    "heads, causal=True, interleaved=False, cache=None, layer=0, **options)",
+)
+
 BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, DIM = 2, 7, 12, 4, 2, 6
 
 

@@ -8,6 +8,13 @@ from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 from .test_attention import Device
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "attention_paged(q, k_pages, v_pages, page_table, lengths, *, causal=True, window=None, "
+    "scale=None, softcap=None, alibi=None, sinks=None, mask=None, bias=None, "
+    "query_start=None, block_mask=None, dropout=0.0, seed=None)",
+)
+
 LENGTHS = [9, 0, 4, 12]
 PAGE = 4
 

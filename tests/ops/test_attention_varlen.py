@@ -17,6 +17,13 @@ from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
 from .attention_cases import hides, tiles
 from .test_attention import Device, agree
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "attention_varlen(q, k, v, q_offsets, k_offsets, *, max_queries, max_keys, causal=False, "
+    "window=None, scale=None, softcap=None, alibi=None, sinks=None, dropout=0.0, seed=None, "
+    "mask=None, bias=None, block_mask=None)",
+)
+
 SIZES = {"tokens": 9, "key_tokens": 11, "heads": 4, "kv_heads": 2, "dim": 3, "value_dim": 2}
 OFFSETS = {"q_offsets": [0, 3, 3, 5, 9], "k_offsets": [0, 4, 6, 6, 11]}
 SEQUENCES = {"sequences": 4}

@@ -10,6 +10,12 @@ from unsloth_cupy.ops.elements.cast import accumulate_over_
 
 from ..parity import Case, KernelInPlace, KernelParity, emulator
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "cast(x, dtype)",
+    "accumulate_(total, x)",
+)
+
 CASES = (
     Case("odd", axes=[2, 3, 13]),
     Case("two blocks", axes=[5, 431]),

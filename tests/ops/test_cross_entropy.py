@@ -11,6 +11,13 @@ from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "cross_entropy(logits, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, softcap=None)",
+    "cross_entropy_(logits, labels, dloss=1.0, *, ignore=-100, smoothing=0.0, z_loss=0.0, "
+    "softcap=None)",
+)
+
 LABELS = np.array([[0, 12, -100], [5, -100, 5]])
 EVERYTHING = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
 

@@ -13,6 +13,9 @@ from ..parity import Case, KernelAlone, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
+# The public names, as other people's programs call them.
+PUBLIC = ("embedding(tokens, weight)",)
+
 
 class TestEmbedding(KernelParity):
     op = "embedding"

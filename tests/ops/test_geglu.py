@@ -11,6 +11,12 @@ from ..golden.golden import OpCase
 from ..parity import EPS, Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "geglu(gate, up, *, approximate=False)",
+    "geglu_backward_(dy, gate, up, *, approximate=False)",
+)
+
 EXTREMES = np.array([-3e38, -1e20, -1e4, -41, -13, -1e-30, 0, 1e-30, 13, 41, 1e4, 1e20, 3e38])
 
 

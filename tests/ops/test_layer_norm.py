@@ -10,6 +10,9 @@ from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = ("layer_norm(x, weight, bias=None, *, eps=1e-05, residual=None)",)
+
 
 class TestLayerNorm(KernelParity):
     op = "layer_norm_forward"

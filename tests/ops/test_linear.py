@@ -12,6 +12,9 @@ from unsloth_cupy.errors import DTypeError, ShapeError
 from ..parity import Case, Parity, emulator, within_rule
 from ..stand_in import gpu
 
+# The public names, as other people's programs call them.
+PUBLIC = ("linear(x, weight, bias=None)",)
+
 
 class TestLinear(Parity):
     op = "linear"

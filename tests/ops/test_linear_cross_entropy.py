@@ -16,6 +16,14 @@ from ..stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "linear_cross_entropy_gradients(x, weight, labels, dloss=None, *, scale=1.0, ignore=-100,"
+    " smoothing=0.0, z_loss=0.0, softcap=None, max_bytes=None, wanted=None)",
+    "linear_cross_entropy(x, weight, labels, *, ignore=-100, smoothing=0.0, z_loss=0.0, "
+    "softcap=None, max_bytes=None)",
+)
+
 LABELS = np.array([[0, 12, -100], [5, -100, 5]])
 SIZES: dict[str, Any] = {"rows": [2, 3], "hidden": 5, "vocab": 13, "arrays": {"labels": LABELS}}
 NAMES = ("loss", "dx", "dweight")

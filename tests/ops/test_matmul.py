@@ -7,6 +7,9 @@ from unsloth_cupy.ops.linear.matmul import matmul_backward
 
 from ..parity import Case, Parity
 
+# The public names, as other people's programs call them.
+PUBLIC = ("matmul(a, b)",)
+
 
 class TestMatmul(Parity):
     op = "matmul"

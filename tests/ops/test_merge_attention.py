@@ -8,6 +8,9 @@ from unsloth_cupy.errors import DTypeError, ShapeError
 
 from ..parity import Case, Parity
 
+# The public names, as other people's programs call them.
+PUBLIC = ("merge_attention(out_a, lse_a, out_b, lse_b)",)
+
 SIZES = {"batch": 2, "queries": 3, "heads": 2, "dim": 4}
 
 

@@ -5,12 +5,20 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
+from ..emulator.test_traffic import global_bytes
 from ..parity import Case, KernelAlone, KernelParity, emulator, within_rule
 from .golden_cases import agree
 from .test_cross_entropy import reported
+
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "qk_norm_rope(q, k, q_weight, k_weight, cos, sin, positions=None, *, eps=1e-06, "
+    "offset=0.0, interleaved=False)",
+)
 
 SIZES: dict[str, Any] = {
     **{"batch": 2, "tokens": 3, "heads": 4, "kv_heads": 2},
@@ -135,3 +143,23 @@ def test_wrong_calls() -> None:
         uc.qk_norm_rope(q, k, *weights, *tables, np.array([0, 9, 1]))
     with pytest.raises(RangeError, match=r"make tables with rope_tables\(3, 8\)"):
         uc.qk_norm_rope(q, k, *weights, *uc.rope_tables(2, 8))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_moves_what_its_header_says(dtype: Any) -> None:
+    """Beside that, out of L1: weights, once a token forward, once for each round of heads back."""
+    rng, tokens = np.random.default_rng(0), 6
+    q, k = (rng.standard_normal((1, tokens, heads, 128)).astype(dtype) for heads in (4, 4))
+    weights = np.ones((2, 128), dtype)
+    tables = [table.astype(dtype) for table in uc.rope_tables(tokens, 128)]
+    given = (q, k, *weights, *tables, None)
+    *turned, q_rstd, k_rstd = uc.qk_norm_rope_forward(*given)
+    heads = q.nbytes + k.nbytes
+    shared = sum(array.nbytes for array in (*tables, q_rstd, k_rstd))
+    wanted = 2 * heads + shared + tokens * weights.nbytes
+    assert global_bytes(lambda: uc.qk_norm_rope_forward(*given)) == wanted
+
+    rounds, blocks = 4 * q.itemsize // 8, 2  # of 32 lanes a head takes 8 in 16 bits, 16 in 32
+    sums = 2 * (2 * blocks * 128 * 4) + weights.nbytes  # written, and read by column_sum
+    wanted = 3 * heads + shared + rounds * tokens * weights.nbytes + sums
+    assert global_bytes(lambda: uc.qk_norm_rope_backward(*turned, *given, q_rstd, k_rstd)) == wanted

@@ -10,6 +10,13 @@ from unsloth_cupy.ops.elements.reductions import mean_backward, sum_backward
 
 from ..parity import Case, Parity
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "sum(x, *, axis=None, keepdims=False)",
+    "mean(x, *, axis=None, keepdims=False)",
+    "broadcast_to(x, *, shape)",
+)
+
 CASES = (
     Case("all", axes=[3, 5]),
     Case("one", axes=[3, 5], axis=1),

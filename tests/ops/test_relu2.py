@@ -12,6 +12,12 @@ from ..golden.golden import OpCase
 from ..parity import Case, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "relu2(x)",
+    "relu2_backward_(dy, x)",
+)
+
 
 class TestRelu2(KernelParity):
     op = "relu2"

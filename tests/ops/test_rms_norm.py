@@ -10,6 +10,12 @@ from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "rms_norm(x, weight, *, eps=1e-06, residual=None, bias=None, offset=0.0)",
+    "rms_norm_forward(x, weight, residual=None, bias=None, *, eps=1e-06, offset=0.0)",
+)
+
 
 class TestRMSNorm(KernelParity):
     op = "rms_norm_forward"

@@ -15,6 +15,14 @@ from ..parity import Case, KernelAlone, KernelInPlace, KernelParity, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
 from .test_cross_entropy import reported
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "rope(x, cos, sin, positions=None, *, interleaved=False)",
+    "rope_qk(q, k, cos, sin, positions=None, *, interleaved=False)",
+    "rope_qk_(q, k, cos, sin, positions=None, *, interleaved=False)",
+    "apply_rotary_embedding(q, k, positions, rope_theta=10000.0)",
+)
+
 SIZES: dict[str, Any] = {"batch": 2, "tokens": 3, "heads": 3, "dim": 10, "length": 5, "half": 5}
 ROW = np.array([4, 0, 2])
 CASES = (

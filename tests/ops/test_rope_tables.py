@@ -9,6 +9,9 @@ from unsloth_cupy.errors import ConfigError, ShapeError
 from ..golden.golden import OpCase
 from .golden_cases import agree, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = ("rope_tables(length, dim, *, base=10000.0, scaling=None, like=None)",)
+
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {

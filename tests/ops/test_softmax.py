@@ -10,6 +10,9 @@ from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = ("softmax(x, *, scale=1.0)",)
+
 HIDDEN = np.array([[0.5, -np.inf, 2], [-np.inf, -np.inf, -np.inf], [1, 2, 3]])
 
 TOWERS = 100.0 * np.isin(np.arange(1000), (123, 700))  # exp overflows in float32

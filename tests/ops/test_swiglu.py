@@ -9,6 +9,12 @@ from ..golden.golden import OpCase
 from ..parity import Case, KernelInPlace, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = (
+    "swiglu(gate, up)",
+    "swiglu_backward_(dy, gate, up)",
+)
+
 
 class TestSwiglu(KernelParity):
     op = "swiglu"

@@ -14,6 +14,9 @@ from ..parity import Case, KernelParity
 from ..stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast, golden
 
+# The public names, as other people's programs call them.
+PUBLIC = ("swiglu_mlp(x, gate_weight, up_weight, down_weight, *, chunk=None)",)
+
 SIZES: dict[str, Any] = {"rows": [2, 3], "hidden": 5, "inner": 7, "outputs": 5}
 
 

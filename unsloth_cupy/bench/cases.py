@@ -33,9 +33,9 @@ class Scale(NamedTuple):
 
 
 def forward_ops() -> list[str]:
-    """Return the ops that are nobody's backward op."""
-    backward = {op.backward.__name__ for op in OPS.values() if op.backward is not None}
-    return sorted(OPS.keys() - backward)
+    """Return the library's ops that are nobody's backward op."""
+    ours = {name: op for name, op in OPS.items() if op.__module__.startswith("unsloth_cupy.")}
+    return sorted(ours.keys() - {op.backward.__name__ for op in ours.values() if op.backward})
 
 
 # Public functions that are several ops: what is checked and measured is those.

@@ -1,7 +1,9 @@
 """The same computations by torch and, on a GPU, by torch.compile and Liger's Triton kernels."""
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,52 +17,21 @@ Tensors = Mapping[str, Any]
 Options = Mapping[str, Any]
 
 
-def _turn(x: Any, t: Tensors) -> Any:
+def turned(x: Any, t: Tensors) -> Any:
+    """Return x with its columns turned in pairs by the angles of cos and sin."""
     cos, sin = t["cos"][None, :, None], t["sin"][None, :, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _attention(t: Tensors, o: Options) -> Any:
+def attended(t: Tensors) -> Any:
+    """Return attention of q, k and v in torch's order of axes, turned back."""
     q, k, v = (t[name].transpose(1, 2) for name in "qkv")
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
-# Calls with the arrays that ``cases.draw`` gives: no optional one.
-TORCH: dict[str, Callable[[Tensors, Options], Any]] = {
-    "add": lambda t, o: t["a"] + t["b"],
-    "multiply": lambda t, o: t["a"] * t["b"],
-    "scale": lambda t, o: t["x"] * o["factor"],
-    "attention_forward": _attention,
-    "rope": lambda t, o: _turn(t["x"], t),
-    "rope_qk": lambda t, o: (_turn(t["q"], t), _turn(t["k"], t)),
-    "qk_norm_rope_forward": lambda t, o: tuple(
-        _turn(F.rms_norm(t[name], t[weight].shape, t[weight], o["eps"]), t)
-        for name, weight in (("q", "q_weight"), ("k", "k_weight"))
-    ),
-    "rms_norm_forward": lambda t, o: F.rms_norm(
-        t["x"], t["weight"].shape, t["weight"], o["eps"]
-    ),
-    "layer_norm_forward": lambda t, o: F.layer_norm(
-        t["x"], t["weight"].shape, t["weight"], None, o["eps"]
-    ),
-    "swiglu": lambda t, o: F.silu(t["gate"]) * t["up"],
-    "geglu": lambda t, o: F.gelu(t["gate"]) * t["up"],
-    "relu2": lambda t, o: F.relu(t["x"]).square(),
-    "softmax": lambda t, o: F.softmax(t["x"], dim=-1),
-    "swiglu_mlp": lambda t, o: F.linear(
-        F.silu(F.linear(t["x"], t["gate_weight"])) * F.linear(t["x"], t["up_weight"]),
-        t["down_weight"],
-    ),
-    "linear": lambda t, o: F.linear(t["x"], t["weight"]),
-    "embedding": lambda t, o: F.embedding(t["tokens"], t["weight"]),
-    "cross_entropy_forward": lambda t, o: F.cross_entropy(
-        t["logits"], t["labels"], reduction="none"
-    ),
-    "linear_cross_entropy_forward": lambda t, o: F.cross_entropy(
-        F.linear(t["x"], t["weight"]), t["labels"], reduction="none"
-    ),
-}  # fmt: skip
+# What ``op.facts["torch"]`` computes with, of the arrays of ``cases.draw``: no optional one.
+NN = SimpleNamespace(**vars(F), turned=turned, attended=attended)
 
 # Of liger_kernel.transformers.functional.  Its geglu is the tanh form and its cross_entropy writes
 # gradients over the logits: other computations.
@@ -85,12 +56,12 @@ def contestants(
     """
     name, notes = call.op.__name__, []
     functions: dict[str, Callable[..., Any]] = {}
-    if name in TORCH:
-        functions["torch"] = TORCH[name]
-    if gpu and name in TORCH:
+    if ours := call.op.facts.get("torch"):
+        functions["torch"] = plain = functools.partial(ours, NN)
+    if gpu and ours:
         torch.compiler.reset()  # or it gives up compiling after a few shapes
         torch._functorch.config.donated_buffer = False  # backward runs many times
-        functions["torch.compile"] = torch.compile(TORCH[name], dynamic=False)
+        functions["torch.compile"] = torch.compile(plain, dynamic=False)
     if gpu and name in LIGER and not (seeds and name in LIGER_OVERWRITES):
         try:
             liger = importlib.import_module("liger_kernel.transformers.functional")

@@ -17,33 +17,6 @@ DEVICE_SCALES = (
     Scale(tokens=2048, hidden=2048, inner=5632, vocab=32768, heads=16, kv_heads=4, dim=128),
     Scale(tokens=8192, hidden=4096, inner=14336, vocab=32768, heads=32, kv_heads=8, dim=128),
 )
-# Bytes that must move, where that is not every array of the call once.
-TRAFFIC: dict[str, Callable[[dict[str, Any]], int]] = {
-    "embedding": lambda a: a["tokens"].nbytes + 2 * a["x"].nbytes,  # only the rows it takes
-    "embedding_backward": lambda a: a["tokens"].nbytes + a["dx"].nbytes + a["dweight"].nbytes,
-    "kv_append_": lambda a: 4 * a["k"].nbytes,  # where tokens come from and where they go
-    "kv_append_paged_": lambda a: 4 * a["k"].nbytes,
-    "columns_backward": lambda a: a["dy"].nbytes + a["dx"].nbytes,
-    "adamw_": lambda a: a["gradient"].nbytes + 2 * sum(
-        a[name].nbytes for name in ("parameter", "mean", "square")
-    ),
-}  # fmt: skip
-
-
-def attention_operations(a: dict[str, Any]) -> int:
-    """Return the operations of q @ k.T and p @ v, where every query sees every key."""
-    columns = a["q"].shape[3] + a["v"].shape[3]
-    return int(2 * a["q"].size // a["q"].shape[3] * a["k"].shape[1] * columns)
-
-
-# Operations of products, where they and not memory may bound an op: two of a multiplication and
-# an addition.  Backward takes five products at the least, for forward's two.
-OPERATIONS: dict[str, Callable[[dict[str, Any]], int]] = {
-    "attention_forward": attention_operations,
-    "attention_backward": lambda a: attention_operations(a) * 5 // 2,
-    "linear": lambda a: 2 * a["x"].size * a["weight"].shape[0],
-    "linear_backward": lambda a: 4 * a["x"].size * a["weight"].shape[0],
-}
 
 
 def shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str, float | None]:
@@ -117,7 +90,7 @@ def _row(
         "microseconds": seconds[0] * 1e6,
         "runs": runs,
         "bytes": moved,
-        "operations": count(call.arrays) if (count := OPERATIONS.get(call.op.__name__)) else 0,
+        "operations": count(call.arrays) if (count := call.op.facts.get("operations")) else 0,
         "gb_per_s": moved / seconds[0] / 1e9 if moved else None,
         "peers": {name: s * 1e6 for name, s in zip(others, seconds[1:], strict=True)},
     }, notes
@@ -128,7 +101,7 @@ def traffic(call: Call, outputs: dict[str, Any]) -> int:
 
     0 where every output is a view of an input, and nothing has to.
     """
-    special = TRAFFIC.get(call.op.__name__)
+    special: Callable[[dict[str, Any]], int] | None = call.op.facts.get("traffic")
     inputs = {name: a for name, a in call.arrays.items() if a is not None}
     if special is not None:
         return special(inputs | outputs)

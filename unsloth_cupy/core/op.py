@@ -58,8 +58,11 @@ class Op(Generic[P, R]):
     __name__: str
     __call__: Callable[P, R]
 
-    def __init__(self, signature: str, definition: Callable[P, R], widen: bool = True) -> None:
+    def __init__(
+        self, signature: str, definition: Callable[P, R], widen: bool = True, **facts: Any
+    ) -> None:
         functools.update_wrapper(self, definition)
+        self.facts = facts  # what tables ask: see ``op``
         self.signature, self.definition, self.widen = signature, definition, widen
         self.contract = parse(signature)
         self.names = tuple(operand.name for operand in self.contract.inputs)
@@ -82,7 +85,6 @@ class Op(Generic[P, R]):
         return op_named, (self.__name__,)
 
     def __repr__(self) -> str:
-        """Show the signature, so that help() does."""
         return f"<op {self.__name__}: {self.signature}>"
 
     def call(self, arrays: Sequence[Any], options: dict[str, Any]) -> R:
@@ -192,10 +194,8 @@ class Op(Generic[P, R]):
 
     def _called(self, function: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
         if self.keywords:
-            options = {
-                **options,
-                **dict(zip(self.keywords, arrays[self.positional :], strict=True)),
-            }
+            named = zip(self.keywords, arrays[self.positional :], strict=True)
+            options = {**options, **dict(named)}
             arrays = arrays[: self.positional]
         return function(*arrays, **options)
 
@@ -214,10 +214,12 @@ def op_named(name: str) -> Op[..., Any]:
     return OPS[name]
 
 
-def op(signature: str, *, widen: bool = True) -> Callable[[Callable[P, R]], Op[P, R]]:
+def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Turn a NumPy definition into an op.
 
     ``widen=False`` where it only moves values or changes its arrays: definition and launch get
-    them as they lie, neither widened nor packed.
+    them as they lie, neither widened nor packed.  Facts are why it has ``no_gradient``; the dtype
+    that ``autocast`` gives it, where that is float32; bytes of ``traffic`` by the arrays, where not
+    each moves once; ``operations`` of products; and how ``torch`` computes the same.
     """
-    return functools.partial(Op, signature, widen=widen)
+    return lambda definition: Op(signature, definition, widen, **facts)

@@ -37,7 +37,6 @@ class Constants(dict[str, Any]):
         self.hash = hash(tuple(constants.items()))
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Return the hash of the constants as they were made."""
         return self.hash
 
 

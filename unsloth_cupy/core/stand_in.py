@@ -1,8 +1,7 @@
 """Arrays that stand for others: code runs on them to learn what it would do.
 
-A launch or a definition asks a stand-in how it lies, and for new arrays.  ``Recorded`` stands for
-an array of a call that is to be replayed; ``Planned`` for one that is not there at all: it has no
-elements, and a ledger that is ``keeping`` sees what it would hold.
+They know how they lie, and make new ones.  ``Recorded`` stands for an array of a call that is to be
+replayed; ``Planned`` for one that is not there at all.
 """
 
 import itertools

@@ -10,8 +10,10 @@
     optimizer.step(gradients, finite=finite, factor=factor)
     scaler.update(finite)
 
-Every op computes in float32 and rounds once, whatever it is given; ``POLICY`` says what it should
-be given.  (Micikevicius and others, Mixed Precision Training, 2018.)
+Every op computes in float32 and rounds once, whatever it is given.  ``Autocast`` gives it the
+compute dtype, as tensor cores multiply 16 bits and half the bytes move in half the time; float32
+where its result is read as a number: probabilities, losses, a factor by column.
+(Micikevicius and others, Mixed Precision Training, 2018.)
 """
 
 import inspect
@@ -23,7 +25,7 @@ import numpy as np
 
 from ..core.call import checked
 from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
-from ..core.op import OPS
+from ..core.op import OPS, Op
 from ..errors import ConfigError, DTypeError
 from ..ops.elements.cast import cast
 from ..placement import at_first
@@ -32,33 +34,6 @@ from .gradients import check_floats
 from .loss_scaler import LossScaler
 from .variable import Var
 
-# What the float operands of an op are held in.  Weights of norms, biases, tables and statistics
-# (kinds param, table and stat of a signature) stay float32 beside either; ops that change their
-# arguments, whose names end in _, take them as they are.
-COMPUTE = "the compute dtype"
-WIDE = "float32"
-POLICY: Mapping[str, str] = dict.fromkeys(
-    (
-        # products: tensor cores multiply 16 bits, and add in float32
-        *("linear", "linear_cross_entropy", "swiglu_mlp", "embedding"),
-        "matmul",
-        *("lora_linear", "lora_down", "lora_up", "lora_merge", "row_norms"),
-        *("attention", "attention_varlen", "attention_paged", "merge_attention"),
-        # bound by memory: half the bytes, arithmetic and statistics in float32
-        *("rms_norm", "layer_norm", "qk_norm_rope", "apply_rotary_embedding"),
-        *("rope", "rope_qk", "swiglu", "geglu", "relu2"),
-        *("add", "subtract", "multiply", "scale"),
-        *("reshape", "columns", "index", "transpose", "broadcast_to"),
-    ),
-    COMPUTE,
-) | dict.fromkeys(
-    (
-        # what is read as a number: probabilities, losses, a factor by column
-        *("softmax", "cross_entropy", "scale_by", "dora_factor"),
-        *("sum", "mean", "divide", "power", "exp", "log"),
-    ),
-    WIDE,
-)
 DTYPES = {dtype.name: dtype for dtype in KERNEL_DTYPES}
 
 
@@ -166,7 +141,10 @@ class TrainingConfig:
 
 
 class Autocast:
-    """Calls ops with their operands in the dtypes of ``POLICY``: ``y = cast(linear, x, weight)``.
+    """Calls ops with their operands in the dtypes that suit them: ``y = cast(linear, x, weight)``.
+
+    Weights of norms, biases, tables and statistics (kinds param, table and stat of a signature)
+    stay as they are, float32 or not.
 
     Parameters
     ----------
@@ -188,18 +166,28 @@ class Autocast:
         Raises
         ------
         ConfigError
-            ``POLICY`` has no such op.
+            It is not an op, or one that changes its arguments or casts them.
         """
-        name = getattr(function, "__name__", repr(function)).removesuffix("_forward")
-        if name not in POLICY:
-            raise ConfigError(f"Autocast: {name} is not an op; choose from {', '.join(POLICY)}")
-        op = OPS[name] if name in OPS else OPS[f"{name}_forward"]
+        name, known = getattr(function, "__name__", repr(function)), autocast_ops()
+        op = known.get(name.removesuffix("_forward"))
+        if op is None:
+            raise ConfigError(f"Autocast: {name} is not an op; choose from {', '.join(known)}")
         kinds = {operand.name: operand.kind for operand in op.contract.inputs}
-        dtype = self.dtype if POLICY[name] == COMPUTE else FLOATS[2]
+        dtype = DTYPES.get(op.facts.get("autocast", ""), self.dtype)
         given = inspect.signature(function).bind(*args, **options)
         for key, value in given.arguments.items():
             given.arguments[key] = _fit(value, kinds.get(key), dtype)
         return function(*given.args, **given.kwargs)
+
+
+def autocast_ops() -> dict[str, Op[..., Any]]:
+    """Return the ops whose operands are cast, by their public names: no gradients, no casts."""
+    backward = {op.backward for op in OPS.values()}
+    return {
+        name.removesuffix("_forward"): op
+        for name, op in sorted(OPS.items())
+        if op not in backward and not name.endswith(("_", "_gradients")) and "cast_to_" not in name
+    }
 
 
 def _fit(value: Any, kind: str | None, dtype: Any) -> Any:

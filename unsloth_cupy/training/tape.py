@@ -40,7 +40,9 @@ class Entry(NamedTuple):
         """Call the backward op on gradients of the outputs; add those of these inputs to grads."""
         op, backward = self.op, self.op.backward
         if backward is None:
-            raise GradientError(f"{op.__name__} has no gradient; keep it off the way to the loss")
+            why = f", as {reason}" if (reason := op.facts.get("no_gradient")) else ""
+            problem = f"{op.__name__} has no gradient{why}; keep it off the way to the loss"
+            raise GradientError(problem)
         known = self.values | {"d" + name: grad for name, grad in take.items()}
         for operand in backward.contract.inputs:
             if known.get(operand.name) is None and not operand.optional:  # nobody used that output

@@ -23,7 +23,7 @@ STEEPNESS = math.sqrt(2 / math.pi)
 FAR = 40.0  # from here on shares are 0 or 1 in float64 too; x**3 may not overflow
 
 
-@op("gate(*axes), up(*axes) -> y(*axes)")
+@op("gate(*axes), up(*axes) -> y(*axes)", torch=lambda nn, t, o: nn.gelu(t["gate"]) * t["up"])
 def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     """Gate up by the Gaussian error linear unit of gate: ``y = gelu(gate) * up``.
 
@@ -121,6 +121,7 @@ def geglu_backward_(
 @op(
     "dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)",
     widen=False,  # a widened copy would take the gradient in its place
+    no_gradient="it is a gradient",
 )
 def geglu_backward_over_(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False

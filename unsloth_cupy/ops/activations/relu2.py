@@ -14,7 +14,7 @@ from ..common.elementwise import launch_over, launch_rows
 from ..common.in_place import check_changeable
 
 
-@op("x(*axes) -> y(*axes)")
+@op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: nn.relu(t["x"]).square())
 def relu2(x: Array) -> Array:
     """Square the positive part: ``y = max(x, 0)**2``.
 
@@ -95,6 +95,7 @@ def relu2_backward_(dy: Array, x: Array) -> Array:
 @op(
     "dy(*axes), x(*axes) -> dx(*axes)",
     widen=False,  # a widened copy would take the gradient in its place
+    no_gradient="it is a gradient",
 )
 def relu2_backward_over_(dy: Array, x: Array) -> Array:
     """Write ``relu2_backward`` over x, and return it."""

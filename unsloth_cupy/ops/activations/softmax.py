@@ -19,7 +19,11 @@ from ..common.rows import aligned, lie, spread
 HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
 
 
-@op("x(*rows, columns) -> y(*rows, columns)")
+@op(
+    "x(*rows, columns) -> y(*rows, columns)",
+    autocast="float32",
+    torch=lambda nn, t, o: nn.softmax(t["x"], dim=-1),
+)
 def softmax(x: Array, *, scale: float = 1.0) -> Array:
     """Turn each row into shares that add up to 1: ``y = exp(scale * x) / sum(exp(scale * x))``.
 

@@ -14,7 +14,7 @@ from ..common.elementwise import launch_over, launch_rows
 from ..common.in_place import check_changeable
 
 
-@op("gate(*axes), up(*axes) -> y(*axes)")
+@op("gate(*axes), up(*axes) -> y(*axes)", torch=lambda nn, t, o: nn.silu(t["gate"]) * t["up"])
 def swiglu(gate: Array, up: Array) -> Array:
     """Gate up by the swish of gate: ``y = gate * sigmoid(gate) * up``.
 
@@ -103,6 +103,7 @@ def swiglu_backward_(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
 @op(
     "dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)",
     widen=False,  # a widened copy would take the gradient in its place
+    no_gradient="it is a gradient",
 )
 def swiglu_backward_over_(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """Write ``swiglu_backward`` over gate and up, and return them."""

@@ -31,7 +31,11 @@ CHUNK_ROWS = 32  # of fewer rows a matrix product is no faster than its weights 
 @op(
     "x(*rows, hidden), gate_weight(inner, hidden), up_weight(inner, hidden),"
     " down_weight(outputs, inner) -> y(*rows, outputs)",
-    widen=False,  # products take 16-bit operands as they are
+    widen=False,
+    torch=lambda nn, t, o: nn.linear(
+        nn.silu(nn.linear(t["x"], t["gate_weight"])) * nn.linear(t["x"], t["up_weight"]),
+        t["down_weight"],
+    ),  # products take 16-bit operands as they are
 )
 def swiglu_mlp(
     x: Array,

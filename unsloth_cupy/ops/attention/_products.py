@@ -78,3 +78,9 @@ def _tiled(b: Array, width: int) -> Array:
     batch, keys, kv_heads, d = b.shape
     tiles = b[:, : keys - keys % width].reshape(batch, -1, width, kv_heads, d)
     return tiles.transpose(0, 3, 1, 2, 4)
+
+
+def operations(a: dict[str, Array]) -> int:
+    """Return the operations of q @ k.T and p @ v, where every query sees every key."""
+    columns = a["q"].shape[3] + a["v"].shape[3]
+    return int(2 * a["q"].size // a["q"].shape[3] * a["k"].shape[1] * columns)

@@ -18,7 +18,7 @@ from ...core.op import op
 from ._backward import launch_backward
 from ._blocks import Block, Window
 from ._decode import launch_attention
-from ._products import by_keys, for_keys, over_keys, stacked, unstacked
+from ._products import by_keys, for_keys, operations, over_keys, stacked, unstacked
 from ._scores import Scores
 
 LOW, HIGH = -30, 60  # between these, exp of a row's largest score needs no shift in float32
@@ -134,7 +134,9 @@ def attention(
     "q(batch, queries, heads, dim), k(batch, keys, kv_heads, dim),"
     f" v(batch, keys, kv_heads, value_dim), {OPERANDS}"
     " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
-    " where heads % kv_heads"
+    " where heads % kv_heads",
+    torch=lambda nn, t, o: nn.attended(t),
+    operations=operations,
 )
 def attention_forward(
     q: Array,
@@ -290,3 +292,4 @@ def attend_backward(
 attention_forward.kernel(launch_attention)
 attention_forward.strided = "k", "v"  # the first tokens of a cache
 attention_backward.kernel(launch_backward)
+attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # five products for two

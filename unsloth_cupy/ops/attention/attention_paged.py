@@ -108,6 +108,7 @@ def attention_paged(
     " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
     " where heads % kv_heads",
     widen=False,  # a cache is large: only what is read is widened
+    no_gradient="it reads a cache of pages, which only inference has",
 )
 def attention_paged_forward(
     q: Array,

@@ -28,7 +28,9 @@ NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"
     f"{NEW}, keys(batch, slots, kv_heads, dim), values(batch, slots, kv_heads, dim),"
     " starts?(batch): int"
     " -> all_keys(batch, slots, kv_heads, dim), all_values(batch, slots, kv_heads, dim)",
-    widen=False,  # it changes keys and values
+    widen=False,
+    no_gradient="it changes a cache, which only inference has",
+    traffic=lambda a: 4 * a["k"].nbytes,  # it changes keys and values
 )
 def kv_append_(
     k: Array,
@@ -90,7 +92,9 @@ def _launch(
     f"{NEW}, k_pages(pages, page, kv_heads, dim), v_pages(pages, page, kv_heads, dim),"
     " page_table(batch, row_pages): int, starts(batch): int"
     " -> all_keys(pages, page, kv_heads, dim), all_values(pages, page, kv_heads, dim)",
-    widen=False,  # it changes the pages
+    widen=False,
+    no_gradient="it changes a cache, which only inference has",
+    traffic=lambda a: 4 * a["k"].nbytes,  # it changes the pages
 )
 def kv_append_paged_(
     k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array

@@ -74,7 +74,7 @@ def check_errors() -> None:
     ------
     RangeError
         A label of ``cross_entropy`` or ``linear_cross_entropy``, or a token of ``embedding``, was
-        outside the vocabulary, or a position of ``rope``, ``rope_qk`` or ``qk_norm_rope`` outside
+        outside the vocabulary, or a position of an op that turns heads outside
         the tables.  The message names op, row and number.
     """
     for device, words in [*_records.items()]:

@@ -13,7 +13,7 @@ from ...errors import ConfigError, RangeError, ShapeError
 from ..common.elementwise import launch_rows
 
 
-@op("a(*axes), b(*axes) -> c(*axes)")
+@op("a(*axes), b(*axes) -> c(*axes)", torch=lambda nn, t, o: t["a"] + t["b"])
 def add(a: Array, b: Array) -> Array:
     """Return ``c = a + b``, element by element; both have the same shape and dtype."""
     return a + b
@@ -35,7 +35,7 @@ def add_backward(dc: Array) -> tuple[Array, Array]:
     return dc, dc
 
 
-@op("a(*axes), b(*axes) -> c(*axes)")
+@op("a(*axes), b(*axes) -> c(*axes)", torch=lambda nn, t, o: t["a"] * t["b"])
 def multiply(a: Array, b: Array) -> Array:
     """Return ``c = a * b``, element by element; both have the same shape and dtype."""
     return a * b
@@ -67,7 +67,7 @@ def _launch_multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Arr
 multiply_backward.strided = "dc", "a", "b"
 
 
-@op("x(*axes) -> y(*axes)")
+@op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: t["x"] * o["factor"])
 def scale(x: Array, *, factor: float) -> Array:
     """Return ``y = factor * x``, rounded once."""
     return x * x.dtype.type(factor)
@@ -93,7 +93,7 @@ scale_backward.kernel(_launch_scale)  # of dy
 scale_backward.strided = ("dy",)
 
 
-@op("x(*axes), factor: table -> y(*axes)")
+@op("x(*axes), factor: table -> y(*axes)", autocast="float32")
 def scale_by(x: Array, factor: Array) -> Array:
     """Return ``y = factor * x``, rounded once; factor, of shape (), may lie on a GPU unread."""
     return x * factor
@@ -216,3 +216,6 @@ def index_backward(dy: Array, x: Array, *, key: Any) -> Array:
     dx = np.zeros_like(x)
     dx[key] = dy
     return dx
+
+
+columns_backward.facts["traffic"] = lambda a: a["dy"].nbytes + a["dx"].nbytes

@@ -121,7 +121,11 @@ def accumulate_(total: Array, x: Array) -> Array:
     return total
 
 
-@op("total(*axes): stat, x(*axes) -> sum(*axes): stat", widen=False)
+@op(
+    "total(*axes): stat, x(*axes) -> sum(*axes): stat",
+    widen=False,
+    no_gradient="it changes what a tape would remember",
+)
 def accumulate_over_(total: Array, x: Array) -> Array:
     """Add x to total and return it."""
     return np.add(total, x, out=total)

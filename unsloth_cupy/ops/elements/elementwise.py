@@ -22,7 +22,7 @@ def subtract_backward(
     return dc, -dc if wanted is None or "b" in wanted else None
 
 
-@op("a(*axes), b(*axes) -> c(*axes)")
+@op("a(*axes), b(*axes) -> c(*axes)", autocast="float32")
 def divide(a: Array, b: Array) -> Array:
     """Return ``c = a / b``, element by element; both have the same shape and dtype."""
     return a / b
@@ -37,7 +37,7 @@ def divide_backward(
     return da, -da * (a / b) if wanted is None or "b" in wanted else None
 
 
-@op("x(*axes) -> y(*axes)")
+@op("x(*axes) -> y(*axes)", autocast="float32")
 def power(x: Array, *, exponent: float) -> Array:
     """Return ``y = x ** exponent``; NaN where x is negative and the exponent is not an integer."""
     return x ** x.dtype.type(exponent)
@@ -51,7 +51,7 @@ def power_backward(dy: Array, x: Array, *, exponent: float) -> Array:
     return dy * (x.dtype.type(exponent) * x ** x.dtype.type(exponent - 1))
 
 
-@op("x(*axes) -> y(*axes)")
+@op("x(*axes) -> y(*axes)", autocast="float32")
 def exp(x: Array) -> Array:
     """Return ``y``, e to the power of x."""
     return np.exp(x)
@@ -63,7 +63,7 @@ def exp_backward(dy: Array, y: Array) -> Array:
     return dy * y
 
 
-@op("x(*axes) -> y(*axes)")
+@op("x(*axes) -> y(*axes)", autocast="float32")
 def log(x: Array) -> Array:
     """Return ``y``, the natural logarithm of x; -inf for 0 and NaN for what is negative."""
     return np.log(x)

@@ -16,7 +16,7 @@ from ...errors import ConfigError, ShapeError
 Axes = int | tuple[int, ...] | None
 
 
-@op("x(*axes) -> y(*rest)")
+@op("x(*axes) -> y(*rest)", autocast="float32")
 def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the sum of x over some axes, made in float32 and rounded once.
 
@@ -49,7 +49,7 @@ def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = Fal
     return _repeated(dy, x, _axes("sum", x, axis))
 
 
-@op("x(*axes) -> y(*rest)")
+@op("x(*axes) -> y(*rest)", autocast="float32")
 def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the mean of x over some axes, made in float32 and rounded once.
 

@@ -19,7 +19,12 @@ from ..common import faults
 REPORTER = faults.reporter("embedding", "tokens", "vocab")
 
 
-@op("tokens(*rows): int < vocab, weight(vocab, hidden) -> x(*rows, hidden)", widen=False)
+@op(
+    "tokens(*rows): int < vocab, weight(vocab, hidden) -> x(*rows, hidden)",
+    widen=False,
+    torch=lambda nn, t, o: nn.embedding(t["tokens"], t["weight"]),
+    traffic=lambda a: a["tokens"].nbytes + 2 * a["x"].nbytes,
+)
 def embedding(tokens: Array, weight: Array) -> Array:
     """Look up the row of each token: ``x = weight[tokens]``.
 
@@ -103,3 +108,8 @@ def _launch_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Arr
     kernel = load("embedding.cu", "embedding_backward", dx, constants)
     kernel[vocab * tiles, threads](dx, order, starts, partial, dweight)
     return None, dweight
+
+
+embedding_backward.facts["traffic"] = lambda a: (
+    a["tokens"].nbytes + a["dx"].nbytes + a["dweight"].nbytes
+)

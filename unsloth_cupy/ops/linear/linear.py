@@ -17,7 +17,11 @@ from ..common.gemm import gemm
 
 @op(
     "x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)",
-    widen=False,  # products take 16-bit operands as they are
+    widen=False,
+    torch=lambda nn, t, o: nn.linear(t["x"], t["weight"]),
+    operations=lambda a: (
+        2 * a["x"].size * a["weight"].shape[0]
+    ),  # products take 16-bit operands as they are
 )
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiply each row by a weight: ``y = x @ weight.T + bias``.
@@ -67,3 +71,6 @@ def linear_backward(
 def flat(x: Array) -> Array:
     """Return x as a matrix of its rows: one product then serves all leading axes."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+linear_backward.facts["operations"] = lambda a: 4 * a["x"].size * a["weight"].shape[0]

@@ -20,7 +20,8 @@ from ..elements.cast import cast
 @op(
     "weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param,"
     " magnitude?(outputs): param -> merged(outputs, inputs)",
-    widen=False,  # products take 16-bit operands as they are
+    widen=False,
+    no_gradient="it ends the training of an adapter",  # products take 16-bit operands as they are
 )
 def lora_merge(
     weight: Array, a: Array, b: Array, *, magnitude: Array | None = None, scale: float = 1.0
@@ -57,6 +58,7 @@ def lora_merge(
     "weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param"
     " -> norm(outputs): stat",
     widen=False,
+    no_gradient="they are constants to DoRA",
 )
 def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
     """Return the norm of each row of ``weight + scale * b @ a``."""
@@ -74,7 +76,7 @@ def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array
     return norms
 
 
-@op("magnitude(outputs), norm(outputs): table -> factor(outputs)")
+@op("magnitude(outputs), norm(outputs): table -> factor(outputs)", autocast="float32")
 def dora_factor(magnitude: Array, norm: Array) -> Array:
     """Return ``magnitude / norm``: what DoRA scales each column of y by; 0 for a row of zeros."""
     return magnitude * _inverse(norm)

@@ -64,7 +64,11 @@ def cross_entropy(
     )[0]
 
 
-@op("logits(*rows, vocab), labels(*rows): int -> loss(*rows): stat, lse(*rows): stat")
+@op(
+    "logits(*rows, vocab), labels(*rows): int -> loss(*rows): stat, lse(*rows): stat",
+    autocast="float32",
+    torch=lambda nn, t, o: nn.cross_entropy(t["logits"], t["labels"], reduction="none"),
+)
 def cross_entropy_forward(
     logits: Array,
     labels: Array,

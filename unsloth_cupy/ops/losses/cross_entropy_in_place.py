@@ -77,6 +77,7 @@ def cross_entropy_(
 @op(
     "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat -> loss(*rows): stat",
     widen=False,  # a widened copy would take the gradient in place of the logits
+    no_gradient="it is a gradient, and changes what a tape would remember",
 )
 def cross_entropy_over_(
     logits: Array,

@@ -75,7 +75,10 @@ def linear_cross_entropy(
 @op(
     "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int"
     " -> loss(*rows): stat, lse(*rows): stat",
-    widen=False,  # products take 16-bit operands as they are
+    widen=False,
+    torch=lambda nn, t, o: nn.cross_entropy(
+        nn.linear(t["x"], t["weight"]), t["labels"], reduction="none"
+    ),  # products take 16-bit operands as they are
 )
 def linear_cross_entropy_forward(
     x: Array,

@@ -21,7 +21,8 @@ from ._rows import check_labels, checked, losses, slopes
 @op(
     "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat"
     " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
-    widen=False,  # products take 16-bit operands as they are
+    widen=False,
+    no_gradient="it returns them",  # products take 16-bit operands as they are
 )
 def linear_cross_entropy_gradients(
     x: Array,

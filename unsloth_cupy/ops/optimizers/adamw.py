@@ -27,6 +27,10 @@ BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core
     "parameter(*axes), gradient(*axes): param, mean(*axes): stat, square(*axes): stat"
     " -> updated(*axes)",
     widen=False,  # a widened copy would take the update in place of the parameter
+    no_gradient="it is what gradients are for",
+    traffic=lambda a: (
+        a["gradient"].nbytes + 2 * sum(a[n].nbytes for n in ("parameter", "mean", "square"))
+    ),
 )
 def adamw_(
     parameter: Array,

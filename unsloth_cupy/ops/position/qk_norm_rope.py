@@ -88,7 +88,11 @@ def qk_norm_rope(
     " k_weight(dim): param, cos(length, half): table, sin(length, half): table,"
     " positions?(batch|1, tokens): int < length"
     " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim),"
-    " q_rstd(batch, tokens, heads): stat, k_rstd(batch, tokens, kv_heads): stat"
+    " q_rstd(batch, tokens, heads): stat, k_rstd(batch, tokens, kv_heads): stat",
+    torch=lambda nn, t, o: tuple(
+        nn.turned(nn.rms_norm(t[x], t[w].shape, t[w], o["eps"]), t)
+        for x, w in (("q", "q_weight"), ("k", "k_weight"))
+    ),
 )
 def qk_norm_rope_forward(
     q: Array,

@@ -28,7 +28,8 @@ REPORTER = faults.reporter("rope", "positions", "length")
 
 @op(
     "x(batch, tokens, heads, dim), cos(length, half): table, sin(length, half): table,"
-    " positions?(batch|1, tokens): int < length -> y(batch, tokens, heads, dim)"
+    " positions?(batch|1, tokens): int < length -> y(batch, tokens, heads, dim)",
+    torch=lambda nn, t, o: nn.turned(t["x"], t),
 )
 def rope(
     x: Array,

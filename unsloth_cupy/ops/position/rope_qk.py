@@ -16,7 +16,8 @@ from .rope import by_token, check_tables, launch_rope, rotated
 @op(
     "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), cos(length, half): table,"
     " sin(length, half): table, positions?(batch|1, tokens): int < length"
-    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)"
+    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)",
+    torch=lambda nn, t, o: (nn.turned(t["q"], t), nn.turned(t["k"], t)),
 )
 def rope_qk(
     q: Array,
@@ -145,6 +146,7 @@ def rope_qk_(
     " sin(length, half): table, positions?(batch|1, tokens): int < length"
     " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)",
     widen=False,  # a widened copy would take the result in place of q
+    no_gradient="it changes what a tape would remember",
 )
 def rope_qk_over_(
     q: Array,

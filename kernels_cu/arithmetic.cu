@@ -12,56 +12,47 @@
 //   may lie over an operand.  Arrays are read where they lie.
 #include "common/rows.cuh"
 
-KERNEL(THREADS) add(const T *a, const T *b, T *c, long long columns, unsigned tiles,
-                    long long inner, long long a_outer, long long a_step, long long b_outer,
-                    long long b_step, long long c_outer, long long c_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) add(const T *a, const T *b, T *c, const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float u[LANES], v[LANES];
-    at.load(u, a, {inner, a_outer, a_step});
-    at.load(v, b, {inner, b_outer, b_step});
+    at.load(u, a, 0);
+    at.load(v, b, 1);
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] += v[j];
-    at.store(c, {inner, c_outer, c_step}, u);
+    at.store(c, 2, u);
 }
 
-KERNEL(THREADS) multiply(const T *a, const T *b, T *c, long long columns, unsigned tiles,
-                         long long inner, long long a_outer, long long a_step, long long b_outer,
-                         long long b_step, long long c_outer, long long c_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) multiply(const T *a, const T *b, T *c, const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float u[LANES], v[LANES];
-    at.load(u, a, {inner, a_outer, a_step});
-    at.load(v, b, {inner, b_outer, b_step});
+    at.load(u, a, 0);
+    at.load(v, b, 1);
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] *= v[j];
-    at.store(c, {inner, c_outer, c_step}, u);
+    at.store(c, 2, u);
 }
 
-KERNEL(THREADS) multiply_backward(
-    const T *dc, const T *a, const T *b, T *da, T *db, long long columns, unsigned tiles,
-    long long inner, long long dc_outer, long long dc_step, long long a_outer, long long a_step,
-    long long b_outer, long long b_step, long long da_outer, long long da_step,
-    long long db_outer, long long db_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) multiply_backward(const T *dc, const T *a, const T *b, T *da, T *db,
+                                  const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float d[LANES], u[LANES], v[LANES];
-    at.load(d, dc, {inner, dc_outer, dc_step});
-    at.load(u, a, {inner, a_outer, a_step});
-    at.load(v, b, {inner, b_outer, b_step});
+    at.load(d, dc, 0);
+    at.load(u, a, 1);
+    at.load(v, b, 2);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         u[j] *= d[j];
         v[j] *= d[j];
     }
-    at.store(da, {inner, da_outer, da_step}, v);
-    at.store(db, {inner, db_outer, db_step}, u);
+    at.store(da, 3, v);
+    at.store(db, 4, u);
 }
 
-KERNEL(THREADS) scale(const T *x, T *y, long long columns, unsigned tiles, long long inner,
-                      long long x_outer, long long x_step, long long y_outer, long long y_step,
-                      float factor) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) scale(const T *x, T *y, const __grid_constant__ Rows rows, float factor) {
+    const Access<STRIDED> at(rows);
     float v[LANES];
-    at.load(v, x, {inner, x_outer, x_step});
+    at.load(v, x, 0);
 #pragma unroll
     for (int j = 0; j < LANES; j++) v[j] *= factor;
-    at.store(y, {inner, y_outer, y_step}, v);
+    at.store(y, 1, v);
 }

@@ -38,35 +38,29 @@ __device__ __forceinline__ float rise(float x, float s) {
     }
 }
 
-KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, long long columns, unsigned tiles,
-                      long long inner, long long gate_outer, long long gate_step,
-                      long long up_outer, long long up_step, long long y_outer,
-                      long long y_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float g[LANES], u[LANES];
-    at.load(g, gate, {inner, gate_outer, gate_step});
-    at.load(u, up, {inner, up_outer, up_step});
+    at.load(g, gate, 0);
+    at.load(u, up, 1);
 #pragma unroll
     for (int j = 0; j < LANES; j++) u[j] *= g[j] * share(g[j]);
-    at.store(y, {inner, y_outer, y_step}, u);
+    at.store(y, 2, u);
 }
 
-KERNEL(THREADS) geglu_backward(
-    const T *dy, const T *gate, const T *up, T *dgate, T *dup, long long columns, unsigned tiles,
-    long long inner, long long dy_outer, long long dy_step, long long gate_outer,
-    long long gate_step, long long up_outer, long long up_step, long long dgate_outer,
-    long long dgate_step, long long dup_outer, long long dup_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) geglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
+                               const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float d[LANES], g[LANES], u[LANES];
-    at.load(d, dy, {inner, dy_outer, dy_step});
-    at.load(g, gate, {inner, gate_outer, gate_step});
-    at.load(u, up, {inner, up_outer, up_step});
+    at.load(d, dy, 0);
+    at.load(g, gate, 1);
+    at.load(u, up, 2);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float s = share(g[j]), gelu = g[j] * s;
         g[j] = (s + rise(g[j], s)) * u[j] * d[j];
         u[j] = gelu * d[j];
     }
-    at.store(dgate, {inner, dgate_outer, dgate_step}, g);
-    at.store(dup, {inner, dup_outer, dup_step}, u);
+    at.store(dgate, 3, g);
+    at.store(dup, 4, u);
 }

@@ -16,25 +16,21 @@
 // max(x, 0) that keeps a NaN
 __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
 
-KERNEL(THREADS) relu2(const T *x, T *y, long long columns, unsigned tiles, long long inner,
-                      long long x_outer, long long x_step, long long y_outer, long long y_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) relu2(const T *x, T *y, const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float v[LANES];
-    at.load(v, x, {inner, x_outer, x_step});
+    at.load(v, x, 0);
 #pragma unroll
     for (int j = 0; j < LANES; j++) v[j] = positive(v[j]) * positive(v[j]);
-    at.store(y, {inner, y_outer, y_step}, v);
+    at.store(y, 1, v);
 }
 
-KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, long long columns,
-                               unsigned tiles, long long inner, long long dy_outer,
-                               long long dy_step, long long x_outer, long long x_step,
-                               long long dx_outer, long long dx_step) {
-    const Access<STRIDED> at(columns, tiles);
+KERNEL(THREADS) relu2_backward(const T *dy, const T *x, T *dx, const __grid_constant__ Rows rows) {
+    const Access<STRIDED> at(rows);
     float d[LANES], v[LANES];
-    at.load(d, dy, {inner, dy_outer, dy_step});
-    at.load(v, x, {inner, x_outer, x_step});
+    at.load(d, dy, 0);
+    at.load(v, x, 1);
 #pragma unroll
     for (int j = 0; j < LANES; j++) d[j] *= 2 * positive(v[j]);
-    at.store(dx, {inner, dx_outer, dx_step}, d);
+    at.store(dx, 2, d);
 }

@@ -407,6 +407,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy.cuda.runtime": runtime,
         "cupy.lib": {},
         "cupy.lib.stride_tricks": {"as_strided": strided},
+        "cupy.cuda.function": {"CNumpyArray": lambda array: array[()]},
         "cupy.cuda.compiler": {"CompileException": CompileException},
         "cupyx": {},
         "cupyx.scipy": {},

@@ -17,6 +17,20 @@ KERNEL(THREADS, 2)
 several_lines(const unsigned char *bytes,
               long long size, size_t offset, bool flag) {}
 KERNEL(32) strange(quaternion *x) {}
+KERNEL(32) told(float *x, const __grid_constant__ Sizes sizes) {}
+KERNEL(32) told_more(const __grid_constant__ Strange sizes) {}
+"""
+HEADER = """
+struct Pair { int first, second; };
+
+// What a kernel is told; of several lines.
+struct Sizes {
+    bool even;  // a comment; with a semicolon
+    long long rows, columns[3];
+    Pair pair;
+    unsigned char last;
+};
+struct Strange { float *x; };
 """
 
 
@@ -38,7 +52,8 @@ class Notes:
 @pytest.fixture(autouse=True)
 def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "common").mkdir()
-    (tmp_path / "test.cu").write_text(SOURCE)
+    (tmp_path / "test.cu").write_text('#include "common/sizes.cuh"' + SOURCE)
+    (tmp_path / "common/sizes.cuh").write_text(HEADER)
     monkeypatch.setattr(core_source, "source_root", lambda: tmp_path)
     core_source.digest.cache_clear()
     yield
@@ -90,6 +105,29 @@ def test_parameters_are_read_off_the_source() -> None:
         (np.dtype("uint64"), False),
         (np.dtype("bool"), False),
     )
+
+
+def test_a_struct_is_read_off_the_headers() -> None:
+    pair = np.dtype([("first", "i4"), ("second", "i4")])
+    members = [("even", "?"), ("rows", "i8"), ("columns", "i8", (3,)), ("pair", pair)]
+    sizes = np.dtype([*members, ("last", "u1")], align=True)
+    assert core_source.parameters("test.cu", "told", {})[1] == (sizes, False)
+    assert sizes.itemsize == 56
+    with pytest.raises(KernelError, match=r"told_more has a parameter of unknown type: .* Strange"):
+        core_source.parameters("test.cu", "told_more", {})
+
+
+def test_a_dict_becomes_a_struct() -> None:
+    notes, x = Notes(), np.ones(4, np.float32)
+    given = {"last": 7, "pair": (5, 6), "columns": [2, 3, 4], "rows": 2**40, "even": True}
+    kernel = load(notes, "told")
+    kernel[1, 32](x, given)
+    made = notes.launches[0][3][1]
+    assert type(made) is np.void
+    assert str(made) == "(True, 1099511627776, [2, 3, 4], (5, 6), 7)"
+    for wrong in (given | {"more": 1}, {n: v for n, v in given.items() if n != "pair"}):
+        with pytest.raises(KernelError, match="are not the fields of"):
+            load(Notes(), "told")[1, 32](x, wrong)
 
 
 def test_sources_that_declare_something_else_raise() -> None:

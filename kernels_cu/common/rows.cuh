@@ -13,35 +13,41 @@ __device__ __forceinline__ long long start(long long row, const Layout &of) {
     return turn * of.outer + (row - turn * of.inner) * of.step;
 }
 
-// One access of a thread of a kernel that goes element by element: block i has tile i % tiles of row
-// i / tiles.  Packed arrays are one row, and one number says where all of them are read.
+// What a kernel that goes element by element is told of its arrays, at most five, in the order of its
+// parameters.  Block i has tile i % tiles of row i / tiles; packed arrays are one row.
+struct Rows {
+    long long columns, inner, outer[5], step[5];
+    unsigned tiles;  // of a row
+};
+
+// One access of a thread to every array of Rows, which it names by their numbers.
 template <bool STRIDED> struct Access {
+    const Rows &rows;
     long long row = 0, column, left;  // left: columns from there on
 
-    __device__ __forceinline__ Access(long long columns, unsigned tiles) {
+    __device__ __forceinline__ Access(const Rows &rows) : rows(rows) {
         unsigned tile = blockIdx.x;
         if constexpr (STRIDED) {
-            row = tile / tiles;
-            tile %= tiles;
+            row = tile / rows.tiles;
+            tile %= rows.tiles;
         }
         column = ((long long)tile * THREADS + threadIdx.x) * LANES;
-        left = columns - column;
+        left = rows.columns - column;
     }
 
-    __device__ __forceinline__ long long in(const Layout &of) const {
-        return STRIDED ? start(row, of) + column : column;
-    }
-
-    template <class E>
-    __device__ __forceinline__ void load(float (&to)[LANES], const E *from,
-                                         const Layout &of) const {
-        ::load(to, from + in(of), left);
+    __device__ __forceinline__ long long in(int array) const {
+        if constexpr (!STRIDED) return column;
+        return start(row, {rows.inner, rows.outer[array], rows.step[array]}) + column;
     }
 
     template <class E>
-    __device__ __forceinline__ void store(E *to, const Layout &of,
-                                          const float (&from)[LANES]) const {
-        if (left >= LANES) ::store(to, in(of), from);  // in one piece: see vector.cuh
-        else ::store(to + in(of), from, left);
+    __device__ __forceinline__ void load(float (&to)[LANES], const E *from, int array) const {
+        ::load(to, from + in(array), left);
+    }
+
+    template <class E>
+    __device__ __forceinline__ void store(E *to, int array, const float (&from)[LANES]) const {
+        if (left >= LANES) ::store(to, in(array), from);  // in one piece: see vector.cuh
+        else ::store(to + in(array), from, left);
     }
 };

@@ -64,6 +64,8 @@ class CupyTarget:
 
     def ready(self, scalar: Any) -> Any:
         """Return a NumPy scalar as CuPy hands it over: to make that takes longer than a launch."""
+        if isinstance(scalar, np.void):  # an array without axes: before CuPy 14.1 scalars are small
+            return sys.modules["cupy.cuda.function"].CNumpyArray(np.array(scalar))
         return sys.modules["cupy._core._scalar"].CScalar(scalar)
 
 

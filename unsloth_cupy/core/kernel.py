@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import KernelError
 from . import gpu
 from .replay import Recorded
-from .source import Constants, check_arguments, parameters, translation_unit
+from .source import Constants, check_arguments, fields, parameters, translation_unit
 from .target import target_of
 
 NULL = np.uintp(0)  # the pointer of an absent array
@@ -19,7 +19,8 @@ class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
     Neither CUDA nor CuPy checks arguments.  This class checks those of the first launch, as later
-    ones come from the same line, and turns Python scalars into the types that the source declares.
+    ones come from the same line, and turns Python scalars into the types that the source declares,
+    and a dict into the struct that has these fields.
     """
 
     def __init__(
@@ -27,14 +28,21 @@ class Kernel:
     ) -> None:
         self.name = f"{name} of {file} with {constants}"
         self.parameters = parameters(file, name, constants)
-        self.casts = [(i, d.type) for i, (d, pointer) in enumerate(self.parameters) if not pointer]
+        self.ready = getattr(target, "ready", lambda scalar: scalar)  # for structs and replays
+        values = [(i, dtype) for i, (dtype, pointer) in enumerate(self.parameters) if not pointer]
+        self.casts = [(i, self._cast(dtype)) for i, dtype in values]
         self.checked = False
         self.launch = target.compile(name, translation_unit(file, constants))
-        self.ready = getattr(target, "ready", lambda scalar: scalar)  # for replays
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Callable[..., None]:
         """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""
         return functools.partial(self._run, *(shape if len(shape) == 3 else (*shape, 0)))
+
+    def _cast(self, dtype: np.dtype[Any]) -> Callable[[Any], Any]:
+        """Return what makes an argument: of a number, or of the fields of a struct by name."""
+        if dtype.names is None:
+            return dtype.type
+        return lambda struct: self.ready(np.array(fields(struct, dtype), dtype)[()])
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:
         if not self.checked:

@@ -77,19 +77,53 @@ def parameters(
     """Return (dtype, is a pointer) of every parameter that the source declares."""
     known = {ctype: dtype for dtype, ctype in CTYPES.items()} | {"size_t": np.dtype("uint64")}
     known |= {k: np.dtype(v) for k, v in constants.items() if not isinstance(v, int)}
-    text = (source_root() / file).read_text()
+    text = with_headers(file)
     declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(([^)]*)\)", text)
     if declared is None:
         raise KernelError(f"{file} declares no KERNEL(...) {name}(...)")
     found = []
     for parameter in " ".join(declared[1].split()).split(","):
-        words = re.fullmatch(r" ?(?:const )?([\w ]+?) ?(\*?) ?(?:__restrict__ )?\w+ ?", parameter)
-        if words is None or words[1] not in known:
+        bare = re.sub("const |__grid_constant__ |__restrict__ ", "", parameter).strip()
+        words = re.fullmatch(r"([\w ]+?) ?(\*?) ?\w+", bare)
+        dtype = words and dtype_of(words[1], known, text)
+        if words is None or dtype is None:
             raise KernelError(
                 f"{file}: {name} has a parameter of unknown type: {parameter.strip()}"
             )
-        found.append((known[words[1]], words[2] == "*"))
+        found.append((dtype, words[2] == "*"))
     return tuple(found)
+
+
+def with_headers(file: str) -> str:
+    """Return the text of a source after that of the headers it includes."""
+    text = (source_root() / file).read_text()
+    headers = re.findall(r'^#include "(.+)"', text, re.M)
+    return "".join([*map(with_headers, headers), text])
+
+
+def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dtype[Any] | None:
+    """Return the dtype of a number or of a struct of numbers, laid out as in C; else None."""
+    body = re.search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
+    if ctype in known or body is None:
+        return known.get(ctype)
+    fields: list[tuple[str, Any, tuple[int, ...]]] = []
+    for member in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
+        words = re.fullmatch(r"((?:\w+ )*\w+) (\w[\w, \[\]]*)", " ".join(member.split()))
+        dtype = words and dtype_of(words[1], known, text)
+        if words is None or dtype is None:
+            return None
+        names = re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", words[2])
+        fields += [(name, dtype, (int(count),) if count else ()) for name, count in names]
+    return np.dtype(fields, align=True)
+
+
+def fields(struct: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a tuple of a dict with the fields of a struct, and so of each dict in it."""
+    if type(struct) is not dict:
+        return struct
+    if struct.keys() != {*(dtype.names or ())}:
+        raise KernelError(f"{dtype.names} are not the fields of {struct}")
+    return tuple([fields(struct[name], dtype[name]) for name in dtype.names or ()])
 
 
 def check_arguments(

@@ -9,6 +9,8 @@ from ...core.kernel import load
 from ...core.source import Constants
 from .rows import aligned, lie, walkable
 
+MOST = 5  # arrays of such a kernel
+
 
 @cache
 def constants(dtype: Any, lanes: int, **more: Any) -> Constants:
@@ -47,7 +49,10 @@ def launch_rows(
     kernel = load(file, name, given[0], chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns
-    kernel[rows * tiles, chosen["THREADS"]](*arrays, columns, tiles, *layout, *scalars)
+    inner, *strides = *layout, *(0, 0) * (MOST - len(arrays))
+    walk = {"columns": columns, "tiles": tiles, "inner": inner}
+    walk |= {"outer": strides[::2], "step": strides[1::2]}
+    kernel[rows * tiles, chosen["THREADS"]](*arrays, walk, *scalars)
 
 
 def launch_over(file: str, name: str, dy: Any, *changed: Any, **more: Any) -> bool:

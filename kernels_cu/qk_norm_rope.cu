@@ -31,6 +31,7 @@
 //   a fixed order: no atomics, equal bits.
 //   A position outside the tables gives NaN and a report, and no read out of bounds.
 #include "common/faults.cuh"
+#include "common/heads.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
@@ -158,26 +159,24 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
     }
 }
 
-// Token t looks up `index` t % period.
-// q and k may be slices of a wider array: from a token to the next are q_step, k_step values, from
-// a head to the next q_head, k_head.
 KERNEL(THREADS, FORWARD_RESIDENT) qk_norm_rope_forward(
     const T *__restrict__ q, const T *__restrict__ k, const W *__restrict__ q_weight,
     const B *__restrict__ k_weight, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *__restrict__ turned_q, T *__restrict__ turned_k,
-    float *__restrict__ q_rstd, float *__restrict__ k_rstd, long long tokens, long long period,
-    long long length, long long q_step, long long q_head, long long k_step, long long k_head,
+    float *__restrict__ q_rstd, float *__restrict__ k_rstd, const __grid_constant__ Tokens tokens,
     float eps, float offset, long long *__restrict__ faults, long long who) {
+    const Steps q_steps = tokens.q, k_steps = tokens.k;
     const long long token = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (token >= tokens) return;
+    if (token >= tokens.count) return;
     Angles c, s;
-    const long long row = look_up(c, s, cos, sin, positions, token % period, length);
-    if (threadIdx.x % 32 == 0 && (row < 0 || row >= length))
-        report(faults, who, token % period, row, length);
-    forward<HEADS>(q + token * q_step, q_head, q_weight, turned_q + token * HEADS * DIM,
-                   q_rstd + token * HEADS, c, s, eps, offset);
-    forward<KV_HEADS>(k + token * k_step, k_head, k_weight, turned_k + token * KV_HEADS * DIM,
-                      k_rstd + token * KV_HEADS, c, s, eps, offset);
+    const long long row = look_up(c, s, cos, sin, positions, token % tokens.period, tokens.length);
+    if (threadIdx.x % 32 == 0 && (row < 0 || row >= tokens.length))
+        report(faults, who, token % tokens.period, row, tokens.length);
+    forward<HEADS>(q + token * q_steps.token, q_steps.head, q_weight,
+                   turned_q + token * HEADS * DIM, q_rstd + token * HEADS, c, s, eps, offset);
+    forward<KV_HEADS>(k + token * k_steps.token, k_steps.head, k_weight,
+                      turned_k + token * KV_HEADS * DIM, k_rstd + token * KV_HEADS, c, s, eps,
+                      offset);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
@@ -244,21 +243,20 @@ KERNEL(THREADS, RESIDENT) qk_norm_rope_backward(
     const T *__restrict__ k, const W *__restrict__ q_weight, const B *__restrict__ k_weight,
     const C *__restrict__ cos, const C *__restrict__ sin, const I *__restrict__ positions,
     const float *__restrict__ q_rstd, const float *__restrict__ k_rstd, T *__restrict__ dq,
-    T *__restrict__ dk, float *__restrict__ partial, long long tokens, long long period,
-    long long length, long long q_step, long long q_head, long long k_step, long long k_head,
+    T *__restrict__ dk, float *__restrict__ partial, const __grid_constant__ Tokens tokens,
     float offset) {
     __shared__ Parked dw[2][WARPS];
     const int warp = threadIdx.x / 32;
     for (int i = 0; i < 2 * VALUES; i++) dw[i / VALUES][warp][i % VALUES][threadIdx.x % 32] = 0;
-    for (long long token = (long long)blockIdx.x * WARPS + warp; token < tokens;
+    for (long long token = (long long)blockIdx.x * WARPS + warp; token < tokens.count;
          token += gridDim.x * WARPS) {
         const long long of_q = token * HEADS, of_k = token * KV_HEADS;
         Angles c, s;
-        look_up(c, s, cos, sin, positions, token % period, length);
-        backward<HEADS>(dturned_q + of_q * DIM, q + token * q_step, q_head, q_weight,
+        look_up(c, s, cos, sin, positions, token % tokens.period, tokens.length);
+        backward<HEADS>(dturned_q + of_q * DIM, q + token * tokens.q.token, tokens.q.head, q_weight,
                         q_rstd + of_q, dq + of_q * DIM, dw[0][warp], c, s, offset);
-        backward<KV_HEADS>(dturned_k + of_k * DIM, k + token * k_step, k_head, k_weight,
-                           k_rstd + of_k, dk + of_k * DIM, dw[1][warp], c, s, offset);
+        backward<KV_HEADS>(dturned_k + of_k * DIM, k + token * tokens.k.token, tokens.k.head,
+                           k_weight, k_rstd + of_k, dk + of_k * DIM, dw[1][warp], c, s, offset);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * VALUES * GROUP; i += THREADS) {

@@ -23,15 +23,13 @@
 //   block works out the cosines and sines of its tokens once, into shared memory, and all its
 //   heads take them.
 #include "common/faults.cuh"
+#include "common/heads.cuh"
 #include "common/math.cuh"
 #include "common/vector.cuh"
 
 constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a thread at a time
 constexpr int TURNED = 2 * HALF;
 constexpr int ALL_HEADS = HEADS + KV_HEADS;
-
-// Values from one token, and from one head, to the next: q and k may be slices of a wider array.
-struct Steps { long long token, head; };
 
 // Heads are counted through: those of q, then those of k.
 __device__ __forceinline__ bool of_q(int head) { return KV_HEADS == 0 || head < HEADS; }
@@ -91,13 +89,12 @@ __device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
     }
 }
 
-// Token t reads row positions[t % period] of the tables, or row t % period without positions.
 // 4 blocks an SM are half of its threads, and 64 registers: left alone, ptxas spills to save some.
 KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
     const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
-    const I *__restrict__ positions, T *turned_q, T *turned_k, long long tokens, long long period,
-    long long length, long long q_step, long long q_head, long long k_step, long long k_head,
-    double log2_base, long long *faults, long long who) {
+    const I *__restrict__ positions, T *turned_q, T *turned_k,
+    const __grid_constant__ Tokens tokens, double log2_base, long long *faults, long long who) {
+    const long long period = tokens.period, length = tokens.length;
     __shared__ __align__(16) float angles[2][ANGLES ? TOKENS : 1][ANGLES ? HALF : 1];
     const int column = threadIdx.x % COLUMNS, slot = threadIdx.x / COLUMNS % SLOTS;
     const int local = threadIdx.x / (SLOTS * COLUMNS);
@@ -110,8 +107,8 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
         }
         __syncthreads();
     }
-    if (token >= tokens) return;
-    const Steps of_q_given{q_step, q_head}, of_k_given{k_step, k_head};
+    if (token >= tokens.count) return;
+    const Steps of_q_given = tokens.q, of_k_given = tokens.k;
     const Steps of_q_turned = IN_PLACE ? of_q_given : Steps{HEADS * DIM, DIM};  // packed
     const Steps of_k_turned = IN_PLACE ? of_k_given : Steps{KV_HEADS * DIM, DIM};
     const long long row = ANGLES ? 0 : position(positions, token, period);

@@ -178,13 +178,12 @@ def _launch_forward(
         return NotImplemented
     turned = [empty(x.shape, x.dtype, like=x) for x in (q, k)]
     rstd = [empty(x.shape[:3], np.float32, like=x) for x in (q, k)]
-    arrays, constants, kernel, sizes = _chosen(
+    arrays, constants, kernel, walk = _chosen(
         "qk_norm_rope_forward", (q, k, q_weight, k_weight, cos, sin, positions), interleaved
     )
-    blocks = -(-sizes[0] * 32 // constants["THREADS"])
+    blocks = -(-walk["count"] * 32 // constants["THREADS"])
     kernel[blocks, constants["THREADS"]](
-        *(*arrays, *turned, *rstd, *sizes, eps, offset),
-        *(reports(q, positions), REPORTER),
+        *(*arrays, *turned, *rstd, walk, eps, offset), *(reports(q, positions), REPORTER)
     )
     return *turned, *rstd
 
@@ -194,8 +193,8 @@ qk_norm_rope_forward.strided = "q", "k"
 
 def _chosen(
     name: str, arrays: tuple[Any, ...], interleaved: bool, *seeds: Any
-) -> tuple[tuple[Any, ...], Constants, Any, tuple[int, ...]]:
-    """Return the arrays of a forward call for a kernel; constants, kernel, sizes it asks for.
+) -> tuple[tuple[Any, ...], Constants, Any, dict[str, Any]]:
+    """Return the arrays of a forward call for a kernel; constants, kernel and its Tokens.
 
     ``seeds``: gradients that it reads as it reads q and k.
     """
@@ -216,9 +215,9 @@ def _chosen(
         interleaved,
     )
     period = tokens if positions is None else positions.size
-    sizes = batch * tokens, period, length, *q_steps, *k_steps
+    walk = {"count": batch * tokens, "period": period, "length": length, "q": q_steps, "k": k_steps}
     kernel = load("qk_norm_rope.cu", name, q, constants)
-    return (flat_q, flat_k, *arrays[2:]), constants, kernel, sizes
+    return (flat_q, flat_k, *arrays[2:]), constants, kernel, walk
 
 
 @qk_norm_rope_forward.gradient
@@ -271,7 +270,7 @@ def _launch_backward(
         return NotImplemented
     dq, dk = (empty(x.shape, x.dtype, like=x) for x in (q, k))
     dq_weight, dk_weight = (empty(w.shape, w.dtype, like=q) for w in (q_weight, k_weight))
-    arrays, constants, kernel, sizes = _chosen(
+    arrays, constants, kernel, walk = _chosen(
         "qk_norm_rope_backward",
         (q, k, q_weight, k_weight, cos, sin, positions),
         interleaved,
@@ -279,10 +278,10 @@ def _launch_backward(
     )
     threads = constants["THREADS"]
     # as many blocks as the device holds at once, so that each sums many heads before it writes
-    blocks = min(-(-sizes[0] * 32 // threads), limits(q).processors * constants["RESIDENT"])
+    blocks = min(-(-walk["count"] * 32 // threads), limits(q).processors * constants["RESIDENT"])
     partial = empty((2, blocks, dim), np.float32, like=q)
     kernel[blocks, threads](
-        dturned_q, dturned_k, *arrays, q_rstd, k_rstd, dq, dk, partial, *sizes, offset
+        dturned_q, dturned_k, *arrays, q_rstd, k_rstd, dq, dk, partial, walk, offset
     )
     column_sums(partial, dq_weight, dk_weight)
     return dq, dk, dq_weight, dk_weight, None, None, None

@@ -239,9 +239,9 @@ def launch_rope(
     threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
     kernel = load("rope.cu", "rope", q, constants)
     period = tokens if positions is None else positions.size
-    sizes = batch * tokens, period, length, *q_steps, *k_steps
+    walk = {"count": batch * tokens, "period": period, "length": length, "q": q_steps, "k": k_steps}
     kernel[blocks, threads](
-        *(flat_q, flat_k, cos, sin, positions, *results, *sizes, math.log2(base)),
+        *(flat_q, flat_k, cos, sin, positions, *results, walk, math.log2(base)),
         *(reports(q, positions), REPORTER),
     )
     return turned[0], turned[1]

@@ -17,8 +17,6 @@
 //               TILE, STAGES     rows of a stage of the ring; stages, 1 or 2
 //               RESIDENT         blocks of an SM
 //               PART             rows of a tile that are summed before all others, in float32
-//               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
-//                                are the dtypes of their offsets
 //               SUM, SLOPE       write the sums of ds along rows; of ds times distance
 //
 //   The trick: both are one kernel.  x is what products of scores are made of and y what those of
@@ -33,33 +31,27 @@ constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TIL
 using X = Tile<T, padded(DIM)>;
 using Y = Tile<T, padded(VALUE_DIM)>;
 constexpr int STAGE = TILE * (X::PITCH + Y::PITCH);
-constexpr float UNIT = FOLD ? LOG2E : 1.0f;  // of lse
 
-// stats   of every query, and of stat_rows a head: lse, with FOLD times log2(e), +inf where it sees no key or is
-//         none, and delta
-// rests   with RESTS, of every query, log2 of what its p sum to; written without BY_KEYS, and then
-//         with the part of sinks, if there are some
+// stats   as attention_delta.cu writes them; without BY_KEYS, rests become log2 of what p sum to
 // dx      dk BY_KEYS, else dq      dy   dv
 // sums    (batch, heads, rows), zeros before      slopes   (batch, heads, rows); with VARLEN
 //         (heads, rows)
 KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows, float *rests,
-    const float *__restrict__ sinks, T *__restrict__ dx, T *__restrict__ dy,
-    float *__restrict__ sums, float *__restrict__ slopes, float scale, int heads, int kv_heads,
-    int queries, int keys, float factor, float cap, long long left, long long right,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, int starts_batch, bool started,
-    long long start, const bool *__restrict__ mask, long long mask_batch, long long mask_head,
-    long long mask_query, int mask_key, const B *__restrict__ bias, long long bias_batch,
-    long long bias_head, long long bias_query, int bias_key, const A *__restrict__ alibi,
-    int alibi_batch, const bool *__restrict__ block_mask, long long block_mask_batch,
-    long long block_mask_head, unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
-    const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences,
-    int padded_queries, int padded_keys) {
+    const T *__restrict__ dout, float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
+    float *__restrict__ sums, float *__restrict__ slopes,
+    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
+    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     const X own_x{memory};
     const Y own_y{memory + ROWS * X::PITCH};
     T *const ring = own_y.start + ROWS * Y::PITCH;
+
+    const int heads = call.options.heads, kv_heads = call.options.kv_heads;
+    const int stat_rows = call.stat_rows, sequences = call.options.sequences;
+    int queries = call.options.queries, keys = call.options.keys;
+    float *const rests = stats + call.rests;
 
     // of the rows, those first that most others see with RIGHT
     int rows = BY_KEYS ? keys : queries;
@@ -73,23 +65,18 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     long long first_stat = (long long)batch * heads * stat_rows;
     if constexpr (VARLEN) {
         Segment own;
-        if constexpr (BY_KEYS) own = segment<ROWS>(k_offsets, sequences, keys, block);
-        else own = segment<ROWS>(q_offsets, sequences, queries, block);
+        if constexpr (BY_KEYS) own = segment<ROWS>(key_lengths, sequences, keys, block);
+        else own = segment<ROWS>(starts, sequences, queries, block);
         if (own.sequence < 0) return;
         batch = own.sequence, first_row = own.tile * ROWS;
-        first_stat = stats_of(q_offsets, batch, queries);
-        const Run some = run_of(q_offsets, batch, queries), seen = run_of(k_offsets, batch, keys);
+        first_stat = stats_of(starts, batch, queries);
+        const Run some = run_of(starts, batch, queries), seen = run_of(key_lengths, batch, keys);
         first_query = some.first, first_key = seen.first;
         queries = some.count, keys = seen.count;
         rows = BY_KEYS ? keys : queries;
     }
-    const Scores scores(
-        {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
-         starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
-         bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
-         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown, padded_queries,
-         padded_keys},
-        batch);
+    const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, block_mask}, queries,
+                        keys, batch);
 
     // what passes by: for each head the tiles of other rows that a row here may see
     const int real_rows = BY_KEYS ? scores.length : queries;
@@ -265,13 +252,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             share[m][half] = 1;
             if constexpr (RESTS && !BY_KEYS) {
                 const float own_lse = own_stats.of(m, 0, half * 2).lse;
-                float total = quad_sum(all_p[m][half]);
-                if (sinks != nullptr)
-                    total += exp2f((sinks[row_head] * UNIT - own_lse) * (LOG2E / UNIT));
+                float &sum_of_row = rests[stat_at(row_head, top + m * 16 + half * 8 + lane / 4)];
+                const float total = quad_sum(all_p[m][half]) + sum_of_row;  // and what its sink has
                 const float rest = rest_of(total, own_lse);
                 if (rest != 0) share[m][half] = 1 / total;
-                if (lane % 4 == 0)
-                    rests[stat_at(row_head, top + m * 16 + half * 8 + lane / 4)] = rest;
+                __syncwarp();  // all four lanes have read
+                if (lane % 4 == 0) sum_of_row = rest;
             }
         }
     if constexpr (SUM && !BY_KEYS) put_sums(sums, sum, row_head);
@@ -283,7 +269,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             const int row = top + m * 16 + half * 8 + lane / 4;
             if (row >= rows) continue;
             const long long at = first + (long long)row * row_heads;
-            if constexpr (DX) put_row<DIM>(dx + at * DIM, sum_x[m], half, scale * share[m][half]);
+            if constexpr (DX)
+                put_row<DIM>(dx + at * DIM, sum_x[m], half, call.scale * share[m][half]);
             if constexpr (DY) put_row<VALUE_DIM>(dy + at * VALUE_DIM, sum_y[m], half, 1.0f);
         }
 }

@@ -10,8 +10,6 @@
 //               WARP_TILES       tiles of 16 queries a warp
 //               TILE             keys
 //               RESIDENT         blocks of an SM
-//               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
-//                                are the dtypes of their offsets
 //
 //   The trick: a block owns a tile of pairs and adds what all batches and heads give it, in their
 //   order.  Other blocks of its SM compute while it loads.
@@ -23,37 +21,32 @@ constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS, PARTS = TIL
 using X = Tile<T, padded(DIM)>;
 using Y = Tile<T, padded(VALUE_DIM)>;
 
-// stats   of every query, and of stat_rows a head: lse, with FOLD times log2(e), +inf where it sees no key or is
-//         none, and delta
-// rests   with RESTS, of every query, log2 of what its p sum to
+// stats   as attention_backward.cu leaves them
 KERNEL(32 * WARPS, RESIDENT) attention_bias(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const T *__restrict__ dout, const float *__restrict__ stats, int stat_rows,
-    const float *__restrict__ rests,
-    B *__restrict__ dbias, int batches, int heads, int kv_heads, int queries, int keys,
-    float factor, float cap, long long left, long long right,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, int starts_batch,
-    bool started, long long start,
-    const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
-    int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
-    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
-    const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
-    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown,
-    const P *__restrict__ q_offsets, const L *__restrict__ k_offsets, int sequences,
-    int padded_queries, int padded_keys) {
+    const T *__restrict__ dout, const float *__restrict__ stats, B *__restrict__ dbias,
+    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
+    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const __grid_constant__ Call call, int batches) {
     DYNAMIC_SHARED(T, memory);
     const X query_x{memory}, key_x{query_x.start + ROWS * X::PITCH};
     const Y query_y{key_x.start + TILE * X::PITCH}, key_y{query_y.start + ROWS * Y::PITCH};
 
-    const int all_queries = queries, all_keys = keys;
-    if constexpr (VARLEN)
-        queries = padded_queries, keys = padded_keys, batches = sequences;  // those of the bias
+    const Options &options = call.options;
+    const Strides &to = options.of_bias;
+    const int heads = options.heads, kv_heads = options.kv_heads;
+    const int all_queries = options.queries, all_keys = options.keys;
+    int queries = all_queries, keys = all_keys;
+    if constexpr (VARLEN) {  // those of the bias
+        queries = options.padded_queries, keys = options.padded_keys;
+        batches = options.sequences;
+    }
     const int tiles = (keys + TILE - 1) / TILE, row_blocks = (queries + ROWS - 1) / ROWS;
     const int here = blockIdx.x % tiles * TILE, first_row = blockIdx.x / tiles % row_blocks * ROWS;
     const int owner = blockIdx.x / tiles / row_blocks;
-    const int shared_heads = bias_head ? 1 : heads, shared_batches = bias_batch ? 1 : batches;
-    const int own_head = bias_head ? owner % heads : 0;
-    const int own_batch = bias_batch ? owner / (bias_head ? heads : 1) : 0;
+    const int shared_heads = to.head ? 1 : heads, shared_batches = to.batch ? 1 : batches;
+    const int own_head = to.head ? owner % heads : 0;
+    const int own_batch = to.batch ? owner / (to.head ? heads : 1) : 0;
 
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
     const int top = first_row + warp_row, last = here + TILE - 1;
@@ -64,23 +57,18 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         const int batch = own_batch + i / shared_heads, head = own_head + i % shared_heads;
         const int kv_head = head / (heads / kv_heads);
         long long row = (long long)batch * queries, key = (long long)batch * keys;
-        long long stat = (long long)(batch * heads + head) * stat_rows;
+        long long stat = (long long)(batch * heads + head) * call.stat_rows;
         int own_queries = queries, own_keys = keys;
         if constexpr (VARLEN) {
-            const Run rows = run_of(q_offsets, batch, all_queries);
-            const Run columns = run_of(k_offsets, batch, all_keys);
+            const Run rows = run_of(starts, batch, all_queries);
+            const Run columns = run_of(key_lengths, batch, all_keys);
             row = rows.first, key = columns.first;
             own_queries = rows.count, own_keys = columns.count;
-            stat = stats_of(q_offsets, batch, all_queries) + (long long)head * stat_rows;
+            stat = stats_of(starts, batch, all_queries) + (long long)head * call.stat_rows;
             if (first_row >= own_queries) continue;
         }
-        const Scores scores(
-            {heads, kv_heads, own_queries, own_keys, factor, cap, left, right, key_lengths, starts,
-             starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
-             bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
-             block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown,
-             padded_queries, padded_keys},
-            batch);
+        const Scores scores(options, {key_lengths, starts, mask, bias, alibi, block_mask},
+                            own_queries, own_keys, batch);
         if (scores.none(first_row, first_row + ROWS - 1, here, last)) continue;
         if (scores.skipped(head, first_row, here)) continue;
 
@@ -100,7 +88,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const long long at = stat + top + m * 16 + half * 8 + lane / 4;
-                own_stats.read(m, half, stats + at * 2, rests + at);
+                own_stats.read(m, half, stats + at * 2, stats + call.rests + at);
             }
         cp_async_wait<0>();
         __syncthreads();
@@ -119,7 +107,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
 #pragma unroll
                 for (int j = 0; j < 4; j++) sum[m][n][j] += g[m][n][j];
     }
-    dbias += own_batch * bias_batch + own_head * bias_head;
+    dbias += own_batch * to.batch + own_head * to.head;
 #pragma unroll
     for (int m = 0; m < WARP_TILES; m++)
 #pragma unroll
@@ -129,6 +117,6 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
                 const int row = top + m * 16 + j / 2 * 8 + lane / 4;
                 const int key = here + n * 8 + lane % 4 * 2 + j % 2;
                 if (row < queries && key < keys)
-                    dbias[row * bias_query + (long long)key * bias_key] = (B)sum[m][n][j];
+                    dbias[row * to.query + (long long)key * to.key] = (B)sum[m][n][j];
             }
 }

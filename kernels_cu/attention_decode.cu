@@ -83,40 +83,38 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
     }
 }
 
-// chunks     of a sequence that the grid holds; row_pages, pages and page: of page_table, of k
+struct Call {
+    Options options;
+    int chunks, slots;     // of a sequence: that the grid holds, of parts
+    int row_pages, pages;  // of page_table, of k
+    long long apart;       // tokens from the first key of a batch to that of the next, if not PAGED
+};
+
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
 //            for each FAN of these, and so on; arrived, (sequences, slots), finds zeros and leaves
 //            zeros: a counter wraps at the last to arrive
-// apart      tokens from the first key of a batch to that of the next, where not PAGED
 KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
-    float *__restrict__ lse, float *parts, unsigned *arrived, int chunks, int slots, int row_pages,
-    int pages, int heads, int kv_heads, int queries, int keys, float factor, float cap,
-    long long left, long long right, const L *__restrict__ key_lengths,
-    const P *__restrict__ starts, int starts_batch, bool started, long long start,
-    const bool *__restrict__ mask, long long mask_batch, long long mask_head, long long mask_query,
-    int mask_key, const B *__restrict__ bias, long long bias_batch, long long bias_head,
-    long long bias_query, int bias_key, const A *__restrict__ alibi, int alibi_batch,
-    const bool *__restrict__ block_mask, long long block_mask_batch, long long block_mask_head,
-    unsigned seed_low, unsigned seed_high, unsigned dropped, float grown, long long apart) {
+    float *__restrict__ lse, float *parts, unsigned *arrived,
+    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
+    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     __shared__ bool last;
     const KeyTile query_tile{memory};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     T *const ring = memory + ROWS * KeyTile::PITCH + warp * 2 * STAGE;
 
+    const int heads = call.options.heads, kv_heads = call.options.kv_heads;
+    const int queries = call.options.queries, keys = call.options.keys, chunks = call.chunks;
     const int group = heads / kv_heads, row_blocks = (group * queries + ROWS - 1) / ROWS;
     const int first_row = blockIdx.x % row_blocks * ROWS;  // a row is query * group + head
     const int rows = min(ROWS, group * queries - first_row);
     const int chunk_of_all = blockIdx.x / row_blocks, head_of_all = chunk_of_all / chunks;
     const int kv_head = head_of_all % kv_heads, batch = head_of_all / kv_heads;
-    const Scores scores({heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths,
-                         starts, starts_batch, started, start, mask, mask_batch, mask_head,
-                         mask_query, mask_key, bias, bias_batch, bias_head, bias_query, bias_key,
-                         alibi, alibi_batch, block_mask, block_mask_batch, block_mask_head,
-                         seed_low, seed_high, dropped, grown},
-                        batch);
+    const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, block_mask}, queries,
+                        keys, batch);
 
     // this block's chunk, of those that some row sees; one block is there in any case
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
@@ -137,19 +135,19 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         const int row = min(first_row + lane / 4 + half * 8, group * queries - 1);
         query[half] = row / group;
         head[half] = kv_head * group + row % group;
-        slope[half] = ALIBI ? (float)alibi[batch * alibi_batch + head[half]] : 0;
+        slope[half] = ALIBI ? (float)alibi[batch * scores.alibi_batch + head[half]] : 0;
     }
 
     k += kv_head * DIM;
     v += kv_head * VALUE_DIM;
     if constexpr (!PAGED) {
-        k += batch * apart * kv_heads * DIM;
-        v += batch * apart * kv_heads * VALUE_DIM;
+        k += batch * call.apart * kv_heads * DIM;
+        v += batch * call.apart * kv_heads * VALUE_DIM;
     }
     auto find = [&](int key) {  // the token where this key lies
         if constexpr (!PAGED) return (unsigned)key;
-        const long long number = page_table[(long long)batch * row_pages + key / PAGE];
-        return number < 0 || number >= pages ? NOWHERE : (unsigned)number * PAGE + key % PAGE;
+        const long long number = page_table[(long long)batch * call.row_pages + key / PAGE];
+        return number < 0 || number >= call.pages ? NOWHERE : (unsigned)number * PAGE + key % PAGE;
     };
     auto load = [&](int first, int stage) {
         if (first >= end) return;
@@ -215,19 +213,19 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                     float &x = s[0][n][half * 2 + e];
                     const int key = here + lane % 4 * 2 + n * 8 + e;
                     // rounded as by Scores::score, from which backward makes p again
-                    if constexpr (!FOLD) x *= factor;
-                    if constexpr (SOFTCAP) x = cap * tanhf(x);
+                    if constexpr (!FOLD) x *= scores.factor;
+                    if constexpr (SOFTCAP) x = scores.cap * tanhf(x);
                     if constexpr (BIAS)
                         if (key < keys)
-                            x += (float)scores.bias[head[half] * bias_head +
-                                                    query[half] * bias_query +
-                                                    (long long)key * bias_key];
+                            x += (float)scores.bias[head[half] * scores.of_bias.head +
+                                                    query[half] * scores.of_bias.query +
+                                                    (long long)key * scores.of_bias.key];
                     if constexpr (ALIBI)
                         x -= slope[half] * (float)abs(key - query[half] - scores.origin);
                     if constexpr (MASK)
-                        if (key < keys && !scores.mask[head[half] * mask_head +
-                                                       query[half] * mask_query +
-                                                       (long long)key * mask_key])
+                        if (key < keys && !scores.mask[head[half] * scores.of_mask.head +
+                                                       query[half] * scores.of_mask.query +
+                                                       (long long)key * scores.of_mask.key])
                             x = NO_SCORE;
                     if (skipped) x = NO_SCORE;
                 }
@@ -260,10 +258,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 unsigned words[4];
                 scores.share_out(words, philox(batch, odd ? head[1] : head[0],
                                                odd ? query[1] : query[0],
-                                               (here + n * 8 + lane % 4 * 2) / 4, seed_low,
-                                               seed_high));
+                                               (here + n * 8 + lane % 4 * 2) / 4,
+                                               scores.seed_low, scores.seed_high));
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[0][n][i] = words[i] < dropped ? 0 : s[0][n][i];
+                for (int i = 0; i < 4; i++) s[0][n][i] = words[i] < scores.dropped ? 0 : s[0][n][i];
             }
         }
         add_product_ab<1>(o, s, value_tile);  // of a chunk, a warp has few keys
@@ -300,7 +298,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const int part = min(ROWS, group * queries) * PITCH;  // floats
     const float *from = found;
     int several = WARPS, stride = ROWS * PITCH;
-    long long slot = sequence * slots;  // of the first part of as many as there are now
+    long long slot = sequence * call.slots;  // of the first part of as many as there are now
     for (int own = chunk, there = seen; there > 1;) {
         float *const to = parts + (slot + own) * part;
         for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
@@ -337,7 +335,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             m.value[j] = m.sum == 0 ? 0.0f : m.value[j] / m.sum;
-            if constexpr (DROPOUT) m.value[j] *= grown;
+            if constexpr (DROPOUT) m.value[j] *= scores.grown;
         }
         const long long token = (long long)batch * queries + row / group;
         store(out + (token * heads + own) * VALUE_DIM + column, m.value);

@@ -24,10 +24,11 @@ constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 
 // stats   (batch, heads, stat_rows, 2): lse * UNIT, +inf where a query sees no key, and delta;
 //         beyond `queries` +inf and 0, so that p is 0 there
-// rests   (batch, heads, stat_rows) or none: 0
+//         in float32, then (batch, heads, stat_rows): rests, at first what a query's sink adds to
+//         the sum of its p
 KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
                                 const float *__restrict__ lse, const float *__restrict__ dlse,
-                                float *__restrict__ stats, float *__restrict__ rests, int heads,
+                                const S *__restrict__ sinks, float *__restrict__ stats, int heads,
                                 int queries, int stat_rows, long long count,
                                 const P *__restrict__ offsets, int sequences) {
     const long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) / ROW_THREADS;
@@ -63,21 +64,23 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
     const float none = __int_as_float(0x7f800000);
     float total = none;
     if (real) {
-        total = lse[here * queries + query] * UNIT;
+        total = __fmul_rn(lse[here * queries + query], UNIT);
         if (total == -none) total = none;
         if (dlse != nullptr) sum -= dlse[here * queries + query];
     }
     *reinterpret_cast<float2 *>(stats + (here * stat_rows + row) * 2) = make_float2(total, sum);
-    if (rests != nullptr) rests[here * stat_rows + row] = 0;
+    if constexpr (sizeof(T) == 4)
+        stats[2 * count + here * stat_rows + row] =
+            sinks == nullptr ? 0 : exp2f(((float)sinks[head] * UNIT - total) * (LOG2E / UNIT));
 }
 
-// from   (batch, heads, rows); with SINKS stats, (batch, heads, rows, 2), and rests or none; with
-//        VARLEN (heads, rows), and a batch has the rows that its offsets say, padded_rows at most
+// from   (batch, heads, rows); with SINKS stats, whose rests begin at that float, or at 0 for none;
+//        with VARLEN (heads, rows), and a batch has the rows that its offsets say, padded_rows at
+//        most
 // A thread sums alone where rows are kept; else a block shares out the rows.
-KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__restrict__ rests,
-                              const S *__restrict__ sinks, G *__restrict__ to, int batch,
-                              int heads, int rows, const P *__restrict__ offsets,
-                              int padded_rows) {
+KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restrict__ sinks,
+                              G *__restrict__ to, long long rests, int batch, int heads, int rows,
+                              const P *__restrict__ offsets, int padded_rows) {
     __shared__ Exchange<32> exchange;
     const int kept_rows = VARLEN ? padded_rows : rows;
     const int blocks = KEEP_ROWS ? (kept_rows + THREADS - 1) / THREADS : 1;
@@ -97,7 +100,7 @@ KERNEL(THREADS) attention_sum(const float *__restrict__ from, const float *__res
                 if constexpr (SINKS) {
                     const float2 stat =
                         *reinterpret_cast<const float2 *>(from + (start + row) * 2);
-                    const float rest = rests == nullptr ? 0 : rests[start + row];
+                    const float rest = rests == 0 ? 0 : from[rests + start + row];
                     const float power = ((float)sinks[h] * UNIT - stat.x) * (LOG2E / UNIT) - rest;
                     sum -= exp2f(power) * stat.y;
                 } else {

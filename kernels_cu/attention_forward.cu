@@ -14,8 +14,6 @@
 //               STAGES           of the ring: 2, or 1 where shared memory holds no more
 //               SLICE            columns of v that a block owns: VALUE_DIM, or about half of them
 //               KEPT             a warp's queries stay in registers; else they are read again
-//               VARLEN           batches lie end to end: queries and keys are tokens of all; P and L
-//                                are the dtypes of their offsets
 //
 //   The trick: scores never leave registers.  A warp owns whole rows, and a product has the layout
 //   that the next one wants.  While a tile is worked on, cp.async brings the next; with one stage,
@@ -40,22 +38,17 @@ constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many turns to 
 // apart   tokens from the first key of a batch to that of the next
 KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-    const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse, int heads,
-    int kv_heads, int queries, int keys, float factor, float cap, long long left, long long right,
-    const L *__restrict__ key_lengths, const P *__restrict__ starts, int starts_batch,
-    bool started, long long start, const bool *__restrict__ mask, long long mask_batch,
-    long long mask_head, long long mask_query, int mask_key, const B *__restrict__ bias,
-    long long bias_batch, long long bias_head, long long bias_query, int bias_key,
-    const A *__restrict__ alibi, int alibi_batch, const bool *__restrict__ block_mask,
-    long long block_mask_batch, long long block_mask_head, unsigned seed_low, unsigned seed_high,
-    unsigned dropped, float grown, const P *__restrict__ q_offsets,
-    const L *__restrict__ k_offsets, int sequences, int padded_queries, int padded_keys,
-    long long apart) {
+    const S *__restrict__ sinks, T *__restrict__ out, float *__restrict__ lse,
+    const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
+    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const __grid_constant__ Options options, long long apart) {
     DYNAMIC_SHARED(T, memory);
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
 
     // the last rows first: with RIGHT they see most keys
+    const int heads = options.heads, kv_heads = options.kv_heads, sequences = options.sequences;
+    int queries = options.queries, keys = options.keys;
     const int row_blocks = (queries + ROWS - 1) / ROWS + (VARLEN ? sequences : 0);
     const int slice = blockIdx.x % SLICES, block = blockIdx.x / SLICES;
     const int row_block = row_blocks - 1 - block % row_blocks;
@@ -64,10 +57,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     long long first_query = (long long)batch * queries, first_key = batch * apart;
     const int all_queries = queries;
     if constexpr (VARLEN) {
-        const Segment own = segment<ROWS>(q_offsets, sequences, queries, row_block);
+        const Segment own = segment<ROWS>(starts, sequences, queries, row_block);
         if (own.sequence < 0) return;
-        const Run rows = run_of(q_offsets, own.sequence, queries);
-        const Run columns = run_of(k_offsets, own.sequence, keys);
+        const Run rows = run_of(starts, own.sequence, queries);
+        const Run columns = run_of(key_lengths, own.sequence, keys);
         batch = own.sequence, first_row = own.tile * ROWS;
         first_query = rows.first, first_key = columns.first;
         queries = rows.count, keys = columns.count;
@@ -78,13 +71,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     q += first_query * query_stride + head * DIM;
     k += first_key * key_stride + kv_head * DIM;
     v += first_key * value_stride + kv_head * VALUE_DIM + slice * REST;
-    const Scores scores(
-        {heads, kv_heads, queries, keys, factor, cap, left, right, key_lengths, starts,
-         starts_batch, started, start, mask, mask_batch, mask_head, mask_query, mask_key, bias,
-         bias_batch, bias_head, bias_query, bias_key, alibi, alibi_batch, block_mask,
-         block_mask_batch, block_mask_head, seed_low, seed_high, dropped, grown, padded_queries,
-         padded_keys},
-        batch);
+    const Scores scores(options, {key_lengths, starts, mask, bias, alibi, block_mask}, queries,
+                        keys, batch);
 
     const int last_row = min(first_row + ROWS, queries) - 1;
     const int stop_key = RIGHT ? min(scores.length, last_row + scores.high + 1) : scores.length;
@@ -181,7 +169,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
                     unsigned words[4];
                     scores.draw<false>(words, head, top_row + m * 16, here + n * 8);
 #pragma unroll
-                    for (int i = 0; i < 4; i++) s[m][n][i] = words[i] < dropped ? 0 : s[m][n][i];
+                    for (int i = 0; i < 4; i++)
+                        s[m][n][i] = words[i] < scores.dropped ? 0 : s[m][n][i];
                 }
         }
         add_product_ab(o, s, values_at(stage));
@@ -198,7 +187,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         if (row >= queries) return;
         if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, total);
         share = total == 0 ? 0 : share / total;
-        if constexpr (DROPOUT) share *= grown;
+        if constexpr (DROPOUT) share *= scores.grown;
         T *const to = out + (long long)row * out_stride;
         if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
         else put_row<REST>(to, o[m], half, share);  // the other slice writes what it has too

@@ -70,6 +70,12 @@ def test_nvrtc_lays_structs_out_as_numpy_does() -> None:
         )
 
 
+def test_no_kernel_has_more_than_16_parameters() -> None:
+    """Numbers that belong together travel as one struct."""
+    many = {name: len(declared) for _, name, declared in parameters() if len(declared) > 16}
+    assert many == {}
+
+
 def test_a_struct_is_read_where_it_lies() -> None:
     """A copy of it, which CUDA C++ else makes, costs registers."""
     numbers = {*source.CTYPES.values(), "size_t"}

@@ -2,14 +2,14 @@
 // product.
 //
 //   constants   B, A             dtypes of bias and alibi
-//               L, P             dtypes of key_lengths and query_start
+//               L, P             dtypes of key_lengths and starts
 //               LEFT, RIGHT      a query sees no key further than that from its own position
 //               BLOCK_MASK       tiles of 128 x 128 are left out
 //               LENGTHS, STARTS  each batch has a number of keys, a position of its first query
 //               MASK, BIAS, ALIBI, SOFTCAP, DROPOUT
 //               FOLD             nothing comes between the product and exp2: it takes the factor
-//               VARLEN           batches lie end to end; mask, bias and block_mask have the rows and
-//                                columns of a padded batch
+//               VARLEN           batches lie end to end: queries and keys are tokens of all; mask,
+//                                bias and block_mask have the rows and columns of a padded batch
 #pragma once
 #include "common/philox.cuh"
 #include "common/softmax.cuh"
@@ -17,29 +17,37 @@
 
 constexpr int BLOCK_MASK_TILE = 128;
 
-// What kernels are told, in the order of their parameters.
+// Elements between neighbours, 0 where an array is broadcast.
+struct Strides {
+    long long batch, head, query;
+    int key;
+};
+
+// What kernels are told.  Numbers that all variants read have none of their kind beside them: two
+// neighbours are loaded at once, which keeps both in registers, and one is read where it lies.
 struct Options {
-    int heads, kv_heads, queries, keys;
-    float factor, cap;      // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
-    long long left, right;  // keys seen before and after a query's own position
-    const L *key_lengths;
-    const P *starts;  // with STARTS, positions of the first query; else `start`, if started
-    int starts_batch;
-    bool started;
+    int heads, starts_batch, kv_heads, alibi_batch;
+    int queries, padded_queries, keys, padded_keys;  // with VARLEN, pairs beyond padded_queries and
+                                                     // padded_keys have no mask and no bias
+    float factor;           // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
+    int sequences;          // with VARLEN
+    float cap;
+    bool started;           // without STARTS, the first query stands at `start`
     long long start;
-    const bool *mask;  // *_batch .. *_key: elements between neighbours, 0 where it is broadcast
-    long long mask_batch, mask_head, mask_query;
-    int mask_key;
-    const B *bias;
-    long long bias_batch, bias_head, bias_query;
-    int bias_key;
-    const A *alibi;
-    int alibi_batch;
-    const bool *block_mask;
-    long long block_mask_batch, block_mask_head;
+    long long left, right;  // keys seen before and after a query's own position
+    Strides of_mask, of_bias, of_block_mask;
     unsigned seed_low, seed_high, dropped;  // words below it drop a probability
     float grown;                            // by which the others grow
-    int padded_queries, padded_keys;        // with VARLEN; pairs beyond have no mask and no bias
+};
+
+// What they are given beside q, k and v, in the order of their parameters.
+struct Operands {
+    const L *key_lengths;  // with LENGTHS; with VARLEN the offsets of the keys of each batch
+    const P *starts;       // with STARTS, positions of the first query; with VARLEN offsets alike
+    const bool *mask;
+    const B *bias;
+    const A *alibi;
+    const bool *block_mask;
 };
 
 __device__ __forceinline__ int clipped(long long offset) {  // no query or key is as far
@@ -48,22 +56,26 @@ __device__ __forceinline__ int clipped(long long offset) {  // no query or key i
 
 // The scores of one batch.  A lane's part of a product, float[M][N][4] as tile.cuh lays it out,
 // begins at (row, column) of its warp: queries by keys or, BY_KEYS, keys by queries.
-struct Scores : Options {
+struct Scores : Options, Operands {
     int batch, length;      // keys that exist
     int low, high, origin;  // query r stands at r + origin and sees keys r + low .. r + high
     float unit;             // exp(score) is exp2(unit * what `score` leaves)
 
-    __device__ __forceinline__ Scores(const Options &options, int batch)
-        : Options(options), batch(batch), length(keys), unit(FOLD ? factor : LOG2E) {
+    // The batch has some of the queries and keys that options count.
+    __device__ __forceinline__ Scores(const Options &options, const Operands &operands, int queries,
+                                      int keys, int batch)
+        : Options(options), Operands(operands), batch(batch), length(keys),
+          unit(FOLD ? options.factor : LOG2E) {
+        this->queries = queries, this->keys = keys;
         if constexpr (LENGTHS)
             length = (int)max(0ll, min((long long)keys, (long long)key_lengths[batch]));
         long long first = length - queries;
         if constexpr (STARTS) first = starts[batch * starts_batch];
         else if (started) first = start;
         low = clipped(first - left), high = clipped(first + right), origin = clipped(first);
-        if constexpr (MASK) mask += batch * mask_batch;
-        if constexpr (BIAS) bias += batch * bias_batch;
-        if constexpr (BLOCK_MASK) block_mask += batch * block_mask_batch;
+        if constexpr (MASK) mask += batch * of_mask.batch;
+        if constexpr (BIAS) bias += batch * of_bias.batch;
+        if constexpr (BLOCK_MASK) block_mask += batch * of_block_mask.batch;
     }
 
     // Queries top .. bottom see none of the keys first .. last; some pair of them is hidden.
@@ -79,7 +91,7 @@ struct Scores : Options {
         if (VARLEN && (query >= padded_queries || key >= padded_keys)) return false;
         const int wide = VARLEN ? padded_keys : keys;
         const int columns = (wide + BLOCK_MASK_TILE - 1) / BLOCK_MASK_TILE;
-        return !block_mask[head * block_mask_head +
+        return !block_mask[head * of_block_mask.head +
                            (long long)(query / BLOCK_MASK_TILE) * columns + key / BLOCK_MASK_TILE];
     }
 
@@ -89,8 +101,8 @@ struct Scores : Options {
     __device__ __forceinline__ void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head,
                                           int row, int column, bool edge) const {
         const int lane = threadIdx.x % 32;
-        const bool *const seen = MASK ? mask + head * mask_head : nullptr;
-        const B *const added = BIAS ? bias + head * bias_head : nullptr;
+        const bool *const seen = MASK ? mask + head * of_mask.head : nullptr;
+        const B *const added = BIAS ? bias + head * of_bias.head : nullptr;
         float slope = 0;
         if constexpr (ALIBI) slope = (float)alibi[batch * alibi_batch + head];
         const int real_queries = VARLEN ? min(queries, padded_queries) : queries;
@@ -118,10 +130,12 @@ struct Scores : Options {
                             }
                             if constexpr (BIAS)
                                 if (real)
-                                    x += (float)added[query * bias_query + (long long)key * bias_key];
+                                    x += (float)added[query * of_bias.query +
+                                                      (long long)key * of_bias.key];
                             if constexpr (ALIBI) x -= slope * (float)abs(key - query - origin);
                             if constexpr (MASK)
-                                if (real && !seen[query * mask_query + (long long)key * mask_key])
+                                if (real && !seen[query * of_mask.query +
+                                                  (long long)key * of_mask.key])
                                     x = NO_SCORE;
                         }
                 }

@@ -4,6 +4,14 @@
 #pragma once
 #include "common/attention.cuh"
 
+// What kernels are told.
+struct Call {
+    Options options;
+    float scale;
+    int stat_rows;    // of a head in stats: see attention_delta.cu
+    long long rests;  // from the start of stats to its rests, in floats
+};
+
 // What is unrolled, where sums and options leave few registers for addresses: turns of a copy, rows
 // of up to so many columns.
 constexpr int UNROLLED = sizeof(T) == 4 && (DIM > 128 || VALUE_DIM > 128) ? 2 : 4;

@@ -17,8 +17,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ._backward_tiles import Tiles, resolve
-from ._options import ANY, in_chunks, laid_out, strides, told
-from ._scores import check_options
+from ._options import ANY, Options, in_chunks, kernel_options, strides
 
 PADDING = 128  # rows of stats come in multiples of every kernel's tiles
 
@@ -92,50 +91,61 @@ def launch_backward(
     out: Array,
     lse: Array,
     *,
-    sinks: Array | None = None,
     dlse: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    offsets: tuple[Array, Array] | None = None,
-    **options: Any,
+    **optional: Any,
 ) -> Any:
     """Launch the backward kernels; NotImplemented for head dims that they have no tiles for.
 
-    With offsets, of queries and of keys, sequences lie end to end: the batch of masks, bias and
-    alibi is that of the sequences, and no other array has such an axis.
+    With offsets the batch of masks, bias and alibi is that of the sequences, and no other array has
+    such an axis.
     """
-    check_options("attention", *(options[n] for n in ("window", "softcap", "dropout", "seed")))
+    options = Options(**optional)
+    options.check("attention")
+    bias, alibi, sinks, offsets = options.bias, options.alibi, options.sinks, options.offsets
+    q_offsets, k_offsets = offsets or (None, None)
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
     batch = math.prod(q.shape[:-3])
     shape = q.dtype.itemsize, dim, value_dim
-    call = told(q, v, bias=bias, alibi=alibi, **options)
+    call = kernel_options(q, v, options)
     tiles = call and resolve(*shape, ANY if offsets else call.level, limits(q))
     if call is None or tiles is None:
         return NotImplemented
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
-    named, ends = laid_out(call.constants, offsets, bias=bias, **options)
-    rows_of_stats = _padded(queries) + PADDING * ends[2]
-    stats, rests = _launch_delta(dout, out, lse, dlse, rows_of_stats, named["FOLD"], ends[0])
-    given = (q, k, v, dout, stats, rows_of_stats, rests)
+    fold = call.constants["FOLD"]
+    stats = _launch_delta(dout, out, lse, dlse, sinks, fold, q_offsets)
+    given = q, k, v, dout, stats
+    numbers = {
+        "options": call.numbers,
+        "scale": call.scale,
+        "stat_rows": stats.shape[-1],
+        "rests": _rests(stats),
+    }
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
         by_key = dx is not dq
-        made: dict[str, Any] = {"BY_KEYS": by_key, "DX": dx is not None, "DY": dy is not None}
-        made |= {"SUM": sums[0] is not None, "SLOPE": sums[1] is not None}
-        made |= {"STAGES": own.stages, "PART": own.part, "KEPT": own.kept}
-        chosen = constants(own, **named, **made)
+        made = zip(("DX", "DY", "SUM", "SLOPE"), (dx, dy, *sums), strict=True)
+        chosen = constants(
+            own,
+            **call.constants,
+            BY_KEYS=by_key,
+            **{name: array is not None for name, array in made},
+            STAGES=own.stages,
+            PART=own.part,
+            KEPT=own.kept,
+        )
         kernel = load("attention_backward.cu", "attention_backward", q, chosen)
         rows, of = (keys, kv_heads) if by_key else (queries, heads)
-        blocks = batch * of * (-(-rows // own.rows) + ends[2])
+        blocks = batch * of * (-(-rows // own.rows) + call.numbers["sequences"])
         kernel[blocks, 32 * own.warps, own.bytes(*shape)](
-            *(*given, None if rests is None else sinks, dx, dy, *sums, call.scale, *call.arguments),
-            *ends,
+            *(*given, dx, dy, *sums, *call.operands, numbers)
         )
 
     by = _summed(bias)
-    sums = slopes = dalibi = dsinks = None
-    dbias = None if bias is None else empty(bias.shape, bias.dtype, like=q)
+    sums = slopes = None
+    dbias, dalibi, dsinks = (
+        None if a is None else empty(a.shape, a.dtype, like=q) for a in (bias, alibi, sinks)
+    )
     if by:
         sums = empty((batch, heads, keys if by == "keys" else queries), np.float32, like=q)
         sums.fill(0)  # of keys that no query sees
@@ -150,15 +160,14 @@ def launch_backward(
     if sums is not None:
         kept = [step != 0 for step in strides(bias)]
         keep = kept[0], kept[1], kept[2] or kept[3]
-        _launch_sum(sums, dbias, keep, offsets=offsets and offsets[by == "keys"])
+        _launch_sum(sums, dbias, keep, offsets=k_offsets if by == "keys" else q_offsets)
     elif bias is not None:
-        _launch_pairs(tiles.by_pair, named, (*given, dbias, batch, *call.arguments, *ends), dbias)
+        arguments = (*given, dbias, *call.operands, numbers, batch)
+        _launch_pairs(tiles.by_pair, constants(tiles.by_pair, **call.constants), arguments)
     if alibi is not None:
-        dalibi = empty(alibi.shape, alibi.dtype, like=q)
-        _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=ends[0])
+        _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
     if sinks is not None:
-        dsinks = empty(sinks.shape, sinks.dtype, like=q)
-        _launch_sum(stats, dsinks, (False, True, False), sinks, named["FOLD"], rests)
+        _launch_sum(stats, dsinks, (False, True, False), sinks, fold)
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
@@ -167,35 +176,38 @@ def _launch_delta(
     out: Array,
     lse: Array,
     dlse: Array | None,
-    rows: int,
+    sinks: Array | None,
     fold: bool,
     offsets: Array | None,
-) -> tuple[Array, Array | None]:
-    """Return stats and, where rows of p are made to sum to 1, the array for what they sum to."""
+) -> Array:
+    """Return (2, batch, heads, rows) stats: see attention_delta.cu; in float32 3, with rests."""
     queries, heads, value_dim = dout.shape[-3:]
-    shape = math.prod(dout.shape[:-3]), heads, rows
-    stats = empty((*shape, 2), np.float32, like=dout)
-    rests = empty(shape, np.float32, like=dout) if dout.dtype.itemsize == 4 else None
+    sequences = 0 if offsets is None else offsets.size - 1
+    shape = math.prod(dout.shape[:-3]), heads, _padded(queries) + PADDING * sequences
+    single = dout.dtype.itemsize == 4
+    stats = empty((3 if single else 2, *shape), np.float32, like=dout)
     of = None if offsets is None else offsets.dtype
     chosen = delta_constants(dout.dtype, value_dim, fold, offsets=of)
-    count = stats.size // 2
-    threads = chosen["THREADS"]
+    count, threads = math.prod(shape), chosen["THREADS"]
     kernel = load("attention_delta.cu", "attention_delta", dout, chosen)
     kernel[-(-count * chosen["ROW_THREADS"] // threads), threads](
-        *(dout, out, lse, dlse, stats, rests, heads, queries, rows, count),
-        *(offsets, 0 if offsets is None else offsets.size - 1),
+        *(dout, out, lse, dlse, sinks if single else None, stats, heads, queries),
+        *(shape[-1], count, offsets, sequences),
     )
-    return stats, rests
+    return stats
 
 
-def _launch_pairs(
-    own: Tiles, named: dict[str, Any], arguments: tuple[Any, ...], dbias: Any
-) -> None:
-    q, _, v = arguments[:3]
+def _rests(stats: Array) -> int:
+    """Return where the rests of stats begin, 0 where there are none."""
+    return 2 * math.prod(stats.shape[1:]) if stats.shape[0] == 3 else 0
+
+
+def _launch_pairs(own: Tiles, chosen: Constants, arguments: tuple[Any, ...]) -> None:
+    q, _, v, _, _, dbias, *_ = arguments
     rows, columns = dbias.shape[-2:]
     blocks = -(-rows // own.rows) * -(-columns // own.tile) * math.prod(dbias.shape[:-2])
     size = own.bytes(q.dtype.itemsize, q.shape[-1], v.shape[-1])
-    kernel = load("attention_bias.cu", "attention_bias", q, constants(own, **named))
+    kernel = load("attention_bias.cu", "attention_bias", q, chosen)
     kernel[blocks, 32 * own.warps, size](*arguments)
 
 
@@ -205,14 +217,13 @@ def _launch_sum(
     keep: tuple[bool, bool, bool],
     sinks: Array | None = None,
     fold: bool = True,
-    rests: Array | None = None,
     offsets: Array | None = None,
 ) -> None:
-    """Sum (batch, heads, rows) over what is not kept; of stats, what they are to sinks.
+    """Sum (batch, heads, rows) over what is not kept; of stats, and their rests, for sinks.
 
     With offsets, the rows of all batches lie end to end: as one, where both are summed.
     """
-    batch, heads, rows = sums.shape[:3]
+    batch, heads, rows = sums.shape[-3:]
     offsets = offsets if keep[0] or keep[2] else None
     kept_rows = rows if offsets is None else math.prod(total.shape[-2:])
     batch = batch if offsets is None else offsets.size - 1
@@ -223,5 +234,6 @@ def _launch_sum(
     blocks = -(-kept_rows // chosen["THREADS"]) if keep[2] else 1
     blocks *= (batch if keep[0] else 1) * (heads if keep[1] else 1)
     kernel[blocks, chosen["THREADS"]](
-        *(sums, rests, sinks, total, batch, heads, rows, offsets, kept_rows)
+        *(sums, sinks, total, 0 if sinks is None else _rests(sums)),
+        *(batch, heads, rows, offsets, kept_rows),
     )

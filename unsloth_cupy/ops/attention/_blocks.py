@@ -11,17 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...core.stand_in import is_planned
-from ...errors import ConfigError, RangeError
+from ...errors import RangeError
 from ..common import threads
+from ._options import FARTHEST, TILE, Options
 from ._products import SINGLE
 
-Window = tuple[int | None, int | None]
-
-TILE = 128  # queries and keys that one element of block_mask stands for
-FARTHEST = 2**29  # positions are 32-bit integers in the kernels; sums of two of them fit
 HOST_SCORES = 2**17  # scores of a block: half a mebibyte, which a core's cache holds
 DEVICE_SCORES = 2**24  # few launches, 64 MiB
 
@@ -46,22 +42,16 @@ class Blocks:
         q: Array,
         k: Array,
         v: Array,
-        key_lengths: Array | None,
-        query_start: Array | int | None,
-        block_mask: Array | None,
-        causal: bool,
-        window: Window | None,
+        options: Options,
     ) -> None:
         self.q, self.k, self.v = q, k, v
         self.batch, self.queries, self.heads, _ = q.shape
         self.keys, self.kv_heads = k.shape[1:3]
         self.group = self.heads // self.kv_heads if self.kv_heads else 0
-        self.left, self.right = (None if n is None else int(n) for n in window or (None, None))
-        if causal:
-            self.right = 0
-        self.block_mask = four_axes(block_mask)
+        self.left, self.right = (None if n is None else int(n) for n in options.reach)
+        self.block_mask = four_axes(options.block_mask)
         self.on_host = isinstance(q, np.ndarray)
-        self._place(key_lengths, query_start)
+        self._place(options.key_lengths, options.query_start)
         self._choose_steps()
 
     def _place(self, key_lengths: Any, query_start: Any) -> None:
@@ -249,11 +239,3 @@ def index_of(array: Array, block: Block) -> tuple[Any, ...]:
 def _slices(size: int, step: int) -> Iterator[slice]:
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
-
-
-def check_window(call: str, window: Any) -> None:
-    """Raise ConfigError unless window is a pair of lengths."""
-    pair = isinstance(window, tuple | list) and len(window) == 2
-    if not pair or not all(n is None or is_integer(n) for n in window):
-        cure = "pass (left, right): keys seen before and after a query's own, None for all"
-        raise ConfigError(f"{call}: window={window!r}; {cure}")

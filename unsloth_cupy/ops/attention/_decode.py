@@ -14,10 +14,8 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
-from ._blocks import FARTHEST, Window
 from ._forward import launch_forward
-from ._options import by_batch, in_chunks, row_bytes, told
-from ._scores import check_options
+from ._options import FARTHEST, Options, by_batch, in_chunks, kernel_options, row_bytes
 from ._tiles import Table, rows_of
 
 FEW = 16  # queries up to which a call is bound by reading its keys
@@ -87,13 +85,7 @@ def constants(tiles: Tiles, **named: Any) -> Constants:
 
 
 def launch_decode(
-    q: Array,
-    k: Array,
-    v: Array,
-    page_table: Array | None = None,
-    *,
-    sinks: Array | None = None,
-    **options: Any,
+    q: Array, k: Array, v: Array, options: Options, page_table: Array | None = None
 ) -> Any:
     """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
 
@@ -105,7 +97,7 @@ def launch_decode(
     pages, page = v.shape[:2]
     keys = page if page_table is None else page_table.shape[1] * page
     there = limits(q)
-    call = told(q, v, keys=keys, **options)
+    call, sinks = kernel_options(q, v, options, keys), options.sinks
     tiles = call and resolve(q.dtype.itemsize, dim, value_dim, there)
     tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
     if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
@@ -121,11 +113,9 @@ def launch_decode(
         G=np.dtype("int32") if page_table is None else page_table.dtype,
         PAGED=page_table is not None,
         PAGE=1 if page_table is None else page,
-        VARLEN=False,
         **call.constants,
     )
-    left, right = options.get("window") or (None, None)
-    right = 0 if options.get("causal") else right
+    left, right = options.reach
     span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
     chunks = -(-span // CHUNK)  # a span may begin inside a chunk
     sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
@@ -141,30 +131,20 @@ def launch_decode(
         parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
         arrived = counters(sequences * slots, like=q)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
+    told = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": apart}
+    told |= {"row_pages": keys // page, "pages": pages}
     kernel[sequences * chunks, 32 * tiles.warps, size](
-        *(q, k, v, page_table, sinks, out, lse, parts, arrived, chunks, slots),
-        *(keys // page, pages, *call.arguments, apart),
+        *(q, k, v, page_table, sinks, out, lse, parts, arrived, *call.operands, told)
     )
     return out, lse
 
 
-def launch_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    block_mask: Array | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    **options: Any,
-) -> Any:
+def launch_attention(q: Array, k: Array, v: Array, **optional: Any) -> Any:
     """Launch the kernel that fits: for few queries, or for many."""
-    check_options("attention", window, softcap, dropout, seed)
-    options |= {"window": window, "softcap": softcap}
-    if q.shape[1] <= FEW and block_mask is None and not dropout:
-        done = launch_decode(q, k, v, **options)
+    options = Options(**optional)
+    options.check("attention")
+    if q.shape[1] <= FEW and options.block_mask is None and not options.dropout:
+        done = launch_decode(q, k, v, options)
         if done is not NotImplemented:
             return done
-    return launch_forward(q, k, v, block_mask=block_mask, dropout=dropout, seed=seed, **options)
+    return launch_forward(q, k, v, options)

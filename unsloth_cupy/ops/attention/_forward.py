@@ -12,7 +12,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from . import _tiles
-from ._options import CAUSAL, HIDING, by_batch, in_chunks, laid_out, told
+from ._options import CAUSAL, HIDING, Options, by_batch, in_chunks, kernel_options
 from ._tiles import Tiles, resolve, slice_of
 
 
@@ -30,24 +30,16 @@ def _constants(tiles: Tiles, **named: Any) -> Constants:
     )
 
 
-def launch_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    sinks: Array | None = None,
-    offsets: tuple[Array, Array] | None = None,
-    **options: Any,
-) -> Any:
+def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     """Launch attention_forward.cu; NotImplemented for head dims that it has no tiles for.
 
-    With offsets, of queries and of keys, sequences lie end to end and q, k, v have no batch axis.
-    Else k and v may be a part of the tokens of longer arrays.
+    With offsets q, k, v have no batch axis.  Else k and v may be a part of the tokens of longer
+    arrays.
     """
     *batch, queries, heads, dim = q.shape
     size, value_dim = q.dtype.itemsize, v.shape[-1]
-    call = told(q, v, **options)
-    level = call and max(call.level, HIDING if offsets else CAUSAL)
+    call, sinks = kernel_options(q, v, options), options.sinks
+    level = call and max(call.level, HIDING if options.offsets else CAUSAL)
     start = _tiles.start
     tiles = call and resolve(size, dim, value_dim, level, limits(q), start)
     if call is None or tiles is None:
@@ -56,14 +48,13 @@ def launch_forward(
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((*batch, heads, queries), np.float32, like=q)
-    named, ends = laid_out(call.constants, offsets, **options)
-    named["S"] = q.dtype if sinks is None else sinks.dtype
-    named["SLICE"] = slice_of(value_dim)
-    constants = _constants(tiles, **named)
-    blocks = math.prod(batch) * heads * (-(-queries // tiles.rows) + ends[2])
-    blocks *= -(-value_dim // named["SLICE"])
+    slices = slice_of(value_dim)
+    kind = q.dtype if sinks is None else sinks.dtype
+    constants = _constants(tiles, **call.constants, S=kind, SLICE=slices)
+    blocks = math.prod(batch) * heads * (-(-queries // tiles.rows) + call.numbers["sequences"])
+    blocks *= -(-value_dim // slices)
     kernel = load("attention_forward.cu", "attention_forward", q, constants)
     kernel[blocks, tiles.threads, tiles.bytes(size, dim, value_dim)](
-        *(q, k, v, sinks, out, lse, *call.arguments, *ends, apart)
+        *(q, k, v, sinks, out, lse, *call.operands, call.numbers, apart)
     )
     return out, lse

@@ -1,4 +1,4 @@
-"""What the kernels of attention are told of the options of a call: common/attention.cuh."""
+"""The options of a call of attention, and what its kernels are told of them."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,119 +6,153 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.arrays import lanes, packed
+from ...core.call import is_integer
 from ...core.dtypes import Array
+from ...errors import ConfigError
+from ..common import philox
 from ..common.rows import spanned
-from ._blocks import FARTHEST, TILE, Window
 
+Window = tuple[int | None, int | None]
+
+TILE = 128  # queries and keys that one element of block_mask stands for
+FARTHEST = 2**29  # positions are 32-bit integers in the kernels; sums of two of them fit
 LOG2E = 1 / math.log(2)
 CAUSAL, HIDING, ANY = range(3)  # options of a call: causal; what hides scores; what changes them
 
 
-class Told(NamedTuple):
-    """Constants, and arguments in the order of the kernels' parameters."""
+class Options(NamedTuple):
+    """What is optional in a call, as attention documents it; handed on whole."""
+
+    mask: Array | None = None
+    bias: Array | None = None
+    alibi: Array | None = None
+    sinks: Array | None = None
+    key_lengths: Array | None = None
+    query_start: Array | int | None = None
+    block_mask: Array | None = None
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int | None = None
+    offsets: tuple[Array, Array] | None = None  # of queries and keys of sequences end to end
+
+    @property
+    def reach(self) -> Window:
+        """Return how many keys a query sees before and after its own position."""
+        left, right = self.window or (None, None)
+        return left, 0 if self.causal else right
+
+    def check(self, call: str) -> None:
+        """Raise ConfigError for options that make no sense."""
+        pair = isinstance(self.window, tuple | list) and len(self.window) == 2
+        fits = pair and all(n is None or is_integer(n) for n in self.window or ())
+        if self.window is not None and not fits:
+            cure = "pass (left, right): keys seen before and after a query's own, None for all"
+            raise ConfigError(f"{call}: window={self.window!r}; {cure}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            cure = "must be above 0, or None for no cap"
+            raise ConfigError(f"{call}: softcap={self.softcap} {cure}")
+        philox.check(call, self.dropout, self.seed)
+
+
+class KernelOptions(NamedTuple):
+    """The options of a call as kernels take them: see common/attention.cuh."""
 
     constants: dict[str, Any]
-    arguments: tuple[Any, ...]
+    operands: tuple[Array | None, ...]  # in the order of the kernels' parameters
+    numbers: dict[str, Any]  # the fields of the struct Options
     level: int  # CAUSAL, HIDING or ANY
     scale: float
 
 
-def told(
-    q: Array,
-    v: Array,
-    *,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    key_lengths: Array | None = None,
-    query_start: Array | int | None = None,
-    block_mask: Array | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    keys: int | None = None,
-) -> Told | None:
-    """Return what kernels are told; None where they cannot run these options.
+def kernel_options(
+    q: Array, v: Array, options: Options, keys: int | None = None
+) -> KernelOptions | None:
+    """Return the options as kernels take them; None where kernels cannot run them.
 
     With keys, so many of them lie in the pages of v.
     """
     *_, queries, heads, dim = q.shape
     tokens, kv_heads, value_dim = v.shape[-3:]
     keys = tokens if keys is None else keys
-    left, right = window or (None, None)
-    right = 0 if causal else right
-    scale = 1 / math.sqrt(dim) if scale is None else scale
-    fold, *factors = factors_of(scale, softcap, bias, alibi)
+    (left, right), dropout, seed = options.reach, options.dropout, options.seed or 0
+    mask, bias, alibi, block_mask = options.mask, options.bias, options.alibi, options.block_mask
+    scale = 1 / math.sqrt(dim) if options.scale is None else options.scale
+    fold, factor, cap = factors_of(scale, options)
     hiding = left is not None or mask is not None or block_mask is not None or dropout > 0
     dropped = round(dropout * 2**32)
     if max(queries, keys) >= FARTHEST or dropped == 2**32 or dim % 8 or value_dim % 8:
         return None
-    constants: dict[str, Any] = {
+    starts: Any = options.query_start
+    starts, start = (None, starts) if type(starts) is int else (starts, None)
+    lengths, sequences, padded = options.key_lengths, 0, (0, 0)
+    constants: dict[str, Any] = {"LENGTHS": lengths is not None, "STARTS": starts is not None}
+    if options.offsets is not None:
+        starts, lengths = options.offsets
+        sequences = starts.size - 1
+        padded = _padded(-2, options), _padded(-1, options)
+    constants |= {
         "T": q.dtype,
         "B": q.dtype if bias is None else bias.dtype,
         "A": q.dtype if alibi is None else alibi.dtype,
-        "L": np.dtype("int32") if key_lengths is None else key_lengths.dtype,
-        "P": getattr(query_start, "dtype", np.dtype("int32")),
+        "L": np.dtype("int32") if lengths is None else lengths.dtype,
+        "P": np.dtype("int32") if starts is None else starts.dtype,
         "DIM": dim,
         "VALUE_DIM": value_dim,
-        "LENGTHS": key_lengths is not None,
-        "STARTS": type(query_start) is not int and query_start is not None,
         "LEFT": left is not None,
         "RIGHT": right is not None,
         "BLOCK_MASK": block_mask is not None,
         "MASK": mask is not None,
         "BIAS": bias is not None,
         "ALIBI": alibi is not None,
-        "SOFTCAP": softcap is not None,
+        "SOFTCAP": options.softcap is not None,
         "DROPOUT": dropout > 0,
         "FOLD": fold,
+        "VARLEN": options.offsets is not None,
     }
-    starts, first = (None, query_start) if type(query_start) is int else (query_start, None)
-    arguments = (
-        *(heads, kv_heads, queries, keys),
-        *factors,
-        *(near(left), near(right), key_lengths),
-        *(starts, strides(starts, 1)[0], first is not None, near(first)),
-        *(mask, *strides(mask), bias, *strides(bias)),
-        *(alibi, strides(alibi, 2)[0], block_mask, *strides(block_mask)[:2]),
-        *((seed or 0) & 0xFFFFFFFF, (seed or 0) >> 32, dropped, 1 / (1 - dropout)),
-    )
-    return Told(constants, arguments, ANY if not fold else HIDING if hiding else CAUSAL, scale)
+    numbers = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "queries": queries,
+        "keys": keys,
+        "factor": factor,
+        "cap": cap,
+        "left": near(left),
+        "right": near(right),
+        "started": start is not None,
+        "start": near(start),
+        "starts_batch": strides(starts, 1)[0],
+        "of_mask": strides(mask),
+        "of_bias": strides(bias),
+        "of_block_mask": strides(block_mask),
+        "alibi_batch": strides(alibi, 2)[0],
+        "seed_low": seed & 0xFFFFFFFF,
+        "seed_high": seed >> 32,
+        "dropped": dropped,
+        "grown": 1 / (1 - dropout),
+        "sequences": sequences,
+        "padded_queries": padded[0],
+        "padded_keys": padded[1],
+    }
+    operands = lengths, starts, mask, bias, alibi, block_mask
+    level = ANY if not fold else HIDING if hiding else CAUSAL
+    return KernelOptions(constants, operands, numbers, level, scale)
 
 
-def factors_of(
-    scale: float, softcap: float | None, bias: Any, alibi: Any
-) -> tuple[bool, float, float]:
+def factors_of(scale: float, options: Options) -> tuple[bool, float, float]:
     """Return whether exp2 takes the factor of the scores, that factor, and the cap."""
     # scores that are hidden stay -inf: the factor may not become 0, nor turn their sign
-    fold = softcap is None and bias is None and alibi is None and scale > 1e-30
-    return fold, scale * LOG2E if fold else scale / (softcap or 1), softcap or 0
+    plain = options.softcap is None and options.bias is None and options.alibi is None
+    fold = plain and scale > 1e-30
+    return fold, scale * LOG2E if fold else scale / (options.softcap or 1), options.softcap or 0
 
 
-def laid_out(
-    constants: dict[str, Any],
-    offsets: tuple[Array, Array] | None,
-    *,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: Array | None = None,
-    **_: Any,
-) -> tuple[dict[str, Any], tuple[Any, Any, int, int, int]]:
-    """Return constants and last arguments that say whether sequences lie end to end."""
-    if offsets is None:
-        return constants | {"VARLEN": False}, (None, None, 0, 0, 0)
-    dtypes = {"P": offsets[0].dtype, "L": offsets[1].dtype}
-    rows, columns = (padded(axis, mask, bias, block_mask) for axis in (-2, -1))
-    ends = (*offsets, offsets[0].size - 1, rows, columns)
-    return constants | {"VARLEN": True} | dtypes, ends
-
-
-def padded(axis: int, mask: Any, bias: Any, block_mask: Any) -> int:
+def _padded(axis: int, options: Options) -> int:
     """Return how long the longest sequence may be, by what is given for a padded batch."""
-    sizes = [a.shape[axis] for a in (mask, bias) if a is not None and a.ndim >= -axis]
+    given, block_mask = (options.mask, options.bias), options.block_mask
+    sizes = [a.shape[axis] for a in given if a is not None and a.ndim >= -axis]
     sizes = [size for size in sizes if size != 1]  # 1 is for all
     sizes += [] if block_mask is None else [TILE * block_mask.shape[axis]]
     return min(sizes, default=FARTHEST)

@@ -10,9 +10,9 @@ import math
 import numpy as np
 
 from ...core.dtypes import Array
-from ...errors import ConfigError
 from ..common import philox
-from ._blocks import TILE, Block, Blocks, Window, check_window, four_axes, index_of
+from ._blocks import Block, Blocks, four_axes, index_of
+from ._options import TILE, Options
 from ._products import by_keys, stacked
 
 
@@ -24,29 +24,20 @@ class Scores(Blocks):
         q: Array,
         k: Array,
         v: Array,
-        mask: Array | None = None,
-        key_lengths: Array | None = None,
-        query_start: Array | int | None = None,
-        block_mask: Array | None = None,
-        causal: bool = False,
-        window: Window | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        bias: Array | None = None,
-        alibi: Array | None = None,
-        dropout: float = 0.0,
-        seed: int | None = None,
+        options: Options,
         first_batch: int = 0,
     ) -> None:
-        check_options("attention", window, softcap, dropout, seed)
-        super().__init__(q, k, v, key_lengths, query_start, block_mask, causal, window)
+        options.check("attention")
+        super().__init__(q, k, v, options)
+        scale, softcap, alibi = options.scale, options.softcap, options.alibi
         self.scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else float(scale)
         self.softcap = None if softcap is None else float(softcap)
-        self.dropout, self.seed = dropout, seed
+        self.dropout, self.seed = options.dropout, options.seed
         self.first_batch = first_batch  # what dropout adds to the number of a batch
-        self.mask = four_axes(mask)
-        self.bias = four_axes(bias)
+        self.mask = four_axes(options.mask)
+        self.bias = four_axes(options.bias)
         self.alibi = None if alibi is None else four_axes(alibi[..., None, None])
+        self.sinks = options.sinks
 
     def logits(self, block: Block) -> tuple[Array, Array, Array | None]:
         """Return scaled queries, scores and, with softcap, the tanh inside them.
@@ -107,17 +98,6 @@ class Scores(Blocks):
         batch, heads, rows, keys = part.shape
         group = 1 if heads == 1 else self.group
         return part.reshape(batch, heads // group, group, rows, keys)
-
-
-def check_options(
-    call: str, window: Window | None, softcap: float | None, dropout: float, seed: int | None
-) -> None:
-    """Raise ConfigError for options that make no sense."""
-    if window is not None:
-        check_window(call, window)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ConfigError(f"{call}: softcap={softcap} must be above 0, or None for no cap")
-    philox.check(call, dropout, seed)
 
 
 def _part(array: Array, block: Block) -> Array:

@@ -16,8 +16,9 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ._backward import launch_backward
-from ._blocks import Block, Window
+from ._blocks import Block
 from ._decode import launch_attention
+from ._options import Options, Window
 from ._products import by_keys, for_keys, operations, over_keys, stacked, unstacked
 from ._scores import Scores
 
@@ -110,24 +111,7 @@ def attention(
     Vaswani and others, Attention Is All You Need, 2017.  Ainslie and others, GQA, 2023.  Press
     and others, Train Short, Test Long (ALiBi), 2022.
     """
-    return attention_forward(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        mask=mask,
-        bias=bias,
-        alibi=alibi,
-        sinks=sinks,
-        key_lengths=key_lengths,
-        query_start=query_start,
-        block_mask=block_mask,
-        dropout=dropout,
-        seed=seed,
-    )[0]
+    return attention_forward(**locals())[0]
 
 
 @op(
@@ -158,14 +142,13 @@ def attention_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention does, and the natural log of each row's sum of exp(score)."""
-    limits = (mask, key_lengths, query_start, block_mask, causal, window)
-    scores = Scores(q, k, v, *limits, scale, softcap, bias, alibi, dropout, seed)
-    return attend(scores, sinks)
+    hiding = mask, bias, alibi, sinks, key_lengths, query_start, block_mask
+    return attend(Scores(q, k, v, Options(*hiding, causal, window, scale, softcap, dropout, seed)))
 
 
-def attend(scores: Scores, sinks: Array | None) -> tuple[Array, Array]:
+def attend(scores: Scores) -> tuple[Array, Array]:
     """Return out and lse: softmax of the scores, block by block, times v."""
-    q, v, group = scores.q, scores.v, scores.group
+    q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
     if sinks is not None:
@@ -228,9 +211,9 @@ def attention_backward(
     seed: int | None = None,
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
     """Return the gradients of q, k, v, bias, alibi and sinks; dlse is lse's, where it is used."""
-    limits = (mask, key_lengths, query_start, block_mask, causal, window)
-    scores = Scores(q, k, v, *limits, scale, softcap, bias, alibi, dropout, seed)
-    dq, dk, dv, dbias, dalibi, dsinks = attend_backward(scores, sinks, dout, out, lse, dlse)
+    hiding = mask, bias, alibi, sinks, key_lengths, query_start, block_mask
+    scores = Scores(q, k, v, Options(*hiding, causal, window, scale, softcap, dropout, seed))
+    dq, dk, dv, dbias, dalibi, dsinks = attend_backward(scores, dout, out, lse, dlse)
     if bias is not None and dbias is not None:
         dbias = dbias.reshape(bias.shape)
     if alibi is not None and dalibi is not None:
@@ -239,10 +222,10 @@ def attention_backward(
 
 
 def attend_backward(
-    scores: Scores, sinks: Array | None, dout: Array, out: Array, lse: Array, dlse: Array | None
+    scores: Scores, dout: Array, out: Array, lse: Array, dlse: Array | None
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
     """Return the gradients of q, k, v, bias, alibi by batch, and sinks; scores are made again."""
-    q, k, v, group = scores.q, scores.k, scores.v, scores.group
+    q, k, v, group, sinks = scores.q, scores.k, scores.v, scores.group, scores.sinks
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
     slopes = (scores.batch, scores.heads, 1, 1)

@@ -15,9 +15,10 @@ from ...core.arrays import packed
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import RangeError, ShapeError
-from ._blocks import TILE, Window, four_axes
+from ._blocks import four_axes
 from ._decode import launch_decode
-from ._scores import Scores, check_options
+from ._options import TILE, Options, Window
+from ._scores import Scores
 from .attention import attend
 
 
@@ -77,25 +78,7 @@ def attention_paged(
     ConfigError
         An option makes no sense, or dropout comes without a seed.
     """
-    return attention_paged_forward(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        lengths,
-        alibi=alibi,
-        sinks=sinks,
-        mask=mask,
-        bias=bias,
-        query_start=query_start,
-        block_mask=block_mask,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
-        seed=seed,
-    )[0]
+    return attention_paged_forward(**locals())[0]
 
 
 @op(
@@ -131,13 +114,13 @@ def attention_paged_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention_paged does, and the natural log of each row's sum of exp(score)."""
-    check_options("attention_paged", window, softcap, dropout, seed)
+    hiding = mask, bias, alibi, sinks, None, query_start, block_mask
+    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    options.check("attention_paged")
     page = k_pages.shape[1]
-    _check_keys(page_table.shape[1] * page, mask, bias, block_mask)
+    _check_keys(page_table.shape[1] * page, options)
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     q = q.astype(wide)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
     starts_of_all = getattr(query_start, "ndim", 0) == 1
 
     def part(batch: slice, table: Array, exist: Array | None) -> tuple[Array, Array]:
@@ -151,11 +134,11 @@ def attention_paged_forward(
             k, v = k[:, : int(lengths[batch.start])], v[:, : int(lengths[batch.start])]
             start = start[batch.start] if starts_of_all else start
         shared: dict[str, Any] = {"mask": mask, "bias": bias, "block_mask": block_mask}
-        given = {name: _of(batch, four_axes(array)) for name, array in shared.items()}
-        given["bias"] = None if bias is None else given["bias"].astype(wide)
-        given["alibi"] = alibi if alibi is None or alibi.ndim == 1 else alibi[batch]
-        given |= {"key_lengths": exist, "query_start": start, "first_batch": batch.start or 0}
-        return attend(Scores(q[batch], k, v, **given, **options), sinks)
+        own = {name: _of(batch, four_axes(array)) for name, array in shared.items()}
+        own["bias"] = None if bias is None else own["bias"].astype(wide)
+        own["alibi"] = alibi if alibi is None or alibi.ndim == 1 else alibi[batch]
+        own |= {"key_lengths": exist, "query_start": start}
+        return attend(Scores(q[batch], k, v, options._replace(**own), batch.start or 0))
 
     if type(q) is not np.ndarray:  # reading lengths would stall a device: gather every page
         used = np.arange(page_table.shape[1], like=q) * page < lengths[:, None]
@@ -176,25 +159,15 @@ def _launch(
     v_pages: Array,
     page_table: Array,
     lengths: Array,
-    *,
-    window: Window | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: Array | None = None,
-    **options: Any,
+    **optional: Any,
 ) -> Any:
-    check_options("attention_paged", window, softcap, dropout, seed)
-    _check_keys(page_table.shape[1] * k_pages.shape[1], mask, bias, block_mask)
+    options = Options(**{n: packed(a) if hasattr(a, "dtype") else a for n, a in optional.items()})
+    options.check("attention_paged")
+    _check_keys(page_table.shape[1] * k_pages.shape[1], options)
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
         return NotImplemented  # packing would copy the cache
-    options |= {"mask": mask, "bias": bias, "block_mask": block_mask}
-    options = {n: packed(a) if hasattr(a, "dtype") else a for n, a in options.items()}
-    options |= {"window": window, "softcap": softcap, "dropout": dropout, "seed": seed}
-    arrays = (packed(q), k_pages, v_pages, packed(page_table))
-    return launch_decode(*arrays, key_lengths=packed(lengths), **options)
+    options = options._replace(key_lengths=packed(lengths))
+    return launch_decode(packed(q), k_pages, v_pages, options, packed(page_table))
 
 
 def _of(batch: slice, array: Any) -> Any:
@@ -202,13 +175,13 @@ def _of(batch: slice, array: Any) -> Any:
     return array if array is None or len(array) == 1 else array[batch]
 
 
-def _check_keys(keys: int, mask: Any, bias: Any, block_mask: Any) -> None:
+def _check_keys(keys: int, options: Options) -> None:
     """Raise ShapeError where an array is not for so many keys; no signature tells a product."""
     tiles = -(-keys // TILE)
     given = {
-        "mask": (mask, {1, keys}),
-        "bias": (bias, {1, keys}),
-        "block_mask": (block_mask, {tiles}),
+        "mask": (options.mask, {1, keys}),
+        "bias": (options.bias, {1, keys}),
+        "block_mask": (options.block_mask, {tiles}),
     }
     for name, (array, fitting) in given.items():
         if array is not None and array.ndim and array.shape[-1] not in fitting:

@@ -12,9 +12,9 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ._backward import launch_backward
-from ._blocks import TILE, Window
 from ._forward import launch_forward
-from ._scores import Scores, check_options
+from ._options import TILE, Options, Window
+from ._scores import Scores
 from .attention import attend, attend_backward
 from .sequences import longest, share_of, sides_of
 
@@ -88,11 +88,7 @@ def attention_varlen(
     ConfigError
         An option makes no sense, or dropout comes without a seed.
     """
-    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
-    options |= {"max_queries": max_queries, "max_keys": max_keys, "dropout": dropout, "seed": seed}
-    options |= {"mask": mask, "bias": bias, "block_mask": block_mask, "alibi": alibi}
-    arrays = (q, k, v, q_offsets, k_offsets)
-    return attention_varlen_forward(*arrays, sinks=sinks, causal=causal, **options)[0]
+    return attention_varlen_forward(**locals())[0]
 
 
 @op(
@@ -121,16 +117,14 @@ def attention_varlen_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
-    check_options("attention_varlen", window, softcap, dropout, seed)
-    most = longest("attention_varlen", max_queries, max_keys, mask, bias, block_mask)
+    hiding = mask, bias, alibi, sinks, None, None, block_mask
+    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    options.check("attention_varlen")
+    most = longest("attention_varlen", max_queries, max_keys, options)
     out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
     lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
-    options |= {"alibi": alibi, "mask": mask, "bias": bias, "block_mask": block_mask}
     for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
-        scores = _scores(number, rows, keys, q, k, v, **options)
-        out_part, lse_part = attend(scores, sinks)
+        out_part, lse_part = attend(_scores(number, rows, keys, q, k, v, options))
         rows.give(out, out_part)
         rows.give(lse.T, lse_part.transpose(0, 2, 1))
     return out, lse
@@ -146,14 +140,12 @@ def _launch(
     *,
     max_queries: int | None = None,
     max_keys: int | None = None,
-    **options: Any,
+    **optional: Any,
 ) -> Any:
-    window, softcap = options.get("window"), options.get("softcap")
-    dropout, seed = options.get("dropout", 0.0), options.get("seed")
-    check_options("attention_varlen", window, softcap, dropout, seed)
-    given = (options.get(name) for name in ("mask", "bias", "block_mask"))
-    longest("attention_varlen", max_queries, max_keys, *given)
-    return launch_forward(q, k, v, offsets=(q_offsets, k_offsets), **options)
+    options = Options(**optional, offsets=(q_offsets, k_offsets))
+    options.check("attention_varlen")
+    longest("attention_varlen", max_queries, max_keys, options)
+    return launch_forward(q, k, v, options)
 
 
 @attention_varlen_forward.gradient
@@ -183,22 +175,19 @@ def attention_varlen_backward(
     seed: int | None = None,
 ) -> tuple[Array, Array, Array, None, None, Array | None, Array | None, Array | None]:
     """Return the gradients of q, k, v, alibi, sinks and bias; dlse is lse's, where it is used."""
-    check_options("attention_varlen_backward", window, softcap, dropout, seed)
-    most = longest("attention_varlen_backward", max_queries, max_keys, mask, bias, block_mask)
+    hiding = mask, bias, alibi, sinks, None, None, block_mask
+    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    options.check("attention_varlen_backward")
+    most = longest("attention_varlen_backward", max_queries, max_keys, options)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
     dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
     dbias = None if bias is None else np.zeros_like(bias, dtype=q.dtype)
-    options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-    options |= {"softcap": softcap, "dropout": dropout, "seed": seed}
-    options |= {"alibi": alibi, "mask": mask, "bias": bias, "block_mask": block_mask}
     for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
-        scores = _scores(number, rows, keys, q, k, v, **options)
+        scores = _scores(number, rows, keys, q, k, v, options)
         lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
         dlse_part = None if dlse is None else rows.take(dlse.T, 0).transpose(0, 2, 1)
-        parts = attend_backward(
-            scores, sinks, rows.take(dout, 0), rows.take(out, 0), lse_part, dlse_part
-        )
+        parts = attend_backward(scores, rows.take(dout, 0), rows.take(out, 0), lse_part, dlse_part)
         rows.give(dq, parts[0])
         keys.give(dk, parts[1])
         keys.give(dv, parts[2])
@@ -225,10 +214,9 @@ def _launch_backward(
     *,
     max_queries: int | None = None,
     max_keys: int | None = None,
-    **options: Any,
+    **optional: Any,
 ) -> Any:
-    given = {"window": None, "softcap": None, "dropout": 0.0, "seed": None} | options
-    found = launch_backward(dout, q, k, v, out, lse, offsets=(q_offsets, k_offsets), **given)
+    found = launch_backward(dout, q, k, v, out, lse, offsets=(q_offsets, k_offsets), **optional)
     if found is NotImplemented:
         return found
     dq, dk, dv, dbias, dalibi, dsinks = found
@@ -236,26 +224,17 @@ def _launch_backward(
 
 
 def _scores(
-    number: int,
-    rows: Any,
-    keys: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    alibi: Array | None,
-    mask: Array | None,
-    bias: Array | None,
-    block_mask: Array | None,
-    **options: Any,
+    number: int, rows: Any, keys: Any, q: Array, k: Array, v: Array, options: Options
 ) -> Scores:
-    arrays = (rows.take(q, 0), keys.take(k, 0), keys.take(v, 0))
-    options |= {"mask": share_of(mask, number, rows, keys)}
-    options |= {"bias": share_of(bias, number, rows, keys)}
-    options |= {"block_mask": share_of(block_mask, number, rows, keys, TILE)}
+    arrays, alibi = (rows.take(q, 0), keys.take(k, 0), keys.take(v, 0)), options.alibi
+    options = options._replace(
+        mask=share_of(options.mask, number, rows, keys),
+        bias=share_of(options.bias, number, rows, keys),
+        block_mask=share_of(options.block_mask, number, rows, keys, TILE),
+    )
     if keys.lengths is not None:
         start = keys.lengths - rows.lengths
-        return Scores(*arrays, key_lengths=keys.lengths, query_start=start, alibi=alibi, **options)
+        return Scores(*arrays, options._replace(key_lengths=keys.lengths, query_start=start))
     if alibi is not None and alibi.ndim == 2:
-        alibi = alibi[number : number + 1]
-    return Scores(*arrays, alibi=alibi, first_batch=number, **options)
+        options = options._replace(alibi=alibi[number : number + 1])
+    return Scores(*arrays, options, number)

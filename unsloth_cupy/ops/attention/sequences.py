@@ -8,7 +8,8 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import RangeError, ShapeError
-from ._blocks import TILE, four_axes
+from ._blocks import four_axes
+from ._options import TILE, Options
 
 
 class Sequence(NamedTuple):
@@ -87,14 +88,15 @@ def sides_of(
 
 
 def longest(
-    call: str, max_queries: Any, max_keys: Any, mask: Any, bias: Any, block_mask: Any
+    call: str, max_queries: Any, max_keys: Any, options: Options
 ) -> tuple[int | None, int | None]:
     """Return the most queries and keys of a sequence that arrays are for, or None for any number.
 
     Raise ShapeError where arrays are for others than max_queries and max_keys say.
     """
     found: list[Any] = []
-    given = {"mask": (mask, 1), "bias": (bias, 1), "block_mask": (block_mask, TILE)}
+    given: dict[str, Any] = {"mask": (options.mask, 1), "bias": (options.bias, 1)}
+    given["block_mask"] = options.block_mask, TILE
     for axis, name, most in ((-2, "max_queries", max_queries), (-1, "max_keys", max_keys)):
         sizes = []
         for of, (array, tile) in given.items():

@@ -136,10 +136,10 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_forward(
     const T *__restrict__ x, const W *__restrict__ weight, const T *__restrict__ residual,
     const B *__restrict__ bias, T *__restrict__ y, T *__restrict__ h, float *__restrict__ mean,
-    float *__restrict__ rstd, long long rows, long long inner, long long x_outer,
-    long long x_step, long long residual_outer, long long residual_step, float eps, float offset) {
-    forward(x, weight, residual, bias, y, h, mean, rstd, rows, {inner, x_outer, x_step},
-            {inner, residual_outer, residual_step}, eps, CENTRED ? 0 : offset);
+    float *__restrict__ rstd, long long rows, const __grid_constant__ Layouts of, float eps,
+    float offset) {
+    forward(x, weight, residual, bias, y, h, mean, rstd, rows, layout(of, 0), layout(of, 1), eps,
+            CENTRED ? 0 : offset);
 }
 
 // ---- backward ---------------------------------------------------------------------------------
@@ -311,9 +311,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_backward(
     const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h, const W *weight,
     const float *__restrict__ mean, const float *__restrict__ rstd, T *__restrict__ dx,
-    float *__restrict__ partial, long long rows, long long inner, long long dy_outer,
-    long long dy_step, long long dh_outer, long long dh_step, long long h_outer, long long h_step,
-    float offset) {
-    backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, {inner, dy_outer, dy_step},
-             {inner, dh_outer, dh_step}, {inner, h_outer, h_step}, CENTRED ? 0 : offset);
+    float *__restrict__ partial, long long rows, const __grid_constant__ Layouts of, float offset) {
+    backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, layout(of, 0), layout(of, 1),
+             layout(of, 2), CENTRED ? 0 : offset);
 }

@@ -30,25 +30,25 @@ def layouts() -> str:
         if "__grid_constant__" in words
     }
     known: dict[str, Any] = {ctype: dtype for dtype, ctype in source.CTYPES.items()}
-    lines: dict[str, None] = {}
 
-    def enter(name: str, text: str) -> np.dtype[Any]:
+    def lines(name: str, text: str) -> Iterator[str]:
         dtype = source.dtype_of(name, known, text)
         assert dtype is not None, name
         assert dtype.fields is not None, name
         body = re.search(rf"^struct {name} {{.*?}};", text, re.M | re.S)
         assert body is not None
         for nested in re.findall(r"^ *([A-Z]\w+) \w", body[0], re.M):
-            enter(nested, text)
-        lines[body[0]] = lines[f"static_assert(sizeof({name}) == {dtype.itemsize});"] = None
+            yield from lines(nested, text)
+        yield from (body[0], f"static_assert(sizeof({name}) == {dtype.itemsize});")
         for field, (_, offset, *_) in dtype.fields.items():
-            lines[f"static_assert(__builtin_offsetof({name}, {field}) == {offset});"] = None
-        return dtype
+            yield f"static_assert(__builtin_offsetof({name}, {field}) == {offset});"
 
     assert asked
-    for name, file in sorted(asked):
-        enter(name, source.with_headers(file))
-    return "\n".join([*lines, ""])
+    units = {(n, f): dict.fromkeys(lines(n, source.with_headers(f))) for n, f in sorted(asked)}
+    spaces = [
+        "\n".join([f"namespace {n}_{f[:-3]} {{", *unit, "}"]) for (n, f), unit in units.items()
+    ]
+    return "\n".join([*spaces, ""])
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -13,10 +13,20 @@ __device__ __forceinline__ long long start(long long row, const Layout &of) {
     return turn * of.outer + (row - turn * of.inner) * of.step;
 }
 
-// What a kernel that goes element by element is told of its arrays, at most five, in the order of its
-// parameters.  Block i has tile i % tiles of row i / tiles; packed arrays are one row.
+// The same of all arrays of a kernel, at most five, in the order of its parameters.
+struct Layouts {
+    long long inner, outer[5], step[5];
+};
+
+__device__ __forceinline__ Layout layout(const Layouts &of, int array) {
+    return {of.inner, of.outer[array], of.step[array]};
+}
+
+// What a kernel that goes element by element is told: block i has tile i % tiles of row i / tiles.
+// Packed arrays are one row.
 struct Rows {
-    long long columns, inner, outer[5], step[5];
+    Layouts layouts;
+    long long columns;
     unsigned tiles;  // of a row
 };
 
@@ -37,7 +47,7 @@ template <bool STRIDED> struct Access {
 
     __device__ __forceinline__ long long in(int array) const {
         if constexpr (!STRIDED) return column;
-        return start(row, {rows.inner, rows.outer[array], rows.step[array]}) + column;
+        return start(row, layout(rows.layouts, array)) + column;
     }
 
     template <class E>

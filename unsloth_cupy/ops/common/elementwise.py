@@ -7,9 +7,7 @@ from typing import Any
 from ...core.arrays import lanes, packed
 from ...core.kernel import load
 from ...core.source import Constants
-from .rows import aligned, lie, walkable
-
-MOST = 5  # arrays of such a kernel
+from .rows import aligned, layouts, lie, walkable
 
 
 @cache
@@ -49,9 +47,7 @@ def launch_rows(
     kernel = load(file, name, given[0], chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns
-    inner, *strides = *layout, *(0, 0) * (MOST - len(arrays))
-    walk = {"columns": columns, "tiles": tiles, "inner": inner}
-    walk |= {"outer": strides[::2], "step": strides[1::2]}
+    walk = {"layouts": layouts(layout), "columns": columns, "tiles": tiles}
     kernel[rows * tiles, chosen["THREADS"]](*arrays, walk, *scalars)
 
 

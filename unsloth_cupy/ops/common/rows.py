@@ -9,6 +9,8 @@ import numpy as np
 from ...core.arrays import packed
 from ...core.stand_in import StandIn
 
+MOST = 5  # arrays whose rows lie in one order
+
 
 def spread(wanted: int, clusters: bool) -> tuple[int, int]:
     """Return how many threads of a block share a row that wants so many, and how many blocks do.
@@ -45,6 +47,12 @@ def lie(*arrays: Any) -> tuple[Sequence[Any], tuple[int, ...]]:
     found = [(0, 0) if a is None else next(strides) for a in arrays]
     flat = [a if a is None else spanned(a) for a in arrays]
     return flat, (inner, *(stride for pair in found for stride in pair))
+
+
+def layouts(layout: tuple[int, ...]) -> dict[str, Any]:
+    """Return where rows lie as a kernel takes it: see the struct Layouts of rows.cuh."""
+    inner, *strides = *layout, *(0,) * (1 + 2 * MOST - len(layout))
+    return {"inner": inner, "outer": strides[::2], "step": strides[1::2]}
 
 
 def walkable(*arrays: Any) -> bool:

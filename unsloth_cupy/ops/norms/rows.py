@@ -15,7 +15,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ...errors import ConfigError
 from ..common.columns import column_sums
-from ..common.rows import aligned, lie, spread
+from ..common.rows import aligned, layouts, lie, spread
 
 VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
 MOST = 32  # ... where rows are longer: forward in 16 bits, without a residual; backward
@@ -123,7 +123,8 @@ def forward(
     kernel = load("norm.cu", "norm_forward", x, chosen)
     own_h = None if h is x else h
     kernel[blocks, threads](
-        own_x, weight, own_residual, bias, y, own_h, mean, rstd, rows, *layout, eps, offset
+        *(own_x, weight, own_residual, bias, y, own_h, mean, rstd),
+        *(rows, layouts(layout), eps, offset),
     )
     return y, h, mean, rstd
 
@@ -159,7 +160,7 @@ def backward(
     partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, held](
-        own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, *layout, offset
+        own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, layouts(layout), offset
     )
     column_sums(partial, dweight, dbias)
     return dx, dweight, dbias

@@ -480,5 +480,4 @@ def gpu(
 def _forget_devices() -> None:
     """Let go of what is kept by the number of a device: others have it too."""
     core_kernel._kernel.cache_clear()
-    for kept in (core_gpu._attribute, core_gpu._capability, core_gpu.limits_of):
-        kept.cache_clear()
+    core_gpu.limits_of.cache_clear()

@@ -42,7 +42,7 @@ def test_what_is_asked_of_a_stand_in_is_forgotten() -> None:
             softmax(machine.array((4, 4096), "float16"))
             AttentionConfig().resolve(10**6)
         rms_norm(X, X[0])
-        assert {"unsloth_cupy.core.gpu._attribute", "unsloth_cupy.core.kernel.Kernel"} <= {*full()}
+        assert {"unsloth_cupy.core.gpu.limits_of", "unsloth_cupy.core.kernel.Kernel"} <= {*full()}
     assert full() == []
     with pytest.raises(DeviceError, match="no such GPU"):
         AttentionConfig().resolve(10**6)

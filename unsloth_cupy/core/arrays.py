@@ -16,14 +16,12 @@ def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is not an array."""
     if isinstance(array, np.ndarray | np.generic) or is_planned(array):
         return "numpy"
-    name = type(array).__module__.partition(".")[0]
-    name = {"jaxlib": "jax"}.get(name, name)
-    if name in ("cupy", "torch", "jax") or hasattr(array, "__dlpack__"):
+    name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
+    spoken = hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
+    if spoken or name in ("cupy", "torch", "jax"):
         return name
-    if hasattr(array, "__cuda_array_interface__"):
-        return name
-    kind = type(array).__name__
-    raise DTypeError(f"{what} is not an array but {kind}; wrap it in numpy.asarray(...)")
+    problem = f"{what} is not an array but {type(array).__name__}"
+    raise DTypeError(f"{problem}; wrap it in numpy.asarray(...)")
 
 
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
@@ -61,8 +59,7 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     shape = tuple(array.shape) if shape is None else shape
     if library == "torch":
         return array.new_full(shape, number)
-    new = array.__array_namespace__().full
-    return new(shape, number, dtype=array.dtype, device=array.device)
+    return array.__array_namespace__().full(shape, number, dtype=array.dtype, device=array.device)
 
 
 def placed(array: Any, like: Any) -> Any:
@@ -70,10 +67,9 @@ def placed(array: Any, like: Any) -> Any:
     library = framework_of(like, "the model of a new array")
     if is_planned(like):
         return like.placed(array)
-    if library == "torch":
-        return FRAMEWORKS["torch"].give_back(array, like).to(like.device)
-    if library == "jax":
-        return FRAMEWORKS["jax"].give_back(array, like)
+    if library in ("torch", "jax"):
+        given = FRAMEWORKS[library].give_back(array, like)
+        return given.to(like.device) if library == "torch" else given
     with at(like):
         return np.asarray(array, like=like) if library == "cupy" else array
 

@@ -77,18 +77,14 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     options = [parameters[name] for name in parameters if name not in op.names]
     positional, keywords = op.names[: op.positional], op.names[op.positional :]
     defaults = {f"default_{o.name}": o.default for o in options if o.default is not o.empty}
+    given = [*(f"{name}=None" for name in positional), "*more"]
+    given += [f"{name}=None" for name in keywords]
+    given += [o.name + f"=default_{o.name}" * (o.default is not o.empty) for o in options]
     text = SOURCE.format(
         name=op.__name__,
         arrays=", ".join(op.names),
         key="".join(_form_of(operand) + ", " for operand in op.contract.inputs),
-        parameters=", ".join(
-            [
-                *(f"{name}=None" for name in positional),
-                "*more",
-                *(f"{name}=None" for name in keywords),
-                *(o.name + f"=default_{o.name}" * (o.default is not o.empty) for o in options),
-            ]
-        ),
+        parameters=", ".join(given),
         checks="".join(_check_of(o.name, option_of(o)) for o in options),
         options=", ".join(f"{o.name!r}: {o.name}" for o in options),
     )
@@ -176,8 +172,7 @@ def is_number(value: Any) -> bool:
 
 def is_integer(value: Any, least: float = 0) -> bool:
     """Say whether value is an integer of Python or NumPy, no bool, and not below the least."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return bool(whole and value >= least)
+    return isinstance(value, int | np.integer) and type(value) is not bool and bool(value >= least)
 
 
 def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:

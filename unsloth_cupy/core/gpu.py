@@ -21,7 +21,7 @@ from .target import Limits
 
 HERE: AbstractContextManager[Any] = nullcontext()
 _seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPUs
-NUMBERS = {"ClusterLaunch": 120}  # of attributes in cudaDeviceAttr that CuPy has no name for
+CLUSTER_LAUNCH = 120  # in cudaDeviceAttr; CuPy has no name for it
 
 
 class CupyTarget:
@@ -36,8 +36,7 @@ class CupyTarget:
         import cupy
 
         try:
-            module = cupy.RawModule(code=source, options=compiler_options())
-            function = module.get_function(name)
+            function = cupy.RawModule(code=source, options=compiler_options()).get_function(name)
         except cupy.cuda.compiler.CompileException as error:
             raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
         most = 48 * 1024 - function.shared_size_bytes  # both together; more asks for leave
@@ -72,27 +71,16 @@ class CupyTarget:
 @functools.cache
 def limits_of(device: int) -> Limits:
     """Return the limits of the GPU of this number."""
-    return Limits(
-        _capability(device),
-        _attribute("MaxSharedMemoryPerBlockOptin", device),
-        _attribute("MultiProcessorCount", device),
-        bool(_attribute("ClusterLaunch", device)),
-    )
-
-
-@functools.cache
-def _attribute(name: str, device: int) -> int:
-    from cupy.cuda import runtime
-
-    number = NUMBERS.get(name) or getattr(runtime, f"cudaDevAttr{name}")
-    return runtime.deviceGetAttribute(number, device)
-
-
-@functools.cache
-def _capability(device: int) -> int:
     import cupy
 
-    return int(cupy.cuda.Device(device).compute_capability)
+    runtime, architecture = cupy.cuda.runtime, int(cupy.cuda.Device(device).compute_capability)
+    asked = (
+        runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin,
+        runtime.cudaDevAttrMultiProcessorCount,
+    )
+    shared, processors = (runtime.deviceGetAttribute(number, device) for number in asked)
+    clusters = bool(runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))
+    return Limits(architecture, shared, processors, clusters)
 
 
 @functools.cache
@@ -152,8 +140,7 @@ def at(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which the GPU that holds an array is the current one."""
     if array.__class__ is np.ndarray or not several() or not is_cupys(array.__class__):
         return HERE
-    device: AbstractContextManager[Any] = array.device
-    return device
+    return array.device
 
 
 def bound(launch: Callable[..., None]) -> Callable[..., None]:

@@ -19,8 +19,8 @@ class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
     Neither CUDA nor CuPy checks arguments.  This class checks those of the first launch, as later
-    ones come from the same line, and turns Python scalars into the types that the source declares,
-    and a dict into the struct that has these fields.
+    ones come from the same line, and turns Python scalars, and dicts with the fields of a struct,
+    into the types that the source declares.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Kernel:
         self.parameters = parameters(file, name, constants)
         self.ready = getattr(target, "ready", lambda scalar: scalar)  # for structs and replays
         values = [(i, dtype) for i, (dtype, pointer) in enumerate(self.parameters) if not pointer]
-        self.casts = [(i, self._cast(dtype)) for i, dtype in values]
+        self.casts = [(i, self._struct(d) if d.names else d.type) for i, d in values]
         self.checked = False
         self.launch = target.compile(name, translation_unit(file, constants))
 
@@ -38,10 +38,7 @@ class Kernel:
         """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""
         return functools.partial(self._run, *(shape if len(shape) == 3 else (*shape, 0)))
 
-    def _cast(self, dtype: np.dtype[Any]) -> Callable[[Any], Any]:
-        """Return what makes an argument: of a number, or of the fields of a struct by name."""
-        if dtype.names is None:
-            return dtype.type
+    def _struct(self, dtype: np.dtype[Any]) -> Callable[[Any], Any]:
         return lambda struct: self.ready(np.array(fields(struct, dtype), dtype)[()])
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:

@@ -194,9 +194,8 @@ class Op(Generic[P, R]):
 
     def _called(self, function: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
         if self.keywords:
-            named = zip(self.keywords, arrays[self.positional :], strict=True)
-            options = {**options, **dict(named)}
-            arrays = arrays[: self.positional]
+            named = dict(zip(self.keywords, arrays[self.positional :], strict=True))
+            options, arrays = {**options, **named}, arrays[: self.positional]
         return function(*arrays, **options)
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:

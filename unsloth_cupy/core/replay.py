@@ -157,9 +157,7 @@ def _there(arrays: Sequence[Any]) -> list[Any]:
 
 def _here(arrays: Sequence[Any]) -> list[Any]:
     """Return the same of NumPy's."""
-    return [
-        a if a is None or a.__class__ is int else (a.strides, a.ctypes.data % 16) for a in arrays
-    ]
+    return [a if a is None or type(a) is int else (a.strides, a.ctypes.data % 16) for a in arrays]
 
 
 def _recorded(run: Run, arrays: Sequence[Any], options: dict[str, Any]) -> Run:

@@ -132,8 +132,7 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             raise DTypeError(problem, expected=wanted, actual=array.dtype)
         if misfit := _bind(operand, array.shape, sizes):
             problem = explain(op, misfit, contract.inputs, arrays)
-            actual = tuple(array.shape)
-            raise ShapeError(problem, expected=_wanted(operand, sizes), actual=actual)
+            raise ShapeError(problem, expected=_wanted(operand, sizes), actual=tuple(array.shape))
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
@@ -176,21 +175,14 @@ def _wanted(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
     for axis in operand.axes:
         name = parts(axis)[0]
         size = size_of(axis, sizes) if name.isdigit() or name in sizes else axis
-        found.extend(size if isinstance(size, tuple) else [size])
+        found.extend(size if isinstance(size, tuple | list) else [size])
     return tuple(found)
 
 
 def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the shape of an operand whose axes are bound; None where one of them is not."""
-    shape: tuple[int, ...] = ()
-    for axis in operand.axes:
-        name = parts(axis)[0]
-        if name.isdigit() or name in sizes:
-            size = size_of(axis, sizes)
-            shape += tuple(size) if axis.startswith("*") else (size,)
-        elif not axis.endswith("?"):
-            return None
-    return shape
+    shape = tuple(size for size in _wanted(operand, sizes) if not str(size).endswith("?"))
+    return None if any(isinstance(size, str) for size in shape) else shape
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> Any:

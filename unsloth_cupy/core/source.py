@@ -61,13 +61,10 @@ def translation_unit(file: str, constants: Mapping[str, Any]) -> str:
     """Return shared headers, typed constants, then the file itself."""
     lines = [f"// kernels_cu {digest()}", '#include "common/device.cuh"']
     for name, value in constants.items():
-        match value:
-            case bool():
-                lines.append(f"constexpr bool {name} = {str(value).lower()};")
-            case int():
-                lines.append(f"constexpr int {name} = {value};")
-            case _:
-                lines.append(f"using {name} = {CTYPES[np.dtype(value)]};")
+        if isinstance(value, int):  # or a bool
+            lines.append(f"constexpr {type(value).__name__} {name} = {str(value).lower()};")
+        else:
+            lines.append(f"using {name} = {CTYPES[np.dtype(value)]};")
     return "\n".join([*lines, f'#include "{file}"', ""])
 
 
@@ -78,52 +75,46 @@ def parameters(
     known = {ctype: dtype for dtype, ctype in CTYPES.items()} | {"size_t": np.dtype("uint64")}
     known |= {k: np.dtype(v) for k, v in constants.items() if not isinstance(v, int)}
     text = with_headers(file)
-    declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(([^)]*)\)", text)
+    declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(\s*([^)]*)\)", text)
     if declared is None:
         raise KernelError(f"{file} declares no KERNEL(...) {name}(...)")
     found = []
-    for parameter in " ".join(declared[1].split()).split(","):
-        bare = re.sub("const |__grid_constant__ |__restrict__ ", "", parameter).strip()
-        words = re.fullmatch(r"([\w ]+?) ?(\*?) ?\w+", bare)
-        dtype = words and dtype_of(words[1], known, text)
-        if words is None or dtype is None:
-            raise KernelError(
-                f"{file}: {name} has a parameter of unknown type: {parameter.strip()}"
-            )
-        found.append((dtype, words[2] == "*"))
+    for parameter in re.split(r",\s*", declared[1]):
+        bare = re.sub("const |__grid_constant__ |__restrict__ ", "", parameter)
+        dtype = dtype_of(re.sub(r"[ *]+\w+$", "", bare), known, text)
+        if dtype is None:
+            raise KernelError(f"{file}: {name} has a parameter of unknown type: {parameter}")
+        found.append((dtype, "*" in bare))
     return tuple(found)
 
 
 def with_headers(file: str) -> str:
     """Return the text of a source after that of the headers it includes."""
     text = (source_root() / file).read_text()
-    headers = re.findall(r'^#include "(.+)"', text, re.M)
-    return "".join([*map(with_headers, headers), text])
+    return "".join(map(with_headers, re.findall(r'^#include "(.+)"', text, re.M))) + text
 
 
 def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dtype[Any] | None:
     """Return the dtype of a number or of a struct of numbers, laid out as in C; else None."""
-    body = re.search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
-    if ctype in known or body is None:
+    struct = re.search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
+    body = re.sub(r"//.*", "", struct[1]) if struct else "*"
+    if "*" in body:
         return known.get(ctype)
-    fields: list[tuple[str, Any, tuple[int, ...]]] = []
-    for member in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
-        words = re.fullmatch(r"((?:\w+ )*\w+) (\w[\w, \[\]]*)", " ".join(member.split()))
-        dtype = words and dtype_of(words[1], known, text)
-        if words is None or dtype is None:
+    members: list[Any] = []
+    for kind, names in re.findall(r"((?:\w+ )+)(\w[^;]*);", body):
+        dtype = dtype_of(kind.strip(), known, text)
+        if dtype is None:
             return None
-        names = re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", words[2])
-        fields += [(name, dtype, (int(count),) if count else ()) for name, count in names]
-    return np.dtype(fields, align=True)
+        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
+            members.append((name, dtype, (int(count),) if count else ()))
+    return np.dtype(members, align=True)
 
 
 def fields(struct: Any, dtype: np.dtype[Any]) -> Any:
     """Return a tuple of a dict with the fields of a struct, and so of each dict in it."""
-    if type(struct) is not dict:
-        return struct
-    if struct.keys() != {*(dtype.names or ())}:
-        raise KernelError(f"{dtype.names} are not the fields of {struct}")
-    return tuple([fields(struct[name], dtype[name]) for name in dtype.names or ()])
+    if type(struct) is dict and struct.keys() == {*(dtype.names or ())}:
+        return tuple([fields(struct[name], dtype[name]) for name in dtype.names or ()])
+    return struct  # NumPy refuses a dict that has others
 
 
 def check_arguments(

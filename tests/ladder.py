@@ -145,12 +145,12 @@ LADDERS = (
 def row(ladder: Ladder, rung: str) -> str:
     """Return the line of a rung."""
     with ladder.patch(ladder.rungs[rung]):
-        ladder.op.plans.clear()  # of a launch without the patch
+        ladder.op.routes.clear()  # of a launch without the patch
         with gpu(ARCHITECTURE) as machine:
             ladder.op(*(machine.array(shape, "bfloat16") for shape in ladder.shapes))
         with counted() as traffic, using(Emulator()):
             ladder.op(*(np.ones(shape, ml_dtypes.bfloat16) for shape in ladder.shapes))
-    ladder.op.plans.clear()
+    ladder.op.routes.clear()
     (launch,) = machine.launches
     variant = Variant(launch.kernel, rung, ARCHITECTURE, launch)
     with budget.without_a_device():

@@ -22,15 +22,15 @@ def test_the_page_says_what_a_step_buys(ladder: Ladder) -> None:
         pytest.skip("another compiler than the page speaks of")
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     steps = [*ladder.rungs]
-    written = {step: next(x for x in lines if x.startswith(f"| {step} |")) for step in steps}
+    shown = {step: next(x for x in lines if x.startswith(f"| {step} |")) for step in steps}
     at = Sample.day % len(steps)
     for step in steps if Sample.all else steps[at : at + 1]:
-        found, told = (
+        found, written = (
             dict(zip(("step", *ladder.columns), line.strip("| ").split(" | "), strict=True))
-            for line in (row(ladder, step), written[step])
+            for line in (row(ladder, step), shown[step])
         )
         cure = f"{found}: python -m tests.ladder --write"
-        apart = int(found.pop("registers")) - int(told.pop("registers"))
+        apart = int(found.pop("registers")) - int(written.pop("registers"))
         assert abs(apart) <= budget.REGISTER_UNIT, cure
-        del found["occupancy"], told["occupancy"]  # which follows from registers
-        assert found == told, cure
+        del found["occupancy"], written["occupancy"]  # which follows from registers
+        assert found == written, cure

@@ -87,6 +87,13 @@ def test_machine_room_is_small() -> None:
     assert lines <= MACHINE_ROOM_LINES
 
 
+def test_functions_of_the_machine_room_are_short() -> None:
+    """No body is longer than 40 lines."""
+    trees = [ast.walk(ast.parse(path.read_text())) for path in MACHINE_ROOM]
+    functions = [node for tree in trees for node in tree if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions if f.body[-1].end_lineno - f.body[0].lineno >= 40] == []
+
+
 def without_gradient(name: str) -> str | None:
     """Return why an op has no gradient, if it says so."""
     return OPS[name].facts.get("no_gradient")

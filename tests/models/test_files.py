@@ -191,7 +191,7 @@ class TestBroken:
             load(folder)
 
     def test_no_folder(self, tmp_path):
-        self.refuses(tmp_path / "nowhere", "no folder; pass one that holds config.json")
+        self.refuses(tmp_path / "nowhere", "not a folder; pass one that holds config.json")
 
     def test_a_name_of_the_hub_says_how_to_download(self, folder, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -200,9 +200,9 @@ class TestBroken:
         with pytest.raises(ConfigError, match=said):
             load(folder, lora="org/Some-1.5B")
         (tmp_path / "org").mkdir()
-        self.refuses("org/Some-1.5B", "no folder; pass one")
+        self.refuses("org/Some-1.5B", "not a folder; pass one")
         for name in ("a/b/c", "/org2/x", "~/models/x"):
-            self.refuses(name, "no folder; pass one")
+            self.refuses(name, "not a folder; pass one")
 
     def test_an_adapter_alone(self, folder, tmp_path):
         model = load(folder)

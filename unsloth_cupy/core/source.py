@@ -61,8 +61,9 @@ def translation_unit(file: str, constants: Mapping[str, Any]) -> str:
     """Return shared headers, typed constants, then the file itself."""
     lines = [f"// kernels_cu {digest()}", '#include "common/device.cuh"']
     for name, value in constants.items():
-        if isinstance(value, int):  # or a bool
-            lines.append(f"constexpr {type(value).__name__} {name} = {str(value).lower()};")
+        if isinstance(value, int):  # flags too
+            kind = "bool" if isinstance(value, bool) else "int"
+            lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
         else:
             lines.append(f"using {name} = {CTYPES[np.dtype(value)]};")
     return "\n".join([*lines, f'#include "{file}"', ""])

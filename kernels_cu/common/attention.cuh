@@ -23,7 +23,7 @@ struct Strides {
     int key;
 };
 
-// What kernels are told.  Numbers that all variants read have none of their kind beside them: two
+// The options of a call.  Numbers that all variants read have none of their kind beside them: two
 // neighbours are loaded at once, which keeps both in registers, and one is read where it lies.
 struct Options {
     int heads, starts_batch, kv_heads, alibi_batch;
@@ -108,6 +108,32 @@ struct Scores : Options, Operands {
         const int real_queries = VARLEN ? min(queries, padded_queries) : queries;
         const int real_keys = VARLEN ? min(keys, padded_keys) : keys;
         row += lane / 4, column += lane % 4 * 2;
+        auto hide = [&](int m, int half) {  // of a row, the columns first .. last are seen
+            constexpr bool BEFORE = BY_KEYS ? RIGHT : LEFT;
+            const int own = row + m * 16 + half * 8;
+            int first = -(1 << 30), last = 1 << 30;
+            if constexpr (BY_KEYS) {
+                if constexpr (RIGHT) first = own - high;
+                if constexpr (LEFT) last = own - low;
+                if (own >= length) last = -1;
+            } else {
+                if constexpr (LEFT) first = own + low;
+                last = length - 1;
+                if constexpr (RIGHT) last = min(last, own + high);
+            }
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int other = column + n * 8 + e;
+                    if (other > last || (BEFORE && other < first))
+                        s[m][n][half * 2 + e] = NO_SCORE;
+                }
+        };
+        if constexpr (FOLD && !MASK) {  // nothing else is done: one branch for all rows
+            if (edge) each_row<M>(hide);
+            return;
+        }
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -139,27 +165,7 @@ struct Scores : Options, Operands {
                                     x = NO_SCORE;
                         }
                 }
-                if (edge) {  // of a row, the columns first .. last are seen
-                    constexpr bool BEFORE = BY_KEYS ? RIGHT : LEFT;
-                    int first = -(1 << 30), last = 1 << 30;
-                    if constexpr (BY_KEYS) {
-                        if constexpr (RIGHT) first = own - high;
-                        if constexpr (LEFT) last = own - low;
-                        if (own >= length) last = -1;
-                    } else {
-                        if constexpr (LEFT) first = own + low;
-                        last = length - 1;
-                        if constexpr (RIGHT) last = min(last, own + high);
-                    }
-#pragma unroll
-                    for (int n = 0; n < N; n++)
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            const int other = column + n * 8 + e;
-                            if (other > last || (BEFORE && other < first))
-                                s[m][n][half * 2 + e] = NO_SCORE;
-                        }
-                }
+                if (edge) hide(m, half);
             }
     }
 

@@ -4,7 +4,7 @@
 #pragma once
 #include "common/attention.cuh"
 
-// What kernels are told.
+// The numbers of a call.
 struct Call {
     Options options;
     float scale;

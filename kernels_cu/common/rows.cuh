@@ -22,7 +22,7 @@ __device__ __forceinline__ Layout layout(const Layouts &of, int array) {
     return {of.inner, of.outer[array], of.step[array]};
 }
 
-// What a kernel that goes element by element is told: block i has tile i % tiles of row i / tiles.
+// The rows of a kernel that goes element by element: block i has tile i % tiles of row i / tiles.
 // Packed arrays are one row.
 struct Rows {
     Layouts layouts;

@@ -53,15 +53,14 @@ def run(*arguments: object, given: str | bytes = "") -> click.testing.Result:
 def start(*arguments: object, stdin: int | None = None) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "unsloth_cupy", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
-        env=environment, preexec_fn=_listens,  # noqa: PLW1509 -- no other thread runs
-    )  # fmt: skip
-
-
-def _listens() -> None:
-    """Let Ctrl-C end a process whose parents ignore it, as a shell lets those in its background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a background job
+    try:
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+            env=environment,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, ignored)
 
 
 def wait_for_lines(log: Path, count: int, process: "subprocess.Popen[str]") -> None:

@@ -132,14 +132,12 @@ struct Scores : Options, Operands {
         };
         if constexpr (FOLD && !MASK) {  // nothing else is done: one branch for all rows
             if (edge) each_row<M>(hide);
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int m = 0; m < M; m++)
+            for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int own = row + m * 16 + half * 8;
-                if constexpr (!FOLD || MASK) {
+                for (int half = 0; half < 2; half++) {
+                    const int own = row + m * 16 + half * 8;
 #pragma unroll
                     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -164,9 +162,9 @@ struct Scores : Options, Operands {
                                                   (long long)key * of_mask.key])
                                     x = NO_SCORE;
                         }
+                    if (edge) hide(m, half);
                 }
-                if (edge) hide(m, half);
-            }
+        }
     }
 
     // The random words of the four pairs of one [m][n], which begins at (row, column).

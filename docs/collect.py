@@ -122,12 +122,12 @@ def write_pages(app: Sphinx) -> None:
     """Write api/*.md and kernels/*.md, each with the index that lists them."""
     pages = {title: page(title, "unsloth_cupy", names) for title, names in groups().items()}
     for module, title in MODULES.items():
-        space = vars(importlib.import_module(module))
+        space = importlib.import_module(module)
         own = [
             name
-            for name, value in space.items()
-            if isinstance(getattr(value, "__module__", None), str)
-            and value.__module__.startswith(module)
+            for name in dir(space)
+            if not name.startswith("_")
+            and str(getattr(getattr(space, name), "__module__", "")).startswith(module)
         ]
         pages[title] = page(title, module, own)
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}

@@ -93,8 +93,8 @@ def test_pages_build(tmp_path: Path) -> None:
     public = [
         f"{space.__name__}.{name}"
         for space in spaces
-        for name, value in vars(space).items()
-        if not name.startswith("_") and callable(value)
+        for name in dir(space)
+        if not name.startswith("_") and callable(getattr(space, name))
     ]
     assert [name for name in public if f'id="{name}"' not in pages] == []
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}

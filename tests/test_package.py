@@ -1,5 +1,6 @@
 """Wheel, sdist, editable install and bare checkout all hold the kernels."""
 
+import ast
 import configparser
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import unsloth_cupy.models
 from unsloth_cupy.core.source import source_root
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +86,33 @@ def test_installed_wheel_runs(built: Path, tmp_path: Path) -> None:
 def test_bare_checkout_runs(tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {use(ROOT)}"
     assert run("-c", program, cwd=tmp_path) == "8.0\n"
+
+
+def test_import_reads_no_more_than_the_public_names(tmp_path: Path) -> None:
+    """Rooms that a caller of ops does not enter, and the libraries of others, are not read."""
+    rooms = ("models.folder", "models.transformer", "finetune", "bench", "cli", "interop")
+    others = ("cupy", "torch", "jax", "transformers", "matplotlib", "safetensors", "scipy.special")
+    strange = (*(f"unsloth_cupy.{room}" for room in rooms), *others)
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import unsloth_cupy;"
+    program += f"print([name for name in {strange!r} if name in sys.modules])"
+    assert run("-c", program, cwd=tmp_path) == "[]\n"
+
+
+def test_models_are_imported_by_name(tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import unsloth_cupy.models as models;"
+    )
+    program += (
+        "print([type(getattr(models, name)).__name__ for name in dir(models) if name[0] > '_'])"
+    )
+    public = run("-c", program, cwd=tmp_path)
+    assert public.count("function") == 3
+    tree = ast.parse((ROOT / "unsloth_cupy" / "models" / "__init__.py").read_text())
+    lines = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    typed = {alias.asname: node.module for node in lines for alias in node.names}
+    assert typed == unsloth_cupy.models._HOMES, "what type checkers read, and what is imported"
+    with pytest.raises(AttributeError, match="has no attribute 'lode'"):
+        _ = unsloth_cupy.models.lode
 
 
 def test_this_installation_finds_its_kernels() -> None:

@@ -2,10 +2,36 @@
 
 model = load("folder")                       config.json and *.safetensors
 model.generate(tokens, max_new_tokens=20)
+
+A name is imported when it is first asked for: ``import unsloth_cupy`` reads no file of a model.
 """
 
-from .adapter import Adapter as Adapter
-from .adapter import create_adapter as create_adapter
-from .folder import create as create
-from .folder import load as load
-from .transformer import Transformer as Transformer
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from .adapter import Adapter as Adapter
+    from .adapter import create_adapter as create_adapter
+    from .folder import create as create
+    from .folder import load as load
+    from .transformer import Transformer as Transformer
+
+_HOMES = {
+    "Adapter": "adapter",
+    "create_adapter": "adapter",
+    "create": "folder",
+    "load": "folder",
+    "Transformer": "transformer",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

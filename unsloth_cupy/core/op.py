@@ -46,10 +46,7 @@ class Traced:
 
     __slots__ = ()
     value: Any
-
-    def run_op(self, op: "Op[..., Any]", arrays: list[Any], options: dict[str, Any]) -> Any:
-        """Run an op on arrays of which this is one."""
-        raise NotImplementedError
+    run_op: Callable[["Op[..., Any]", list[Any], dict[str, Any]], Any]  # arrays of which it is one
 
 
 class Op(Generic[P, R]):

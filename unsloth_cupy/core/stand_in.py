@@ -5,7 +5,7 @@ replayed; ``Planned`` for one that is not there at all.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -14,6 +14,8 @@ class StandIn:
 
     form: Any  # an array that has the shape, the dtype and the strides
     planned = False  # there is nothing to compute with
+    empty: Callable[..., Any]  # (shape, dtype, new) -> a stand-in, of what ``new`` makes if given
+    spanned: Callable[[int], Any]  # a view of so many elements from the first on, as one axis
 
     shape = property(lambda self: self.form.shape)
     dtype = property(lambda self: self.form.dtype)
@@ -23,14 +25,6 @@ class StandIn:
     nbytes = property(lambda self: self.form.nbytes)
     itemsize = property(lambda self: self.form.itemsize)
     flags = property(lambda self: self.form.flags)
-
-    def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
-        """Return a new stand-in, of what ``new`` makes of shape and dtype where it is given."""
-        raise NotImplementedError
-
-    def spanned(self, size: int) -> Any:
-        """Return a view of so many elements from the first on, as one axis."""
-        raise NotImplementedError
 
 
 def is_planned(array: Any) -> bool:

@@ -628,6 +628,21 @@ class TestPlan:
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
+    @pytest.mark.parametrize(("name", "begins"), [("a.PDF", b"%PDF"), ("a.svg", b"<?xml")])
+    def test_a_picture_has_the_format_of_its_name(
+        self, name: str, begins: bytes, tmp_path: Path
+    ) -> None:
+        result = run("plan", LLAMA, "--tokens", 16, "--plot", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+    @pytest.mark.parametrize("name", ["a.jpg", "a", ".png", "a.png.txt"])
+    def test_a_picture_of_no_known_format_is_refused(self, name: str, tmp_path: Path) -> None:
+        for command in (("plan", LLAMA), ("bench", "scale")):
+            result = run(*command, "--plot", tmp_path / name)
+            assert_one_clear_error(result, f"{name} is not a picture", ".png, .pdf, .svg")
+            assert [*tmp_path.iterdir()] == []
+
     def test_a_picture_is_drawn_where_one_is_asked_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from .files import written_beside
 
 INK, SOFT = "#22272e", "#8b95a1"
+FORMATS = ("png", "pdf", "svg")
 # Asked after matplotlib's own, where they are installed: what many systems have for other scripts.
 FAMILIES = (
     "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans",
@@ -16,9 +17,9 @@ FAMILIES = (
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib into a PNG file."""
+    """Write a figure of matplotlib into a file, in the format of its suffix: PNG, PDF or SVG."""
     with written_beside(path) as partial:
-        figure.savefig(partial, format="png")
+        figure.savefig(partial, format=path.suffix[1:].lower())
 
 
 def write_title(axes: Any, title: str, *, size: float, width: int) -> None:

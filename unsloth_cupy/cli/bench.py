@@ -20,7 +20,7 @@ from ..bench.timing import launches, shares, timed
 from ..core.op import Op
 from ..errors import ConfigError
 from ..files import written_beside
-from .options import FILE, NewFile
+from .options import FILE, NewFile, NewPicture
 
 LIBRARIES = {
     "cupy": machine.CUPY,
@@ -33,7 +33,7 @@ SHAPED = {"attention", "attention_forward", "attention_backward"}  # names that 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[OP]...")
 @click.option("--peers", is_flag=True, help="Time torch too; on a GPU torch.compile and Liger.")
-@click.option("--plot", type=NewFile(), metavar="PATH", help="Draw the times into a PNG file.")
+@click.option("--plot", type=NewPicture(), metavar="PATH", help="Draw the times: PNG, PDF, SVG.")
 @click.option(
     "--json", "numbers", type=NewFile(), metavar="PATH", help="Write the numbers as JSON."
 )

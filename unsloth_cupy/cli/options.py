@@ -11,6 +11,7 @@ import click
 
 from ..errors import ConfigError
 from ..finetune.training_config import read_training_config
+from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
 
@@ -70,6 +71,18 @@ class NewFile(click.Path):
         return path
 
 
+class NewPicture(NewFile):
+    """A picture to write, in a format that its name ends with."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail with what its name must end with."""
+        path: Path = super().convert(value, param, ctx)
+        if path.suffix[1:].lower() not in FORMATS:
+            ends = ", ".join(f".{each}" for each in FORMATS)
+            self.fail(f"{path} is not a picture; end its name with one of {ends}.", param, ctx)
+        return path
+
+
 class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
     """Where arrays live: None for cpu, else a GPU by the name that ``models.load`` knows."""
 
@@ -116,6 +129,7 @@ METAVARS: dict[type, str] = {
     Number: "X",
     click.Path: "PATH",
     NewFile: "PATH",
+    NewPicture: "PATH",
     ConfigFile: "PATH",
     Device: "NAME",
     Words: "TEXT",

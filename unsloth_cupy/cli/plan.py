@@ -14,7 +14,7 @@ from ..finetune.run_folder import base_of, model_folder, model_without_weights
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
-from .options import FILE, NewFile, option
+from .options import FILE, NewPicture, option
 from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
@@ -44,7 +44,7 @@ HOLDS = {
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks of rows, and again.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
-@option("--plot", NewFile(), "PNG file of the step's timeline, if one is wanted.")
+@option("--plot", NewPicture(), "PNG, PDF or SVG file of the step's timeline, if wanted.")
 def plan(
     config: Path,
     batch: int,

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.test_floors import FLOORS, MODULES, PACKAGE, imports  # noqa: E402
 
-WIDE, HIGH, GAP, STEP = 250, 54, 22, 88  # of a box; between boxes; from floor to floor
+WIDE, HIGH, GAP, STEP = 270, 54, 22, 88  # of a box; between boxes; from floor to floor
 LEFT_OUT = ("_version", "__main__")
 INK, SOFT, PAPER = "#22272e", "#8b95a1", "#f4f6f8"
 STYLE = f"""
@@ -67,20 +67,31 @@ def drawn() -> str:
     for row, rooms in enumerate(floors):
         start = (width - len(rooms) * (WIDE + GAP) + GAP) / 2
         at |= {r: (start + i * (WIDE + GAP), GAP + row * STEP) for i, r in enumerate(rooms)}
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {len(floors) * STEP}">']
-    lines.append(STYLE.strip())
+    paths = []
+    lanes = width
     for room, others in sorted(arrows().items()):
         for other in sorted(others & at.keys()) if room in at else ():
             (x, y), (u, v) = at[room], at[other]
             x, u, y = x + WIDE / 2, u + WIDE / 2, y + HIGH
-            lines.append(f'<path d="M{x:g} {y:g}C{x:g} {y + 30:g} {u:g} {v - 30:g} {u:g} {v:g}"/>')
+            way = f"C{x:g} {y + 30:g} {u:g} {v - 30:g} {u:g} {v:g}"
+            if v - y > STEP:  # past a floor: beside its boxes, in a lane of its own
+                x, u, turn = x + WIDE / 3, u + WIDE / 3, 6 + (lanes - width) / 3 % 18
+                way = f"V{y + turn:g}H{lanes:g}V{v - turn:g}H{u:g}V{v:g}"
+                lanes += 9
+            paths.append(f'<path d="M{x:g} {y:g}{way}"/>')
+    size = f"{lanes:g} {len(floors) * STEP}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}">',
+        STYLE.strip(),
+        *paths,
+    ]
     for room, (x, y) in at.items():
         size, first = about(room)
         name = "unsloth_cupy" if room == "__init__" else room
         lines.append(f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="5"/>')
         lines.append(f'<text class="name" x="{x + WIDE / 2:g}" y="{y + 18:g}">{name}</text>')
         lines.append(f'<text class="size" x="{x + WIDE / 2:g}" y="{y + 32:g}">{size}</text>')
-        words = first.partition(":")[0].partition(",")[0].rstrip(".")
+        words = first.partition(":")[0].partition(",")[0].rstrip(".").replace("`", "")
         lines.append(
             f'<text class="what" x="{x + WIDE / 2:g}" y="{y + 46:g}">{escape(words)}</text>'
         )

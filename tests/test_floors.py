@@ -35,7 +35,9 @@ def imports(module: Module) -> Iterator[Module]:
             base += tuple((node.module or "").split(".")) * bool(node.module)
             for name in (alias.name for alias in node.names):
                 known = ((*base, name), (*base, name, "__init__"), base, (*base, "__init__"))
-                yield next(each for each in known if each in MODULES)
+                found = next((each for each in known if each in MODULES), None)
+                assert found, f"{'/'.join(module)} imports {'.'.join(base)}, which is not there"
+                yield found
 
 
 def test_rooms_are_few() -> None:

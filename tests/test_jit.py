@@ -17,13 +17,13 @@ KERNEL(THREADS, 2)
 several_lines(const unsigned char *bytes,
               long long size, size_t offset, bool flag) {}
 KERNEL(32) strange(quaternion *x) {}
-KERNEL(32) told(float *x, const __grid_constant__ Sizes sizes) {}
-KERNEL(32) told_more(const __grid_constant__ Strange sizes) {}
+KERNEL(32) by_value(float *x, const __grid_constant__ Sizes sizes) {}
+KERNEL(32) takes_unknown(const __grid_constant__ Strange sizes) {}
 """
 HEADER = """
 struct Pair { int first, second; };
 
-// What a kernel is told; of several lines.
+// What a kernel takes by value; of several lines.
 struct Sizes {
     bool even;  // a comment; with a semicolon
     long long rows, columns[3];
@@ -111,23 +111,25 @@ def test_a_struct_is_read_off_the_headers() -> None:
     pair = np.dtype([("first", "i4"), ("second", "i4")])
     members = [("even", "?"), ("rows", "i8"), ("columns", "i8", (3,)), ("pair", pair)]
     sizes = np.dtype([*members, ("last", "u1")], align=True)
-    assert core_source.parameters("test.cu", "told", {})[1] == (sizes, False)
+    assert core_source.parameters("test.cu", "by_value", {})[1] == (sizes, False)
     assert sizes.itemsize == 56
-    with pytest.raises(KernelError, match=r"told_more has a parameter of unknown type: .* Strange"):
-        core_source.parameters("test.cu", "told_more", {})
+    with pytest.raises(
+        KernelError, match=r"takes_unknown has a parameter of unknown type: .* Strange"
+    ):
+        core_source.parameters("test.cu", "takes_unknown", {})
 
 
 def test_a_dict_becomes_a_struct() -> None:
     notes, x = Notes(), np.ones(4, np.float32)
     given = {"last": 7, "pair": (5, 6), "columns": [2, 3, 4], "rows": 2**40, "even": True}
-    kernel = load(notes, "told")
+    kernel = load(notes, "by_value")
     kernel[1, 32](x, given)
     made = notes.launches[0][3][1]
     assert type(made) is np.void
     assert str(made) == "(True, 1099511627776, [2, 3, 4], (5, 6), 7)"
     for wrong in (given | {"more": 1}, {n: v for n, v in given.items() if n != "pair"}):
         with pytest.raises(TypeError):
-            load(Notes(), "told")[1, 32](x, wrong)
+            load(Notes(), "by_value")[1, 32](x, wrong)
 
 
 def test_sources_that_declare_something_else_raise() -> None:

@@ -50,7 +50,7 @@ def draw(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
 
 
 def test_ops_that_are_read_as_numbers_are_wide() -> None:
-    """All are cast that do not change their arguments, are not casts, and are no way back."""
+    """All are cast but casts, backward ops, and those that change their arguments."""
     own = re.compile(r".*_|cast_to_.*|.*_gradients")
     named = {n.removesuffix("_forward") for n in forward_ops() if not own.fullmatch(n)}
     known = autocast_ops()

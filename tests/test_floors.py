@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +70,17 @@ def test_private_modules_stay_in_their_folder() -> None:
         if other[-1].startswith("_") and other[-1][:2] != "__" and other[:-1] != module[:-1]
     ]
     assert [line for line in strangers if not line.endswith(" _version")] == []
+
+
+def test_one_module_asks_for_cupy() -> None:
+    """``core/gpu.py``: others call it, so that a stand-in and an error have one place."""
+    asks = re.compile(
+        r"^\s*(import|from) cupy\b|modules.{1,5}[\"']cupy[\"']|import_module\(.cupy.\)"
+    )
+    lines = [
+        f"{'/'.join(module)}:{number}: {line.strip()}"
+        for module, path in MODULES.items()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if asks.search(line)
+    ]
+    assert {line.partition(":")[0] for line in lines} == {"core/gpu"}, lines

@@ -73,8 +73,7 @@ def check_bytes(call: str, required: int, like: Any = None) -> None:
     They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
     """
     if like is not None and gpu.is_cupys(like.__class__):
-        with gpu.at(like):
-            available = int(sys.modules["cupy"].cuda.runtime.memGetInfo()[1])
+        available = gpu.memory(like.device.id)[1]
     else:
         available = machine_memory() or sys.maxsize
     if required > available:
@@ -126,10 +125,7 @@ def device_memory(device: str | None) -> tuple[int | None, int | None]:
     number = int(device.partition(":")[2] or 0)
     if number >= len(found):
         return None, None
-    import cupy
-
-    with cupy.cuda.Device(number):
-        free, whole = cupy.cuda.runtime.memGetInfo()
+    free, whole = gpu.memory(number)
     return whole, free
 
 
@@ -152,11 +148,10 @@ def blas() -> str:
 def gpus() -> tuple[list[Gpu], str]:
     """Return the CUDA devices and, where there is none, the reason."""
     try:
-        import cupy
+        runtime = gpu.cupy().cuda.runtime
     except ImportError as error:
         reason = "CuPy is not installed" if error.name == "cupy" else f"CuPy fails: {error}"
         return [], reason
-    runtime = cupy.cuda.runtime
     try:
         found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:

@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import operator
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from .core.arrays import framework_of
-from .core.gpu import at, is_cupys, several
+from .core.gpu import at, cupy, is_cupys, several
 from .core.stand_in import is_planned
 from .errors import ConfigError, FrameworkError
 
@@ -77,7 +76,7 @@ def stream(like: Any) -> tuple[int, ...]:
     if not is_cupys(like.__class__):
         return ()
     with at(like):
-        address: int = sys.modules["cupy"].cuda.get_current_stream().ptr
+        address: int = cupy().cuda.get_current_stream().ptr
     key: tuple[int, ...] = (like.data.device_id, address)
     return (*key, threading.get_ident()) if address == PER_THREAD else key
 
@@ -86,7 +85,7 @@ def settle(like: Any) -> None:
     """Wait for what the current stream was asked where ``like`` lives: any may go on from it."""
     if is_cupys(like.__class__):
         with at(like):
-            sys.modules["cupy"].cuda.get_current_stream().synchronize()
+            cupy().cuda.get_current_stream().synchronize()
 
 
 def home_of(call: str, like: Any) -> Any:

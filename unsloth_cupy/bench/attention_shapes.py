@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import BFLOAT16, FLOAT32
+from ..core.gpu import cupy
 from ..machine import format_bytes
 from ..memory.pool import memory_pool
 from ..ops.attention.attention import attention_backward, attention_forward
@@ -60,9 +61,7 @@ def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
         size = (shape.batch, shape.tokens, shape.heads, shape.dim)
         q, k, v, dout = rng.standard_normal((4, *size), np.float32).astype(dtype)
         if on_gpu:
-            import cupy
-
-            q, k, v, dout = map(cupy.asarray, (q, k, v, dout))
+            q, k, v, dout = map(cupy().asarray, (q, k, v, dout))
         for causal in (True, False):
             out, lse = attention_forward(q, k, v, causal=causal)
             ours = (

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..core.arrays import to_numpy
 from ..core.dtypes import FLOATS, KERNEL_DTYPES
+from ..core.gpu import cupy
 from ..core.op import Op
 from .cases import Call, Scale, draw
 
@@ -66,9 +67,7 @@ def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
     plain = (call if there else _nudged(call)).mapped(np.copy).run()
     place: Callable[[Any], Any] = np.copy
     if there:
-        import cupy
-
-        place = cupy.asarray
+        place = cupy().asarray
     try:
         if there and not call.mapped(place).launches():
             where = f"definition on {gpu}"

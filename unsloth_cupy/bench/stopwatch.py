@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..core.dtypes import KERNEL_DTYPES
+from ..core.gpu import cupy
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -55,12 +56,10 @@ class DeviceClock:
     )
 
     def __init__(self) -> None:
-        import cupy
-
-        self.cupy = cupy
-        runtime, device = cupy.cuda.runtime, cupy.cuda.Device().id
+        self.cupy = cupy()
+        runtime, device = self.cupy.cuda.runtime, self.cupy.cuda.Device().id
         cache = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
-        self.buffer = cupy.zeros(max(FLUSH_BYTES, 4 * cache) // 4, np.float32)
+        self.buffer = self.cupy.zeros(max(FLUSH_BYTES, 4 * cache) // 4, np.float32)
 
     def __call__(self, calls: Calls) -> tuple[list[float], int]:
         """Return the median seconds of each call, and how many runs it is of."""

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..core.dtypes import KERNEL_DTYPES
+from ..core.gpu import cupy
 from ..core.op import Op
 from .cases import Call, Scale, draw
 
@@ -46,9 +47,7 @@ def timed(
     """Time an op and its backward op in every size and dtype; on a GPU what has a kernel."""
     place: Callable[[Any], Any] = np.copy
     if gpu is not None:
-        import cupy
-
-        place = cupy.asarray
+        place = cupy().asarray
     for scale in HOST_SCALES if gpu is None else DEVICE_SCALES:
         drawn = draw(op, scale)
         for dtype in KERNEL_DTYPES:

@@ -6,7 +6,6 @@ negative strides and no read-only memory, and XLA, on a CPU, only memory at mult
 which NumPy's seldom is.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import FrameworkError
+from . import gpu
 
 
 class Framework(NamedTuple):
@@ -133,7 +133,7 @@ DLPACK = Framework(_dlpack_adopt, _dlpack_give_back)
 def cupy() -> Any:
     """Return CuPy, which sees what other libraries keep on a GPU."""
     try:
-        return importlib.import_module("cupy")
+        return gpu.cupy()
     except ImportError as error:
         raise FrameworkError("lies on a GPU; install unsloth-cupy[cuda12] or [cuda13]") from error
 

@@ -24,6 +24,13 @@ _seen: tuple[Any, bool] = (None, False)  # CuPy, and whether it sees several GPU
 CLUSTER_LAUNCH = 120  # in cudaDeviceAttr; CuPy has no name for it
 
 
+def cupy() -> Any:
+    """Return CuPy, which is asked for here alone; raise ImportError where it is missing."""
+    import cupy
+
+    return cupy
+
+
 class CupyTarget:
     """Where CuPy's arrays live: compiles with NVRTC through ``cupy.RawModule``."""
 
@@ -33,11 +40,10 @@ class CupyTarget:
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
         """Compile for the current device; CuPy keeps the result on disk."""
-        import cupy
-
+        there = cupy()
         try:
-            function = cupy.RawModule(code=source, options=compiler_options()).get_function(name)
-        except cupy.cuda.compiler.CompileException as error:
+            function = there.RawModule(code=source, options=compiler_options()).get_function(name)
+        except there.cuda.compiler.CompileException as error:
             raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
         most = 48 * 1024 - function.shared_size_bytes  # both together; more asks for leave
         asking = threading.Lock()  # or a thread that needs less would take leave from another
@@ -59,7 +65,7 @@ class CupyTarget:
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new array on the GPU that holds ``like``."""
         with at(like):
-            return sys.modules["cupy"].empty(shape, dtype)
+            return cupy().empty(shape, dtype)
 
     def ready(self, scalar: Any) -> Any:
         """Return a NumPy scalar as CuPy hands it over: to make that takes longer than a launch."""
@@ -71,14 +77,10 @@ class CupyTarget:
 @functools.cache
 def limits_of(device: int) -> Limits:
     """Return the limits of the GPU of this number."""
-    import cupy
-
-    runtime, architecture = cupy.cuda.runtime, int(cupy.cuda.Device(device).compute_capability)
-    asked = (
-        runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin,
-        runtime.cudaDevAttrMultiProcessorCount,
-    )
-    shared, processors = (runtime.deviceGetAttribute(number, device) for number in asked)
+    cuda = cupy().cuda
+    runtime, architecture = cuda.runtime, int(cuda.Device(device).compute_capability)
+    shared = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+    processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
     clusters = bool(runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))
     return Limits(architecture, shared, processors, clusters)
 
@@ -99,7 +101,7 @@ def compiler_options() -> tuple[str, ...]:
 
 def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """Return what made() makes: for each of several GPUs one, where its arrays' is the current."""
-    runtime = sys.modules["cupy"].cuda.runtime
+    runtime = cupy().cuda.runtime
     if runtime.getDeviceCount() == 1:
         return made()
     run_on = functools.cache(lambda device: made())
@@ -118,16 +120,23 @@ def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[.
 
 def count() -> int:
     """Return how many GPUs CuPy sees; 0 where nobody has imported it."""
-    cupy = sys.modules.get("cupy")
-    return cupy.cuda.runtime.getDeviceCount() if cupy and cupy.cuda.is_available() else 0
+    known = sys.modules.get("cupy")
+    return known.cuda.runtime.getDeviceCount() if known and known.cuda.is_available() else 0
+
+
+def memory(device: int) -> tuple[int, int]:
+    """Return the bytes of the GPU of this number: those free now, and all of them."""
+    with cupy().cuda.Device(device):
+        free, whole = cupy().cuda.runtime.memGetInfo()
+    return free, whole
 
 
 def several() -> bool:
     """Say whether there is a choice of GPUs."""
     global _seen  # noqa: PLW0603 -- asked once of a driver
-    cupy = sys.modules.get("cupy")
-    if cupy is not _seen[0]:
-        _seen = cupy, count() > 1
+    known = sys.modules.get("cupy")
+    if known is not _seen[0]:
+        _seen = known, count() > 1
     return _seen[1]
 
 
@@ -147,7 +156,7 @@ def bound(launch: Callable[..., None]) -> Callable[..., None]:
     """Return a launch that starts on the GPU that is current now, whichever is later."""
     if not several():
         return launch
-    cuda = sys.modules["cupy"].cuda
+    cuda = cupy().cuda
     device, current = cuda.Device(), cuda.runtime.getDevice
 
     def launch_there(*given: Any) -> None:

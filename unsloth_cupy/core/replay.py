@@ -7,12 +7,12 @@ array for more, such as a copy or a sum, is not recorded and runs at each call.
 """
 
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
+from . import gpu
 from .stand_in import StandIn
 
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
@@ -114,8 +114,7 @@ def _allocator(like: Any) -> Callable[..., Any]:
     """Return what makes arrays of a shape and a dtype, of like's library."""
     if like.__class__ is np.ndarray:
         return np.empty
-    cupy: Any = sys.modules["cupy"]
-    return cupy.ndarray if isinstance(like, cupy.ndarray) else _refuse
+    return gpu.cupy().ndarray if gpu.is_cupys(like.__class__) else _refuse
 
 
 def replaying(run: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:

@@ -8,13 +8,12 @@ Where there is a GPU this looks at CuPy's pool; else at what NumPy allocates, th
 which makes small ops up to twice as slow.
 """
 
-import sys
 import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from ..core.gpu import count
+from ..core import gpu
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
 from ..machine import bytes_asked, format_bytes
 from ..training import offload
@@ -33,7 +32,7 @@ class MemoryPool:
         """Begin to count."""
         if self._source is not None:
             raise ConfigError("memory_pool: this one is in use; make another")
-        gpus = count()
+        gpus = gpu.count()
         if self.device is not None and self.device >= gpus:
             known = f"CuPy sees {gpus} GPUs; leave device out"
             raise DeviceError(f"memory_pool(device={self.device}): {known}")
@@ -132,12 +131,8 @@ def memory_pool(
 
 def _total(device: int | None) -> int:
     """Return the bytes of memory that a GPU has, or all of them: also where none was counted."""
-    cupy: Any = sys.modules.get("cupy")
-    sizes = []
-    for number in range(count()) if device is None else [device]:
-        with cupy.cuda.Device(number):
-            sizes.append(cupy.cuda.runtime.memGetInfo()[1])
-    return sum(sizes)
+    numbers = range(gpu.count()) if device is None else [device]
+    return sum(gpu.memory(number)[1] for number in numbers)
 
 
 _limits: dict[int, list[tuple[Any, Any]]] = {}  # of each GPU: who set it; None: it was there
@@ -148,7 +143,7 @@ class OnDevices:
     """Counts what CuPy's pool hands out, by a hook, for the thread that entered the block."""
 
     def __init__(self, devices: Any, limit: int | None) -> None:
-        self.cupy = sys.modules["cupy"]
+        self.cupy = gpu.cupy()
         self.devices, self.limit, self.moved = [*devices], limit, dict(offload.moved)
         self.pool = self.cupy.get_default_memory_pool()
         self.last: dict[str, Usage] | None = None

@@ -166,7 +166,7 @@ def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
         cure = "choose 'cpu' (NumPy, as None), 'cuda' or 'cuda:1'"
         raise ConfigError(f"{call}: device={device!r}; {cure}")
     try:
-        import cupy
+        cupy = gpu.cupy()
     except ImportError:
         cure = "pip install 'unsloth-cupy[cuda12]', or leave device out"
         raise DeviceError(f"{call}: device={device!r} needs CuPy: {cure}") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import arrays
+from ..core import arrays, gpu
 from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..inference.kv_cache import KVCache
@@ -105,14 +105,13 @@ class Step:
 
     def _played(self) -> Array:
         """Run the step on a GPU: as it is, then into a graph, then by the graph."""
-        import cupy
-
         if self.graph is not None:
             self.graph.launch()
             return self.logits
         if not self.captures:
             return self.run()
-        cuda, here = cupy.cuda, cupy.cuda.get_current_stream()
+        cuda = gpu.cupy().cuda
+        here = cuda.get_current_stream()
         if self.side is None:
             self.side, self.pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
         # the graph keeps its addresses, so nothing else may be given the memory of its arrays

@@ -6,7 +6,6 @@ waits for the copy.
 """
 
 import functools
-import sys
 import threading
 import weakref
 from collections import deque
@@ -27,7 +26,7 @@ class Offloaded:
 
     def __init__(self, array: Any) -> None:
         with gpu.at(array):
-            cuda = sys.modules["cupy"].cuda
+            cuda = gpu.cupy().cuda
             array = arrays.packed(array)
             self.shape, self.dtype, self.device = array.shape, array.dtype, array.device
             self.memory, self.side = cuda.alloc_pinned_memory(array.nbytes), _side(self.device.id)
@@ -47,7 +46,7 @@ class Offloaded:
         if (array := self.array) is not None:  # another thread may let it go after this line
             return array
         with self.device:
-            cupy = sys.modules["cupy"]
+            cupy = gpu.cupy()
             array = cupy.empty(self.shape, self.dtype)
             pointers = array.data.ptr, self.memory.ptr
             done = self.side.copy(*pointers, array.nbytes, TO_DEVICE, self.memory)
@@ -59,13 +58,13 @@ class Side:
     """The stream of one GPU that copies beside its other work, for any thread."""
 
     def __init__(self) -> None:
-        self.stream = sys.modules["cupy"].cuda.Stream(non_blocking=True)
+        self.stream = gpu.cupy().cuda.Stream(non_blocking=True)
         self.lock = threading.Lock()
         self.copying: deque[tuple[Any, Any]] = deque()  # pinned memory, and what ends its copy
 
     def copy(self, target: int, source: int, size: int, kind: int, memory: Any) -> Any:
         """Copy behind what the current stream was asked so far; return the event that ends it."""
-        cuda = sys.modules["cupy"].cuda
+        cuda = gpu.cupy().cuda
         before = cuda.get_current_stream().record()
         with self.lock:
             self.stream.wait_event(before)

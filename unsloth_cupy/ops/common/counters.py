@@ -5,12 +5,12 @@ stream of a device needs one array.  A graph may run beside the stream that it w
 makes zeros of its own, each time.
 """
 
-import sys
 import threading
 from typing import Any
 
 import numpy as np
 
+from ...core import gpu
 from ...core.dtypes import Array
 from ...core.stand_in import StandIn
 from ...placement import PER_THREAD
@@ -34,7 +34,7 @@ def _on_host(shape: tuple[int], dtype: Any) -> Any:
 
 
 def _of_stream(shape: tuple[int], dtype: Any) -> Any:
-    cupy = sys.modules["cupy"]
+    cupy = gpu.cupy()
     runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
     if stream > LEGACY and runtime.streamIsCapturing(stream):
         return cupy.zeros(shape, dtype)

@@ -56,10 +56,8 @@ def record(like: Any) -> Array:
 def _new(like: Any) -> Any:
     if isinstance(like, np.ndarray):
         return np.zeros(WORDS, np.int64)
-    import cupy
-
-    with gpu.at(like), cupy.cuda.Stream(non_blocking=True) as side:
-        words = cupy.zeros(WORDS, np.int64)
+    with gpu.at(like), gpu.cupy().cuda.Stream(non_blocking=True) as side:
+        words = gpu.cupy().zeros(WORDS, np.int64)
         side.synchronize()  # of this stream alone: the one that asks may be captured
     return words
 
@@ -92,9 +90,7 @@ def _taken(words: Any) -> list[int]:
 
 
 def _taken_from(device: int, words: Any) -> list[int]:
-    import cupy
-
-    with cupy.cuda.Device(device) as there:
+    with gpu.cupy().cuda.Device(device) as there:
         there.synchronize()  # every stream: any of them may have been launched on
         return _taken(words)
 

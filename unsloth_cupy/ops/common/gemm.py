@@ -168,10 +168,9 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
 
 def _handle(library: Any) -> tuple[int, int]:
     """Return CuPy's handle of this thread and device, on the current stream, and its old mode."""
-    import cupy
-
-    handle: int = cupy.cuda.device.get_cublas_handle()
-    stream, mode = cupy.cuda.get_current_stream().ptr, ctypes.c_int()
+    cuda = gpu.cupy().cuda
+    handle: int = cuda.device.get_cublas_handle()
+    stream, mode = cuda.get_current_stream().ptr, ctypes.c_int()
     if (
         library.cublasSetStream_v2(handle, stream)
         or library.cublasGetMathMode(handle, ctypes.byref(mode))

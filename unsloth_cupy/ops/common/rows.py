@@ -1,11 +1,11 @@
 """How threads share rows that a kernel reduces along, and where the rows of arrays lie."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ...core import gpu
 from ...core.arrays import packed
 from ...core.stand_in import StandIn
 
@@ -97,5 +97,5 @@ def spanned(array: Any) -> Any:
     size = extent // array.itemsize + 1
     if isinstance(array, StandIn):
         return array.spanned(size)
-    library = np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+    library = np if isinstance(array, np.ndarray) else gpu.cupy()
     return library.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))

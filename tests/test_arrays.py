@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import add, reshape, rms_norm
-from unsloth_cupy.core.arrays import common, framework_of, full_like
+from unsloth_cupy.core.arrays import common, framework_of
 from unsloth_cupy.core.frameworks import FRAMEWORKS, Stream
 from unsloth_cupy.core.gpu import on_one_device
 from unsloth_cupy.core.op import Op, op
 from unsloth_cupy.errors import DTypeError, FrameworkError
+from unsloth_cupy.placement import full_like
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -3,7 +3,8 @@
     @at_home("keys")             a class whose objects have an array of this name
     @at_first                    a function of arrays by name, all on one GPU
 
-let methods and functions run on the GPU of their arrays, where there are several.
+let methods and functions run on the GPU of their arrays, where there are several.  ``placed`` and
+``full_like`` make arrays where another lives.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from .core.arrays import framework_of
+from .core.frameworks import FRAMEWORKS
 from .core.gpu import at, cupy, is_cupys, several
 from .core.stand_in import is_planned
 from .errors import ConfigError, FrameworkError
@@ -108,3 +110,38 @@ def scipy_of(module: str, like: Any) -> Any:
         return like.scipy[module]
     home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
     return importlib.import_module(f"{home}.{module}")
+
+
+def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
+    """Return a new array of array's library, dtype and device, filled with a number.
+
+    It has the shape of array where none is given.
+    """
+    library = framework_of(array, "the model of a new array")
+    if library in ("numpy", "cupy"):
+        with at(array):
+            return np.full_like(array, number, shape=shape)
+    shape = tuple(array.shape) if shape is None else shape
+    if library == "torch":
+        return array.new_full(shape, number)
+    return array.__array_namespace__().full(shape, number, dtype=array.dtype, device=array.device)
+
+
+def placed(array: Any, like: Any) -> Any:
+    """Return a NumPy array as one of like's library and device."""
+    library = framework_of(like, "the model of a new array")
+    if is_planned(like):
+        return like.placed(array)
+    if library in ("torch", "jax"):
+        given = FRAMEWORKS[library].give_back(array, like)
+        return given.to(like.device) if library == "torch" else given
+    with at(like):
+        return np.asarray(array, like=like) if library == "cupy" else array
+
+
+def to_numpy(array: Any) -> Any:
+    """Return array as NumPy's, copied from its GPU where it lives on one."""
+    if isinstance(array, np.ndarray):
+        return array
+    with at(array):  # its current stream is the one to wait for
+        return array.get()

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import to_numpy
 from ..core.dtypes import FLOATS, KERNEL_DTYPES
 from ..core.gpu import cupy
 from ..core.op import Op
+from ..placement import to_numpy
 from .cases import Call, Scale, draw
 
 SCALE = Scale(tokens=256, hidden=512, inner=768, vocab=2048)

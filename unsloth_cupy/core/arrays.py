@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError, FrameworkError
-from .frameworks import FRAMEWORKS
-from .gpu import at
 from .stand_in import StandIn, is_planned
 from .target import target_of
 
@@ -45,41 +43,6 @@ def native(arrays: Sequence[Any]) -> bool:
     return all(
         type(a) in exact or is_planned(a) or type(a).__module__.startswith("cupy") for a in arrays
     )
-
-
-def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
-    """Return a new array of array's library, dtype and device, filled with a number.
-
-    It has the shape of array where none is given.
-    """
-    library = framework_of(array, "the model of a new array")
-    if library in ("numpy", "cupy"):
-        with at(array):
-            return np.full_like(array, number, shape=shape)
-    shape = tuple(array.shape) if shape is None else shape
-    if library == "torch":
-        return array.new_full(shape, number)
-    return array.__array_namespace__().full(shape, number, dtype=array.dtype, device=array.device)
-
-
-def placed(array: Any, like: Any) -> Any:
-    """Return a NumPy array as one of like's library and device."""
-    library = framework_of(like, "the model of a new array")
-    if is_planned(like):
-        return like.placed(array)
-    if library in ("torch", "jax"):
-        given = FRAMEWORKS[library].give_back(array, like)
-        return given.to(like.device) if library == "torch" else given
-    with at(like):
-        return np.asarray(array, like=like) if library == "cupy" else array
-
-
-def to_numpy(array: Any) -> Any:
-    """Return array as NumPy's, copied from its GPU where it lives on one."""
-    if isinstance(array, np.ndarray):
-        return array
-    with at(array):  # its current stream is the one to wait for
-        return array.get()
 
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:

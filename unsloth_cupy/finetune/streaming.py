@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from ..core import arrays
 from ..errors import ConfigError
+from ..placement import placed
 from .tokenizer import LONGEST_CHARACTER, check_tokens
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def stream_text(
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     stream, stops, said, made = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
     click.echo(prompt, nl=False)
-    placed = arrays.placed(np.array([tokens]), model.table)
-    for token in model.stream(placed, max_new_tokens=min(max_new_tokens, room), **options):
+    prompted = placed(np.array([tokens]), model.table)
+    for token in model.stream(prompted, max_new_tokens=min(max_new_tokens, room), **options):
         made += 1
         said += _shown(stops.push(stream.push(int(token[0]))))
         if stops.found:

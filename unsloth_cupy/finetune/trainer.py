@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ..core.arrays import placed, to_numpy
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..files import check_room, written_beside
@@ -22,6 +21,7 @@ from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
 from ..ops.common.faults import check_errors
+from ..placement import placed, to_numpy
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW

@@ -19,7 +19,7 @@ from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_
-from ..placement import at_home, check_library, home_of
+from ..placement import at_home, check_library, full_like, home_of
 
 MOST_LAYERS = 10_000
 
@@ -118,7 +118,7 @@ class KVCache:
         """The number of tokens that each row holds, padding included: (batch,) int32."""
         held = (min(n, k.shape[1]) for n, k in zip(self.filled, self.keys, strict=True))
         lengths = arrays.empty(self.shape[:1], np.dtype("int32"), self.real)
-        return arrays.full_like(lengths, max(held, default=0))
+        return full_like(lengths, max(held, default=0))
 
     def check_room(self, new: int, layer: int | None = None) -> None:
         """Raise RangeError unless a layer, or all layers, have room for new tokens."""

@@ -21,7 +21,7 @@ from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DeviceMemoryError, RangeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
-from ..placement import at_home, home_of
+from ..placement import at_home, home_of, placed
 from .kv_cache import check_new
 
 
@@ -263,5 +263,5 @@ class PagedKVCache:
 
     def _placed(self, numbers: Any) -> Array:
         """Return integers of the host where the cache lives."""
-        array: Array = arrays.placed(np.asarray(numbers, np.int32), self.keys)
+        array: Array = placed(np.asarray(numbers, np.int32), self.keys)
         return array

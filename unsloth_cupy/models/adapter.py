@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import placed
 from ..core.call import checked, is_integer, is_number
 from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import at
@@ -27,6 +26,7 @@ from ..ops.linear.linear import linear
 from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
+from ..placement import placed
 from .checkpoint_files import write_folder
 from .config import Config
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..core import arrays
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
-from ..placement import at_home
+from ..placement import at_home, placed
 from .config import Config
 from .network import Network
 from .step import Step
@@ -136,4 +135,4 @@ def _steps_on_device(model: Network, most: int) -> bool:
 
 def on_device_of(array: Array, like: Any) -> Any:
     """Return a NumPy array on the device of like."""
-    return arrays.placed(np.ascontiguousarray(array), like)
+    return placed(np.ascontiguousarray(array), like)

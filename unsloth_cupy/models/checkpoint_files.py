@@ -16,10 +16,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from ..core import arrays
 from ..core.dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
 from ..files import path_of, read_json, renewed
+from ..placement import to_numpy
 from .config import Config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -137,9 +137,7 @@ def write_folder(
             listed = ", ".join(sorted(strangers))
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
-            tensors = {
-                name: np.ascontiguousarray(arrays.to_numpy(parameters[name])) for name in names
-            }
+            tensors = {name: np.ascontiguousarray(to_numpy(parameters[name])) for name in names}
             write_tensors(beside / file, tensors)
         for file, values in texts.items():
             (beside / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..core import arrays
 from ..core.call import checked, is_integer, is_number
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..inference.paged_kv_cache import PagedKVCache
+from ..placement import to_numpy
 from ..training.find_nan import NonFiniteError
 from .ahead import InOrder, InPages, check_pages, new_sequences, on_device_of
 from .config import Config
@@ -93,8 +93,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     check(tokens, mask)
     cache, sequences = options.cache, options.sequences
     check_pages(model.config, cache, sequences, len(tokens))
-    prompt = arrays.to_numpy(tokens)
-    real = np.ones(prompt.shape, bool) if mask is None else arrays.to_numpy(mask) != 0
+    prompt = to_numpy(tokens)
+    real = np.ones(prompt.shape, bool) if mask is None else to_numpy(mask) != 0
     if not real.any(axis=1).all():
         row = int(np.argmin(real.any(axis=1)))
         raise ConfigError(f"generate: row {row} has no real token; begin it with one")
@@ -138,7 +138,7 @@ def _steps(
     for step in range(most):
         if finished.all():
             return
-        logits = arrays.to_numpy(ahead(past, seen)).astype(np.float64)
+        logits = to_numpy(ahead(past, seen)).astype(np.float64)
         if np.isnan(logits).any():
             raise NonFiniteError(
                 f"generate: the logits of new token {step} hold NaN; find_nan names the layer, and"

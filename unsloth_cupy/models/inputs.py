@@ -12,6 +12,7 @@ from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows, rows_of
 from ..ops.attention.sequences import check_offsets
+from ..placement import to_numpy
 from ..training.checkpoint import CheckpointConfig
 from .config import Rope
 
@@ -132,7 +133,7 @@ def places(
 def _packed(angles: Angles, total: int, offsets: Any) -> Places:
     """Return the places of texts that lie end to end: each begins at position 0."""
     if _by_length(angles):  # each text has angles of its own: a row of the tables for each token
-        lengths = [n for n in np.diff(arrays.to_numpy(offsets)).tolist() if n]
+        lengths = [n for n in np.diff(to_numpy(offsets)).tolist() if n]
         found: dict[str, Any] = {}
         for kind, tables in angles.tables.items():
             texts = [[table[:n] for table in tables(n)] for n in lengths]

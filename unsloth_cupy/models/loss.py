@@ -11,6 +11,7 @@ from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..ops.linear.linear import linear
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
+from ..placement import full_like
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
@@ -30,7 +31,7 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
         raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
     if offsets is not None:  # rows go on in each other, texts do not
         labels = labels.reshape(1, -1)
-    shifted: Array = arrays.full_like(labels, IGNORE)
+    shifted: Array = full_like(labels, IGNORE)
     shifted[:, :-1] = labels[:, 1:]
     if offsets is not None and shifted.size:
         shifted[0, offsets[1:] - 1] = IGNORE

@@ -17,7 +17,7 @@ from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..machine import check_bytes
-from ..placement import home_of
+from ..placement import home_of, placed
 from .attention_layer import attention_layer
 
 PARTS = ("q", "k", "v", "o")  # of the projections
@@ -105,8 +105,8 @@ class MultiHeadAttention:
             drawn = rng.standard_normal((outputs, inputs)) * inputs**-0.5
             made = {"weight": drawn, **({"bias": np.zeros(outputs)} if bias else {})}
             for kind, array in made.items():
-                placed = arrays.placed(array.astype(self.dtype), place)
-                self.parameters[f"{part}_proj.{kind}"] = placed
+                parameter = placed(array.astype(self.dtype), place)
+                self.parameters[f"{part}_proj.{kind}"] = parameter
 
     def __call__(
         self,

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..core import arrays, gpu
+from ..core import gpu
 from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..inference.kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
 from ..ops.attention.kv_append import kv_append_
-from ..placement import at_home
+from ..placement import at_home, placed
 from .block import Call, blocks, embedded, join
 from .network import Network
 
@@ -45,7 +45,7 @@ class Step:
             last = start - 1 - (start - 1 - slot) % max(1, slots - sinks)
             token = np.where(slot < min(sinks, slots), slot, last)
             held = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
-            self.seen[slots] = arrays.placed(np.ascontiguousarray(held), model.table)
+            self.seen[slots] = placed(np.ascontiguousarray(held), model.table)
         self.lengths: dict[int, Array] = {}
         self.graph: Any = None
         self.logits: Any = None
@@ -54,7 +54,7 @@ class Step:
         self.captures, self.warm = True, False
 
     def _placed(self, numbers: Any) -> Array:
-        made: Array = arrays.placed(np.asarray(numbers, np.int64), self.model.table)
+        made: Array = placed(np.asarray(numbers, np.int64), self.model.table)
         return made
 
     def __call__(self, tokens: Array) -> Array:

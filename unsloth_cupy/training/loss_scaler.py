@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import empty, packed, placed, to_numpy
+from ..core.arrays import empty, packed
 from ..core.call import checked, is_number
 from ..core.dtypes import Array
 from ..core.gpu import at, several
@@ -17,7 +17,7 @@ from ..ops.common.many import launchable
 from ..ops.elements.arithmetic import scale as scaled
 from ..ops.elements.arithmetic import scale_by
 from ..ops.optimizers.gradients import measured
-from ..placement import settle
+from ..placement import placed, settle, to_numpy
 from .gradients import check_floats
 from .variable import Var
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import common, framework_of, full_like
+from ..core.arrays import common, framework_of
 from ..core.dtypes import DIFFERENTIABLE
 from ..core.gpu import at
 from ..errors import DTypeError, GradientError, ShapeError
+from ..placement import full_like
 from .variable import Var
 
 Gradients = dict[int, Any]  # by the index of a Var

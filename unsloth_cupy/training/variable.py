@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import framework_of, full_like
+from ..core.arrays import framework_of
 from ..core.call import is_number
 from ..core.op import OPS, Traced
 from ..errors import ConfigError, ShapeError
+from ..placement import full_like
 
 
 def _operator(op: str, sign: str, *, reflected: bool = False) -> Callable[["Var", Any], "Var"]:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import lanes, placed
+from ...core.arrays import lanes
 from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.source import Constants
 from ...core.target import target_of
+from ...placement import placed
 
 CHUNK, THREADS = 8192, 256
 

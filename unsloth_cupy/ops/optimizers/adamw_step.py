@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import full_like, packed, placed
+from ...core.arrays import packed
 from ...core.dtypes import KERNEL_DTYPES, Array, allowed
 from ...core.gpu import at
 from ...core.kernel import load
 from ...core.stand_in import representative_steps
-from ...placement import settle, stream
+from ...placement import full_like, placed, settle, stream
 from ..common import many
 from .adamw import adamw_
 from .dynamic_codes import BLOCK, decode, encode, tables

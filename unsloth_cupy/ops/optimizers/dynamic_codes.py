@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import placed
 from ...core.dtypes import Array
+from ...placement import placed
 
 BLOCK = 256
 TINY = np.finfo(np.float32).tiny  # below it float32 has no reciprocal: as good as 0

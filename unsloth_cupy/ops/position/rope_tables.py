@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ...core import arrays
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
 from ...machine import check_bytes
+from ...placement import placed
 
 Scaling = Mapping[str, Any]
 
@@ -85,7 +85,7 @@ def rope_tables(
     cos, sin = np.cos(angle), np.sin(angle)
     if factor != 1:
         cos, sin = cos * np.float32(factor), sin * np.float32(factor)
-    return (cos, sin) if like is None else (arrays.placed(cos, like), arrays.placed(sin, like))
+    return (cos, sin) if like is None else (placed(cos, like), placed(sin, like))
 
 
 def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:

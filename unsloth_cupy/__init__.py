@@ -1,5 +1,6 @@
 """Fast CUDA kernels for transformers, each beside its NumPy definition."""
 
+from . import interop as interop
 from ._version import __version__ as __version__
 
 # Attention

@@ -2,7 +2,9 @@
 
 For ``f(x, bias=None, *, eps: float = 1e-6)`` it is, in short,
 
-    def f(x=None, bias=None, *more, eps=1e-6):
+    def f(self, x=None, bias=None, *more, eps=1e-6):
+        if x.__class__ not in doorless and (door := door_of(x)):
+            return door(self, [x, bias], {"eps": eps})   of a library that asks for it
         try:
             run = routes[targets, x.__class__, x.shape, x.dtype, bias and (...)]
         except (AttributeError, KeyError, TypeError):
@@ -37,6 +39,7 @@ import numpy as np
 
 from ..errors import ConfigError, DTypeError
 from . import target
+from .frameworks import door_of, doorless
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
@@ -60,12 +63,14 @@ def key({arrays}):
     return targets.targets, {key}
 
 def {name}({parameters}):
+    if more:
+        too_many()
+    if {lead}.__class__ not in doorless and (door := door_of({lead})):
+        return door(self, [{arrays}], {{{options}}})
     try:
         run = routes[targets.targets, {key}]
     except (AttributeError, KeyError, TypeError):
         run = plan([{arrays}])
-    if more:
-        too_many()
 {checks}
     return run([{arrays}], {{{options}}})
 """
@@ -77,11 +82,12 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     options = [parameters[name] for name in parameters if name not in op.names]
     positional, keywords = op.names[: op.positional], op.names[op.positional :]
     defaults = {f"default_{o.name}": o.default for o in options if o.default is not o.empty}
-    given = [*(f"{name}=None" for name in positional), "*more"]
+    given = ["self", *(f"{name}=None" for name in positional), "*more"]
     given += [f"{name}=None" for name in keywords]
     given += [o.name + f"=default_{o.name}" * (o.default is not o.empty) for o in options]
     text = SOURCE.format(
         name=op.__name__,
+        lead=next(operand.name for operand in op.contract.inputs if not operand.optional),
         arrays=", ".join(op.names),
         key="".join(_form_of(operand) + ", " for operand in op.contract.inputs),
         parameters=", ".join(given),
@@ -93,12 +99,19 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         "plan": op.plan,
         "routes": op.routes,
         "targets": target,
+        "doorless": doorless,
+        "door_of": door_of,
         "inf": math.inf,
         "fit": functools.partial(coerce_option, op.__name__, parameters),
         "too_many": functools.partial(_too_many, op.__name__, ", ".join(positional)),
     }
-    exec(compile(text, f"<call of {op.__name__}>", "exec"), scope)
+    write(f"call of {op.__name__}", text, scope)
     return scope[op.__name__], scope["key"]
+
+
+def write(title: str, source: str, scope: dict[str, Any]) -> None:
+    """Define the functions of a source, which see what is in scope; tracebacks show the title."""
+    exec(compile(source, f"<{title}>", "exec"), scope)
 
 
 def _form_of(operand: Any) -> str:

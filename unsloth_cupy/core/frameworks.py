@@ -1,16 +1,14 @@
-"""Arrays of torch, JAX and of anything that speaks DLPack, without copies.
+"""Arrays of other libraries, without copies.
 
 They are adopted: NumPy or CuPy sees the same memory.  Results go back the same way, on the
-stream that the other library works on.  Two libraries leave no choice but a copy: torch takes no
-negative strides and no read-only memory, and XLA, on a CPU, only memory at multiples of 64 bytes,
-which NumPy's seldom is.
+stream that the other library works on.  DLPack does for most; ``interop`` enters the libraries
+that ask for more.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from ..errors import FrameworkError
@@ -23,90 +21,13 @@ class Framework(NamedTuple):
     adopt: Callable[[Any], Any]
     give_back: Callable[[Any, Any], Any]  # (result, an operand)
     stream: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # of an operand
-
-
-class Stream(NamedTuple):
-    """A stream as CuPy takes it; torch's own speak this protocol from 2.10 on."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol, and the stream."""
-        return 0, self.address
+    door: Callable[[Any, list[Any], dict[str, Any]], Any] | None = None  # see ``door_of``
 
 
 def _plain(array: Any) -> Any:
     if isinstance(array, np.ma.MaskedArray):
         raise FrameworkError("has a mask, which would be lost; pass its .filled(value)")
     return np.asarray(array)
-
-
-def _torch_adopt(tensor: Any) -> Any:
-    import torch
-
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise FrameworkError(
-            "requires a gradient, but torch's autograd does not see this call: pass .detach(),"
-            " or call under torch.no_grad()"
-        )
-    tensor = tensor.detach()
-    if tensor.is_cuda:
-        return cupy().from_dlpack(tensor)
-    if tensor.dtype == torch.bfloat16:  # which NumPy's DLPack and torch's .numpy() refuse
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-def _torch_give_back(array: Any, operand: Any) -> Any:
-    import torch
-
-    if not isinstance(array, np.ndarray):
-        return torch.utils.dlpack.from_dlpack(array)
-    if not array.flags.writeable or min(array.strides, default=0) < 0:  # torch has neither
-        array = array.copy()
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-@contextmanager
-def _torch_stream(tensor: Any) -> Iterator[None]:
-    if not tensor.is_cuda:
-        yield
-        return
-    import torch
-
-    cuda, stream = cupy().cuda, Stream(torch.cuda.current_stream(tensor.device).cuda_stream)
-    with cuda.Device(tensor.device.index), cuda.Stream.from_external(stream):
-        yield
-
-
-def _jax_adopt(array: Any) -> Any:
-    import jax
-
-    if isinstance(array, jax.core.Tracer):
-        raise FrameworkError(
-            "is traced by jax.jit, grad or vmap, which do not see this call: call outside of"
-            " them, or through jax.pure_callback"
-        )
-    if len(array.devices()) > 1:
-        raise FrameworkError("lies on several devices; pass .addressable_shards[i].data")
-    return np.asarray(array) if array.platform() == "cpu" else cupy().from_dlpack(array)
-
-
-def _jax_give_back(array: Any, operand: Any) -> Any:
-    import jax
-
-    if isinstance(array, np.ndarray):
-        return jax.device_put(array, operand.device)
-    return jax.dlpack.from_dlpack(array)
-
-
-@contextmanager
-def _jax_stream(array: Any) -> Iterator[None]:
-    yield
-    if array.platform() != "cpu":  # XLA may use an operand's memory again once it is let go
-        cupy().cuda.Device(array.device.local_hardware_id).synchronize()
 
 
 def _dlpack_adopt(array: Any) -> Any:
@@ -122,12 +43,22 @@ def _dlpack_give_back(array: Any, operand: Any) -> Any:
     return operand.__array_namespace__().from_dlpack(array)
 
 
-FRAMEWORKS = {
-    "numpy": Framework(_plain, lambda array, operand: array),  # subclasses and scalars
-    "torch": Framework(_torch_adopt, _torch_give_back, _torch_stream),
-    "jax": Framework(_jax_adopt, _jax_give_back, _jax_stream),
-}
+FRAMEWORKS = {"numpy": Framework(_plain, lambda array, operand: array)}  # subclasses and scalars
 DLPACK = Framework(_dlpack_adopt, _dlpack_give_back)
+doorless: set[type[Any]] = {np.ndarray}  # classes that ``door_of`` was asked for in vain
+
+
+def door_of(array: Any) -> Any:
+    """Return ``door(op, arrays, options)`` of a library that differentiates or traces calls itself.
+
+    None where the library of the array does not.  Compilers of other libraries trace this function.
+    """
+    for kind in array.__class__.__mro__:
+        name = kind.__module__.partition(".")[0].replace("jaxlib", "jax")
+        if name in FRAMEWORKS and FRAMEWORKS[name].door is not None:
+            return FRAMEWORKS[name].door
+    doorless.add(array.__class__)
+    return None
 
 
 def cupy() -> Any:

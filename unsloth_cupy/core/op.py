@@ -74,7 +74,7 @@ class Op(Generic[P, R]):
         self.backward: Op[..., Any] | None = None
         self.routes: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
         call, self.key = compile_call(self)
-        self.__class__ = type("Op", (Op,), {"__call__": staticmethod(call)})  # calls ask the class
+        self.__class__ = type("Op", (Op,), {"__call__": call})  # calls ask the class
         OPS[self.__name__] = self
 
     def __reduce__(self) -> Any:
@@ -214,8 +214,10 @@ def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callabl
     """Turn a NumPy definition into an op.
 
     ``widen=False`` where it only moves values or changes its arrays: definition and launch get
-    them as they lie, neither widened nor packed.  Facts are why it has ``no_gradient``; the dtype
-    that ``autocast`` gives it, where that is float32; bytes of ``traffic`` by the arrays, where not
-    each moves once; ``operations`` of products; and how ``torch`` computes the same.
+    them as they lie, neither widened nor packed.  Facts are why it has ``no_gradient``, and that its
+    results are ``constant`` to gradients; the ``sizes`` of axes that no operand has, by the shape
+    of the first and the options; the dtype that ``autocast`` gives it, where that is float32; bytes
+    of ``traffic`` by the arrays, where not each moves once; ``operations`` of products; and how
+    ``torch`` computes the same.
     """
     return lambda definition: Op(signature, definition, widen, **facts)

@@ -11,6 +11,8 @@ An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
     batch?      may be absent
     keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
 
+An output may be a sum of inputs, ``h(*rows) = x + residual``: x itself where there is no residual.
+
 A kind names dtypes (``dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of
 the call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` asks for a multiple.
 This one string checks calls, words errors, draws test inputs and heads the docs.
@@ -25,7 +27,9 @@ import numpy as np
 from ..errors import DTypeError, ShapeError
 from .dtypes import DIFFERENTIABLE, FLOAT32, KINDS, allowed
 
-OPERAND = re.compile(r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?")
+OPERAND = re.compile(
+    r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?(?:\s*=([\w+ ]+))?"
+)
 AXES = re.compile(r"[^\s,]+")
 AXIS = re.compile(r"\*?(\w+)([+/|?]?)(\d*)")  # name, operator, number
 
@@ -38,11 +42,13 @@ class Operand(NamedTuple):
     kind: str = "float"
     below: str | None = None
     optional: bool = False
+    terms: tuple[str, ...] = ()  # of an output that is a sum: where one is there, that array itself
 
     def __str__(self) -> str:
         """Return the operand as the signature writes it."""
         tail = "" if self.kind == "float" else f": {self.kind}"
         tail += f" < {self.below}" if self.below else ""
+        tail += f" = {' + '.join(self.terms)}" if self.terms else ""
         return f"{self.name}{'?' * self.optional}({', '.join(self.axes)}){tail}"
 
 
@@ -73,8 +79,11 @@ def parse(signature: str) -> Contract:
     arrays, _, multiples = signature.partition(" where ")
     inputs, outputs = (
         tuple(
-            Operand(name, tuple(AXES.findall(axes)), kind or "float", below or None, bool(absent))
-            for name, absent, axes, kind, below in OPERAND.findall(side)
+            Operand(
+                *(name, tuple(AXES.findall(axes)), kind or "float", below or None, bool(absent)),
+                terms=tuple(re.findall(r"\w+", terms)),
+            )
+            for name, absent, axes, kind, below, terms in OPERAND.findall(side)
         )
         for side in arrays.split("->")
     )
@@ -93,15 +102,19 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
     and tables, and of each differentiable one that goes by keyword.
     """
     inputs, outputs, multiples = contract
-    gradients = {f"d{o.name}": o._replace(name=f"d{o.name}") for o in outputs}
-    known = {o.name: o for o in inputs + outputs} | {
+    gradients = {f"d{o.name}": o._replace(name=f"d{o.name}", terms=()) for o in outputs}
+    first = {term: f"d{o.terms[0]}" for o in outputs for term in o.terms[1:]}  # of equal gradients
+    known = {o.name: o._replace(terms=()) for o in inputs + outputs} | {
         name: o._replace(optional=o.optional or names.get(name, False))
         for name, o in gradients.items()
     }
     if strange := names.keys() - known.keys():
         raise TypeError(f"no {', '.join(sorted(strange))} among {', '.join(known)}")
     found = tuple(
-        Operand(f"d{o.name}", o.axes, "stat" if o.kind == "stat" else "float")
+        Operand(
+            *(f"d{o.name}", o.axes, "stat" if o.kind == "stat" else "float"),
+            terms=(first[o.name],) if o.name in first else (),
+        )
         if o.kind in DIFFERENTIABLE
         else Operand(f"d{o.name}", kind="none")
         for i, o in enumerate(inputs)

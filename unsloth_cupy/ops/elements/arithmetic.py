@@ -1,6 +1,7 @@
 """What joins ops on a tape: sums, products, and other views of the same elements."""
 
 import math
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, RangeError, ShapeError
 from ..common.elementwise import launch_rows
+
+Key = int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None
 
 
 @op("a(*axes), b(*axes) -> c(*axes)", torch=lambda nn, t, o: t["a"] + t["b"])
@@ -105,7 +108,16 @@ def scale_by_backward(dy: Array, factor: Array) -> tuple[Array, None]:
     return dy * factor, None
 
 
-@op("x(*axes) -> y(*shape)", widen=False)
+def _reshaped(own: Any, *, shape: Any) -> dict[str, Any]:
+    """Return the axes of a reshape by name; sizes may be symbols."""
+    known, size = math.prod(n for n in shape if n != -1), math.prod(own)
+    if (size != known) if -1 not in shape else (known == 0 or size % known):
+        problem = f"reshape: x {tuple(own)} has {size} elements; shape={shape} does not"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(own))
+    return {"shape": tuple(size // known if n == -1 else n for n in shape)}
+
+
+@op("x(*axes) -> y(*shape)", widen=False, sizes=_reshaped)
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Return the elements of x in another shape; one size may be -1.
 
@@ -121,10 +133,7 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     if not whole or min(given, default=0) < -1 or list(given).count(-1) > 1:
         problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
-    known = math.prod(n for n in shape if n != -1)
-    if (x.size != known) if -1 not in shape else (known == 0 or x.size % known):
-        problem = f"reshape: x {x.shape} has {x.size} elements; shape={shape} does not"
-        raise ShapeError(problem, expected=tuple(shape), actual=tuple(x.shape))
+    _reshaped(x.shape, shape=shape)
     return x.reshape(shape)
 
 
@@ -134,7 +143,23 @@ def reshape_backward(dy: Array, x: Array) -> Array:
     return dy.reshape(x.shape)
 
 
-@op("x(*rows, columns) -> y(*rows, part)", widen=False)
+def _length(size: Any, part: slice) -> Any:
+    """Return how many elements a slice takes of an axis; all may be symbols."""
+    step = 1 if part.step is None else part.step
+    least, most = (0, size) if step > 0 else (-1, size - 1)
+    ends = (least, most) if step > 0 else (most, least)
+    start, stop = (
+        end if n is None else max(least, min(n + size if n < 0 else n, most))
+        for n, end in zip((part.start, part.stop), ends, strict=True)
+    )
+    return max(0, -(-(stop - start) // step))
+
+
+@op(
+    "x(*rows, columns) -> y(*rows, part)",
+    widen=False,
+    sizes=lambda own, *, start, stop: {"part": _length(own[-1], slice(start, stop))},
+)
 def columns(x: Array, *, start: int, stop: int) -> Array:
     """Return ``y = x[..., start:stop]``, in the memory of x: what splits a fused projection."""
     return x[..., start:stop]
@@ -148,7 +173,11 @@ def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     return dx
 
 
-@op("x(*axes) -> y(*turned)", widen=False)
+@op(
+    "x(*axes) -> y(*turned)",
+    widen=False,
+    sizes=lambda own, *, order=None: {"turned": tuple(own[i] for i in _places(own, order))},
+)
 def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     """Return x with its axes in another order, in the memory of x; None: in reverse.
 
@@ -157,30 +186,52 @@ def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     ShapeError
         order does not name each axis of x once.
     """
-    return x.transpose(_places(x, order))
+    return x.transpose(_places(x.shape, order))
 
 
 @transpose.gradient(widen=False)
 def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     """Return the gradient of x."""
-    places = _places(x, order)
+    places = _places(x.shape, order)
     return dy.transpose([places.index(axis) for axis in range(x.ndim)])
 
 
-def _places(x: Array, order: Any) -> list[int]:
+def _places(shape: Any, order: Any) -> list[int]:
     """Return the axes of x, from 0 on, in the order asked for."""
+    axes = len(shape)
     if order is None:
-        return list(range(x.ndim))[::-1]
-    whole = isinstance(order, tuple | list) and all(is_integer(n, -x.ndim) for n in order)
-    if not whole or sorted(n % x.ndim if n < 0 else n for n in order) != list(range(x.ndim)):
-        cure = f"name each of its {x.ndim} axes once"
-        problem = f"transpose(order={order!r}): x is {tuple(x.shape)}; {cure}"
-        raise ShapeError(problem, expected=tuple(range(x.ndim)), actual=order)
-    return [int(n) % x.ndim for n in order]
+        return list(range(axes))[::-1]
+    whole = isinstance(order, tuple | list) and all(is_integer(n, -axes) for n in order)
+    if not whole or sorted(n % axes if n < 0 else n for n in order) != list(range(axes)):
+        cure = f"name each of its {axes} axes once"
+        problem = f"transpose(order={order!r}): x is {tuple(shape)}; {cure}"
+        raise ShapeError(problem, expected=tuple(range(axes)), actual=order)
+    return [int(n) % axes for n in order]
 
 
-@op("x(*axes) -> y(*part)", widen=False)
-def index(x: Array, *, key: Any) -> Array:
+def _indexed(own: Any, *, key: Any) -> dict[str, Any]:
+    """Return the axes of an index by name; sizes may be symbols."""
+    given = list(key) if isinstance(key, tuple) else [key]
+    taken = sum(each is not None and each is not ... for each in given)
+    if taken > len(own):
+        raise RangeError(f"index(key={key!r}): x is {tuple(own)}; too many indices")
+    rest = [slice(None)] * (len(own) - taken)
+    at = next((i for i, each in enumerate(given) if each is ...), len(given))
+    sizes, found = iter(own), []
+    for each in [*given[:at], *rest, *given[at + 1 :]]:
+        if each is None:
+            found.append(1)
+            continue
+        size = next(sizes)
+        if isinstance(each, slice):
+            found.append(_length(size, each))
+        elif not -size <= each < size:
+            raise RangeError(f"index(key={key!r}): x is {tuple(own)}; {each} is out of bounds")
+    return {"part": tuple(found)}
+
+
+@op("x(*axes) -> y(*part)", widen=False, sizes=_indexed)
+def index(x: Array, *, key: Key) -> Array:
     """Return ``y = x[key]``, in the memory of x.
 
     Parameters
@@ -211,7 +262,7 @@ def index(x: Array, *, key: Any) -> Array:
 
 
 @index.gradient(widen=False)
-def index_backward(dy: Array, x: Array, *, key: Any) -> Array:
+def index_backward(dy: Array, x: Array, *, key: Key) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
     dx[key] = dy

@@ -16,7 +16,14 @@ from ...errors import ConfigError, ShapeError
 Axes = int | tuple[int, ...] | None
 
 
-@op("x(*axes) -> y(*rest)", autocast="float32")
+def _rest(own: Any, *, axis: Axes = None, keepdims: bool = False) -> dict[str, Any]:
+    """Return the axes that are left, by name; sizes may be symbols."""
+    axes = _axes("sum", own, axis)
+    kept = [1 if i in axes else n for i, n in enumerate(own) if keepdims or i not in axes]
+    return {"rest": tuple(kept)}
+
+
+@op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
 def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the sum of x over some axes, made in float32 and rounded once.
 
@@ -40,16 +47,16 @@ def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     ShapeError
         There is no such axis, or it stands twice.
     """
-    return x.sum(axis=_axes("sum", x, axis), keepdims=keepdims)
+    return x.sum(axis=_axes("sum", x.shape, axis), keepdims=keepdims)
 
 
 @sum.gradient(widen=False)
 def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy, repeated."""
-    return _repeated(dy, x, _axes("sum", x, axis))
+    return _repeated(dy, x, _axes("sum", x.shape, axis))
 
 
-@op("x(*axes) -> y(*rest)", autocast="float32")
+@op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
 def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the mean of x over some axes, made in float32 and rounded once.
 
@@ -73,18 +80,29 @@ def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     ShapeError
         There is no such axis, or it stands twice.
     """
-    axes = _axes("mean", x, axis)
+    axes = _axes("mean", x.shape, axis)
     return x.sum(axis=axes, keepdims=keepdims) / x.dtype.type(_count(x, axes))
 
 
 @mean.gradient
 def mean_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy by the number of elements, repeated."""
-    axes = _axes("mean", x, axis)
+    axes = _axes("mean", x.shape, axis)
     return _repeated(dy / dy.dtype.type(_count(x, axes)), x, axes)
 
 
-@op("x(*axes) -> y(*shape)", widen=False)
+def _broadcast(own: Any, *, shape: Any) -> dict[str, Any]:
+    """Return the axes of a broadcast by name; sizes may be symbols."""
+    padded = (1,) * (len(shape) - len(own)) + tuple(own)
+    fits = len(padded) == len(shape)
+    if not fits or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
+        cure = "sizes must be equal or 1, from the last axis on"
+        problem = f"broadcast_to(shape={shape}): x is {tuple(own)}; {cure}"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(own))
+    return {"shape": tuple(shape)}
+
+
+@op("x(*axes) -> y(*shape)", widen=False, sizes=_broadcast)
 def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     """Return x repeated along new leading axes, and along axes of size 1.
 
@@ -108,11 +126,7 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     if not isinstance(given, tuple | list) or not all(map(is_integer, given)):
         problem = f"broadcast_to(shape={shape!r}): pass a tuple of sizes"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
-    own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
-    if len(own) != len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=True)):
-        cure = "sizes must be equal or 1, from the last axis on"
-        problem = f"broadcast_to(shape={shape}): x is {tuple(x.shape)}; {cure}"
-        raise ShapeError(problem, expected=tuple(shape), actual=tuple(x.shape))
+    _broadcast(x.shape, shape=shape)
     return np.broadcast_to(x, shape)
 
 
@@ -124,19 +138,20 @@ def broadcast_to_backward(dy: Array, x: Array) -> Array:
     return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)
 
 
-def _axes(call: str, x: Array, axis: Any) -> tuple[int, ...]:
+def _axes(call: str, shape: Any, axis: Any) -> tuple[int, ...]:
     """Return axes as integers from 0 on."""
+    count = len(shape)
     if axis is None:
-        return tuple(range(x.ndim))
+        return tuple(range(count))
     listed = axis if isinstance(axis, tuple | list) else (axis,)
     if not all(is_integer(each, -math.inf) for each in listed):
         raise ConfigError(f"{call}(axis={axis!r}): pass an integer, a tuple of them, or None")
-    if not all(-x.ndim <= each < x.ndim for each in listed):
-        problem = f"{call}(axis={axis!r}): x is {tuple(x.shape)}, of {x.ndim} axes"
-        raise ShapeError(problem, expected=range(-x.ndim, x.ndim), actual=axis)
-    found = tuple(int(each) % x.ndim for each in listed)
+    if not all(-count <= each < count for each in listed):
+        problem = f"{call}(axis={axis!r}): x is {tuple(shape)}, of {count} axes"
+        raise ShapeError(problem, expected=range(-count, count), actual=axis)
+    found = tuple(int(each) % count for each in listed)
     if len(set(found)) < len(found):
-        problem = f"{call}(axis={axis!r}): an axis of {tuple(x.shape)} stands twice"
+        problem = f"{call}(axis={axis!r}): an axis of {tuple(shape)} stands twice"
         raise ShapeError(problem, expected="each axis once", actual=axis)
     return found
 

@@ -59,6 +59,7 @@ def lora_merge(
     " -> norm(outputs): stat",
     widen=False,
     no_gradient="they are constants to DoRA",
+    constant=True,
 )
 def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
     """Return the norm of each row of ``weight + scale * b @ a``."""

@@ -54,7 +54,7 @@ def layer_norm(
 
 @op(
     "x(*rows, hidden), weight(hidden): param, bias?(hidden): param, residual?(*rows, hidden)"
-    " -> y(*rows, hidden), h(*rows, hidden), mean(*rows): stat, rstd(*rows): stat",
+    " -> y(*rows, hidden), h(*rows, hidden) = x + residual, mean(*rows): stat, rstd(*rows): stat",
     torch=lambda nn, t, o: nn.layer_norm(t["x"], t["weight"].shape, t["weight"], None, o["eps"]),
 )
 def layer_norm_forward(

@@ -56,7 +56,7 @@ def rms_norm(
 
 @op(
     "x(*rows, hidden), weight(hidden): param, residual?(*rows, hidden), bias?(hidden): param"
-    " -> y(*rows, hidden), h(*rows, hidden), rstd(*rows): stat",
+    " -> y(*rows, hidden), h(*rows, hidden) = x + residual, rstd(*rows): stat",
     torch=lambda nn, t, o: nn.rms_norm(t["x"], t["weight"].shape, t["weight"], o["eps"]),
 )
 def rms_norm_forward(

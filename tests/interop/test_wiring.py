@@ -1,0 +1,69 @@
+"""What frameworks are told of a call before it is made is what it gives."""
+
+import numpy as np
+
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.interop._wiring import Form, forms, is_product, operators, public, same
+
+from .calls import drawn, every_call
+
+
+@every_call
+def test_forms_are_those_of_results(op, optional):
+    call = drawn(op, optional)[0]
+    given = {n: Form(a.shape, a.dtype) for n, a in call.arrays.items() if a is not None}
+    expected = {n: (a.shape, a.dtype) for n, a in call.run().items()}
+    for output in same(op, given):
+        expected.pop(output)
+    found = forms(op, given, call.options)
+    assert {name: form for name, form in found.items() if form is not None} == expected
+
+
+@every_call
+def test_forms_of_gradients_are_those_of_their_operands(op, optional):
+    call, names = drawn(op, optional)
+    outputs = call.run()
+    back = call.backward(outputs, call.seeds(outputs, every=True))
+    given = {n: Form(a.shape, a.dtype) for n, a in back.arrays.items() if a is not None}
+    options = back.options | ({"wanted": {names[0]}} if "wanted" in op.backward.options else {})
+    found, elsewhere = forms(op.backward, given, options), same(op.backward, given)
+    asked = names[:1] if "wanted" in options else names
+    for name in asked:
+        form = found[elsewhere.get(f"d{name}", f"d{name}")]
+        assert form == (call.arrays[name].shape, call.arrays[name].dtype)
+    assert all(found[f"d{name}"] is None for name in names if name not in asked)
+
+
+def test_sums_that_have_one_term_are_that_term():
+    forward, backward = OPS["rms_norm_forward"], OPS["rms_norm_backward"]
+    assert same(forward, {"x", "weight"}) == {"h": "x"}
+    assert same(forward, {"x", "weight", "residual"}) == {}
+    assert same(backward, {"residual"}) == {"dresidual": "dx"}
+    x = np.ones((2, 4), np.float32)
+    _, h, _ = forward(x, x[0])
+    assert h is x
+
+
+def test_products_share_an_axis_that_they_sum_over():
+    products = {op.__name__ for op in operators() if op.backward is not None and is_product(op)}
+    assert products == {
+        "attention_forward",
+        "attention_varlen_forward",
+        "linear",
+        "linear_cross_entropy_forward",
+        "lora_down",
+        "lora_linear_forward",
+        "lora_up",
+        "matmul",
+        "swiglu_mlp",
+    }
+
+
+def test_public_names_are_the_librarys():
+    import unsloth_cupy
+
+    names = public()
+    assert {"rms_norm", "attention", "lora_linears", "swiglu", "cast"} <= names.keys()
+    shown = {name for name in vars(unsloth_cupy) if name in names}
+    assert all(getattr(unsloth_cupy, name) is names[name] for name in shown)
+    assert not any(name.endswith("_") for name in names)

@@ -1,0 +1,120 @@
+"""Tensors of torch over the memory of NumPy and CuPy, and back.
+
+torch takes no negative strides and no read-only memory: such results are copied.  On a GPU an op
+works on torch's current stream, in memory of torch's allocator.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.dtypes import BFLOAT16
+from ..core.frameworks import cupy
+from ..errors import FrameworkError
+
+DTYPES = {torch.from_numpy(np.empty(0, d)).dtype: np.dtype(d) for d in "?bBilefd"}
+DTYPES[torch.bfloat16] = BFLOAT16
+TORCH = {ours: theirs for theirs, ours in DTYPES.items()}
+
+
+class Stream(NamedTuple):
+    """A stream as CuPy takes it; torch's own speak this protocol from 2.10 on."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and the stream."""
+        return 0, self.address
+
+
+def adopt(tensor: Any) -> Any:
+    """Return the memory of a tensor, for a call that autograd does not see."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise FrameworkError(
+            "requires a gradient, but torch's autograd does not see this call: pass .detach(),"
+            " or call under torch.no_grad()"
+        )
+    return array_of(tensor)
+
+
+def give_back(array: Any, operand: Any) -> Any:
+    """Return a result as a tensor over the same memory."""
+    return tensor_of(array, (), ())
+
+
+def array_of(tensor: Any) -> Any:
+    """Return NumPy's or CuPy's view of a tensor."""
+    if tensor.is_cuda:
+        return cupy().from_dlpack(tensor.detach())
+    if tensor.dtype is torch.bfloat16:  # which NumPy's DLPack and torch's .numpy() refuse
+        return tensor.detach().view(torch.int16).numpy().view(BFLOAT16)
+    return tensor.detach().numpy()
+
+
+def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    """Return a result as a tensor, given the arrays of the call and whose memory they are.
+
+    An array of the call, and what lies in the memory of one, is that tensor or a view of it.
+    """
+    if array.__class__ is np.ndarray and array.base is None and array.dtype != BFLOAT16:
+        return torch.from_numpy(array)  # a new one: those of the call are views of tensors
+    for operand, tensor in zip(arrays, tensors, strict=True):
+        if array is operand:
+            return tensor
+    if not isinstance(array, np.ndarray):
+        return _on_gpu(array, arrays, tensors)
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()
+    for operand, tensor in zip(arrays, tensors, strict=True):
+        if isinstance(operand, np.ndarray) and np.may_share_memory(array, operand):
+            return _view(array, array.ctypes.data - operand.ctypes.data, tensor)
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _view(array: Any, offset: int, tensor: Any) -> Any:
+    """Return the view of a tensor that an array is, which begins so many bytes after it."""
+    size = array.itemsize
+    steps = [stride // size for stride in array.strides]
+    return tensor.as_strided(array.shape, steps, tensor.storage_offset() + offset // size)
+
+
+def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    """Return a result of CuPy's as a tensor: torch's own memory as such, as it knows it."""
+    for operand, tensor in zip(arrays, tensors, strict=True):
+        if hasattr(operand, "strides") and cupy().may_share_memory(array, operand):
+            return _view(array, array.data.ptr - operand.data.ptr, tensor)
+    owner = getattr(array.data.mem, "_owner", None)
+    if not isinstance(owner, torch.Tensor):
+        return torch.utils.dlpack.from_dlpack(array)
+    size = array.itemsize
+    start, steps = array.data.ptr - owner.data_ptr(), [s // size for s in array.strides]
+    made = torch.empty(0, dtype=TORCH[array.dtype], device=owner.device)
+    return made.set_(owner.untyped_storage(), start // size, array.shape, steps)
+
+
+def allocate(size: int) -> Any:
+    """Return memory of torch's allocator to CuPy, on the current GPU and stream of both."""
+    cuda = cupy().cuda
+    device = cuda.runtime.getDevice()
+    memory = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+    return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), size, memory, device), 0)
+
+
+@contextmanager
+def stream(tensor: Any) -> Iterator[None]:
+    """Let CuPy work where a tensor is: on torch's stream, in memory of torch's allocator."""
+    if not tensor.is_cuda:
+        yield
+        return
+    cuda, current = cupy().cuda, Stream(torch.cuda.current_stream(tensor.device).cuda_stream)
+    with (
+        cuda.Device(tensor.device.index),
+        cuda.Stream.from_external(current),
+        cuda.using_allocator(allocate),
+    ):
+        yield

@@ -1,0 +1,285 @@
+"""Ops as operators of torch, ``torch.ops.unsloth_cupy.NAME``: what tracers and compilers see.
+
+An operator has a schema, an abstract twin, a gradient, rules for autocast and vmap, all read off
+the op.  Its tensors are the op's arrays, absent ones None, and the seed of dropout; its options
+follow.  What an op does not return is a tensor of size 0.  Results share no memory with arguments
+nor with each other: an output that is another array is of size 0 too.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..core.op import Op
+from ..errors import GradientError
+from ._torch_memory import DTYPES, TORCH
+from ._torch_schema import codec_of
+from ._wiring import SEED, Form, forms, gradient_names, is_product, may_be_number, needed, same
+
+SPACE = "unsloth_cupy"
+C: Any = torch._C
+LIBRARY: Any = torch.library.Library(SPACE, "DEF")  # type: ignore[no-untyped-call]
+DEVICES = ("cpu", "cuda")
+Compute = Callable[..., tuple[Any, ...]]  # of arrays and options in the order of the definition
+functorch = C._are_functorch_transforms_active
+compiling = torch.compiler.is_compiling
+
+
+class Operator:
+    """One op behind torch's dispatcher."""
+
+    def __init__(self, op: Op[..., Any], compute: Compute, behind: "Operator | None") -> None:
+        self.op, self.compute, self.behind = op, compute, behind  # the backward op's
+        name = op.__name__
+        while hasattr(getattr(torch.ops, SPACE), name):  # somebody's own op has it too
+            name += "_"
+        self.name = name
+        inputs, parameters = op.contract.inputs, inspect.signature(op.definition).parameters
+        self.results = [operand.name for operand in op.contract.outputs]
+        self.order = [*parameters]
+        self.tensors = [*op.names, *([SEED] if SEED in op.options else [])]
+        self.numbers = {o.name for o in inputs if may_be_number(o)} | {SEED} & op.options
+        self.codecs = {
+            option: codec_of(parameters[option])
+            for option in self.order
+            if option not in self.tensors
+        }
+        absent = {o.name for o in inputs if o.optional} | {SEED}
+        schema = [f"Tensor{'?' * (tensor in absent)} {tensor}" for tensor in self.tensors]
+        schema += [f"{codec.kind} {option}" for option, codec in self.codecs.items()]
+        returns = ", ".join(["Tensor"] * len(self.results))
+        LIBRARY.define(f"{name}({', '.join(schema)}) -> ({returns})")
+        self.door = getattr(getattr(torch.ops, SPACE), name).default
+        self.function = self._function()
+        LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, self.differentiated, "Autograd")
+        torch.library.register_fake(f"{SPACE}::{name}", self.abstract, lib=LIBRARY)
+        torch.library.register_vmap(f"{SPACE}::{name}", _by_slice(self.door), lib=LIBRARY)
+        if op.backward is not None:
+            for device in DEVICES:
+                rule = functools.partial(self._autocast, device)
+                LIBRARY.impl(name, rule, f"Autocast{device.upper()}")
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call through the dispatcher, or through functorch, which asks before it."""
+        if compiling() or not functorch():
+            return self.door(*arguments)
+        return self.function.apply(*arguments)
+
+    def given(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors that are there, by name, and the options as the op has them."""
+        count, options = len(self.tensors), {}
+        tensors = zip(self.tensors, arguments[:count], strict=True)
+        for (name, codec), value in zip(self.codecs.items(), arguments[count:], strict=True):
+            options[name] = value if codec.decode is None else codec.decode(value)
+        return {name: tensor for name, tensor in tensors if tensor is not None}, options
+
+    def run(self, *arguments: Any) -> Any:
+        """Run the op on the memory of tensors."""
+        given, options = self.given(arguments)
+        for name in self.numbers & given.keys():
+            if name == SEED:
+                given[name] = seed_of(given[name])
+            elif given[name].dim() == 0 and not given[name].is_cuda:
+                given[name] = int(given[name])
+        like = arguments[self.lead]
+        values = given | options
+        found = self.compute(*[values.get(name) for name in self.order])
+        made, seen = [], {_address(tensor) for tensor in given.values()}
+        for tensor in _packed(found):
+            if tensor is None:
+                made.append(like.new_empty(0))
+                continue
+            own = _address(tensor) not in seen
+            made.append(tensor.contiguous() if own else _cloned(tensor))
+            seen.add(_address(made[-1]))
+        return _unpacked(made)
+
+    @functools.cached_property
+    def lead(self) -> int:
+        """Return the index of the first tensor that is never absent."""
+        return next(i for i, o in enumerate(self.op.contract.inputs) if not o.optional)
+
+    def abstract(self, *arguments: Any) -> Any:
+        """Return tensors without elements, whose sizes may be symbols."""
+        given, options = self.given(arguments)
+        asked = {n: Form(tuple(t.shape), DTYPES[t.dtype]) for n, t in given.items() if n != SEED}
+        like = arguments[self.lead]
+        found = forms(self.op, asked, options).values()
+        made = [form or Form((0,), DTYPES[like.dtype]) for form in found]
+        return _unpacked([like.new_empty(shape, dtype=TORCH[dtype]) for shape, dtype in made])
+
+    def differentiated(self, *arguments: Any) -> Any:
+        """Run behind autograd: record the call where a gradient is asked for."""
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(arguments)
+        asked = torch.is_grad_enabled() and any(
+            isinstance(each, torch.Tensor) and each.requires_grad for each in arguments
+        )
+        if asked and "constant" not in self.op.facts:
+            return self.function.apply(*arguments)
+        with C._AutoDispatchBelowAutograd():
+            return self.door(*arguments)
+
+    def _refuse_tangents(self, arguments: Sequence[Any]) -> None:
+        unpack: Any = forward_ad.unpack_dual
+        for each in arguments:
+            if isinstance(each, torch.Tensor) and unpack(each).tangent is not None:
+                self.refuse()
+
+    def refuse(self, *_: Any) -> Any:
+        """Raise: the op is differentiated backwards alone."""
+        cure = "take the gradient in backward mode: torch.func.vjp or grad, or .backward()"
+        raise GradientError(f"{self.op.__name__} has no forward-mode derivative; {cure}")
+
+    def _function(self) -> Any:
+        body = {"forward": self.door.__call__, "setup_context": self.keep, "backward": self.back}
+        made: Any = type(
+            self.name, (torch.autograd.Function,), {n: _known(f) for n, f in body.items()}
+        )
+        made.vmap, made.jvp = staticmethod(_by_slice(made.apply)), staticmethod(self.refuse)
+        return made
+
+    def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep what the backward op asks for, and no more."""
+        given, ctx.options = self.given(inputs)
+        found = dict(zip(self.results, _packed(output), strict=True))
+        ctx.mark_non_differentiable(*[found[name] for name in self._idle(given)])
+        ctx.set_materialize_grads(False)
+        ctx.forms = [(a.shape, a.dtype, a.device) for a in found.values()]
+        elsewhere = same(self.op, given)
+        values = given | found | {n: given[of] for n, of in elsewhere.items() if of in given}
+        ctx.kept = [] if self.behind is None else [n for n in self.behind.tensors if n in values]
+        ctx.save_for_backward(*[values[name] for name in ctx.kept])
+
+    def _idle(self, given: Container[str]) -> list[str]:
+        """Return the outputs of a call that have no gradient."""
+        taken, elsewhere = {*gradient_names(self.op)}, same(self.op, given)
+        if self.op.backward is None:  # whoever asks meets an error
+            return self.results if "constant" in self.op.facts else []
+        return [
+            o.name
+            for o in self.op.contract.outputs
+            if o.name not in taken
+            or o.name in elsewhere
+            or any(operand not in given for operand in needed(self.op, o))
+        ]
+
+    def back(self, ctx: Any, *grads: Any) -> Any:
+        """Call the backward op: for an output that nobody used, with None or with zeros."""
+        nothing = [None] * (len(self.tensors) + len(self.codecs))
+        if all(grad is None for grad in grads):
+            return tuple(nothing)
+        if self.behind is None:
+            raise no_gradient(self.op)
+        values = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+        must = {o.name for o in self.behind.op.contract.inputs if not o.optional}
+        for name, grad, (shape, dtype, device) in zip(self.results, grads, ctx.forms, strict=True):
+            zeros = grad is None and f"d{name}" in must
+            values[f"d{name}"] = torch.zeros(shape, dtype=dtype, device=device) if zeros else grad
+        needs = dict(zip(self.tensors, ctx.needs_input_grad, strict=False))
+        for operand in self.op.contract.inputs:
+            if operand.kind == "table" and needs[operand.name]:
+                raise no_gradient(self.op, operand.name)
+        options = ctx.options | {"wanted": {name for name, need in needs.items() if need}}
+        encoded = [
+            options[name] if codec.encode is None else codec.encode(options[name])
+            for name, codec in self.behind.codecs.items()
+        ]
+        found = self.behind(*[values.get(name) for name in self.behind.tensors], *encoded)
+        named = dict(zip(self.behind.results, _packed(found), strict=True))
+        named |= {n: named[of] for n, of in same(self.behind.op, values).items()}
+        back = [named.get(f"d{name}") if needs[name] else None for name in self.tensors]
+        return *back, *nothing[len(back) :]
+
+    def _autocast(self, device: str, *arguments: Any) -> Any:
+        count, keys = len(self.op.names), C.DispatchKey
+        key = C.DispatchKeySet(getattr(keys, f"Autocast{device.upper()}"))
+        with C._ExcludeDispatchKeyGuard(key):
+            return self.door(*cast(self.op, arguments[:count], device), *arguments[count:])
+
+
+def cast(op: Op[..., Any], tensors: Sequence[Any], device: str) -> list[Any]:
+    """Return the op's arrays in the dtypes that autocast gives them.
+
+    What multiplies matrices takes autocast's; what the op wants in float32 takes that; all
+    others take the widest that they meet.  Parameters of norms and tables may stay float32.
+    """
+    pairs = [*zip(op.contract.inputs, tensors, strict=True)]
+    floats = [t.dtype for o, t in pairs if o.kind == "float" and t is not None]
+    dtype = functools.reduce(torch.promote_types, floats)
+    if dtype is not torch.float64:
+        dtype = torch.float32 if op.facts.get("autocast") == "float32" else dtype
+        dtype = torch.get_autocast_dtype(device) if is_product(op) else dtype
+    fits = {"float": (dtype,), "param": (dtype, torch.float32), "table": (dtype, torch.float32)}
+    return [
+        t if t is None or o.kind not in fits or t.dtype in fits[o.kind] else t.to(dtype)
+        for o, t in pairs
+    ]
+
+
+def no_gradient(op: Op[..., Any], table: str = "") -> GradientError:
+    """Return the error of a gradient that is asked of an op, or for a table, that has none."""
+    reason = op.facts.get("no_gradient", "there are no second derivatives")
+    if table:
+        return GradientError(f"{op.__name__}: {table} is a table and has no gradient; detach it")
+    return GradientError(f"{op.__name__} has no gradient: {reason}")
+
+
+def seed_of(seed: Any) -> Any:
+    """Return a seed as a Python integer, in 0 .. 2**64 - 1 where it is a tensor."""
+    return int(seed) % 2**64 if isinstance(seed, torch.Tensor) else seed
+
+
+def number(value: Any) -> Any:
+    """Return a Python integer as a tensor: in a graph it is no constant."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
+
+
+def _cloned(tensor: Any) -> Any:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _address(tensor: Any) -> Any:
+    return tensor.untyped_storage().data_ptr() if isinstance(tensor, torch.Tensor) else None
+
+
+def _unpacked(tensors: Sequence[Any]) -> Any:
+    return tuple(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _packed(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, tuple | list) else (found,)
+
+
+def _known(function: Callable[..., Any]) -> Any:
+    """Return a static method whose signature is known: torch asks for it at every call."""
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    call.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    return staticmethod(call)
+
+
+def _by_slice(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of vmap: one call a slice."""
+
+    def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
+        found = []
+        for i in range(info.batch_size):
+            slices = [
+                each if dim is None else each.select(dim, i)
+                for each, dim in zip(arguments, dims, strict=True)
+            ]
+            found.append(_packed(call(*slices)))
+        made = [torch.stack(column) for column in zip(*found, strict=True)]
+        return _unpacked(made), _unpacked([0] * len(made))
+
+    return mapped

@@ -1,0 +1,112 @@
+"""What a framework is told of an op, by its signature alone: no array, sizes may be symbols."""
+
+import sys
+import types
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..core.op import OPS, Op
+from ..core.signature import Operand, check, parts, shape_of
+
+SEED = "seed"  # an option that is drawn anew at every step: to a graph it is an operand
+
+
+class Form(NamedTuple):
+    """All that a signature asks of an array; sizes may be symbols."""
+
+    shape: tuple[Any, ...]
+    dtype: Any
+
+
+def changes(op: Op[..., Any]) -> bool:
+    """Say whether an op changes its arguments, which a graph of calls cannot record."""
+    return op.__name__.endswith("_")
+
+
+def operators() -> list[Op[..., Any]]:
+    """Return the library's ops that a graph of calls can record, backward ops among them."""
+    ours = [op for op in OPS.values() if op.__module__.partition(".")[0] == "unsloth_cupy"]
+    return [op for op in ours if not changes(op)]
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Return these ops and the library's functions that call them, by name."""
+    found: dict[str, Callable[..., Any]] = {op.__name__: op for op in operators()}
+    for module in dict.fromkeys(op.__module__ for op in operators()):
+        for name, value in vars(sys.modules[module]).items():
+            own = isinstance(value, types.FunctionType) and value.__module__ == module
+            if own and name[0] != "_" and name[-1] != "_" and "\nReturns\n" in _told(value):
+                found[name] = value
+    return found
+
+
+def _told(function: Any) -> str:
+    return "\n".join(line.strip() for line in (function.__doc__ or "").splitlines())
+
+
+def may_be_number(operand: Operand) -> bool:
+    """Say whether a Python integer may be passed for an array."""
+    return operand.kind == "int" and all(axis.endswith("?") for axis in operand.axes)
+
+
+def is_product(op: Op[..., Any]) -> bool:
+    """Say whether an op sums over an axis that two operands share, as products of matrices do."""
+    inputs = [o for o in op.contract.inputs if o.kind in ("float", "param")]
+    kept = {axis for o in op.contract.outputs for axis in o.axes}
+    shared = [{*one.axes} & {*other.axes} for one in inputs for other in inputs if one is not other]
+    return any(axes - kept for axes in shared)
+
+
+def needed(op: Op[..., Any], output: Operand) -> tuple[str, ...]:
+    """Return the operands without any of which an output is None."""
+    optional = {o.name: o for o in op.contract.inputs if o.optional}
+    if is_gradient(op, output):
+        return (output.name[1:],) if output.name[1:] in optional else ()
+    known = {parts(axis)[0] for o in op.contract.inputs if not o.optional for axis in o.axes}
+    asked = {parts(axis)[0] for axis in output.axes} - known
+    return tuple(
+        name for name, o in optional.items() if asked & {parts(axis)[0] for axis in o.axes}
+    )
+
+
+def is_gradient(op: Op[..., Any], output: Operand) -> bool:
+    """Say whether an output is the gradient of an operand, which a call may not ask for."""
+    return output.name[0] == "d" and (output.name[1:] in op.names or "wanted" in op.options)
+
+
+def same(op: Op[..., Any], given: Container[str]) -> dict[str, str]:
+    """Return, of a call with these operands, the outputs that are another array, and which."""
+    found, outputs = {}, [o.name for o in op.contract.outputs]
+    for output in op.contract.outputs:
+        there = [term for term in output.terms if term in given or term in outputs]
+        if len(there) == 1:
+            found[output.name] = there[0]
+    return found
+
+
+def forms(
+    op: Op[..., Any], given: Mapping[str, Form], options: Mapping[str, Any]
+) -> dict[str, Form | None]:
+    """Check a call; return the form of each output, None where there is no new array."""
+    bound = check(op.__name__, op.contract, [given.get(name) for name in op.names])
+    sizes, elsewhere = bound.sizes, same(op, given)
+    if "sizes" in op.facts:
+        own = {name: value for name, value in options.items() if name in op.options}
+        sizes = sizes | op.facts["sizes"](given[op.names[0]].shape, **own)
+    wanted, found = options.get("wanted"), {}
+    for output, dtype in zip(op.contract.outputs, bound.outputs, strict=True):
+        name, of = output.name, output.name[1:]
+        absent = dtype is None or name in elsewhere  # never None in (...): float64 == None
+        absent = absent or any(operand not in given for operand in needed(op, output))
+        absent = absent or (wanted is not None and is_gradient(op, output) and of not in wanted)
+        like = is_gradient(op, output) and of in given
+        shape: Any = tuple(given[of].shape) if like else shape_of(output, sizes)
+        found[name] = None if absent or shape is None else Form(shape, dtype)
+    return found
+
+
+def gradient_names(op: Op[..., Any]) -> Iterator[str]:
+    """Yield the outputs whose gradients the backward op takes."""
+    for output in op.contract.outputs:
+        if op.backward is not None and f"d{output.name}" in op.backward.names:
+            yield output.name

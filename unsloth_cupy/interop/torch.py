@@ -1,0 +1,178 @@
+"""Every op with a gradient inside of torch: eager, compiled, exported, transformed.
+
+    from unsloth_cupy import rms_norm            tensors that require gradients go in
+    y = rms_norm(x, weight)                      y.grad_fn runs the library's backward op
+
+This module holds the same functions under the same names.  A call takes one of two ways.  An eager
+one runs the op on the memory of its tensors, inside of a ``torch.autograd.Function`` where a
+gradient is asked for, by functions that are written once for each op.  In short:
+
+    def swiglu(gate, up):
+        if compiling() or functorch() or modes() or gate.__class__ not in plain ...:
+            return traced(gate, up)              torch.ops.unsloth_cupy.swiglu: _torch_operators
+        if autocast():
+            gate, up = cast((gate, up), gate.device.type)
+        if grad_enabled() and (gate.requires_grad or up.requires_grad):
+            return apply(gate, up)
+        return compute(gate, up)
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..core.call import write
+from ..core.op import Op
+from ..errors import DTypeError, FrameworkError
+from . import _torch_memory as memory
+from ._torch_operators import C, Operator, cast, compiling, functorch, no_gradient, number, seed_of
+from ._torch_written import call_source, compute_source, function_source, traced_source
+from ._wiring import changes, operators, public
+
+REFUSED = (TypeError, RuntimeError, BufferError)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+NONE = type(None)
+SCOPE: dict[str, Any] = {
+    "torch": torch,
+    "forward_ad": forward_ad,
+    "compiling": compiling,
+    "functorch": functorch,
+    "modes": C._len_torch_dispatch_stack,
+    "autocast": C._is_any_autocast_enabled,
+    "grad_enabled": torch.is_grad_enabled,
+    "plain": PLAIN,
+    "or_none": PLAIN | {NONE},
+    "or_number": PLAIN | {NONE, int},
+    "array_of": memory.array_of,
+    "tensor_of": memory.tensor_of,
+    "stream": memory.stream,
+    "number": number,
+    "seed_of": seed_of,
+    "no_gradient": no_gradient,
+    "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
+    "FrameworkError": FrameworkError,
+    "REFUSED": REFUSED,
+}
+calls: dict[Op[..., Any], Callable[..., Any]] = {}
+entered: dict[Op[..., Any], Operator] = {}
+scopes: dict[Op[..., Any], dict[str, Any]] = {}  # what the functions of an op see
+
+
+def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Run an op on tensors: what the library's functions do with them."""
+    call = calls[op] if op in calls else _enter(op)
+    return call(*arrays, *options.values())
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function of the library that takes tensors which require gradients."""
+    if name in (found := public()):
+        return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *public()})
+
+
+def _enter(op: Op[..., Any]) -> Callable[..., Any]:
+    """Write the functions of an op on eager tensors."""
+    order = [*inspect.signature(op.definition).parameters]
+    scope = SCOPE | {
+        "op": op,
+        "check": functools.partial(_check, op),
+        "cast": functools.partial(cast, op),
+        "traced": functools.partial(_registered, op),
+    }
+    if changes(op):
+        scope["array_of"] = memory.adopt
+    scope["refuse"] = functools.partial(_refuse, op, scope["array_of"])
+    scopes[op] = scope
+    _write("tensors", op, compute_source(op, order))
+    if changes(op):
+        scope["compute"]._torchdynamo_disable = True  # a graph records no changes of arguments
+        calls[op] = scope["compute"]
+        return calls[op]
+    _write("call", op, call_source(op, order))
+    calls[op] = scope["call"]
+    if op.backward is not None:
+        scope["behind"] = calls[op.backward] if op.backward in calls else _enter(op.backward)
+        scope["wanted"] = functools.partial(_wanted, op.names)
+        after = [*inspect.signature(op.backward.definition).parameters]
+        _write("gradient", op, function_source(op, order, op.backward, after))
+    else:
+        scope["forward"] = lambda ctx, *given: scope["compute"](*given)
+        scope["backward"] = functools.partial(_refuse_gradient, op, len(order))
+    body = {each: staticmethod(scope[each]) for each in ("forward", "backward")}
+    function: Any = type(op.__name__, (torch.autograd.Function,), body)
+    scope["apply"] = super(torch.autograd.Function, function).apply  # functorch is not at work
+    return calls[op]
+
+
+def _write(what: str, op: Op[..., Any], source: str) -> None:
+    write(f"{what} of {op.__name__} in torch", source, scopes[op])
+
+
+def _registered(op: Op[..., Any], *given: Any) -> Any:
+    """Make an op an operator of torch, then call it."""
+    register(op)
+    return scopes[op]["traced"](*given)
+
+
+def register(op: Op[..., Any]) -> Operator:
+    """Make an op and its backward op operators of torch; those of the library are already."""
+    if op in entered:
+        return entered[op]
+    behind = None if op.backward is None else register(op.backward)
+    made = entered[op] = Operator(op, scopes[op]["compute"], behind)
+    scopes[op]["operator"] = made
+    scopes[op].update((f"encode_{n}", c.encode) for n, c in made.codecs.items() if c.encode)
+    _write("graph", op, traced_source(made))
+    return made
+
+
+def _wanted(names: Sequence[str], needs: Sequence[bool]) -> frozenset[str]:
+    return frozenset(name for name, need in zip(names, needs, strict=False) if need)
+
+
+def _refuse_gradient(op: Op[..., Any], count: int, ctx: Any, *grads: Any) -> Any:
+    if any(grad is not None for grad in grads):
+        raise no_gradient(op)
+    return (None,) * count
+
+
+def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
+    """Raise where an argument is not a tensor, before anything is made of it."""
+    for name, tensor in zip(op.names, tensors, strict=True):
+        if tensor is None or isinstance(tensor, torch.Tensor):
+            continue
+        if type(tensor) is not int:
+            op.library_of(tensors)
+        elif name not in entered[op].numbers:
+            raise DTypeError(f"{op.__name__}: {name} is not a tensor but a number; pass a tensor")
+
+
+def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Exception) -> None:
+    """Raise for a tensor whose memory neither NumPy nor CuPy can see."""
+    op.library_of(tensors)
+    for name, tensor in zip(op.names, tensors, strict=True):
+        try:
+            if isinstance(tensor, torch.Tensor):
+                adopt(tensor)
+        except REFUSED as problem:
+            cure = ""
+            if tensor.device.type not in ("cpu", "cuda"):
+                cure = f"lies on {tensor.device}, where no op runs; bring it to a CPU or a GPU: "
+            raise FrameworkError(f"{op.__name__}: {name} {cure}{problem}") from error
+    raise error
+
+
+for _op in operators():
+    if _op not in calls:
+        _enter(_op)
+for _op in operators():
+    register(_op)

@@ -214,7 +214,7 @@ def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callabl
     """Turn a NumPy definition into an op.
 
     ``widen=False`` where it only moves values or changes its arrays: definition and launch get
-    them as they lie, neither widened nor packed.  Facts are why it has ``no_gradient``, and that its
+    them as they lie, neither widened nor packed.  Facts are why it has ``no_gradient``; that its
     results are ``constant`` to gradients; the ``sizes`` of axes that no operand has, by the shape
     of the first and the options; the dtype that ``autocast`` gives it, where that is float32; bytes
     of ``traffic`` by the arrays, where not each moves once; ``operations`` of products; and how

@@ -280,6 +280,14 @@ def outputs_of(call: Call) -> Arrays:
     return call.run() | changed
 
 
+def launched(name: str, *arrays: Any, **more: Any) -> Any:
+    """Return what the launch of an op does, which nobody has checked the call for."""
+    op = OPS[name]
+    options = {key: value for key, value in more.items() if key in op.options}
+    by_name = {key: array for key, array in more.items() if key not in op.options}
+    return Call(op, dict(zip(op.names, arrays, strict=False)) | by_name, options).launched()
+
+
 def _copied(array: np.ndarray) -> np.ndarray:
     """Return a copy that lies as the array does: strides, and the place between 16 bytes."""
     extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))

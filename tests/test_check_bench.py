@@ -18,6 +18,7 @@ from unsloth_cupy.bench.cases import Call, Scale, chosen, draw, forward_ops
 from unsloth_cupy.cli import bench
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target as core_target
+from unsloth_cupy.core.call import bind
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
 
@@ -173,7 +174,7 @@ def test_check_fails_at_a_broken_definition(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr(OPS["scale"], "definition", broken)
+    monkeypatch.setattr(OPS["scale"], "compute", bind(OPS["scale"], broken))
     OPS["scale"].routes.clear()
     request.addfinalizer(OPS["scale"].routes.clear)
     result = run("check", "scale")
@@ -216,9 +217,9 @@ def test_what_runs_without_a_kernel_is_called_a_definition(
 
 def test_a_launch_that_declines_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     call = draw(OPS["scale"], SMALL)
-    monkeypatch.setattr(OPS["scale"], "launch", lambda x, *, factor: NotImplemented)
+    monkeypatch.setattr(OPS["scale"], "launch", lambda arrays, options: NotImplemented)
     assert not call.launches()
-    monkeypatch.setattr(OPS["scale"], "launch", lambda x, *, factor: x * factor)
+    monkeypatch.setattr(OPS["scale"], "launch", lambda arrays, options: arrays[0])
     assert call.launches()
     assert not draw(OPS["linear"], SMALL).launches()
 

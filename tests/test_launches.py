@@ -5,6 +5,7 @@ on other data, and takes the memory that the stand-in foretold.
 """
 
 import functools
+import inspect
 import sys
 import timeit
 from collections.abc import Callable
@@ -83,6 +84,16 @@ def test_definitions_call_cupy_as_it_can_be_called(name: str, optional: bool) ->
             back.mapped(machine.place).run()
         assert not machine.launches
         assert found
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launches_name_operands_and_options_as_definitions_do(name: str) -> None:
+    """Registration holds them to the names, and this to the types."""
+    launch: Any = OPS[name].launch
+    ours = inspect.signature(launch.__globals__["function"]).parameters.values()
+    theirs = inspect.signature(OPS[name].definition).parameters
+    named = [p for p in ours if p.kind is not p.VAR_KEYWORD and p.annotation is not Any]
+    assert [p.name for p in named if p.annotation != theirs[p.name].annotation] == []
 
 
 def test_a_training_step_stays_on_the_device() -> None:

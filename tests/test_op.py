@@ -1,5 +1,6 @@
 """How a call is checked, planned, run and rounded; what the author of an op is told."""
 
+import contextlib
 import warnings
 
 import ml_dtypes
@@ -195,6 +196,69 @@ class TestLaunch:
             twice(np.arange(6, dtype=np.float32).reshape(3, 2).T[:, ::-1])
         assert calls[0][0].flags.c_contiguous
         assert calls[0][0].tolist() == [[4, 2, 0], [5, 3, 1]]
+
+    def test_gets_what_it_names(self) -> None:
+        @op("x(n), y?(n), z?(n) -> w(n)")
+        def summed(x, y=None, *, z=None, factor=1.0, shift=0.0):
+            return factor * x + shift
+
+        given = []
+
+        @summed.kernel(strided=("x",))
+        def launch(shift, x, **rest):
+            given.append((shift, x, rest))
+            return x
+
+        x, z = ones(2, 2)[:, 0], ones(2)
+        with target.using(Here()):
+            summed(x, z=z, shift=2.0)
+        ((shift, same, rest),) = given
+        assert (shift, same is x, rest["z"] is z) == (2.0, True, True)
+        assert rest == {"y": None, "z": z, "factor": 1.0}
+
+    @pytest.mark.parametrize(
+        ("launch", "strided", "message"),
+        [
+            (lambda x, weight: x, (), "twice has no weight among call, x, k"),
+            (lambda x: x, ("x", "y"), "twice has no y among call, x, k"),
+        ],
+    )
+    def test_a_name_that_the_op_has_not_fails_where_it_is_written(
+        self, launched, launch, strided, message
+    ) -> None:
+        twice, _ = launched
+        before = twice.launch
+        with pytest.raises(TypeError, match=message):
+            twice.kernel(launch, strided=strided)
+        with pytest.raises(TypeError, match="twice has no weight"):
+            twice.require(lambda call, weight: None)
+        assert twice.launch is before
+
+    @pytest.mark.parametrize("kernel", [False, True])
+    def test_a_check_comes_before_what_runs(self, kernel: bool) -> None:
+        """Whichever options a call of a known form has."""
+        ran = []
+
+        @op("x(n) -> y(n)")
+        def scaled_forward(x, *, parts=1):
+            ran.append(parts)
+            return x / parts
+
+        scaled_forward.kernel(scaled_forward.definition)
+
+        @scaled_forward.require
+        def check(call, x, parts):
+            if parts > len(x):
+                raise ShapeError(f"{call}: {parts}", expected=len(x), actual=parts)
+
+        x = ones(2)
+        with target.using(Here()) if kernel else contextlib.nullcontext():
+            for _ in range(4):
+                scaled_forward(x)
+                scaled_forward(x, parts=2)
+                with pytest.raises(ShapeError, match="scaled: 3"):
+                    scaled_forward(x, parts=3)
+        assert ran == [1, 2] * 4
 
     def test_float64_and_empty_axes_run_the_definition(self, launched) -> None:
         twice, calls = launched

@@ -69,7 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     def halved(x: Any, *, parts: int = 2, shift: Any = 0.0) -> Any:
         return x / parts + shift
 
-    @halved.kernel
+    @halved.kernel(strided=("x",))
     def launch(x: Any, *, parts: int = 2, shift: Any = 0.0) -> Any:
         calls.append(parts)
         if parts == 3:
@@ -82,7 +82,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         Kernel(target)[1, 1](x if parts != 7 else spanned(x), y, parts, shift)
         return y
 
-    halved.strided = ("x",)
     with core_target.using(target):
         yield halved, target, calls
 

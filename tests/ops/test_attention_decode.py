@@ -1,5 +1,6 @@
 """The kernel of attention for few queries, over keys in order and in pages."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
-from ..parity import Case, KernelParity, _compare_kernels, emulator
+from ..parity import Case, KernelParity, _compare_kernels, emulator, launched
 from ..stand_in import gpu
 from .attention_cases import AFAR, BUDGETS, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
@@ -247,11 +248,11 @@ def test_pages_that_do_not_exist_are_not_read() -> None:
     """A length beyond the pages, a page outside the cache: on a GPU nobody reads them first."""
     q, k, v = drawn(np.float32, (2, 1, 2, 8), (4, 4, 1, 8), (4, 4, 1, 8))
     table = np.array([[1, 9], [2, -7]])
-    run = OPS["attention_paged_forward"].launch
+    run = functools.partial(launched, "attention_paged_forward", q, k, v)
     with emulator():
-        out, _ = run(q, k, v, table, np.array([8, 6]))
+        out, _ = run(table, np.array([8, 6]))
         assert np.isfinite(out).all()
-        out, _ = run(q, k, v, table[:, :1], np.array([9, -1]))
+        out, _ = run(table[:, :1], np.array([9, -1]))
     assert np.isfinite(out).all()
     assert not out[1].any()
 

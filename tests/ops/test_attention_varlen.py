@@ -10,10 +10,9 @@ from unsloth_cupy import (
     attention_varlen_backward,
     attention_varlen_forward,
 )
-from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
-from ..parity import Case, KernelAlone, KernelParity, Parity, emulator
+from ..parity import Case, KernelAlone, KernelParity, Parity, emulator, launched
 from .attention_cases import hides, tiles
 from .test_attention import Device, agree
 
@@ -152,18 +151,17 @@ class TestSequencesLongerThanTheirMasks(KernelAlone):
         rng = np.random.default_rng(0)
         q, k, dout = rng.standard_normal((3, 150, 2, 8)).astype(dtype)
         short = rng.standard_normal(shape).astype(dtype) if name == "bias" else tiles(*shape)(rng)
-        more = (0, 0, 131, 70) if name != "block_mask" else (0, 0, 1, 1)
-        room = [(0, n * (size > 1 or n == 1)) for n, size in zip(more, shape, strict=True)]
+        longer = (0, 0, 131, 70) if name != "block_mask" else (0, 0, 1, 1)
+        room = [(0, n * (size > 1 or n == 1)) for n, size in zip(longer, shape, strict=True)]
         long = np.pad(short, room, constant_values=name != "bias")
         arrays = (q, k, k, *2 * (np.array([0, 10, 150]),))
-        forward, backward = (
-            OPS[f"attention_varlen_{way}"].launch for way in ("forward", "backward")
-        )
         found = []
         with emulator():
             for array in (short, long):
-                out, lse = forward(*arrays, **{name: array})
-                found.append([out, lse, *backward(dout, *arrays, out, lse, **{name: array})])
+                more = {name: array}
+                out, lse = launched("attention_varlen_forward", *arrays, **more)
+                given = dout, *arrays, out, lse
+                found.append([out, lse, *launched("attention_varlen_backward", *given, **more)])
         for one, other in zip(*found, strict=True):
             if one is not None:
                 inside = other[tuple(map(slice, one.shape))]
@@ -174,10 +172,9 @@ class TestSequencesLongerThanTheirMasks(KernelAlone):
 def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
     """On a GPU nobody reads them first: no access leaves the arrays."""
     q, k = np.random.default_rng(0).standard_normal((2, 150, 2, 8)).astype(np.float16)
-    launch = OPS["attention_varlen_forward"].launch
     both = np.array(offsets), np.array(offsets[::-1])
     with emulator():
-        launch(q, k, k, *both, causal=True)
+        launched("attention_varlen_forward", q, k, k, *both, causal=True)
 
 
 DRAWN = np.random.default_rng(3)

@@ -6,11 +6,10 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16
-from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 from ..emulator.test_traffic import global_bytes
-from ..parity import Case, KernelAlone, KernelParity, emulator, within_rule
+from ..parity import Case, KernelAlone, KernelParity, emulator, launched, within_rule
 from .golden_cases import agree
 from .test_cross_entropy import reported
 
@@ -115,13 +114,11 @@ class TestPositionOutsideTheTables(KernelAlone):
 
     def prove(self, case: Case, dtype: Any) -> None:
         arrays, tables = _arrays(dtype), uc.rope_tables(9, 8)
-        launch = OPS[self.op].launch
-        assert launch is not None
         with emulator():
-            outside = launch(*arrays, *tables, np.array([9, 1, -1]))
+            outside = launched(self.op, *arrays, *tables, np.array([9, 1, -1]))
             said = r"^qk_norm_rope: positions holds (9 in row 0|-1 in row 2); it must be in 0 .. 8"
             assert re.search(said, reported())
-            inside = launch(*arrays, *tables, np.array([0, 1, 0]))
+            inside = launched(self.op, *arrays, *tables, np.array([0, 1, 0]))
             assert reported() == ""
         for found, wanted in zip(outside[:2], inside[:2], strict=True):
             lost = np.isnan(found.astype(np.float32)).all(axis=(2, 3))

@@ -157,19 +157,17 @@ class Call(NamedTuple):
         """Run the op as a caller would."""
         return self.op.call([self.arrays[name] for name in self.op.names], dict(self.options))
 
+    def launched(self) -> Any:
+        """Return what the launch alone does; NotImplemented where none is for such a call."""
+        op = self.op
+        meant = inspect.signature(op.definition).parameters  # a call gives every option
+        defaults = {n: meant[n].default for n in op.options}
+        arrays = [self.arrays.get(name) for name in op.names]
+        return op.launch(arrays, defaults | self.options) if op.launch else NotImplemented
+
     def launches(self) -> bool:
         """Run the launch alone; say whether it has a kernel for these options and dtypes."""
-        op = self.op
-        if op.launch is None:
-            return False
-        arrays = [self.arrays[name] for name in op.names]
-        given = dict(zip(op.keywords, arrays[op.positional :], strict=True))
-        meant = inspect.signature(op.definition).parameters  # a call gives every option
-        defaults = {
-            n: meant[n].default for n in op.options if meant[n].default is not meant[n].empty
-        }
-        result = op.launch(*arrays[: op.positional], **given, **defaults | self.options)
-        return result is not NotImplemented
+        return self.launched() is not NotImplemented
 
     def mapped(self, place: Callable[[Any], Any]) -> "Call":
         """Return the same call of other arrays: copies, or copies on a GPU."""

@@ -32,7 +32,7 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,6 +112,26 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def write(title: str, source: str, scope: dict[str, Any]) -> None:
     """Define the functions of a source, which see what is in scope; tracebacks show the title."""
     exec(compile(source, f"<{title}>", "exec"), scope)
+
+
+def bind(op: Any, function: Any, also: Iterable[str] = ()) -> Callable[[Any, Any], Any]:
+    """Return what calls a function, of (arrays, options), with those that its parameters name.
+
+    ``call`` is the name of the op in messages, ``**rest`` takes all that is not named.
+    """
+    places = {"call": repr(op.__name__.removesuffix("_forward").replace("_over_", "_"))}
+    places |= {name: f"arrays[{i}]" for i, name in enumerate(op.names)}
+    places |= {name: f"options[{name!r}]" for name in sorted(op.options)}
+    parameters = inspect.signature(function).parameters
+    named = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
+    if strange := {*named, *also} - places.keys():
+        problem = f"{op.__name__} has no {', '.join(sorted(strange))} among {', '.join(places)}"
+        raise TypeError(f"{function.__name__}: {problem}")
+    if len(named) < len(parameters):
+        named += [name for name in [*places][1:] if name not in named]
+    text = ", ".join(f"{name}={places[name]}" for name in named)
+    run: Any = eval(f"lambda arrays, options: function({text})", {"function": function})
+    return run
 
 
 def _form_of(operand: Any) -> str:

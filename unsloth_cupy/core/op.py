@@ -3,7 +3,9 @@
     @op("x(*rows), y(*rows) -> z(*rows)")
     def add(x, y): return x + y                      the definition, in NumPy
 
-    @add.kernel
+    @add.require
+    def _check(call, y): ...                         what raises before anything runs
+    @add.kernel(strided=("x",))
     def _launch(x, y): ...                           how its CUDA kernel is launched; where it
                                                      returns NotImplemented, the definition runs
 
@@ -24,7 +26,7 @@ import numpy as np
 from ..errors import RangeError
 from . import gpu
 from .arrays import common, native, packed, rounded
-from .call import compile_call
+from .call import bind, compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
 from .frameworks import elsewhere
 from .replay import Run, replaying
@@ -37,7 +39,6 @@ R = TypeVar("R")
 
 INTEGER = np.int64()  # has the form of a Python int
 KEPT_ROUTES = 4096  # per op; decoding meets a new shape with every token
-Ranges = Sequence[tuple[int, int]]  # (index of an operand of integers, what they are below)
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
@@ -65,12 +66,13 @@ class Op(Generic[P, R]):
         self.names = tuple(operand.name for operand in self.contract.inputs)
         parameters = inspect.signature(definition).parameters
         self.positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
-        self.keywords = self.names[self.positional :]
         self.options = frozenset(parameters) - frozenset(self.names)
         if tuple(parameters)[: len(self.names)] != self.names:
             raise TypeError(f"{self.__name__}: parameters {[*parameters]} are not {signature!r}")
-        self.launch: Callable[P, R] | None = None
-        self.strided: tuple[str, ...] = ()  # arrays that the launch gets as they lie
+        self.compute = bind(self, definition)
+        self.launch: Run | None = None
+        self.strided: Sequence[str] = ()  # arrays that the launch gets as they lie
+        self.checks: list[Run] = []
         self.backward: Op[..., Any] | None = None
         self.routes: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
         call, self.key = compile_call(self)
@@ -86,13 +88,20 @@ class Op(Generic[P, R]):
 
     def call(self, arrays: Sequence[Any], options: dict[str, Any]) -> R:
         """Call with one array for every name of the signature."""
-        given = dict(zip(self.keywords, arrays[self.positional :], strict=True))
-        return self(*arrays[: self.positional], **given, **options)
+        function: Any = self
+        return function(**dict(zip(self.names, arrays, strict=True)), **options)
 
-    def kernel(self, launch: Callable[P, R]) -> Callable[P, R]:
-        """Register the launch; mypy holds it to the definition's parameters."""
-        self.launch = launch
+    def kernel(self, launch: Any = None, *, strided: Sequence[str] = ()) -> Callable[..., Any]:
+        """Register the launch, of packed arrays but for those that it takes strided: see bind."""
+        if launch is None:
+            return functools.partial(self.kernel, strided=strided)
+        self.launch, self.strided = bind(self, launch, strided), strided
         return launch
+
+    def require(self, check: Callable[..., None]) -> Callable[..., None]:
+        """Register a check before definition and launch, of what the key of a replay says."""
+        self.checks.append(bind(self, check))
+        return check
 
     @overload
     def gradient(self, definition: Callable[..., Any]) -> "Op[..., Any]": ...
@@ -142,42 +151,46 @@ class Op(Generic[P, R]):
         given = {i: form for i, form in enumerate(forms) if form is not None}
         inputs, host = self.contract.inputs, library == "numpy"
         read = [i for i, f in given.items() if host and inputs[i].below and not is_planned(f)]
-        ranges = [(i, bound.sizes[str(inputs[i].below)]) for i in read]  # a GPU would stall
+        limits = {i: bound.sizes[str(inputs[i].below)] for i in read}  # a GPU would stall
+        ranges = [functools.partial(self._check_range, *pair) for pair in limits.items()]
+        checks: list[Run] = [*ranges, *self.checks]
         lead = next((form for form in given.values() if form is not INTEGER), None)
         full = all(0 not in form.shape for form in given.values())  # kernels meet no empty axis
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not kernel or target_of(lead) is None:
-            run = self._definition(bound, given, ranges, type(lead))
+            run = self._definition(bound, given, checks, type(lead))
             return run if host else gpu.on_one_device(self, lambda: run)
         defined = functools.partial(self._prepare, library, launch=False)
-        made = functools.partial(replaying, self._launch(given, ranges), defined, host)
+        made = functools.partial(replaying, self._launch(given, checks), defined, host)
         return made() if host else gpu.on_one_device(self, made)
 
-    def _launch(self, given: Mapping[int, Any], ranges: Ranges) -> Run:
+    def _launch(self, given: Mapping[int, Any], checks: Sequence[Run]) -> Run:
         """Return what launches the kernel, of packed arrays but for those that it takes strided."""
+        launch: Any = self.launch
         pack = [i for i in given if self.widen and self.names[i] not in self.strided]
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
-            for index, limit in ranges:
-                self._check_range(index, limit, arrays)
+            for each in checks:
+                each(arrays, options)
             for index in pack:
                 arrays[index] = packed(arrays[index])
-            return self._called(self.launch, arrays, options)
+            return launch(arrays, options)
 
         return run
 
     def _definition(
-        self, bound: Bound, given: Mapping[int, Any], ranges: Ranges, kind: type[Any]
+        self, bound: Bound, given: Mapping[int, Any], checks: Sequence[Run], kind: type[Any]
     ) -> Run:
         """Return what computes in float32 at least, and rounds the results once."""
+        compute = self.compute
         narrow = {i for i, form in given.items() if self.widen and form.dtype in FLOATS[:2]}
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
-            for index, limit in ranges:
-                self._check_range(index, limit, arrays)
+            for each in checks:
+                each(arrays, options)
             if narrow:
                 arrays = [a.astype(FLOAT32) if i in narrow else a for i, a in enumerate(arrays)]
-            result = self._called(self.definition, arrays, options)
+            result = compute(arrays, options)
             results = result if result.__class__ is tuple else (result,)
             for array, dtype in zip(results, bound.outputs):  # noqa: B905 -- 0.1 us a call
                 if array.__class__ is not kind or array.dtype is not dtype:
@@ -189,13 +202,7 @@ class Op(Generic[P, R]):
 
         return run
 
-    def _called(self, function: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
-        if self.keywords:
-            named = dict(zip(self.keywords, arrays[self.positional :], strict=True))
-            options, arrays = {**options, **named}, arrays[: self.positional]
-        return function(*arrays, **options)
-
-    def _check_range(self, index: int, limit: int, arrays: Sequence[Any]) -> None:
+    def _check_range(self, index: int, limit: int, arrays: Sequence[Any], _: Any) -> None:
         values = np.asarray(arrays[index])
         if values.size and (values.min() < 0 or values.max() >= limit):
             bad = values[(values < 0) | (values >= limit)].flat[0]

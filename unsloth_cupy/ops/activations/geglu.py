@@ -49,14 +49,11 @@ def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     return y
 
 
-@geglu.kernel
-def _launch(gate: Array, up: Array, *, approximate: bool = False) -> Array:
+@geglu.kernel(strided=("gate", "up"))
+def _launch(gate: Array, up: Array, approximate: bool) -> Array:
     y = empty(gate.shape, gate.dtype, like=gate)
     launch_rows("geglu.cu", "geglu", (gate, up), (y,), APPROXIMATE=approximate)
     return y
-
-
-geglu.strided = "gate", "up"
 
 
 @geglu.gradient
@@ -74,16 +71,11 @@ def geglu_backward(
     return slope, share
 
 
-@geglu_backward.kernel
-def _launch_backward(
-    dy: Array, gate: Array, up: Array, *, approximate: bool = False
-) -> tuple[Array, Array]:
+@geglu_backward.kernel(strided=("dy", "gate", "up"))
+def _launch_backward(dy: Array, gate: Array, up: Array, approximate: bool) -> tuple[Array, Array]:
     dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
     launch_rows("geglu.cu", "geglu_backward", (dy, gate, up), (dgate, dup), APPROXIMATE=approximate)
     return dgate, dup
-
-
-geglu_backward.strided = "dy", "gate", "up"
 
 
 def geglu_backward_(
@@ -133,7 +125,7 @@ def geglu_backward_over_(
 
 @geglu_backward_over_.kernel
 def _launch_backward_over(
-    dy: Array, gate: Array, up: Array, *, approximate: bool = False
+    dy: Array, gate: Array, up: Array, approximate: bool
 ) -> tuple[Array, Array]:
     if not launch_over("geglu.cu", "geglu_backward", dy, gate, up, APPROXIMATE=approximate):
         return geglu_backward_over_.definition(dy, gate, up, approximate=approximate)

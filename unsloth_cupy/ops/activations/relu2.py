@@ -35,14 +35,11 @@ def relu2(x: Array) -> Array:
     return np.square(y, out=y)
 
 
-@relu2.kernel
+@relu2.kernel(strided=("x",))
 def _launch(x: Array) -> Array:
     y = empty(x.shape, x.dtype, like=x)
     launch_rows("relu2.cu", "relu2", (x,), (y,))
     return y
-
-
-relu2.strided = ("x",)
 
 
 @relu2.gradient
@@ -54,14 +51,11 @@ def relu2_backward(dy: Array, x: Array) -> Array:
     return dx
 
 
-@relu2_backward.kernel
+@relu2_backward.kernel(strided=("dy", "x"))
 def _launch_backward(dy: Array, x: Array) -> Array:
     dx = empty(x.shape, x.dtype, like=x)
     launch_rows("relu2.cu", "relu2_backward", (dy, x), (dx,))
     return dx
-
-
-relu2_backward.strided = "dy", "x"
 
 
 def relu2_backward_(dy: Array, x: Array) -> Array:

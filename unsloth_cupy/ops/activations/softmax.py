@@ -53,14 +53,11 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
     return y
 
 
-@softmax.kernel
-def _launch(x: Array, *, scale: float = 1.0) -> Array:
+@softmax.kernel(strided=("x",))
+def _launch(x: Array, scale: float) -> Array:
     y = empty(x.shape, x.dtype, like=x)
     _launch_rows("softmax", (x,), y, scale)
     return y
-
-
-softmax.strided = ("x",)
 
 
 @softmax.gradient
@@ -73,14 +70,11 @@ def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
     return dx
 
 
-@softmax_backward.kernel
-def _launch_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
+@softmax_backward.kernel(strided=("dy", "y"))
+def _launch_backward(dy: Array, y: Array, scale: float) -> Array:
     dx = empty(y.shape, y.dtype, like=y)
     _launch_rows("softmax_backward", (dy, y), dx, scale)
     return dx
-
-
-softmax_backward.strided = "dy", "y"
 
 
 def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:

@@ -38,14 +38,11 @@ def swiglu(gate: Array, up: Array) -> Array:
     return y
 
 
-@swiglu.kernel
+@swiglu.kernel(strided=("gate", "up"))
 def _launch(gate: Array, up: Array) -> Array:
     y = empty(gate.shape, gate.dtype, like=gate)
     launch_rows("swiglu.cu", "swiglu", (gate, up), (y,))
     return y
-
-
-swiglu.strided = "gate", "up"
 
 
 @swiglu.gradient
@@ -62,14 +59,11 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     return slope, dup
 
 
-@swiglu_backward.kernel
+@swiglu_backward.kernel(strided=("dy", "gate", "up"))
 def _launch_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
     launch_rows("swiglu.cu", "swiglu_backward", (dy, gate, up), (dgate, dup))
     return dgate, dup
-
-
-swiglu_backward.strided = "dy", "gate", "up"
 
 
 def swiglu_backward_(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:

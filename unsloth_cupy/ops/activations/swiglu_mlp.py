@@ -73,12 +73,7 @@ def swiglu_mlp(
 
 @swiglu_mlp.kernel
 def _launch(
-    x: Array,
-    gate_weight: Array,
-    up_weight: Array,
-    down_weight: Array,
-    *,
-    chunk: int | None = None,
+    x: Array, gate_weight: Array, up_weight: Array, down_weight: Array, chunk: int | None
 ) -> Array:
     return _forward(x, gate_weight, up_weight, down_weight, chunk, x.dtype, _activated)
 
@@ -108,9 +103,8 @@ def _launch_backward(
     gate_weight: Array,
     up_weight: Array,
     down_weight: Array,
-    *,
-    chunk: int | None = None,
-    wanted: Set[str] | None = None,
+    chunk: int | None,
+    wanted: Set[str] | None,
 ) -> tuple[Array | None, ...]:
     arrays = x, gate_weight, up_weight, down_weight
     return _backward(dy, *arrays, chunk, wanted, x.dtype, _activated, _turned)
@@ -200,7 +194,14 @@ def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
     if chunk is None:
         most = max(1, CHUNK_BYTES // max(1, len(weight) * rows.itemsize))
         chunk = min(most, max(CHUNK_ROWS, -(-len(rows) // CHUNKS)))
-    if chunk <= 0:
-        raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
     for start in representative_steps(rows, range(0, len(rows), chunk)):
         yield slice(start, start + chunk)
+
+
+def _check(chunk: int | None) -> None:
+    if chunk is not None and chunk <= 0:
+        raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
+
+
+swiglu_mlp.require(_check)
+swiglu_mlp_backward.require(_check)

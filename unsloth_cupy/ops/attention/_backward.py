@@ -100,7 +100,6 @@ def launch_backward(
     such an axis.
     """
     options = Options(**optional)
-    options.check("attention")
     bias, alibi, sinks, offsets = options.bias, options.alibi, options.sinks, options.offsets
     q_offsets, k_offsets = offsets or (None, None)
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]

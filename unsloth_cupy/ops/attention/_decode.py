@@ -142,7 +142,6 @@ def launch_decode(
 def launch_attention(q: Array, k: Array, v: Array, **optional: Any) -> Any:
     """Launch the kernel that fits: for few queries, or for many."""
     options = Options(**optional)
-    options.check("attention")
     if q.shape[1] <= FEW and options.block_mask is None and not options.dropout:
         done = launch_decode(q, k, v, options)
         if done is not NotImplemented:

@@ -44,17 +44,20 @@ class Options(NamedTuple):
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 
-    def check(self, call: str) -> None:
-        """Raise ConfigError for options that make no sense."""
-        pair = isinstance(self.window, tuple | list) and len(self.window) == 2
-        fits = pair and all(n is None or is_integer(n) for n in self.window or ())
-        if self.window is not None and not fits:
-            cure = "pass (left, right): keys seen before and after a query's own, None for all"
-            raise ConfigError(f"{call}: window={self.window!r}; {cure}")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            cure = "must be above 0, or None for no cap"
-            raise ConfigError(f"{call}: softcap={self.softcap} {cure}")
-        philox.check(call, self.dropout, self.seed)
+
+def check_options(
+    call: str, window: Any, softcap: float | None, dropout: float, seed: int | None
+) -> None:
+    """Raise ConfigError for options that make no sense."""
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    fits = pair and all(n is None or is_integer(n) for n in window)
+    if window is not None and not fits:
+        cure = "pass (left, right): keys seen before and after a query's own, None for all"
+        raise ConfigError(f"{call}: window={window!r}; {cure}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        cure = "must be above 0, or None for no cap"
+        raise ConfigError(f"{call}: softcap={softcap} {cure}")
+    philox.check(call, dropout, seed)
 
 
 class KernelOptions(NamedTuple):

@@ -27,7 +27,6 @@ class Scores(Blocks):
         options: Options,
         first_batch: int = 0,
     ) -> None:
-        options.check("attention")
         super().__init__(q, k, v, options)
         scale, softcap, alibi = options.scale, options.softcap, options.alibi
         self.scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else float(scale)

@@ -18,7 +18,7 @@ from ...core.op import op
 from ._backward import launch_backward
 from ._blocks import Block
 from ._decode import launch_attention
-from ._options import Options, Window
+from ._options import Options, Window, check_options
 from ._products import by_keys, for_keys, operations, over_keys, stacked, unstacked
 from ._scores import Scores
 
@@ -272,7 +272,8 @@ def attend_backward(
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
-attention_forward.kernel(launch_attention)
-attention_forward.strided = "k", "v"  # the first tokens of a cache
+attention_forward.require(check_options)
+attention_forward.kernel(launch_attention, strided=("k", "v"))  # the first tokens of a cache
+attention_backward.require(check_options)
 attention_backward.kernel(launch_backward)
 attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # five products for two

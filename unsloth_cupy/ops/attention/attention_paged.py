@@ -17,7 +17,7 @@ from ...core.op import op
 from ...errors import RangeError, ShapeError
 from ._blocks import four_axes
 from ._decode import launch_decode
-from ._options import TILE, Options, Window
+from ._options import TILE, Options, Window, check_options
 from ._scores import Scores
 from .attention import attend
 
@@ -116,9 +116,7 @@ def attention_paged_forward(
     """Return out as attention_paged does, and the natural log of each row's sum of exp(score)."""
     hiding = mask, bias, alibi, sinks, None, query_start, block_mask
     options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
-    options.check("attention_paged")
     page = k_pages.shape[1]
-    _check_keys(page_table.shape[1] * page, options)
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     q = q.astype(wide)
     starts_of_all = getattr(query_start, "ndim", 0) == 1
@@ -154,16 +152,9 @@ def attention_paged_forward(
 
 @attention_paged_forward.kernel
 def _launch(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    lengths: Array,
-    **optional: Any,
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, lengths: Array, **optional: Any
 ) -> Any:
     options = Options(**{n: packed(a) if hasattr(a, "dtype") else a for n, a in optional.items()})
-    options.check("attention_paged")
-    _check_keys(page_table.shape[1] * k_pages.shape[1], options)
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
         return NotImplemented  # packing would copy the cache
     options = options._replace(key_lengths=packed(lengths))
@@ -175,15 +166,15 @@ def _of(batch: slice, array: Any) -> Any:
     return array if array is None or len(array) == 1 else array[batch]
 
 
-def _check_keys(keys: int, options: Options) -> None:
-    """Raise ShapeError where an array is not for so many keys; no signature tells a product."""
-    tiles = -(-keys // TILE)
-    given = {
-        "mask": (options.mask, {1, keys}),
-        "bias": (options.bias, {1, keys}),
-        "block_mask": (options.block_mask, {tiles}),
-    }
-    for name, (array, fitting) in given.items():
+attention_paged_forward.require(check_options)
+
+
+@attention_paged_forward.require
+def _check_keys(k_pages: Array, page_table: Array, mask: Any, bias: Any, block_mask: Any) -> None:
+    """Raise ShapeError where an array is not for as many keys: no signature tells a product."""
+    keys = page_table.shape[1] * k_pages.shape[1]
+    fitting_of = ("mask", mask, {1, keys}), ("bias", bias, {1, keys})
+    for name, array, fitting in (*fitting_of, ("block_mask", block_mask, {-(-keys // TILE)})):
         if array is not None and array.ndim and array.shape[-1] not in fitting:
             problem = f"{name} of shape {array.shape} has {array.shape[-1]} for keys"
             cure = " or ".join(map(str, sorted(fitting)))

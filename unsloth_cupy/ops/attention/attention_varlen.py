@@ -13,10 +13,10 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ._backward import launch_backward
 from ._forward import launch_forward
-from ._options import TILE, Options, Window
+from ._options import TILE, Options, Window, check_options
 from ._scores import Scores
 from .attention import attend, attend_backward
-from .sequences import longest, share_of, sides_of
+from .sequences import check_longest, longest, share_of, sides_of
 
 PACKED = (
     "q(tokens, heads, dim), k(key_tokens, kv_heads, dim), v(key_tokens, kv_heads, value_dim),"
@@ -119,8 +119,7 @@ def attention_varlen_forward(
     """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
     hiding = mask, bias, alibi, sinks, None, None, block_mask
     options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
-    options.check("attention_varlen")
-    most = longest("attention_varlen", max_queries, max_keys, options)
+    most = longest(options, max_queries, max_keys)
     out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
     lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
     for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
@@ -137,15 +136,11 @@ def _launch(
     v: Array,
     q_offsets: Array,
     k_offsets: Array,
-    *,
-    max_queries: int | None = None,
-    max_keys: int | None = None,
+    max_queries: int | None,
+    max_keys: int | None,
     **optional: Any,
 ) -> Any:
-    options = Options(**optional, offsets=(q_offsets, k_offsets))
-    options.check("attention_varlen")
-    longest("attention_varlen", max_queries, max_keys, options)
-    return launch_forward(q, k, v, options)
+    return launch_forward(q, k, v, Options(**optional, offsets=(q_offsets, k_offsets)))
 
 
 @attention_varlen_forward.gradient
@@ -177,8 +172,7 @@ def attention_varlen_backward(
     """Return the gradients of q, k, v, alibi, sinks and bias; dlse is lse's, where it is used."""
     hiding = mask, bias, alibi, sinks, None, None, block_mask
     options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
-    options.check("attention_varlen_backward")
-    most = longest("attention_varlen_backward", max_queries, max_keys, options)
+    most = longest(options, max_queries, max_keys)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
     dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
@@ -211,9 +205,8 @@ def _launch_backward(
     k_offsets: Array,
     out: Array,
     lse: Array,
-    *,
-    max_queries: int | None = None,
-    max_keys: int | None = None,
+    max_queries: int | None,  # checked, and of no use to the kernels
+    max_keys: int | None,
     **optional: Any,
 ) -> Any:
     found = launch_backward(dout, q, k, v, out, lse, offsets=(q_offsets, k_offsets), **optional)
@@ -238,3 +231,9 @@ def _scores(
     if alibi is not None and alibi.ndim == 2:
         options = options._replace(alibi=alibi[number : number + 1])
     return Scores(*arrays, options, number)
+
+
+attention_varlen_forward.require(check_options)
+attention_varlen_forward.require(check_longest)
+attention_varlen_backward.require(check_options)
+attention_varlen_backward.require(check_longest)

@@ -64,14 +64,7 @@ def kv_append_(
 
 @kv_append_.kernel
 def _launch(
-    k: Array,
-    v: Array,
-    keys: Array,
-    values: Array,
-    starts: Array | None = None,
-    *,
-    start: int = 0,
-    sinks: int = 0,
+    k: Array, v: Array, keys: Array, values: Array, starts: Array | None, start: int, sinks: int
 ) -> Any:
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
         return NotImplemented

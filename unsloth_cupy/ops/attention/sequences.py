@@ -87,30 +87,35 @@ def sides_of(
         yield Sequence(*row), Sequence(*key)
 
 
-def longest(
-    call: str, max_queries: Any, max_keys: Any, options: Options
-) -> tuple[int | None, int | None]:
-    """Return the most queries and keys of a sequence that arrays are for, or None for any number.
+def longest(options: Options, max_queries: int | None, max_keys: int | None) -> list[int | None]:
+    """Return the most queries and keys of a sequence, or None where any number may be."""
+    arrays = options.mask, options.bias, options.block_mask
+    found: list[int | None] = []
+    for axis, most in ((-2, max_queries), (-1, max_keys)):
+        sizes = [tile * array.shape[axis] for _, array, tile in _of_axis(axis, *arrays)]
+        found.append(min(sizes, default=None) if most is None else most)
+    return found
 
-    Raise ShapeError where arrays are for others than max_queries and max_keys say.
-    """
-    found: list[Any] = []
-    given: dict[str, Any] = {"mask": (options.mask, 1), "bias": (options.bias, 1)}
-    given["block_mask"] = options.block_mask, TILE
+
+def check_longest(
+    call: str, mask: Any, bias: Any, block_mask: Any, max_queries: int | None, max_keys: int | None
+) -> None:
+    """Raise ShapeError where arrays are for others than max_queries and max_keys say."""
     for axis, name, most in ((-2, "max_queries", max_queries), (-1, "max_keys", max_keys)):
-        sizes = []
-        for of, (array, tile) in given.items():
-            if array is None or array.ndim < -axis or (tile == 1 and array.shape[axis] == 1):
-                continue  # it is for any number
+        for of, array, tile in _of_axis(axis, mask, bias, block_mask):
             size = array.shape[axis]
-            if most is not None and size != -(-most // tile):
-                fitting = -(-most // tile)
+            fitting = size if most is None else -(-most // tile)
+            if size != fitting:
                 problem = f"{of} of shape {array.shape} has {size} for {name}={most}"
                 problem = f"{call}: {problem}; it must be {fitting}"
                 raise ShapeError(problem, expected=fitting, actual=size)
-            sizes.append(tile * size)
-        found.append(min(sizes, default=None) if most is None else most)
-    return found[0], found[1]
+
+
+def _of_axis(axis: int, mask: Any, bias: Any, block_mask: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield the arrays whose size on an axis says for how many they are: name, array, tile."""
+    for name, array, tile in ("mask", mask, 1), ("bias", bias, 1), ("block_mask", block_mask, TILE):
+        if array is not None and array.ndim >= -axis and (tile > 1 or array.shape[axis] != 1):
+            yield name, array, tile
 
 
 def share_of(array: Any, number: int, rows: Any, keys: Any, tile: int = 1) -> Any:

@@ -22,14 +22,11 @@ def add(a: Array, b: Array) -> Array:
     return a + b
 
 
-@add.kernel
+@add.kernel(strided=("a", "b"))
 def _launch_add(a: Array, b: Array) -> Array:
     c = empty(a.shape, a.dtype, like=a)
     launch_rows("arithmetic.cu", "add", (a, b), (c,))
     return c
-
-
-add.strided = "a", "b"
 
 
 @add.gradient(widen=False)
@@ -44,14 +41,11 @@ def multiply(a: Array, b: Array) -> Array:
     return a * b
 
 
-@multiply.kernel
+@multiply.kernel(strided=("a", "b"))
 def _launch_multiply(a: Array, b: Array) -> Array:
     c = empty(a.shape, a.dtype, like=a)
     launch_rows("arithmetic.cu", "multiply", (a, b), (c,))
     return c
-
-
-multiply.strided = "a", "b"
 
 
 @multiply.gradient
@@ -60,14 +54,11 @@ def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
     return dc * b, dc * a
 
 
-@multiply_backward.kernel
+@multiply_backward.kernel(strided=("dc", "a", "b"))
 def _launch_multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
     da, db = (empty(a.shape, a.dtype, like=a) for _ in range(2))
     launch_rows("arithmetic.cu", "multiply_backward", (dc, a, b), (da, db))
     return da, db
-
-
-multiply_backward.strided = "dc", "a", "b"
 
 
 @op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: t["x"] * o["factor"])
@@ -76,14 +67,11 @@ def scale(x: Array, *, factor: float) -> Array:
     return x * x.dtype.type(factor)
 
 
-@scale.kernel
-def _launch_scale(x: Array, *, factor: float) -> Array:
+@scale.kernel(strided=("x",))
+def _launch_scale(x: Array, factor: float) -> Array:
     y = empty(x.shape, x.dtype, like=x)
     launch_rows("arithmetic.cu", "scale", (x,), (y,), factor)
     return y
-
-
-scale.strided = ("x",)
 
 
 @scale.gradient
@@ -92,8 +80,9 @@ def scale_backward(dy: Array, *, factor: float) -> Array:
     return dy * dy.dtype.type(factor)
 
 
-scale_backward.kernel(_launch_scale)  # of dy
-scale_backward.strided = ("dy",)
+@scale_backward.kernel(strided=("dy",))
+def _launch_scale_backward(dy: Array, factor: float) -> Any:
+    return _launch_scale(dy, factor)
 
 
 @op("x(*axes), factor: table -> y(*axes)", autocast="float32")

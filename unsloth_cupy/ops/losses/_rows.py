@@ -26,10 +26,10 @@ class Options(NamedTuple):
     softcap: float | None
 
 
-def checked(
+def check_options(
     call: str, ignore: int, smoothing: float, z_loss: float, softcap: float | None
-) -> Options:
-    """Return the options; raise for one that makes no sense."""
+) -> None:
+    """Raise ConfigError for an option that makes no sense."""
     if not -(2**63) <= ignore < 2**63:
         raise ConfigError(f"{call}(ignore={ignore}): ignore must be an integer of 64 bits")
     if not 0 <= smoothing <= 1:
@@ -38,7 +38,6 @@ def checked(
         raise ConfigError(f"{call}(z_loss={z_loss}): z_loss must be 0 or more")
     if softcap is not None and not 0 < softcap < np.inf:
         raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
-    return Options(ignore, smoothing, z_loss, softcap)
 
 
 def check_labels(call: str, labels: Array, ignore: int, vocab: int) -> None:

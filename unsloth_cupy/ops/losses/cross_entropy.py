@@ -6,13 +6,15 @@ lse = log(sum(exp(z)))        z = softcap * tanh(logits / softcap), or the logit
 Label smoothing: Szegedy et al., 2016.  z_loss: Chowdhery et al., PaLM, 2022.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ._launch import launch_losses, launch_slopes
-from ._rows import check_labels, checked, losses, slopes
+from ._rows import Options, check_labels, check_options, losses, slopes
 
 
 def cross_entropy(
@@ -79,7 +81,7 @@ def cross_entropy_forward(
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Return loss as cross_entropy does, and lse, for the backward op."""
-    options = checked("cross_entropy", ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy", labels, ignore, logits.shape[-1])
     return losses(logits, labels, options)
 
@@ -88,15 +90,10 @@ def cross_entropy_forward(
 def _launch(
     logits: Array,
     labels: Array,
-    *,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    **options: Any,
 ) -> tuple[Array, Array]:
-    options = checked("cross_entropy", ignore, smoothing, z_loss, softcap)
     loss, lse = (empty(labels.shape, np.float32, like=logits) for _ in range(2))
-    launch_losses(logits, labels, options, loss, lse)
+    launch_losses(logits, labels, Options(**options), loss, lse)
     return loss, lse
 
 
@@ -114,7 +111,7 @@ def cross_entropy_backward(
     softcap: float | None = None,
 ) -> tuple[Array, None]:
     """Return the gradient of the logits; lse may have a gradient of its own."""
-    options = checked("cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy_backward", labels, ignore, logits.shape[-1])
     out = np.empty_like(logits, order="C")
     return slopes(logits, labels, lse, dloss, dlse, options, out), None
@@ -127,13 +124,12 @@ def _launch_backward(
     logits: Array,
     labels: Array,
     lse: Array,
-    *,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    **options: Any,
 ) -> tuple[Array, None]:
-    options = checked("cross_entropy_backward", ignore, smoothing, z_loss, softcap)
     dlogits = empty(logits.shape, logits.dtype, like=logits)
-    launch_slopes(logits, labels, lse, dloss, dlse, options, dlogits)
+    launch_slopes(logits, labels, lse, dloss, dlse, Options(**options), dlogits)
     return dlogits, None
+
+
+cross_entropy_forward.require(check_options)
+cross_entropy_backward.require(check_options)

@@ -16,7 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.in_place import check_changeable
 from ._launch import launch_both
-from ._rows import check_labels, checked, losses, slopes
+from ._rows import Options, check_labels, check_options, losses, slopes
 
 
 def cross_entropy_(
@@ -91,7 +91,7 @@ def cross_entropy_over_(
     softcap: float | None = None,
 ) -> Array:
     """Return the loss and write the gradient over the logits."""
-    options = checked("cross_entropy_", ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy_", labels, ignore, logits.shape[-1])
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     loss, lse = losses(wide, labels, options)
@@ -107,19 +107,17 @@ def cross_entropy_over_(
 def _launch(
     logits: Array,
     labels: Array,
-    dloss: Array | None = None,
-    *,
-    scale: float = 1.0,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    dloss: Array | None,
+    scale: float,
+    **options: Any,
 ) -> Array:
-    options = checked("cross_entropy_", ignore, smoothing, z_loss, softcap)
     labels, dloss = packed(labels), None if dloss is None else packed(dloss)
     rows = packed(logits)  # the logits themselves, where they lie in one piece
     loss = empty(labels.shape, np.float32, like=logits)
-    launch_both(rows, labels, dloss, scale, options, loss, out=rows)
+    launch_both(rows, labels, dloss, scale, Options(**options), loss, out=rows)
     if rows is not logits:
         logits[...] = rows
     return loss
+
+
+cross_entropy_over_.require(check_options)

@@ -6,6 +6,7 @@ Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
 """
 
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ._head import chunks, gradients
 from ._launch import launch_losses, launch_slopes
-from ._rows import check_labels, checked, losses, slopes
+from ._rows import Options, check_labels, check_options, losses, slopes
 
 
 def linear_cross_entropy(
@@ -92,7 +93,7 @@ def linear_cross_entropy_forward(
     max_bytes: int | None = None,
 ) -> tuple[Array, Array]:
     """Return loss as linear_cross_entropy does, and lse, for the backward op."""
-    options = checked("linear_cross_entropy", ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy", labels, ignore, len(weight))
     target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
     loss, lse = (np.empty_like(x, wide, shape=target.shape) for _ in range(2))
@@ -106,18 +107,13 @@ def _launch(
     x: Array,
     weight: Array,
     labels: Array,
-    *,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | None,
+    **options: Any,
 ) -> tuple[Array, Array]:
-    options = checked("linear_cross_entropy", ignore, smoothing, z_loss, softcap)
     loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
     target, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
     for part, logits in chunks(x, weight, max_bytes):
-        launch_losses(logits, target[part], options, loss_rows[part], lse_rows[part])
+        launch_losses(logits, target[part], Options(**options), loss_rows[part], lse_rows[part])
     return loss, lse
 
 
@@ -138,7 +134,7 @@ def linear_cross_entropy_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, None]:
     """Return the gradients of x and weight; None for one that is not ``wanted``."""
-    options = checked("linear_cross_entropy_backward", ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy_backward", labels, ignore, len(weight))
     target, size, seed = (a.reshape(-1) for a in (labels, lse, dloss))
     lse_seed = None if dlse is None else dlse.reshape(-1)
@@ -158,21 +154,20 @@ def _launch_backward(
     weight: Array,
     labels: Array,
     lse: Array,
-    *,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    max_bytes: int | None = None,
-    wanted: Set[str] | None = None,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+    **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
-    options = checked("linear_cross_entropy_backward", ignore, smoothing, z_loss, softcap)
     target, size, seed = (packed(a).reshape(-1) for a in (labels, lse, dloss))
     lse_seed = None if dlse is None else packed(dlse).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         also = None if lse_seed is None else lse_seed[part]
-        launch_slopes(logits, target[part], size[part], seed[part], also, options, out)
+        launch_slopes(logits, target[part], size[part], seed[part], also, Options(**options), out)
 
     beside = x.dtype != FLOAT32
     return *gradients(x, weight, max_bytes, write, beside=beside, wanted=wanted), None
+
+
+linear_cross_entropy_forward.require(check_options)
+linear_cross_entropy_backward.require(check_options)

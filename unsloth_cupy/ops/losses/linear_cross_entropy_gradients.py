@@ -7,6 +7,7 @@ mean; ``linear_cross_entropy`` on a tape takes four.
 """
 
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ._head import gradients
 from ._launch import launch_both
-from ._rows import check_labels, checked, losses, slopes
+from ._rows import Options, check_labels, check_options, losses, slopes
 
 
 @op(
@@ -66,7 +67,7 @@ def linear_cross_entropy_gradients(
     RangeError, ConfigError, ShapeError, DTypeError
         As ``linear_cross_entropy``.
     """
-    options = checked("linear_cross_entropy_gradients", ignore, smoothing, z_loss, softcap)
+    options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy_gradients", labels, ignore, len(weight))
     target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
     loss = np.empty_like(x, wide, shape=target.shape)
@@ -85,23 +86,21 @@ def _launch(
     x: Array,
     weight: Array,
     labels: Array,
-    dloss: Array | None = None,
-    *,
-    scale: float = 1.0,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    max_bytes: int | None = None,
-    wanted: Set[str] | None = None,
+    dloss: Array | None,
+    scale: float,
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+    **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
-    options = checked("linear_cross_entropy_gradients", ignore, smoothing, z_loss, softcap)
     loss, target = empty(labels.shape, np.float32, like=x), packed(labels).reshape(-1)
     loss_rows, seed = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         also = None if seed is None else seed[part]
-        launch_both(logits, target[part], also, scale, options, loss_rows[part], out)
+        launch_both(logits, target[part], also, scale, Options(**options), loss_rows[part], out)
 
     dx, dweight = gradients(x, weight, max_bytes, write, beside=x.dtype != FLOAT32, wanted=wanted)
     return loss, dx, dweight
+
+
+linear_cross_entropy_gradients.require(check_options)

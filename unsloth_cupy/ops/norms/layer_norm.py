@@ -69,7 +69,6 @@ def layer_norm_forward(
 
     Without a residual, h may lie in the memory of x: copy it before writing to either.
     """
-    check_eps("layer_norm", eps)
     h = x if residual is None else x + residual
     hidden = max(1, x.shape[-1])
     mean = h.sum(axis=-1) / hidden
@@ -82,20 +81,14 @@ def layer_norm_forward(
     return y, h, mean, rstd
 
 
-@layer_norm_forward.kernel
+layer_norm_forward.require(check_eps)
+
+
+@layer_norm_forward.kernel(strided=("x", "residual"))
 def _launch_forward(
-    x: Array,
-    weight: Array,
-    bias: Array | None = None,
-    residual: Array | None = None,
-    *,
-    eps: float = 1e-5,
+    x: Array, weight: Array, bias: Array | None, residual: Array | None, eps: float
 ) -> tuple[Array, Array, Array, Array]:
-    check_eps("layer_norm", eps)
     return forward(x, weight, residual, bias, eps=eps, centred=True)
-
-
-layer_norm_forward.strided = "x", "residual"
 
 
 @layer_norm_forward.gradient
@@ -131,7 +124,7 @@ def layer_norm_backward(
     )
 
 
-@layer_norm_backward.kernel
+@layer_norm_backward.kernel(strided=("dy", "dh", "h"))
 def _launch_backward(
     dy: Array,
     dh: Array | None,
@@ -144,6 +137,3 @@ def _launch_backward(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     dx, dweight, dbias = backward(dy, dh, h, weight, bias, mean, rstd)
     return dx, dweight, dbias, None if residual is None else dx
-
-
-layer_norm_backward.strided = "dy", "dh", "h"

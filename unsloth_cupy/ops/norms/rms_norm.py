@@ -72,7 +72,6 @@ def rms_norm_forward(
 
     Without a residual, h may lie in the memory of x: copy it before writing to either.
     """
-    check_eps("rms_norm", eps)
     h = x if residual is None else x + residual
     y = h * h
     rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
@@ -83,22 +82,15 @@ def rms_norm_forward(
     return y, h, rstd
 
 
-@rms_norm_forward.kernel
+rms_norm_forward.require(check_eps)
+
+
+@rms_norm_forward.kernel(strided=("x", "residual"))
 def _launch_forward(
-    x: Array,
-    weight: Array,
-    residual: Array | None = None,
-    bias: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
+    x: Array, weight: Array, residual: Array | None, bias: Array | None, eps: float, offset: float
 ) -> tuple[Array, Array, Array]:
-    check_eps("rms_norm", eps)
     y, h, _, rstd = forward(x, weight, residual, bias, eps=eps, offset=offset)
     return y, h, rstd
-
-
-rms_norm_forward.strided = "x", "residual"
 
 
 @rms_norm_forward.gradient
@@ -129,7 +121,7 @@ def rms_norm_backward(
     return dx, dweight, None if residual is None else dx, dbias
 
 
-@rms_norm_backward.kernel
+@rms_norm_backward.kernel(strided=("dy", "dh", "h"))
 def _launch_backward(
     dy: Array,
     dh: Array | None,
@@ -138,11 +130,7 @@ def _launch_backward(
     residual: Array | None,
     bias: Array | None,
     rstd: Array,
-    *,
-    offset: float = 0.0,
+    offset: float,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     dx, dweight, dbias = backward(dy, dh, h, weight, bias, None, rstd, offset=offset)
     return dx, dweight, None if residual is None else dx, dbias
-
-
-rms_norm_backward.strided = "dy", "dh", "h"

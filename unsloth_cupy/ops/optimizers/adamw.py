@@ -102,7 +102,6 @@ def _launch(
     gradient: Array,
     mean: Array,
     square: Array,
-    *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -111,9 +110,7 @@ def _launch(
 ) -> Array:
     arrays = parameter, gradient, mean, square
     if not all(array.flags.c_contiguous for array in arrays):
-        return adamw_.definition(
-            *arrays, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step
-        )
+        return NotImplemented
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
     width = lanes(16 // parameter.dtype.itemsize, *arrays)

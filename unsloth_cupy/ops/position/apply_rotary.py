@@ -5,6 +5,8 @@ y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with 
 Pairs are (i, i + dim / 2); angle = position * rope_theta**(-2 i / dim).
 """
 
+from typing import Any
+
 import numpy as np
 
 from ...core.dtypes import Array
@@ -59,14 +61,9 @@ def apply_rotary_embedding_forward(
     return rotated(q, cos, sin, False), rotated(k, cos, sin, False)
 
 
-@apply_rotary_embedding_forward.kernel
-def _launch(
-    q: Array, k: Array, positions: Array, *, rope_theta: float = 10000.0
-) -> tuple[Array, Array]:
+@apply_rotary_embedding_forward.kernel(strided=("q", "k"))
+def _launch(q: Array, k: Array, positions: Array, rope_theta: float) -> tuple[Array, Array]:
     return _launched(q, k, positions, rope_theta, False)
-
-
-apply_rotary_embedding_forward.strided = "q", "k"
 
 
 @apply_rotary_embedding_forward.gradient
@@ -79,37 +76,38 @@ def apply_rotary_embedding_backward(
     return dq, dk, None
 
 
-@apply_rotary_embedding_backward.kernel
+@apply_rotary_embedding_backward.kernel(strided=("dturned_q", "dturned_k"))
 def _launch_backward(
-    dturned_q: Array, dturned_k: Array, positions: Array, *, rope_theta: float = 10000.0
+    dturned_q: Array, dturned_k: Array, positions: Array, rope_theta: float
 ) -> tuple[Array, Array, None]:
     turned = _launched(dturned_q, dturned_k, positions, rope_theta, True)
     return NotImplemented if turned is NotImplemented else (*turned, None)
-
-
-apply_rotary_embedding_backward.strided = "dturned_q", "dturned_k"
 
 
 def _launched(
     q: Array, k: Array, positions: Array, base: float, inverse: bool
 ) -> tuple[Array, Array]:
     """Turn q and k by angles that the kernel works out: no table, nothing sent to the device."""
-    check_base(base)
-    _check_dim(q)
     if q.shape[3] > WIDEST:
         return NotImplemented
     return launch_rope(q, k, None, positions, inverse=inverse, base=base)
 
 
-def _check_dim(x: Array) -> None:
-    if x.shape[3] % 2:
-        problem = f"apply_rotary_embedding: q {x.shape} has an odd dim; pairs turn"
-        raise ShapeError(problem, expected="an even dim", actual=tuple(x.shape))
+def _check(rope_theta: float, **rest: Any) -> None:
+    """Raise for a base that makes no wavelengths, and for heads whose columns are no pairs."""
+    check_base(rope_theta)
+    shape = next(iter(rest.values())).shape
+    if shape[3] % 2:
+        problem = f"apply_rotary_embedding: q {shape} has an odd dim; pairs turn"
+        raise ShapeError(problem, expected="an even dim", actual=tuple(shape))
+
+
+apply_rotary_embedding_forward.require(_check)
+apply_rotary_embedding_backward.require(_check)
 
 
 def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:
     """Return cosines and sines of the tokens: (tokens, 1, half) or (batch, tokens, 1, half)."""
-    _check_dim(x)
     frequency = frequencies(x.shape[3], base, like=x)
     angle = positions.astype(np.float32)[..., None, None] * frequency
     return np.cos(angle), np.sin(angle)

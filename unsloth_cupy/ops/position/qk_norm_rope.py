@@ -108,8 +108,6 @@ def qk_norm_rope_forward(
     interleaved: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
     """Return q and k as qk_norm_rope does; rstd of each head, for the backward op."""
-    check_eps("qk_norm_rope", eps)
-    check_tables("qk_norm_rope", q, cos, positions)
     cos, sin = by_token(q, cos, sin, positions)
     normalised = rms_norm_forward.definition
     z_q, _, q_rstd = normalised(q, q_weight, eps=eps, offset=offset)
@@ -158,7 +156,7 @@ def _constants(
     )
 
 
-@qk_norm_rope_forward.kernel
+@qk_norm_rope_forward.kernel(strided=("q", "k"))
 def _launch_forward(
     q: Array,
     k: Array,
@@ -166,14 +164,11 @@ def _launch_forward(
     k_weight: Array,
     cos: Array,
     sin: Array,
-    positions: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    interleaved: bool = False,
+    positions: Array | None,
+    eps: float,
+    offset: float,
+    interleaved: bool,
 ) -> tuple[Array, Array, Array, Array]:
-    check_eps("qk_norm_rope", eps)
-    check_tables("qk_norm_rope", q, cos, positions)
     if q.shape[3] > 32 * VALUES:
         return NotImplemented
     turned = [empty(x.shape, x.dtype, like=x) for x in (q, k)]
@@ -186,9 +181,6 @@ def _launch_forward(
         *(*arrays, *turned, *rstd, walk, eps, offset), *(reports(q, positions), REPORTER)
     )
     return *turned, *rstd
-
-
-qk_norm_rope_forward.strided = "q", "k"
 
 
 def _chosen(
@@ -238,7 +230,6 @@ def qk_norm_rope_backward(
     interleaved: bool = False,
 ) -> tuple[Array, Array, Array, Array, None, None, None]:
     """Return the gradients of q, k and their weights."""
-    check_tables("qk_norm_rope_backward", q, cos, positions)
     cos, sin = by_token(q, cos, sin, positions)
     dz_q, dz_k = (rotated(dy, cos, -sin, interleaved) for dy in (dturned_q, dturned_k))
     back = rms_norm_backward.definition
@@ -247,7 +238,7 @@ def qk_norm_rope_backward(
     return dq, dk, dq_weight, dk_weight, None, None, None
 
 
-@qk_norm_rope_backward.kernel
+@qk_norm_rope_backward.kernel(strided=("q", "k"))
 def _launch_backward(
     dturned_q: Array,
     dturned_k: Array,
@@ -260,11 +251,9 @@ def _launch_backward(
     positions: Array | None,
     q_rstd: Array,
     k_rstd: Array,
-    *,
-    offset: float = 0.0,
-    interleaved: bool = False,
+    offset: float,
+    interleaved: bool,
 ) -> tuple[Array, Array, Array, Array, None, None, None]:
-    check_tables("qk_norm_rope_backward", q, cos, positions)
     dim = q.shape[3]
     if dim > 32 * VALUES:
         return NotImplemented
@@ -287,4 +276,6 @@ def _launch_backward(
     return dq, dk, dq_weight, dk_weight, None, None, None
 
 
-qk_norm_rope_backward.strided = "q", "k"
+qk_norm_rope_forward.require(check_eps)
+qk_norm_rope_forward.require(check_tables)
+qk_norm_rope_backward.require(check_tables)

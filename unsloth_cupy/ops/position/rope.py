@@ -66,24 +66,12 @@ def rope(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    check_tables("rope", x, cos, positions)
     return rotated(x, *by_token(x, cos, sin, positions), interleaved)
 
 
-@rope.kernel
-def _launch(
-    x: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
-) -> Array:
-    check_tables("rope", x, cos, positions)
+@rope.kernel(strided=("x",))
+def _launch(x: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool) -> Array:
     return launch_rope(x, None, (cos, sin), positions, interleaved)[0]
-
-
-rope.strided = ("x",)
 
 
 @rope.gradient
@@ -91,38 +79,40 @@ def rope_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:
     """Return the gradient of x: dy, turned back."""
-    check_tables("rope_backward", dy, cos, positions)
     cos, sin = by_token(dy, cos, sin, positions)
     return rotated(dy, cos, -sin, interleaved), None, None, None
 
 
-@rope_backward.kernel
+@rope_backward.kernel(strided=("dy",))
 def _launch_backward(
-    dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
+    dy: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, None, None, None]:
-    check_tables("rope_backward", dy, cos, positions)
     dx, _ = launch_rope(dy, None, (cos, sin), positions, interleaved, inverse=True)
     return dx, None, None, None
 
 
-rope_backward.strided = ("dy",)
+def check_tables(call: str, cos: Array, positions: Array | None, **rest: Any) -> None:
+    """Raise for tables too wide for a head, or too short for tokens without positions.
 
-
-def check_tables(call: str, x: Array, cos: Array, positions: Array | None) -> None:
-    """Raise for tables too wide for a head, or too short for tokens without positions."""
-    length, half = cos.shape
-    if 2 * half > x.shape[3]:
+    The first of the other operands has the heads.
+    """
+    (length, half), shape = cos.shape, next(iter(rest.values())).shape
+    if 2 * half > shape[3]:
         raise ShapeError(
-            f"{call}: cos {cos.shape} turns {2 * half} columns and a head of x {x.shape} has"
-            f" {x.shape[3]}; make tables with rope_tables(length, dim <= {x.shape[3]})",
-            expected=(length, x.shape[3] // 2),
+            f"{call}: cos {cos.shape} turns {2 * half} columns and a head of x {shape} has"
+            f" {shape[3]}; make tables with rope_tables(length, dim <= {shape[3]})",
+            expected=(length, shape[3] // 2),
             actual=(length, half),
         )
-    if positions is None and x.shape[1] > length:
+    if positions is None and shape[1] > length:
         raise RangeError(
-            f"{call}: x {x.shape} has {x.shape[1]} tokens and cos {cos.shape} {length} positions;"
-            f" make tables with rope_tables({x.shape[1]}, {2 * half})"
+            f"{call}: x {shape} has {shape[1]} tokens and cos {cos.shape} {length} positions;"
+            f" make tables with rope_tables({shape[1]}, {2 * half})"
         )
+
+
+rope.require(check_tables)
+rope_backward.require(check_tables)
 
 
 def reports(like: Array, positions: Array | None) -> Array | None:

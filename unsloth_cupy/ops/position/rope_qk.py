@@ -48,26 +48,15 @@ def rope_qk(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    check_tables("rope_qk", q, cos, positions)
     cos, sin = by_token(q, cos, sin, positions)
     return rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)
 
 
-@rope_qk.kernel
+@rope_qk.kernel(strided=("q", "k"))
 def _launch(
-    q: Array,
-    k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
+    q: Array, k: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, Array]:
-    check_tables("rope_qk", q, cos, positions)
     return launch_rope(q, k, (cos, sin), positions, interleaved)
-
-
-rope_qk.strided = "q", "k"
 
 
 @rope_qk.gradient
@@ -81,28 +70,22 @@ def rope_qk_backward(
     interleaved: bool = False,
 ) -> tuple[Array, Array, None, None, None]:
     """Return the gradients of q and k."""
-    check_tables("rope_qk_backward", dturned_q, cos, positions)
     cos, sin = by_token(dturned_q, cos, sin, positions)
     dq = rotated(dturned_q, cos, -sin, interleaved)
     return dq, rotated(dturned_k, cos, -sin, interleaved), None, None, None
 
 
-@rope_qk_backward.kernel
+@rope_qk_backward.kernel(strided=("dturned_q", "dturned_k"))
 def _launch_backward(
     dturned_q: Array,
     dturned_k: Array,
     cos: Array,
     sin: Array,
     positions: Array | None,
-    *,
-    interleaved: bool = False,
+    interleaved: bool,
 ) -> tuple[Array, Array, None, None, None]:
-    check_tables("rope_qk_backward", dturned_q, cos, positions)
     given = dturned_q, dturned_k, (cos, sin), positions, interleaved
     return *launch_rope(*given, inverse=True), None, None, None
-
-
-rope_qk_backward.strided = "dturned_q", "dturned_k"
 
 
 def rope_qk_(
@@ -164,16 +147,14 @@ def rope_qk_over_(
 
 @rope_qk_over_.kernel
 def _launch_over(
-    q: Array,
-    k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
+    q: Array, k: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, Array]:
-    check_tables("rope_qk_", q, cos, positions)
     if steps_of(q) is None or steps_of(k) is None:
-        return rope_qk_over_.definition(q, k, cos, sin, positions, interleaved=interleaved)
+        return NotImplemented
     tables = packed(cos), packed(sin)
     return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)
+
+
+rope_qk.require(check_tables)
+rope_qk_backward.require(check_tables)
+rope_qk_over_.require(check_tables)

@@ -10,12 +10,11 @@ import math
 
 import numpy as np
 
-from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ...placement import scipy_of
-from ..common.elementwise import launch_over, launch_rows
-from ..common.in_place import check_changeable
+from ..common.elementwise import by_element
+from ..common.in_place import in_place, written_over
 from .swiglu import sigmoid
 
 CUBIC = 0.044715
@@ -49,13 +48,6 @@ def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     return y
 
 
-@geglu.kernel(strided=("gate", "up"))
-def _launch(gate: Array, up: Array, approximate: bool) -> Array:
-    y = empty(gate.shape, gate.dtype, like=gate)
-    launch_rows("geglu.cu", "geglu", (gate, up), (y,), APPROXIMATE=approximate)
-    return y
-
-
 @geglu.gradient
 def geglu_backward(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False
@@ -71,65 +63,11 @@ def geglu_backward(
     return slope, share
 
 
-@geglu_backward.kernel(strided=("dy", "gate", "up"))
-def _launch_backward(dy: Array, gate: Array, up: Array, approximate: bool) -> tuple[Array, Array]:
-    dgate, dup = (empty(gate.shape, gate.dtype, like=gate) for _ in range(2))
-    launch_rows("geglu.cu", "geglu_backward", (dy, gate, up), (dgate, dup), APPROXIMATE=approximate)
-    return dgate, dup
-
-
-def geglu_backward_(
-    dy: Array, gate: Array, up: Array, *, approximate: bool = False
-) -> tuple[Array, Array]:
-    """Write ``geglu_backward`` of gate and up over gate and up: no array is allocated.
-
-    Parameters
-    ----------
-    dy : (*axes) float
-        Gradient of y.
-    gate, up : (*axes) float
-        What y came from; to be written to.
-    approximate : bool
-        As in ``geglu``.
-
-    Returns
-    -------
-    dgate, dup : gate and up themselves
-
-    Raises
-    ------
-    ConfigError
-        gate or up cannot be written to.
-    GradientError
-        gate or up is on a tape, whose record a change would falsify.
-    ShapeError, DTypeError
-        As ``geglu``; nothing is then changed.
-    """
-    check_changeable("geglu_backward_", "call geglu_backward", gate=gate, up=up)
-    geglu_backward_over_(dy, gate, up, approximate=approximate)
-    return gate, up
-
-
-@op(
-    "dy(*axes), gate(*axes), up(*axes) -> dgate(*axes), dup(*axes)",
-    widen=False,  # a widened copy would take the gradient in its place
-    no_gradient="it is a gradient",
-)
-def geglu_backward_over_(
-    dy: Array, gate: Array, up: Array, *, approximate: bool = False
-) -> tuple[Array, Array]:
-    """Write ``geglu_backward`` over gate and up, and return them."""
-    gate[...], up[...] = geglu_backward(dy, gate, up, approximate=approximate)
-    return gate, up
-
-
-@geglu_backward_over_.kernel
-def _launch_backward_over(
-    dy: Array, gate: Array, up: Array, approximate: bool
-) -> tuple[Array, Array]:
-    if not launch_over("geglu.cu", "geglu_backward", dy, gate, up, APPROXIMATE=approximate):
-        return geglu_backward_over_.definition(dy, gate, up, approximate=approximate)
-    return gate, up
+geglu_backward_over_ = written_over(geglu_backward, "gate", "up")
+geglu_backward_ = in_place(geglu_backward_over_)
+by_element(geglu, "geglu.cu", APPROXIMATE="approximate")
+by_element(geglu_backward, "geglu.cu", APPROXIMATE="approximate")
+by_element(geglu_backward_over_, "geglu.cu", APPROXIMATE="approximate")
 
 
 def _share(x: Array, approximate: bool) -> Array:

@@ -1,11 +1,13 @@
 """How kernels that go element by element are launched."""
 
+import inspect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from ...core.arrays import lanes, packed
+from ...core.arrays import empty, lanes, packed
 from ...core.kernel import load
+from ...core.op import Op
 from ...core.source import Constants
 from .rows import aligned, layouts, lie, walkable
 
@@ -51,13 +53,27 @@ def launch_rows(
     kernel[rows * tiles, chosen["THREADS"]](*arrays, walk, *scalars)
 
 
-def launch_over(file: str, name: str, dy: Any, *changed: Any, **more: Any) -> bool:
-    """Run a backward kernel that writes over the arrays it is told to change.
+def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) -> Op[..., Any]:
+    """Give an op a kernel that goes element by element, and return the op.
 
-    Return whether it could: their rows must lie in an order that kernels walk.
+    The kernel, of the op's name, takes operands, then results, then options, but for those that
+    are its constants.  Results are new, or lie over operands: see ``in_place.written_over``.
     """
-    dy = dy if walkable(dy, *changed) else packed(dy)
-    if not walkable(dy, *changed):
-        return False
-    launch_rows(file, name, (dy, *changed), changed, **more)
-    return True
+    over, kernel = op.facts.get("over", ()), kernel or op.__name__.removesuffix("_over_")
+    names = [n for n in inspect.signature(op.definition).parameters if n in op.options]
+    scalars = [name for name in names if name not in constants.values()]
+
+    def launch(**given: Any) -> Any:
+        arrays = [given[name] for name in op.names]
+        lead, results = arrays[0], [given[name] for name in over]
+        if over and not walkable(*arrays):
+            arrays = [given[n] if n in over else packed(given[n]) for n in op.names]
+            if not walkable(*arrays):
+                return NotImplemented
+        results = results or [empty(lead.shape, lead.dtype, like=lead) for _ in op.contract.outputs]
+        chosen = {constant: given[option] for constant, option in constants.items()}
+        launch_rows(file, kernel, arrays, results, *[given[n] for n in scalars], **chosen)
+        return tuple(results) if len(results) > 1 else results[0]
+
+    op.kernel(launch, strided=op.names)
+    return op

@@ -1,10 +1,17 @@
-"""What ops that write over their arguments ask of them."""
+"""Ops that write over their arguments, and what they ask of them.
 
+f_over_ = written_over(f, "x")       the op, for whose kernel nothing is checked
+f_ = in_place(f_over_)               what callers know
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ...core.op import Traced
+from ...core.op import Op, Traced
 from ...errors import ConfigError, GradientError
 
 
@@ -23,3 +30,57 @@ def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:
 def in_one_piece(*arrays: Any) -> bool:
     """Say whether a kernel can write over all arrays from end to end."""
     return all(array.flags.c_contiguous for array in arrays)
+
+
+def written_over(op: Op[..., Any], *names: str) -> Op[..., Any]:
+    """Return an op that writes the results of another over its operands of these names."""
+
+    def definition(**given: Any) -> Any:
+        results: Any = op(**given)
+        for name, result in zip(names, results if len(names) > 1 else (results,), strict=True):
+            given[name][...] = result
+        changed = tuple(given[name] for name in names)
+        return changed if len(names) > 1 else changed[0]
+
+    definition.__name__ = f"{op.__name__}_over_"
+    definition.__doc__ = f"Write ``{op.__name__}`` over {' and '.join(names)}, and return them."
+    definition.__signature__ = inspect.signature(op.definition)  # type: ignore[attr-defined]
+    reason = "it changes what a tape would remember"  # a widened copy would take the results
+    return Op(op.signature, definition, widen=False, no_gradient=reason, over=names)
+
+
+def in_place(op: Op[..., Any]) -> Callable[..., Any]:
+    """Return the function of an op that is ``written_over``: it checks and returns its operands."""
+    of, names = op.__name__.removesuffix("_over_"), op.facts["over"]
+
+    def function(*arrays: Any, **more: Any) -> Any:
+        given = dict(zip(op.names, arrays, strict=False)) | more
+        changed = {name: given[name] for name in names if name in given}
+        check_changeable(f"{of}_", f"call {of}", **changed)
+        op(*arrays, **more)
+        return tuple(changed.values()) if len(names) > 1 else changed[names[0]]
+
+    function.__name__ = function.__qualname__ = f"{of}_"
+    function.__module__ = op.definition.__module__
+    function.__signature__ = inspect.signature(op.definition)  # type: ignore[attr-defined]
+    function.__doc__ = _document(op, of, names)
+    return function
+
+
+def _document(op: Op[..., Any], of: str, names: tuple[str, ...]) -> str:
+    form = lambda o: f"({', '.join(o.axes)}) {o.kind}{', optional' * o.optional}"  # noqa: E731
+    operands = [
+        f"{', '.join(o.name for o in alike)} : {shape}"
+        for shape, alike in itertools.groupby(op.contract.inputs, form)
+    ]
+    both, either, options = " and ".join(names), " or ".join(names), ", ".join(sorted(op.options))
+    lines = [
+        *(f"Write ``{of}`` over {both}: no array is allocated.", ""),
+        *("Parameters", "----------", *operands, f"    The results lie over {both}."),
+        *([options, f"    As in ``{of}``."] if options else []),
+        *("", "Returns", "-------", f"{', '.join(names)} : the arguments themselves", ""),
+        *("Raises", "------", "ConfigError", f"    {either} cannot be written to."),
+        *("GradientError", f"    {either} is on a tape, whose record a change would falsify."),
+        *("RangeError, ShapeError, DTypeError", f"    As ``{of}``; nothing is then changed."),
+    ]
+    return "\n".join(lines)

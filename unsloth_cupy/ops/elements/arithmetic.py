@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty
 from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, RangeError, ShapeError
-from ..common.elementwise import launch_rows
+from ..common.elementwise import by_element
 
 Key = int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None
 
@@ -20,13 +19,6 @@ Key = int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...]
 def add(a: Array, b: Array) -> Array:
     """Return ``c = a + b``, element by element; both have the same shape and dtype."""
     return a + b
-
-
-@add.kernel(strided=("a", "b"))
-def _launch_add(a: Array, b: Array) -> Array:
-    c = empty(a.shape, a.dtype, like=a)
-    launch_rows("arithmetic.cu", "add", (a, b), (c,))
-    return c
 
 
 @add.gradient(widen=False)
@@ -41,24 +33,10 @@ def multiply(a: Array, b: Array) -> Array:
     return a * b
 
 
-@multiply.kernel(strided=("a", "b"))
-def _launch_multiply(a: Array, b: Array) -> Array:
-    c = empty(a.shape, a.dtype, like=a)
-    launch_rows("arithmetic.cu", "multiply", (a, b), (c,))
-    return c
-
-
 @multiply.gradient
 def multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
     """Return the gradients of a and b."""
     return dc * b, dc * a
-
-
-@multiply_backward.kernel(strided=("dc", "a", "b"))
-def _launch_multiply_backward(dc: Array, a: Array, b: Array) -> tuple[Array, Array]:
-    da, db = (empty(a.shape, a.dtype, like=a) for _ in range(2))
-    launch_rows("arithmetic.cu", "multiply_backward", (dc, a, b), (da, db))
-    return da, db
 
 
 @op("x(*axes) -> y(*axes)", torch=lambda nn, t, o: t["x"] * o["factor"])
@@ -67,22 +45,10 @@ def scale(x: Array, *, factor: float) -> Array:
     return x * x.dtype.type(factor)
 
 
-@scale.kernel(strided=("x",))
-def _launch_scale(x: Array, factor: float) -> Array:
-    y = empty(x.shape, x.dtype, like=x)
-    launch_rows("arithmetic.cu", "scale", (x,), (y,), factor)
-    return y
-
-
 @scale.gradient
 def scale_backward(dy: Array, *, factor: float) -> Array:
     """Return the gradient of x."""
     return dy * dy.dtype.type(factor)
-
-
-@scale_backward.kernel(strided=("dy",))
-def _launch_scale_backward(dy: Array, factor: float) -> Any:
-    return _launch_scale(dy, factor)
 
 
 @op("x(*axes), factor: table -> y(*axes)", autocast="float32")
@@ -259,3 +225,9 @@ def index_backward(dy: Array, x: Array, *, key: Key) -> Array:
 
 
 columns_backward.facts["traffic"] = lambda a: a["dy"].nbytes + a["dx"].nbytes
+
+by_element(add, "arithmetic.cu")
+by_element(multiply, "arithmetic.cu")
+by_element(multiply_backward, "arithmetic.cu")
+by_element(scale, "arithmetic.cu")
+by_element(scale_backward, "arithmetic.cu", "scale")

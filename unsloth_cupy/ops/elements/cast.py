@@ -58,21 +58,15 @@ def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
     def definition(x: Array) -> Array:
         return x
 
-    def launch(x: Array) -> Array:
-        return _launched(x, dtype)
-
     def back(dy: Array, x: Array) -> Array:
         return dy
-
-    def launch_back(dy: Array, x: Array) -> Array:
-        return _launched(dy, x.dtype)
 
     definition.__name__, back.__name__ = f"cast_to_{dtype.name}", f"cast_to_{dtype.name}_backward"
     definition.__doc__ = f"Return x rounded to {dtype.name}."
     back.__doc__ = "Return the gradient of x: dy, rounded to the dtype of x."
     made = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
-    made.kernel(launch)
-    made.gradient(back).kernel(launch_back)
+    made.kernel(lambda x: _launched(x, dtype))
+    made.gradient(back).kernel(lambda dy, x: _launched(dy, x.dtype))
     return made
 
 

@@ -8,7 +8,7 @@ Pairs and tables are those of ``rope``.
 from ...core.arrays import packed
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.in_place import check_changeable
+from ..common.in_place import in_place, written_over
 from ..common.steps import steps_of
 from .rope import by_token, check_tables, launch_rope, rotated
 
@@ -88,61 +88,8 @@ def _launch_backward(
     return *launch_rope(*given, inverse=True), None, None, None
 
 
-def rope_qk_(
-    q: Array,
-    k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
-) -> tuple[Array, Array]:
-    """Write ``rope_qk`` of q and k over q and k.
-
-    Parameters
-    ----------
-    q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
-        Queries and keys, to be written to.
-    cos, sin, positions, interleaved
-        As in ``rope``.
-
-    Returns
-    -------
-    q, k : the arguments themselves
-
-    Raises
-    ------
-    ConfigError
-        q or k cannot be written to.
-    GradientError
-        q or k is on a tape, whose record a change would falsify.
-    RangeError, ShapeError, DTypeError
-        As ``rope_qk``; q and k are then unchanged.
-    """
-    check_changeable("rope_qk_", "call rope_qk", q=q, k=k)
-    rope_qk_over_(q, k, cos, sin, positions, interleaved=interleaved)
-    return q, k
-
-
-@op(
-    "q(batch, tokens, heads, dim), k(batch, tokens, kv_heads, dim), cos(length, half): table,"
-    " sin(length, half): table, positions?(batch|1, tokens): int < length"
-    " -> turned_q(batch, tokens, heads, dim), turned_k(batch, tokens, kv_heads, dim)",
-    widen=False,  # a widened copy would take the result in place of q
-    no_gradient="it changes what a tape would remember",
-)
-def rope_qk_over_(
-    q: Array,
-    k: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array | None = None,
-    *,
-    interleaved: bool = False,
-) -> tuple[Array, Array]:
-    """Write ``rope_qk`` of q and k over q and k, and return them."""
-    q[...], k[...] = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
-    return q, k
+rope_qk_over_ = written_over(rope_qk, "q", "k")
+rope_qk_ = in_place(rope_qk_over_)
 
 
 @rope_qk_over_.kernel

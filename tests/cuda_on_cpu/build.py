@@ -18,7 +18,7 @@ from unsloth_cupy.errors import KernelError
 HERE = Path(__file__).resolve().parent
 COMMON = [
     "-std=c++17",
-    "-g",
+    "-g1",  # names of lines, for addr2line
     "-fPIC",
     "-mavx2",
     "-mfma",
@@ -88,7 +88,7 @@ def _built(name: str, key: str, build: Callable[[Path], Path]) -> Path:
 @functools.cache
 def runtime() -> Any:
     sources = sorted((HERE / "src").glob("*.cpp"))
-    flags = [*(flag for flag in COMMON if flag != "-g"), "-O2", f"-I{HERE / 'src'}"]
+    flags = [*(flag for flag in COMMON if not flag.startswith("-g")), "-O2", f"-I{HERE / 'src'}"]
 
     def build(folder: Path) -> Path:
         _compile("runtime", *(["g++", *flags, "-c", path] for path in sources), cwd=folder)

@@ -17,7 +17,7 @@ from unsloth_cupy.core.arrays import empty, packed
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, Op, op
 from unsloth_cupy.ops.common import counters
-from unsloth_cupy.ops.common.rows import spanned
+from unsloth_cupy.ops.common.strides import spanned
 
 from .parity import emulator
 from .stand_in import gpu

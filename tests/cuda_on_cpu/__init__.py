@@ -28,7 +28,7 @@ import numpy as np
 
 from unsloth_cupy.core import source as core_source
 from unsloth_cupy.core.target import Limits
-from unsloth_cupy.ops.common.rows import spanned
+from unsloth_cupy.ops.common.strides import spanned
 
 from . import build, traffic
 from .build import DYNAMIC_SHARED, HERE

@@ -6,7 +6,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, RangeError, ShapeError
-from unsloth_cupy.ops.common.steps import stepped, steps_of
+from unsloth_cupy.ops.common.strides import head_strides, with_head_strides
 from unsloth_cupy.ops.position.rope import launch_rope
 from unsloth_cupy.ops.position.rope_qk import rope_qk_over_
 
@@ -179,19 +179,19 @@ def test_kernel_turns_slices_of_one_projection(dtype: Any) -> None:
     np.testing.assert_array_equal(fused[:, :, 6:], before[:, :, 6:])
 
 
-def test_steps_of_slices() -> None:
+def test_head_strides_of_slices() -> None:
     fused = np.zeros((2, 3, 8, 16), np.float32)
     for even in (fused, fused[:, :, 4:6], fused[:1, 1:], fused[..., :5]):
-        assert steps_of(even) == (128, 16)
-    assert steps_of(fused[:, 1:2, :1]) == (3 * 128, 16)
-    assert steps_of(fused[:, :, ::2]) == (128, 32)
+        assert head_strides(even) == (128, 16)
+    assert head_strides(fused[:, 1:2, :1]) == (3 * 128, 16)
+    assert head_strides(fused[:, :, ::2]) == (128, 32)
     for uneven in (fused[:, 1:], fused[..., ::2], fused[:, ::-1], fused[:, :, ::-1], fused[::-1]):
-        assert steps_of(uneven) is None
-        flat, steps = stepped(uneven)
-        assert steps == (uneven.shape[2] * uneven.shape[3], uneven.shape[3])
+        assert head_strides(uneven) is None
+        flat, strides = with_head_strides(uneven)
+        assert strides == (uneven.shape[2] * uneven.shape[3], uneven.shape[3])
         assert not np.shares_memory(flat, fused)
-    flat, steps = stepped(fused[:, :, 4:6, 1:])
-    assert steps == (128, 16)
+    flat, strides = with_head_strides(fused[:, :, 4:6, 1:])
+    assert strides == (128, 16)
     assert flat.shape == (5 * 128 + 31,)
     assert np.shares_memory(flat, fused)
 

@@ -14,7 +14,8 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.rows import aligned, lie, spread
+from ..common.rows import spread
+from ..common.strides import row_layout
 
 HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
 
@@ -80,13 +81,13 @@ def _launch_backward(dy: Array, y: Array, scale: float) -> Array:
 def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:
     """Launch a kernel of softmax.cu, with the rows shared out to threads, blocks and clusters."""
     columns = made.shape[-1]
-    arrays, layout = lie(*given)
-    width = lanes(aligned(columns, layout), *arrays)
+    arrays, layout = row_layout(*given)
+    width = lanes(layout.alignment(columns), *arrays)
     chosen = _constants(made.dtype, columns, width, len(given), limits(made).clusters)
     rows, threads = made.size // columns, chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
     kernel = load("softmax.cu", name, made, chosen)
-    kernel[blocks, threads](*arrays, made, rows, *layout, scale)
+    kernel[blocks, threads](*arrays, made, rows, layout.inner, *layout.strides, scale)
 
 
 @cache

@@ -16,8 +16,9 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
+from ..common.strides import broadcast_strides, in_chunks
 from ._backward_tiles import Tiles, resolve
-from ._options import ANY, Options, in_chunks, kernel_options, strides
+from ._options import ANY, Options, kernel_options
 
 PADDING = 128  # rows of stats come in multiples of every kernel's tiles
 
@@ -79,7 +80,7 @@ def _padded(rows: int) -> int:
 
 def _summed(bias: Any) -> str:
     """Return whose rows hold the sums of a bias' gradient; "" where it has one for each pair."""
-    by_query, by_key = (step != 0 for step in strides(bias)[2:])
+    by_query, by_key = (step != 0 for step in broadcast_strides(bias)[2:])
     return "" if bias is None or (by_query and by_key) else "keys" if by_key else "queries"
 
 
@@ -157,7 +158,7 @@ def launch_backward(
     launch(tiles.by_key, dk, dv if together else None, sums if by == "keys" else None, None)
 
     if sums is not None:
-        kept = [step != 0 for step in strides(bias)]
+        kept = [step != 0 for step in broadcast_strides(bias)]
         keep = kept[0], kept[1], kept[2] or kept[3]
         _launch_sum(sums, dbias, keep, offsets=k_offsets if by == "keys" else q_offsets)
     elif bias is not None:

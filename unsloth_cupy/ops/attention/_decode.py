@@ -14,8 +14,9 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
+from ..common.strides import batch_stride, in_chunks
 from ._forward import launch_forward
-from ._options import FARTHEST, Options, by_batch, in_chunks, kernel_options, row_bytes
+from ._options import FARTHEST, Options, kernel_options, row_bytes
 from ._tiles import Table, rows_of
 
 FEW = 16  # queries up to which a call is bound by reading its keys
@@ -102,7 +103,7 @@ def launch_decode(
     tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
     if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
         return NotImplemented
-    k, v, apart = by_batch(k, v)
+    k, v, apart = batch_stride(k, v)
     (q,) = in_chunks(q)
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))

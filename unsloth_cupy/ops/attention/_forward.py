@@ -11,8 +11,9 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
+from ..common.strides import batch_stride, in_chunks
 from . import _tiles
-from ._options import CAUSAL, HIDING, Options, by_batch, in_chunks, kernel_options
+from ._options import CAUSAL, HIDING, Options, kernel_options
 from ._tiles import Tiles, resolve, slice_of
 
 
@@ -44,7 +45,7 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     tiles = call and resolve(size, dim, value_dim, level, limits(q), start)
     if call is None or tiles is None:
         return NotImplemented
-    k, v, apart = by_batch(k, v)
+    k, v, apart = batch_stride(k, v)
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((*batch, heads, queries), np.float32, like=q)

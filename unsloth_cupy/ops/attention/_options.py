@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import lanes, packed
 from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ..common import philox
-from ..common.rows import spanned
+from ..common.strides import broadcast_strides
 
 Window = tuple[int | None, int | None]
 
@@ -126,11 +125,11 @@ def kernel_options(
         "right": near(right),
         "started": start is not None,
         "start": near(start),
-        "starts_batch": strides(starts, 1)[0],
-        "of_mask": strides(mask),
-        "of_bias": strides(bias),
-        "of_block_mask": strides(block_mask),
-        "alibi_batch": strides(alibi, 2)[0],
+        "starts_batch": broadcast_strides(starts, 1)[0],
+        "of_mask": broadcast_strides(mask),
+        "of_bias": broadcast_strides(bias),
+        "of_block_mask": broadcast_strides(block_mask),
+        "alibi_batch": broadcast_strides(alibi, 2)[0],
         "seed_low": seed & 0xFFFFFFFF,
         "seed_high": seed >> 32,
         "dropped": dropped,
@@ -161,42 +160,6 @@ def _padded(axis: int, options: Options) -> int:
     return min(sizes, default=FARTHEST)
 
 
-def in_chunks(*arrays: Array) -> tuple[Array, ...]:
-    """Return arrays that can be copied 16 bytes at a time, themselves where that is so."""
-    return tuple(a if _in_chunks(a) else a.copy() for a in arrays)
-
-
-def _in_chunks(array: Array) -> bool:
-    return lanes(8, array) * array.dtype.itemsize == 16
-
-
-def by_batch(k: Array, v: Array) -> tuple[Array, Array, int]:
-    """Return the memory of k and v, and how many tokens lie from a batch to the next, in both.
-
-    Both can be copied 16 bytes at a time.  The first tokens of longer arrays, such as a cache,
-    are read where they lie.
-    """
-    apart = _room(k)
-    if apart is None or apart != _room(v):
-        k, v = in_chunks(packed(k), packed(v))
-        return k, v, k.shape[-3]
-    k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
-    return k, v, apart
-
-
-def _room(array: Array) -> int | None:
-    """Return the tokens of a batch of the array that this is a part of; None where it is none."""
-    if not _in_chunks(array):
-        return None
-    if array.flags.c_contiguous:
-        return int(array.shape[-3])
-    size, (heads, dim) = array.dtype.itemsize, array.shape[2:]
-    token = heads * dim * size
-    apart, more = divmod(array.strides[0], token)
-    side_by_side = array.strides[1:] == (token, dim * size, size)
-    return apart if side_by_side and apart >= array.shape[1] and not more else None
-
-
 def row_bytes(columns: int, itemsize: int) -> int:
     """Return what a row takes in shared memory, as Tile of common/tile.cuh lays it out."""
     chunks = -(-columns // 16) * itemsize
@@ -206,10 +169,3 @@ def row_bytes(columns: int, itemsize: int) -> int:
 def near(offset: Any) -> int:
     """Return a number of positions, 0 for None; sums of three stay below 2**63."""
     return max(-(2**61), min(2**61, int(offset or 0)))
-
-
-def strides(array: Any, axes: int = 4) -> tuple[int, ...]:
-    """Return the elements between neighbours on each of the last axes; 0 where it is broadcast."""
-    shape = () if array is None else array.shape
-    shape = (1,) * (axes - len(shape)) + shape
-    return tuple(0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape))

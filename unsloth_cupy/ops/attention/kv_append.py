@@ -19,7 +19,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ..common.rows import spanned
+from ..common.strides import token_strides
 
 NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"
 
@@ -70,13 +70,26 @@ def _launch(
         return NotImplemented
     starts = packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
-    k, v, apart = _lying(k, v)
-    wide = lanes(math.gcd(row, *apart), k, v, keys, values)
+    (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
+    wide = lanes(math.gcd(row, *k_strides, *v_strides), k, v, keys, values)
     constants = _constants(k.dtype, getattr(starts, "dtype", np.dtype("int32")), None, row, wide)
     kernel = load("kv_append.cu", "kv_append_", k, constants)
     threads = constants["THREADS"]
     kernel[-(-count * row // (wide * threads)), threads](
-        *(k, v, keys, values, starts, start, count, tokens, keys.shape[1], sinks, *apart)
+        *(
+            k,
+            v,
+            keys,
+            values,
+            starts,
+            start,
+            count,
+            tokens,
+            keys.shape[1],
+            sinks,
+            *k_strides,
+            *v_strides,
+        )
     )
     return keys, values
 
@@ -112,31 +125,16 @@ def _launch_paged(
         return NotImplemented
     page_table, starts = packed(page_table), packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
-    k, v, apart = _lying(k, v)
-    wide = lanes(math.gcd(row, *apart), k, v, k_pages, v_pages)
+    (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
+    wide = lanes(math.gcd(row, *k_strides, *v_strides), k, v, k_pages, v_pages)
     constants = _constants(k.dtype, starts.dtype, page_table.dtype, row, wide)
     kernel = load("kv_append.cu", "kv_append_paged_", k, constants)
     threads = constants["THREADS"]
     kernel[-(-count * row // (wide * threads)), threads](
         *(k, v, k_pages, v_pages, page_table, starts),
-        *(count, tokens, *k_pages.shape[:2], page_table.shape[1], *apart),
+        *(count, tokens, *k_pages.shape[:2], page_table.shape[1], *k_strides, *v_strides),
     )
     return k_pages, v_pages
-
-
-def _lying(*arrays: Array) -> tuple[Any, ...]:
-    """Return the memory of k and v, and of each the values between rows and between tokens."""
-    found, apart = [], []
-    for given in arrays:
-        size, (tokens, heads, dim) = given.dtype.itemsize, given.shape[1:]
-        steps = given.strides[:2]
-        whole = given.strides[2:] == (dim * size, size)
-        readable = whole and min(steps) >= 0 and not any(step % size for step in steps)
-        array = given if readable else packed(given)
-        packed_steps = array.flags.c_contiguous  # where NumPy says nothing of axes of 1
-        apart += [tokens * heads * dim, heads * dim] if packed_steps else [s // size for s in steps]
-        found.append(array if packed_steps else spanned(array))
-    return *found, apart
 
 
 @cache

@@ -1,6 +1,5 @@
 """How kernels that go element by element are launched."""
 
-import inspect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,7 +8,7 @@ from ...core.arrays import empty, lanes, packed
 from ...core.kernel import load
 from ...core.op import Op
 from ...core.source import Constants
-from .rows import aligned, layouts, lie, walkable
+from .strides import RowLayout, has_row_layout, row_layout
 
 
 @cache
@@ -32,24 +31,24 @@ def launch_rows(
 ) -> None:
     """Run a kernel whose parameters are arrays given and made, where they lie, and scalars.
 
-    Arrays made must be packed, or walkable together with those given: see rows.cuh.
+    Arrays made must be packed, or have a row layout together with those given.
     """
     lead = made[0]
     arrays: Sequence[Any] = (*given, *made)
-    columns, layout = lead.size, (1, *(0, 0) * len(arrays))
+    columns, layout = lead.size, RowLayout(1, ())
     width = 16 // lead.dtype.itemsize
-    if not walkable(*arrays):
+    if not has_row_layout(*arrays):
         arrays = [packed(array) for array in arrays]
     strided = not all(array.flags.c_contiguous for array in arrays)
     if strided:
         columns = lead.shape[-1]
-        arrays, layout = lie(*arrays)
-        width |= aligned(columns, layout)
+        arrays, layout = row_layout(*arrays)
+        width |= layout.alignment(columns)
     chosen = constants(lead.dtype, lanes(width, *arrays), STRIDED=strided, **more)
     kernel = load(file, name, given[0], chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns
-    walk = {"layouts": layouts(layout), "columns": columns, "tiles": tiles}
+    walk = {"layouts": layout.struct(), "columns": columns, "tiles": tiles}
     kernel[rows * tiles, chosen["THREADS"]](*arrays, walk, *scalars)
 
 
@@ -60,20 +59,21 @@ def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) 
     are its constants.  Results are new, or lie over operands: see ``in_place.written_over``.
     """
     over, kernel = op.facts.get("over", ()), kernel or op.__name__.removesuffix("_over_")
-    names = [n for n in inspect.signature(op.definition).parameters if n in op.options]
-    scalars = [name for name in names if name not in constants.values()]
+    places = [op.names.index(name) for name in over]
+    outputs, fixed = range(len(op.contract.outputs)), {*constants.values()}
 
-    def launch(**given: Any) -> Any:
-        arrays = [given[name] for name in op.names]
-        lead, results = arrays[0], [given[name] for name in over]
-        if over and not walkable(*arrays):
-            arrays = [given[n] if n in over else packed(given[n]) for n in op.names]
-            if not walkable(*arrays):
+    def launch(arrays: list[Any], options: dict[str, Any]) -> Any:
+        lead, results = arrays[0], [arrays[place] for place in places]
+        if not places:
+            results = [empty(lead.shape, lead.dtype, like=lead) for _ in outputs]
+        elif not has_row_layout(*arrays):
+            arrays = [a if i in places else packed(a) for i, a in enumerate(arrays)]
+            if not has_row_layout(*arrays):
                 return NotImplemented
-        results = results or [empty(lead.shape, lead.dtype, like=lead) for _ in op.contract.outputs]
-        chosen = {constant: given[option] for constant, option in constants.items()}
-        launch_rows(file, kernel, arrays, results, *[given[n] for n in scalars], **chosen)
+        scalars = [value for name, value in options.items() if name not in fixed]
+        chosen = {constant: options[name] for constant, name in constants.items()}
+        launch_rows(file, kernel, arrays, results, *scalars, **chosen)
         return tuple(results) if len(results) > 1 else results[0]
 
-    op.kernel(launch, strided=op.names)
+    op.launch, op.strided = launch, op.names
     return op

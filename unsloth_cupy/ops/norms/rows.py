@@ -15,7 +15,8 @@ from ...core.source import Constants
 from ...core.target import limits
 from ...errors import ConfigError
 from ..common.columns import column_sums
-from ..common.rows import aligned, layouts, lie, spread
+from ..common.rows import spread
+from ..common.strides import row_layout
 
 VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
 MOST = 32  # ... where rows are longer: forward in 16 bits, without a residual; backward
@@ -113,9 +114,9 @@ def forward(
     h = x if residual is None else empty(x.shape, x.dtype, like=x)
     mean = empty(x.shape[:-1], np.float32, like=x) if centred else None
     rstd = empty(x.shape[:-1], np.float32, like=x)
-    (own_x, own_residual), layout = lie(x, residual)
+    (own_x, own_residual), layout = row_layout(x, residual)
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    most = lanes(aligned(hidden, layout), own_x, own_residual, weight, bias)
+    most = lanes(layout.alignment(hidden), own_x, own_residual, weight, bias)
     there = limits(x)
     chosen = constants(dtypes, hidden, most, residual is not None, centred, there.clusters)
     threads = chosen["THREADS"]
@@ -124,7 +125,7 @@ def forward(
     own_h = None if h is x else h
     kernel[blocks, threads](
         *(own_x, weight, own_residual, bias, y, own_h, mean, rstd),
-        *(rows, layouts(layout), eps, offset),
+        *(rows, layout.struct(), eps, offset),
     )
     return y, h, mean, rstd
 
@@ -144,9 +145,9 @@ def backward(
     hidden, rows = h.shape[-1], h.size // h.shape[-1]
     dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
     dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
-    (own_dy, own_dh, own_h), layout = lie(dy, dh, h)
+    (own_dy, own_dh, own_h), layout = row_layout(dy, dh, h)
     dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
-    most = lanes(aligned(hidden, layout), own_h, own_dy, own_dh, weight)
+    most = lanes(layout.alignment(hidden), own_h, own_dy, own_dh, weight)
     there, centred = limits(h), mean is not None
     chosen = constants(dtypes, hidden, most, dh is not None, centred, there.clusters, there.shared)
     threads, cluster, held = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
@@ -160,7 +161,7 @@ def backward(
     partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, held](
-        own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, layouts(layout), offset
+        own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, layout.struct(), offset
     )
     column_sums(partial, dweight, dbias)
     return dx, dweight, dbias

@@ -22,7 +22,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common import faults
 from ..common.columns import column_sums
-from ..common.steps import stepped
+from ..common.strides import with_head_strides
 from ..norms.rms_norm import rms_norm_backward, rms_norm_forward
 from ..norms.rows import check_eps
 from .rope import INT64, by_token, check_tables, reports, rotated
@@ -192,9 +192,9 @@ def _chosen(
     """
     q, k, q_weight, k_weight, cos, sin, positions = arrays
     (batch, tokens, heads, dim), (length, half) = q.shape, cos.shape
-    flat_q, q_steps = stepped(q)
-    flat_k, k_steps = stepped(k)
-    whole = math.gcd(half * (1 + interleaved), dim, *q_steps, *k_steps)
+    flat_q, q_strides = with_head_strides(q)
+    flat_k, k_strides = with_head_strides(k)
+    whole = math.gcd(half * (1 + interleaved), dim, *q_strides, *k_strides)
     constants = _constants(
         q.dtype,
         (q_weight.dtype, k_weight.dtype),
@@ -207,7 +207,13 @@ def _chosen(
         interleaved,
     )
     period = tokens if positions is None else positions.size
-    walk = {"count": batch * tokens, "period": period, "length": length, "q": q_steps, "k": k_steps}
+    walk = {
+        "count": batch * tokens,
+        "period": period,
+        "length": length,
+        "q": q_strides,
+        "k": k_strides,
+    }
     kernel = load("qk_norm_rope.cu", name, q, constants)
     return (flat_q, flat_k, *arrays[2:]), constants, kernel, walk
 

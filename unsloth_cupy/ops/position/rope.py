@@ -20,7 +20,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...errors import RangeError, ShapeError
 from ..common import faults
-from ..common.steps import stepped
+from ..common.strides import with_head_strides
 
 INT64 = np.dtype("int64")
 REPORTER = faults.reporter("rope", "positions", "length")
@@ -198,7 +198,7 @@ def launch_rope(
 ) -> tuple[Array, Any]:
     """Return q and k turned by the rows of their positions; without tables, by angles of base.
 
-    In place they must have steps; see ``steps_of``.
+    In place they must have ``head_strides``.
     """
     turned: Any = q, k
     if not in_place:
@@ -206,8 +206,8 @@ def launch_rope(
     (batch, tokens, heads, dim), kv_heads = q.shape, 0 if k is None else k.shape[2]
     length, half = (0, dim // 2) if tables is None else tables[0].shape
     cos, sin = (None, None) if tables is None else tables
-    flat_q, q_steps = stepped(q)
-    flat_k, k_steps = (None, (0, 0)) if k is None else stepped(k)
+    flat_q, q_strides = with_head_strides(q)
+    flat_k, k_strides = (None, (0, 0)) if k is None else with_head_strides(k)
     results = (flat_q, flat_k) if in_place else turned
     constants = _constants(
         q.dtype,
@@ -217,7 +217,7 @@ def launch_rope(
         dim,
         half,
         lanes(
-            math.gcd(half * (1 + interleaved), dim, *q_steps, *k_steps),
+            math.gcd(half * (1 + interleaved), dim, *q_strides, *k_strides),
             *(flat_q, flat_k, *results, cos, sin),
         ),
         interleaved,
@@ -229,7 +229,13 @@ def launch_rope(
     threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
     kernel = load("rope.cu", "rope", q, constants)
     period = tokens if positions is None else positions.size
-    walk = {"count": batch * tokens, "period": period, "length": length, "q": q_steps, "k": k_steps}
+    walk = {
+        "count": batch * tokens,
+        "period": period,
+        "length": length,
+        "q": q_strides,
+        "k": k_strides,
+    }
     kernel[blocks, threads](
         *(flat_q, flat_k, cos, sin, positions, *results, walk, math.log2(base)),
         *(reports(q, positions), REPORTER),

@@ -9,7 +9,7 @@ from ...core.arrays import packed
 from ...core.dtypes import Array
 from ...core.op import op
 from ..common.in_place import in_place, written_over
-from ..common.steps import steps_of
+from ..common.strides import head_strides
 from .rope import by_token, check_tables, launch_rope, rotated
 
 
@@ -96,7 +96,7 @@ rope_qk_ = in_place(rope_qk_over_)
 def _launch_over(
     q: Array, k: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, Array]:
-    if steps_of(q) is None or steps_of(k) is None:
+    if head_strides(q) is None or head_strides(k) is None:
         return NotImplemented
     tables = packed(cos), packed(sin)
     return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)

@@ -1,0 +1,174 @@
+"""How a strided array lies, as kernels are told.
+
+    row_layout       rows of a slice, or of its heads: of arrays together      layouts of rows.cuh
+    head_strides     heads of q, k or v in one wider array                     from token and head
+    token_strides    tokens of whole heads, in any order of batch and token    from batch and token
+    batch_stride     the first tokens of a longer array, such as a cache       tokens of a batch
+    broadcast_strides    packed arrays, of which some axes are shared
+
+Strides count values.  What lies otherwise is packed; arrays with gaps come as flat views of all
+that they span, for a kernel gets no more than an address.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core import gpu
+from ...core.arrays import lanes, packed
+from ...core.stand_in import StandIn
+
+MOST = 5  # arrays whose rows lie in one order
+
+
+class RowLayout(NamedTuple):
+    """Row r of an array starts ``r // inner * outer + r % inner * step`` values after its first."""
+
+    inner: int
+    strides: tuple[int, ...]  # outer and step of each array
+
+    def alignment(self, columns: int) -> int:
+        """Return a number whose powers of two all rows start at multiples of."""
+        for stride in self.strides:
+            columns |= stride
+        return columns
+
+    def struct(self) -> dict[str, Any]:
+        """Return it as a kernel takes it: see the struct Layouts of rows.cuh."""
+        strides = self.strides + (0,) * (2 * MOST - len(self.strides))
+        return {"inner": self.inner, "outer": strides[::2], "step": strides[1::2]}
+
+
+def row_layout(*arrays: Any) -> tuple[Sequence[Any], RowLayout]:
+    """Return arrays for a kernel to walk, and where their rows lie; None stays what it is."""
+    rows, columns = arrays[0].size // arrays[0].shape[-1], arrays[0].shape[-1]
+    if all(a is None or a.flags.c_contiguous for a in arrays):
+        return arrays, RowLayout(rows, (0, columns) * len(arrays))
+    if not has_row_layout(*arrays):
+        return row_layout(*map(packed, arrays))
+    axes = _row_axes([a for a in arrays if a is not None], columns)
+    (_, outer), (inner, step) = ([(1, (0,) * len(arrays))] * 2 + axes)[-2:]
+    strides = zip(outer, step, strict=False)
+    pairs = [(0, 0) if a is None else next(strides) for a in arrays]
+    flat = [a if a is None else spanned(a) for a in arrays]
+    return flat, RowLayout(inner, tuple(stride for pair in pairs for stride in pair))
+
+
+def has_row_layout(*arrays: Any) -> bool:
+    """Say whether the rows of all these arrays lie in one such order."""
+    given = [array for array in arrays if array is not None]
+    if all(array.flags.c_contiguous for array in given):
+        return True
+    axes = _row_axes(given, given[0].shape[-1])
+    rows = given[0].size // given[0].shape[-1]
+    return len(axes) < 2 or (len(axes) == 2 and rows < 2**32)  # a kernel divides in 32 bits
+
+
+def _row_axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return length and strides of the fewest axes that number the rows of all these arrays."""
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for axis, length in enumerate(arrays[0].shape[:-1]):
+        strides = tuple(a.strides[axis] // a.itemsize for a in arrays)
+        if length == 1:
+            continue
+        if axes and axes[-1][1] == tuple(length * stride for stride in strides):
+            axes[-1] = axes[-1][0] * length, strides
+        else:
+            axes.append((length, strides))
+    readable = all(
+        (a.strides[-1] == a.itemsize or columns == 1) and _in_values(a.strides, a.itemsize)
+        for a in arrays
+    )
+    return axes if readable else [(0, ())] * 3
+
+
+def head_strides(x: Any) -> tuple[int, int] | None:
+    """Return the strides of (batch, tokens, heads, dim) from token and from head to the next.
+
+    None where values of a head are apart, or tokens do not follow evenly.
+    """
+    batch, tokens, _, dim = x.shape
+    size = x.itemsize
+    of_batch, of_token, of_head, of_value = x.strides
+    if tokens == 1:
+        of_token = of_batch
+    if (dim > 1 and of_value != size) or (batch > 1 and of_batch != tokens * of_token):
+        return None
+    return _in_values((of_token, of_head), size)
+
+
+def with_head_strides(x: Any) -> tuple[Any, tuple[int, int]]:
+    """Return x for a kernel, packed where it has no head strides, and these."""
+    heads, dim = x.shape[2:]
+    if not x.flags.c_contiguous and (strides := head_strides(x)) is not None:
+        return spanned(x), strides
+    return packed(x), (heads * dim, dim)
+
+
+def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
+    """Return (batch, tokens, heads, dim) for a kernel, and its strides from batch and token."""
+    size, (tokens, heads, dim) = x.itemsize, x.shape[1:]
+    strides = x.strides[2:] == (dim * size, size) and _in_values(x.strides[:2], size)
+    if x.flags.c_contiguous or not strides:  # NumPy says nothing of axes of 1
+        return packed(x), (tokens * heads * dim, heads * dim)
+    return spanned(x), strides
+
+
+def batch_stride(k: Any, v: Any) -> tuple[Any, Any, int]:
+    """Return k and v for a kernel, and how many tokens lie from a batch to the next, in both.
+
+    Both can be copied 16 bytes at a time.
+    """
+    apart = _room(k)
+    if apart is None or apart != _room(v):
+        k, v = in_chunks(packed(k), packed(v))
+        return k, v, k.shape[-3]
+    k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
+    return k, v, apart
+
+
+def _room(array: Any) -> int | None:
+    """Return the tokens of a batch of the array that this is a part of; None where it is none."""
+    if not _in_chunks(array):
+        return None
+    if array.flags.c_contiguous:
+        return int(array.shape[-3])
+    size, (heads, dim) = array.itemsize, array.shape[2:]
+    token = heads * dim * size
+    apart, more = divmod(array.strides[0], token)
+    side_by_side = array.strides[1:] == (token, dim * size, size)
+    return apart if side_by_side and apart >= array.shape[1] and not more else None
+
+
+def in_chunks(*arrays: Any) -> tuple[Any, ...]:
+    """Return arrays that can be copied 16 bytes at a time, themselves where that is so."""
+    return tuple(a if _in_chunks(a) else a.copy() for a in arrays)
+
+
+def _in_chunks(array: Any) -> bool:
+    return lanes(8, array) * array.itemsize == 16
+
+
+def broadcast_strides(array: Any, axes: int = 4) -> tuple[int, ...]:
+    """Return the strides of the last axes of a packed array, or None; 0 where it is broadcast."""
+    shape = () if array is None else array.shape
+    shape = (1,) * (axes - len(shape)) + shape
+    return tuple(0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape))
+
+
+def _in_values(strides: tuple[int, ...], size: int) -> Any:
+    """Return strides by the size of a value; None where one goes back, or between values."""
+    whole = all(stride >= 0 and stride % size == 0 for stride in strides)
+    return tuple(stride // size for stride in strides) if whole else None
+
+
+def spanned(array: Any) -> Any:
+    """Return the memory from the first to the last element of an array as one axis."""
+    extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    size = extent // array.itemsize + 1
+    if isinstance(array, StandIn):
+        return array.spanned(size)
+    library = np if isinstance(array, np.ndarray) else gpu.cupy()
+    return library.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))

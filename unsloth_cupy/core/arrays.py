@@ -12,7 +12,7 @@ from .target import target_of
 
 def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is not an array."""
-    if isinstance(array, np.ndarray | np.generic) or is_planned(array):
+    if isinstance(array, (np.ndarray, np.generic)) or is_planned(array):
         return "numpy"
     name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
     spoken = hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")

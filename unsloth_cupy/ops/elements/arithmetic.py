@@ -128,10 +128,16 @@ def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     return dx
 
 
+def _transposed(own: Any, *, order: Any = None) -> dict[str, Any]:
+    """Return the axes of a transpose by name; sizes may be symbols."""
+    order = None if order is None else [int(i) for i in order]
+    return {"turned": tuple(own[i] for i in _places(own, order))}
+
+
 @op(
     "x(*axes) -> y(*turned)",
     widen=False,
-    sizes=lambda own, *, order=None: {"turned": tuple(own[i] for i in _places(own, order))},
+    sizes=_transposed,
 )
 def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     """Return x with its axes in another order, in the memory of x; None: in reverse.

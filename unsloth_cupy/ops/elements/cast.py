@@ -46,10 +46,13 @@ def cast(x: Array, dtype: Any) -> Array:
 
 def _name(dtype: Any) -> str:
     """Return the name of a dtype of any library, or of what is none."""
+    name = str(dtype)
+    if name.startswith("torch."):  # whose compiler cannot trace what NumPy says of them
+        return name.removeprefix("torch.")
     try:
         return np.dtype(dtype).name if dtype is not None else ""
     except TypeError:
-        return str(dtype).removeprefix("torch.")
+        return name
 
 
 def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:

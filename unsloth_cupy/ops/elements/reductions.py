@@ -18,7 +18,8 @@ Axes = int | tuple[int, ...] | None
 
 def _rest(own: Any, *, axis: Axes = None, keepdims: bool = False) -> dict[str, Any]:
     """Return the axes that are left, by name; sizes may be symbols."""
-    axes = _axes("sum", own, axis)
+    listed = axis if isinstance(axis, tuple | list) else () if axis is None else (axis,)
+    axes = _axes("sum", own, None if axis is None else [int(i) for i in listed])
     kept = [1 if i in axes else n for i, n in enumerate(own) if keepdims or i not in axes]
     return {"rest": tuple(kept)}
 

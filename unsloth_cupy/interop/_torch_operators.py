@@ -12,7 +12,9 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function as single_level
 from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ..core.op import Op
 from ..errors import GradientError
@@ -54,7 +56,7 @@ class Operator:
         returns = ", ".join(["Tensor"] * len(self.results))
         LIBRARY.define(f"{name}({', '.join(schema)}) -> ({returns})")
         self.door = getattr(getattr(torch.ops, SPACE), name).default
-        self.function = self._function()
+        self.apply = self._recorded()
         LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
         LIBRARY.impl(name, self.differentiated, "Autograd")
         torch.library.register_fake(f"{SPACE}::{name}", self.abstract, lib=LIBRARY)
@@ -63,12 +65,6 @@ class Operator:
             for device in DEVICES:
                 rule = functools.partial(self._autocast, device)
                 LIBRARY.impl(name, rule, f"Autocast{device.upper()}")
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Call through the dispatcher, or through functorch, which asks before it."""
-        if compiling() or not functorch():
-            return self.door(*arguments)
-        return self.function.apply(*arguments)
 
     def given(self, arguments: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the tensors that are there, by name, and the options as the op has them."""
@@ -121,7 +117,11 @@ class Operator:
             isinstance(each, torch.Tensor) and each.requires_grad for each in arguments
         )
         if asked and "constant" not in self.op.facts:
-            return self.function.apply(*arguments)
+            with single_level():
+                return self.apply(*arguments)
+        return self._below(*arguments)
+
+    def _below(self, *arguments: Any) -> Any:
         with C._AutoDispatchBelowAutograd():
             return self.door(*arguments)
 
@@ -129,20 +129,21 @@ class Operator:
         unpack: Any = forward_ad.unpack_dual
         for each in arguments:
             if isinstance(each, torch.Tensor) and unpack(each).tangent is not None:
-                self.refuse()
+                cure = "take the gradient in backward mode: torch.func.vjp or grad, or .backward()"
+                raise GradientError(f"{self.op.__name__} has no forward-mode derivative; {cure}")
 
-    def refuse(self, *_: Any) -> Any:
-        """Raise: the op is differentiated backwards alone."""
-        cure = "take the gradient in backward mode: torch.func.vjp or grad, or .backward()"
-        raise GradientError(f"{self.op.__name__} has no forward-mode derivative; {cure}")
+    def _recorded(self) -> Any:
+        """Return what calls the op and records its gradient."""
 
-    def _function(self) -> Any:
-        body = {"forward": self.door.__call__, "setup_context": self.keep, "backward": self.back}
-        made: Any = type(
-            self.name, (torch.autograd.Function,), {n: _known(f) for n, f in body.items()}
-        )
-        made.vmap, made.jvp = staticmethod(_by_slice(made.apply)), staticmethod(self.refuse)
-        return made
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with torch.enable_grad(), _set_fwd_grad_enabled(True):  # for other levels
+                found = self._below(*arguments)
+            self.keep(ctx, arguments, found)
+            return found
+
+        body = {"forward": staticmethod(forward), "backward": staticmethod(self.back)}
+        made: Any = type(self.name, (torch.autograd.Function,), body)
+        return super(torch.autograd.Function, made).apply  # type: ignore[misc]
 
     def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
         """Keep what the backward op asks for, and no more."""
@@ -190,7 +191,7 @@ class Operator:
             options[name] if codec.encode is None else codec.encode(options[name])
             for name, codec in self.behind.codecs.items()
         ]
-        found = self.behind(*[values.get(name) for name in self.behind.tensors], *encoded)
+        found = self.behind.door(*[values.get(name) for name in self.behind.tensors], *encoded)
         named = dict(zip(self.behind.results, _packed(found), strict=True))
         named |= {n: named[of] for n, of in same(self.behind.op, values).items()}
         back = [named.get(f"d{name}") if needs[name] else None for name in self.tensors]
@@ -256,16 +257,6 @@ def _unpacked(tensors: Sequence[Any]) -> Any:
 
 def _packed(found: Any) -> Sequence[Any]:
     return found if isinstance(found, tuple | list) else (found,)
-
-
-def _known(function: Callable[..., Any]) -> Any:
-    """Return a static method whose signature is known: torch asks for it at every call."""
-
-    def call(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    call.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
-    return staticmethod(call)
 
 
 def _by_slice(call: Callable[..., Any]) -> Callable[..., Any]:

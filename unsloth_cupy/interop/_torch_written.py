@@ -49,7 +49,7 @@ def call({given}):
 TRACED = """
 def traced({given}):
     check(({tensors}))
-    {found} = operator({flat})
+    {found} = door({flat})
     return {graphed}
 """
 FUNCTION = """

@@ -20,7 +20,7 @@ gradient is asked for, by functions that are written once for each op.  In short
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -34,6 +34,8 @@ from ._torch_written import call_source, compute_source, function_source, traced
 from ._wiring import changes, operators, public
 
 REFUSED = (TypeError, RuntimeError, BufferError)
+dynamo = C._dynamo.eval_frame
+F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NONE = type(None)
 SCOPE: dict[str, Any] = {
@@ -62,6 +64,13 @@ entered: dict[Op[..., Any], Operator] = {}
 scopes: dict[Op[..., Any], dict[str, Any]] = {}  # what the functions of an op see
 
 
+def _untraced(function: F) -> F:
+    """Keep dynamo, where it is at work around a call, from a function and all that it calls."""
+    code, skip = getattr(function, "__code__"), dynamo._FrameAction.SKIP  # noqa: B009 -- mypy
+    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
+    return function
+
+
 def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op on tensors: what the library's functions do with them."""
     call = calls[op] if op in calls else _enter(op)
@@ -79,6 +88,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *public()})
 
 
+@_untraced
 def _enter(op: Op[..., Any]) -> Callable[..., Any]:
     """Write the functions of an op on eager tensors."""
     order = [*inspect.signature(op.definition).parameters]
@@ -93,8 +103,9 @@ def _enter(op: Op[..., Any]) -> Callable[..., Any]:
     scope["refuse"] = functools.partial(_refuse, op, scope["array_of"])
     scopes[op] = scope
     _write("tensors", op, compute_source(op, order))
+    _untraced(scope["compute"])
     if changes(op):
-        scope["compute"]._torchdynamo_disable = True  # a graph records no changes of arguments
+        scope["compute"]._torchdynamo_disable = True  # a graph is broken: it records no changes
         calls[op] = scope["compute"]
         return calls[op]
     _write("call", op, call_source(op, order))
@@ -123,13 +134,14 @@ def _registered(op: Op[..., Any], *given: Any) -> Any:
     return scopes[op]["traced"](*given)
 
 
+@_untraced
 def register(op: Op[..., Any]) -> Operator:
     """Make an op and its backward op operators of torch; those of the library are already."""
     if op in entered:
         return entered[op]
     behind = None if op.backward is None else register(op.backward)
     made = entered[op] = Operator(op, scopes[op]["compute"], behind)
-    scopes[op]["operator"] = made
+    scopes[op]["door"] = made.door
     scopes[op].update((f"encode_{n}", c.encode) for n, c in made.codecs.items() if c.encode)
     _write("graph", op, traced_source(made))
     return made

@@ -1,13 +1,25 @@
 """Ops as operators of torch: what its own checks, compilers and transforms say."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 
+import unsloth_cupy as uc  # noqa: E402
 from unsloth_cupy.interop import torch as door  # noqa: E402
+from unsloth_cupy.interop._torch_memory import give_back  # noqa: E402
 
-from .calls import drawn, every_call  # noqa: E402
+from .calls import OPS, drawn, every_call  # noqa: E402
+
+
+@pytest.fixture
+def graphs():
+    """Return how many graphs dynamo has made."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @every_call
@@ -23,3 +35,152 @@ def test_torch_finds_no_fault(op, optional):
         arguments.append(value if codec.encode is None else codec.encode(value))
     torch.library.opcheck(operator.door, tuple(arguments))
     assert np.isfinite(call.run()[operator.results[0]]).all()
+
+
+def test_every_op_is_traced_by_one_compiler():
+    """As torch's checks begin behind it: what leads from the library's names to operators."""
+    calls = [drawn(op, optional=True)[0].mapped(lambda a: give_back(a, None)) for op in OPS]
+
+    def everything(*tensors):
+        made, given = [], iter(tensors)
+        for call in calls:
+            op = call.op
+            arrays = {name: None if a is None else next(given) for name, a in call.arrays.items()}
+            keywords = {name: arrays[name] for name in op.keywords}
+            made.append(
+                op(*[arrays[n] for n in op.names[: op.positional]], **keywords, **call.options)
+            )
+        return made
+
+    tensors = [a for call in calls for a in call.arrays.values() if a is not None]
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(*tensors), everything(*tensors))
+
+
+def block(x, residual, weight, qkv, head, labels):
+    y, h, _ = uc.rms_norm_forward(x, weight, residual)
+    q, k, v = (uc.linear(y, w).reshape(*y.shape[:2], -1, 8) for w in qkv)
+    y = uc.attention(q, k, v, causal=True, window=(4, None)).reshape(y.shape)
+    return uc.linear_cross_entropy(uc.swiglu(y, uc.rms_norm(h, weight)), head, labels).mean()
+
+
+def test_a_block_is_compiled_once_for_all_lengths(graphs):
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    weights = torch.randn(16), [torch.randn(n, 16) for n in (16, 8, 8)], torch.randn(20, 16)
+    for tokens in (9, 12, 7):
+        x, r = (torch.randn(2, tokens, 16, requires_grad=True) for _ in "xr")
+        given = x, r, *weights, torch.randint(20, (2, tokens))
+        grads = [torch.autograd.grad(function(*given), (x, r)) for function in (block, compiled)]
+        torch.testing.assert_close(*grads)
+    assert graphs() == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own calls
+def test_inductor_fuses_around_ops(graphs):
+    def function(x, weight, residual):
+        y, h, _ = uc.rms_norm_forward(x * 2, weight, residual)
+        return uc.swiglu(torch.relu(y), h).sum()
+
+    compiled, weight = torch.compile(function, fullgraph=True, dynamic=True), torch.randn(8)
+    for rows in (4, 9):
+        given = [torch.randn(rows, 8), weight, torch.randn(rows, 8)]
+        given = [tensor.requires_grad_() for tensor in given]
+        grads = [torch.autograd.grad(f(*given), given) for f in (compiled, function)]
+        torch.testing.assert_close(*grads)
+        weight = weight.detach()
+    assert graphs() == 1
+
+
+def adapted(x, seed):
+    weight, a, b = (torch.ones(shape) for shape in ((8, 16), (2, 16), (8, 2)))
+    return uc.lora_linear(x, weight, a, b, dropout=0.5, seed=seed)
+
+
+def test_seeds_are_operands_of_a_graph(graphs):
+    compiled = torch.compile(adapted, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(3, 16, requires_grad=True)
+    for seed in (0, 1, 5, 2**40, 2**63 - 1):
+        found, expected = compiled(x, seed), adapted(x, seed)
+        assert torch.equal(found, expected)
+        slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        assert torch.equal(*slopes)
+    assert graphs() <= 2  # of 0, which torch takes for a constant, and of all others
+    assert torch.equal(compiled(x, 2**64 - 1), adapted(x, 2**64 - 1))
+
+
+def test_a_graph_draws_anew_at_each_step(graphs):
+    def step(x):
+        seed = torch.randint(2**62, ())
+        return adapted(x, seed), seed
+
+    compiled, x = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.randn(3, 16)
+    (one, seed), (other, _) = compiled(x), compiled(x)
+    assert not torch.equal(one, other)
+    assert torch.equal(one, adapted(x, int(seed)))
+    assert torch.equal(one, adapted(x, seed))
+    assert graphs() == 1
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return uc.swiglu(uc.rms_norm(x, self.weight), uc.scale(x, factor=2.0))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_ops(strict):
+    model, rows = Gated(), torch.export.Dim("rows", min=2, max=64)
+    given = (torch.randn(4, 8),)
+    made = torch.export.export(model, given, dynamic_shapes=({0: rows},), strict=strict)
+    assert "unsloth_cupy.rms_norm_forward" in made.graph_module.code
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(made.module()(x), model(x))
+
+
+def test_what_is_composed_is_compiled():
+    x, weight, m = torch.randn(2, 3, 16), torch.randn(16, 16), torch.rand(16) + 1
+    a, b, cos, sin = torch.randn(4, 16), torch.randn(16, 4), torch.ones(3, 4), torch.zeros(3, 4)
+
+    def composed(x):
+        dora = uc.lora_linear(x, weight, a, b, magnitude=m)
+        layers = [uc.LoraLayer(weight, a, b), uc.LoraLayer(weight, a, b, 0.5, m, m)]
+        attended = uc.attention_layer(x, *[weight] * 4, cos, sin, heads=2)
+        wide = uc.cast(uc.cast(x, "bfloat16"), "float32")
+        return [dora, *uc.lora_linears(x, layers), attended, wide]
+
+    compiled = torch.compile(composed, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(x), composed(x))
+
+
+def test_gradients_inside_of_graphs_and_casts():
+    def slope(x):
+        return torch.func.grad(lambda y: uc.relu2(y).sum())(x)
+
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return uc.linear(x, x)
+
+    x = torch.randn(4, 4)
+    for function in (slope, cast):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), function(x))
+
+
+def test_what_changes_its_arguments_breaks_a_graph_and_runs():
+    def add_up(x):
+        return uc.accumulate_(torch.zeros(3), x) + 1
+
+    assert torch.compile(add_up, backend="eager")(torch.ones(3)).tolist() == [2, 2, 2]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(add_up, backend="eager", fullgraph=True)(torch.ones(3))
+
+
+def test_a_call_that_does_not_fit_is_told_while_compiling():
+    for weight, words in ((torch.ones(3), "hidden=3; it must be 4"), (None, "weight is missing")):
+        with pytest.raises(Exception, match=words):
+            torch.compile(uc.rms_norm, backend="aot_eager")(torch.ones(2, 4), weight)

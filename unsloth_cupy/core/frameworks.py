@@ -72,6 +72,8 @@ def cupy() -> Any:
 def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run op on adopted arrays of another library, on its stream, and give results back."""
     there = FRAMEWORKS.get(library, DLPACK)
+    if there.door is not None:  # of a call without its first array
+        return there.door(op, [*arrays], options)
     operand = next(a for a in arrays if a is not None and type(a) is not int)
     with there.stream(operand):
         result = op.call(adopted(there, op.__name__, op.names, arrays), options)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ..core.op import Op
-from ..errors import GradientError
+from ..errors import ConfigError, DTypeError, GradientError
 from ._torch_memory import DTYPES, TORCH
 from ._torch_schema import codec_of
 from ._wiring import SEED, Form, forms, gradient_names, is_product, may_be_number, needed, same
@@ -103,11 +103,17 @@ class Operator:
     def abstract(self, *arguments: Any) -> Any:
         """Return tensors without elements, whose sizes may be symbols."""
         given, options = self.given(arguments)
-        asked = {n: Form(tuple(t.shape), DTYPES[t.dtype]) for n, t in given.items() if n != SEED}
+        asked = {n: Form(tuple(t.shape), self._dtype(n, t)) for n, t in given.items() if n != SEED}
         like = arguments[self.lead]
         found = forms(self.op, asked, options).values()
         made = [form or Form((0,), DTYPES[like.dtype]) for form in found]
         return _unpacked([like.new_empty(shape, dtype=TORCH[dtype]) for shape, dtype in made])
+
+    def _dtype(self, name: str, tensor: Any) -> Any:
+        if tensor.dtype not in DTYPES:
+            cure = "pass a dtype that NumPy has, or bfloat16"
+            raise DTypeError(f"{self.op.__name__}: {name} is {tensor.dtype}; {cure}")
+        return DTYPES[tensor.dtype]
 
     def differentiated(self, *arguments: Any) -> Any:
         """Run behind autograd: record the call where a gradient is asked for."""
@@ -233,7 +239,12 @@ def no_gradient(op: Op[..., Any], table: str = "") -> GradientError:
 
 def seed_of(seed: Any) -> Any:
     """Return a seed as a Python integer, in 0 .. 2**64 - 1 where it is a tensor."""
-    return int(seed) % 2**64 if isinstance(seed, torch.Tensor) else seed
+    if not isinstance(seed, torch.Tensor):
+        return seed
+    if seed.dim() or seed.is_floating_point() or seed.is_complex():
+        given = f"{tuple(seed.shape)} {seed.dtype}"
+        raise ConfigError(f"seed is a tensor of {given}; pass integers of shape ()")
+    return int(seed) % 2**64
 
 
 def number(value: Any) -> Any:

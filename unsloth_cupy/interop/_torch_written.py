@@ -36,7 +36,10 @@ def compute({given}):
 """
 CALL = """
 def call({given}):
-    if compiling() or functorch() or modes() or forward_ad._current_level >= 0 or ({strange}):
+    if (
+        compiling() or functorch() or modes() or recording() or forward_ad._current_level >= 0
+        or {strange}
+    ):
         return traced({given})
     {cast}
     if grad_enabled() and ({asked}):

@@ -31,7 +31,7 @@ from ..errors import DTypeError, FrameworkError
 from . import _torch_memory as memory
 from ._torch_operators import C, Operator, cast, compiling, functorch, no_gradient, number, seed_of
 from ._torch_written import call_source, compute_source, function_source, traced_source
-from ._wiring import changes, operators, public
+from ._wiring import changes, may_be_number, operators, public
 
 REFUSED = (TypeError, RuntimeError, BufferError)
 dynamo = C._dynamo.eval_frame
@@ -43,6 +43,7 @@ SCOPE: dict[str, Any] = {
     "forward_ad": forward_ad,
     "compiling": compiling,
     "functorch": functorch,
+    "recording": C._is_tracing,  # torch.jit.trace
     "modes": C._len_torch_dispatch_stack,
     "autocast": C._is_any_autocast_enabled,
     "grad_enabled": torch.is_grad_enabled,
@@ -73,7 +74,7 @@ def _untraced(function: F) -> F:
 
 def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op on tensors: what the library's functions do with them."""
-    call = calls[op] if op in calls else _enter(op)
+    call = calls.get(op) or _enter(op)
     return call(*arrays, *options.values())
 
 
@@ -159,13 +160,16 @@ def _refuse_gradient(op: Op[..., Any], count: int, ctx: Any, *grads: Any) -> Any
 
 def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
     """Raise where an argument is not a tensor, before anything is made of it."""
-    for name, tensor in zip(op.names, tensors, strict=True):
+    for operand, tensor in zip(op.contract.inputs, tensors, strict=True):
+        call = f"{op.__name__}: {operand.name} is"
+        if tensor is None and not operand.optional:
+            raise DTypeError(f"{call} missing; pass {operand}")
         if tensor is None or isinstance(tensor, torch.Tensor):
             continue
         if type(tensor) is not int:
             op.library_of(tensors)
-        elif name not in entered[op].numbers:
-            raise DTypeError(f"{op.__name__}: {name} is not a tensor but a number; pass a tensor")
+        if not may_be_number(operand):
+            raise DTypeError(f"{call} not a tensor but {type(tensor).__name__}; pass a tensor")
 
 
 def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Exception) -> None:

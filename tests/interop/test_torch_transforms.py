@@ -1,0 +1,160 @@
+"""The library's functions under torch's transforms: func, autocast, checkpoint, data parallel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+
+import unsloth_cupy as uc  # noqa: E402
+from unsloth_cupy.errors import GradientError  # noqa: E402
+
+
+def test_gradients_of_functions():
+    x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
+    uc.rms_norm(x, weight).sum().backward()
+
+    def loss(w, x):
+        return uc.rms_norm(x, w).sum()
+
+    slope = torch.func.grad(loss)(weight.detach(), x)
+    torch.testing.assert_close(slope, weight.grad)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight.detach(), x)
+    torch.testing.assert_close(each.sum(0), weight.grad)
+    matrix = torch.func.jacrev(uc.relu2)(x[0])
+    torch.testing.assert_close(matrix, torch.diag(2 * torch.relu(x[0])))
+
+
+def test_slices_of_a_batch():
+    x, weights = torch.randn(5, 3, 8), torch.randn(5, 8, requires_grad=True)
+    found = torch.func.vmap(uc.rms_norm)(x, weights)
+    expected = torch.stack([uc.rms_norm(a, w) for a, w in zip(x, weights, strict=True)])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), weights), torch.autograd.grad(expected.sum(), weights)
+    )
+    torch.testing.assert_close(torch.func.vmap(torch.func.vmap(uc.relu2))(x), uc.relu2(x))
+
+
+def twice(x):
+    return torch.func.grad(lambda y: torch.func.grad(lambda z: uc.relu2(z).sum())(y).sum())(x)
+
+
+def by_autograd(x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(uc.swiglu(x, x).sum(), x, create_graph=True)
+    slope.sum().backward()
+
+
+def dual(x):
+    with torch.autograd.forward_ad.dual_level():
+        assert uc.relu2(x).shape == x.shape  # which has no tangent
+        return uc.relu2(torch.autograd.forward_ad.make_dual(x, x))
+
+
+REFUSED = {
+    "autograd": (by_autograd, "swiglu_backward has no gradient: there are no second"),
+    "grad of grad": (twice, "relu2_backward has no gradient: there are no second"),
+    "jacrev of jacrev": (
+        torch.func.jacrev(torch.func.jacrev(lambda x: uc.relu2(x).sum())),
+        "relu2_backward has no gradient: there are no second",
+    ),
+    "hessian": (torch.func.hessian(lambda x: uc.relu2(x).sum()), "no forward-mode derivative"),
+    "jacfwd": (torch.func.jacfwd(uc.relu2), "no forward-mode derivative"),
+    "jvp": (lambda x: torch.func.jvp(uc.relu2, (x,), (x,)), "no forward-mode derivative"),
+    "dual numbers": (dual, "relu2 has no forward-mode derivative; take the gradient in backward"),
+    "dual operator": (
+        lambda x: torch.func.jvp(torch.ops.unsloth_cupy.relu2, (x,), (x,)),
+        "no forward-mode derivative",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own calls
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_derivatives_raise_and_are_never_zero(case):
+    function, words = REFUSED[case]
+    uc.relu2(torch.ones(1))
+    with pytest.raises(GradientError, match=words):
+        function(torch.randn(3))
+
+
+def test_autocast_goes_by_the_kind_of_operands():
+    x, weight = torch.randn(3, 8), torch.randn(4, 8, requires_grad=True)
+    norm = torch.ones(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = uc.linear(x, weight)
+        operator = torch.ops.unsloth_cupy.linear(x, weight, None)
+        normed, gated, shares = uc.rms_norm(y, norm), uc.swiglu(y, y.float()), uc.softmax(y)
+        shares[0, 0].backward()
+    assert y.dtype is operator.dtype is torch.bfloat16  # a product
+    assert torch.equal(y, operator)
+    assert normed.dtype is torch.bfloat16  # its weight stays float32
+    assert gated.dtype is torch.float32  # the widest of both
+    assert shares.dtype is torch.float32  # read as a number
+    assert weight.grad.dtype is torch.float32
+    double = x.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert uc.linear(double, double).dtype is torch.float64
+        assert uc.lora_linear(x, weight, x[:2], weight[:, :2], magnitude=norm).dtype is y.dtype
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_compute_the_same_bits_again(reentrant):
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    a, b = torch.randn(2, 8), torch.randn(5, 2)
+
+    def layer(x):
+        y = uc.rms_norm(x, weight)
+        return uc.lora_linear(y, torch.eye(8)[:5], a, b, dropout=0.5, seed=3)
+
+    expected = torch.autograd.grad(layer(x).sum(), (x, weight))
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
+WORKER = """
+import sys
+import torch
+import unsloth_cupy as uc
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.Parameter(torch.ones(8))
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return uc.linear(uc.rms_norm(x, self.norm), self.weight)
+
+
+x = torch.arange(32.0).reshape(2, 2, 8) - 7
+alone, both = Model(), torch.nn.parallel.DistributedDataParallel(Model())
+alone(x).square().mean().backward()
+both(x[rank]).square().mean().backward()
+for one, mean in zip(alone.parameters(), both.module.parameters(), strict=True):
+    torch.testing.assert_close(mean.grad, one.grad)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_average_their_gradients(tmp_path: Path):
+    command = [sys.executable, "-c", WORKER]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], errors

@@ -162,20 +162,20 @@ KERNEL(THREADS) cross_entropy_forward(
 }
 
 // ---- gradients --------------------------------------------------------------------------------
-// What the gradient of a row is made of: z' * (exp(z - size) * share - everywhere - there).
-struct Slopes {
-    float size, share, everywhere, there;
+// What the gradient of a row is made of: z' * (exp(z - lse) * weight - uniform - on_label).
+struct LogitGradient {
+    float lse, weight, uniform, on_label;
     long long label;
 };
 
-__device__ __forceinline__ void slopes_of(float (&d)[LANES], const Values &v, int column,
-                                          const Slopes &s, float softcap) {
+__device__ __forceinline__ void gradient_of(float (&d)[LANES], const Values &v, int column,
+                                            const LogitGradient &g, float softcap) {
     widen(d, v);
 #pragma unroll
     for (int j = 0; j < LANES; j++) {
         const float z = capped(d[j], softcap);
-        d[j] = exp_below(z - s.size) * s.share - s.everywhere;
-        if (column + j == s.label) d[j] -= s.there;
+        d[j] = exp_below(z - g.lse) * g.weight - g.uniform;
+        if (column + j == g.label) d[j] -= g.on_label;
         if constexpr (SOFTCAP) d[j] *= 1 - (z * (1 / softcap)) * (z * (1 / softcap));
     }
 }
@@ -195,15 +195,15 @@ KERNEL(THREADS) cross_entropy_backward(
 
     const long long label = labels[row];
     const bool counts = label != ignore;
-    float size = lse[row], weight = counts ? dloss[row] : 0;
-    if (size < LOWEST) size = 0;  // nothing but -inf
-    if (counts && (label < 0 || label >= COLUMNS)) weight = not_a_number();
-    const float share = weight * (1 + 2 * z_loss * size) + (dlse == nullptr ? 0 : dlse[row]);
-    const Slopes s = {size, share, weight * divided_by<COLUMNS>(smoothing), (1 - smoothing) * weight,
-                      label};
+    float its_lse = lse[row], its_dloss = counts ? dloss[row] : 0;
+    if (its_lse < LOWEST) its_lse = 0;  // nothing but -inf
+    if (counts && (label < 0 || label >= COLUMNS)) its_dloss = not_a_number();
+    const float weight = its_dloss * (1 + 2 * z_loss * its_lse) + (dlse == nullptr ? 0 : dlse[row]);
+    const LogitGradient g = {its_lse, weight, its_dloss * divided_by<COLUMNS>(smoothing),
+                             (1 - smoothing) * its_dloss, label};
     float d[LANES] = {};
     // a row without a label is 0, whatever its logits hold, NaN too
-    if (counts || dlse != nullptr) slopes_of(d, v, column, s, softcap);
+    if (counts || dlse != nullptr) gradient_of(d, v, column, g, softcap);
     store_row(dlogits, start, column, d);
 }
 
@@ -242,17 +242,19 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
         if (wrong) loss[row] = not_a_number();
         if (wrong) report(faults, who, row, label, COLUMNS);
     }
-    float weight = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
-    if (wrong) weight = not_a_number();
+    float its_dloss = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
+    if (wrong) its_dloss = not_a_number();
     const float log = s.sum == 0 ? 0 : logf(s.sum), share = s.sum == 0 ? 0 : 1 / s.sum;
-    const Slopes slopes = {s.top, share * weight * (1 + 2 * z_loss * (log + s.top)),
-                           weight * divided_by<COLUMNS>(smoothing), (1 - smoothing) * weight, label};
+    // exp(z - lse) is exp(z - top) / sum
+    const LogitGradient g = {s.top, share * its_dloss * (1 + 2 * z_loss * (log + s.top)),
+                             its_dloss * divided_by<COLUMNS>(smoothing),
+                             (1 - smoothing) * its_dloss, label};
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
         const int at = column + k * STEP;
         if (at >= COLUMNS) continue;
         float d[LANES] = {};
-        if (counts) slopes_of(d, held[k], at, slopes, softcap);
+        if (counts) gradient_of(d, held[k], at, g, softcap);
         store_row(dlogits, start, at, d);
     }
     Values v;
@@ -262,7 +264,7 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
         if (counts && k < STORED) v = stored[k * THREADS + threadIdx.x];
         else if (counts) fetch_row(v, logits + start, at);
         float d[LANES] = {};
-        if (counts) slopes_of(d, v, at, slopes, softcap);
+        if (counts) gradient_of(d, v, at, g, softcap);
         store_row(dlogits, start, at, d);
     }
 }

@@ -68,11 +68,11 @@ def find_nan(
         if others is not None:
             others(op, values, result)
         last = next((names[id(array)] for array in values if id(array) in names), last)
-        slopes = {"d" + name for name in op.names}  # as of an op that finds both at once
+        gradients_of = {"d" + name for name in op.names}  # as of an op that finds both at once
         back = op.__name__.endswith("_backward")
         results = result if type(result) is tuple else (result,)
         for operand, array in zip(op.contract.outputs, results, strict=True):
-            gradient = back or operand.name in slopes
+            gradient = back or operand.name in gradients_of
             if array is None or (gradient and not gradients):
                 continue
             with at(array):

@@ -132,10 +132,10 @@ def launch_decode(
         parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
         arrived = counters(sequences * slots, like=q)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
-    told = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": apart}
-    told |= {"row_pages": keys // page, "pages": pages}
+    numbers = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": apart}
+    numbers |= {"row_pages": keys // page, "pages": pages}
     kernel[sequences * chunks, 32 * tiles.warps, size](
-        *(q, k, v, page_table, sinks, out, lse, parts, arrived, *call.operands, told)
+        *(q, k, v, page_table, sinks, out, lse, parts, arrived, *call.operands, numbers)
     )
     return out, lse
 

@@ -228,8 +228,8 @@ def attend_backward(
     q, k, v, group, sinks = scores.q, scores.k, scores.v, scores.group, scores.sinks
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
-    slopes = (scores.batch, scores.heads, 1, 1)
-    dalibi = None if scores.alibi is None else np.zeros(slopes, q.dtype, like=q)
+    by_head = (scores.batch, scores.heads, 1, 1)
+    dalibi = None if scores.alibi is None else np.zeros(by_head, q.dtype, like=q)
     delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), which the softmax takes off
     delta = delta if dlse is None else delta - dlse
     lse = np.where(lse == -math.inf, 0, lse)  # where no key is seen, p = exp(-inf) all the same

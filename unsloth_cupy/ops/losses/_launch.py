@@ -53,18 +53,18 @@ def constants(
     use: str,
     shared: int = 0,
 ) -> Constants:
-    """Return the constants of cross_entropy.cu for one of its uses: losses, slopes or both.
+    """Return the constants of cross_entropy.cu for one of its uses: losses, gradients or both.
 
     losses      short rows share a warp; 512 threads walk a long one
-    slopes      a thread has one access, and a row many blocks
+    gradients   a thread has one access, and a row many blocks
     both        the same threads as losses; two blocks on an SM where each finds room for its row
                 in registers and shared memory, or else one that takes all there is
     """
     vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
     row_threads, blocks, held, stored = _row_threads(vectors), 1, 1, 0
-    if use == "slopes":
+    if use == "gradients":
         row_threads = max(64, min(256, -(-vectors // 32) * 32))
-    threads = row_threads if row_threads > 32 or use == "slopes" else 128
+    threads = row_threads if row_threads > 32 or use == "gradients" else 128
     if use == "both":
         depth, slot = -(-vectors // row_threads), threads * access.lanes * logits.itemsize
         room = (shared // 2 - STATIC) // slot
@@ -105,7 +105,7 @@ def launch_losses(logits: Array, labels: Array, options: Options, loss: Array, l
     )
 
 
-def launch_slopes(
+def launch_gradients(
     logits: Array,
     labels: Array,
     lse: Array,
@@ -119,7 +119,7 @@ def launch_slopes(
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits, out), softcap is not None
     types = logits.dtype, out.dtype, labels.dtype
-    chosen = constants(*types, vocab, access, cap, smoothing > 0, "slopes")
+    chosen = constants(*types, vocab, access, cap, smoothing > 0, "gradients")
     threads, slack = chosen["THREADS"], access.ragged * (access.lanes - 1)
     blocks = labels.size * -(-(vocab + slack) // (threads * access.lanes))
     kernel = load("cross_entropy.cu", "cross_entropy_backward", logits, chosen)

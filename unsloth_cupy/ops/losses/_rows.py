@@ -60,7 +60,7 @@ def losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array
     return loss.reshape(labels.shape), lse.reshape(labels.shape)
 
 
-def slopes(
+def logit_gradients(
     logits: Array,
     labels: Array,
     lse: Array,
@@ -71,12 +71,12 @@ def slopes(
 ) -> Array:
     """Write the gradient of the logits to out, which may be the logits, and return it."""
     shape = labels.size, logits.shape[-1]
-    rows, made = logits.reshape(shape), out.reshape(shape)
-    target, size, seed = (a.reshape(-1) for a in (labels, lse, dloss))
-    lse_seed = None if dlse is None else dlse.reshape(-1)
+    rows, results = logits.reshape(shape), out.reshape(shape)
+    labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
+    dlse = None if dlse is None else dlse.reshape(-1)
     for part in _parts(rows):
-        also = None if lse_seed is None else lse_seed[part]
-        _slopes(rows[part], target[part], size[part], seed[part], also, options, made[part])
+        own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
+        _logit_gradients(rows[part], *own, options, results[part])
     return out
 
 
@@ -120,7 +120,7 @@ def _losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Arra
     return np.where(counts, loss, 0), lse
 
 
-def _slopes(
+def _logit_gradients(
     logits: Array,
     labels: Array,
     lse: Array,
@@ -132,20 +132,20 @@ def _slopes(
     ignore, smoothing, z_loss, softcap = options
     if not logits.size:
         return
-    z, share_of_cap = _capped(logits, softcap)
+    z, tanh = _capped(logits, softcap)
     counts, lse = labels != ignore, finite(lse)
-    weight = np.where(counts, dloss, 0)
-    share = weight * (1 + 2 * z_loss * lse)
-    share = share if dlse is None else share + dlse
+    dloss = np.where(counts, dloss, 0)
+    weight = dloss * (1 + 2 * z_loss * lse)
+    weight = weight if dlse is None else weight + dlse
     np.subtract(z, lse[:, None], out=out)
     np.exp(out, out=out)
-    out *= share[:, None]
+    out *= weight[:, None]
     if smoothing:
-        out -= (weight * (smoothing / logits.shape[-1]))[:, None]
+        out -= (dloss * (smoothing / logits.shape[-1]))[:, None]
     chosen = np.where(counts, labels, 0)
-    out[np.arange(labels.size, like=chosen), chosen] -= (1 - smoothing) * weight
-    if share_of_cap is not None:
-        np.square(share_of_cap, out=share_of_cap)
-        out *= np.subtract(1, share_of_cap, out=share_of_cap)  # the derivative of the cap
+    out[np.arange(labels.size, like=chosen), chosen] -= (1 - smoothing) * dloss
+    if tanh is not None:
+        np.square(tanh, out=tanh)
+        out *= np.subtract(1, tanh, out=tanh)  # the derivative of the cap
     if dlse is None:
         out[~counts] = 0  # whatever their logits hold, NaN too

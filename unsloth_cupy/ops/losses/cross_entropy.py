@@ -13,8 +13,8 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ._launch import launch_losses, launch_slopes
-from ._rows import Options, check_labels, check_options, losses, slopes
+from ._launch import launch_gradients, launch_losses
+from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
 def cross_entropy(
@@ -114,7 +114,7 @@ def cross_entropy_backward(
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy_backward", labels, ignore, logits.shape[-1])
     out = np.empty_like(logits, order="C")
-    return slopes(logits, labels, lse, dloss, dlse, options, out), None
+    return logit_gradients(logits, labels, lse, dloss, dlse, options, out), None
 
 
 @cross_entropy_backward.kernel
@@ -127,7 +127,7 @@ def _launch_backward(
     **options: Any,
 ) -> tuple[Array, None]:
     dlogits = empty(logits.shape, logits.dtype, like=logits)
-    launch_slopes(logits, labels, lse, dloss, dlse, Options(**options), dlogits)
+    launch_gradients(logits, labels, lse, dloss, dlse, Options(**options), dlogits)
     return dlogits, None
 
 

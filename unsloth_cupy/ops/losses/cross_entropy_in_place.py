@@ -16,7 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.in_place import check_changeable
 from ._launch import launch_both
-from ._rows import Options, check_labels, check_options, losses, slopes
+from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
 def cross_entropy_(
@@ -60,13 +60,13 @@ def cross_entropy_(
         As ``cross_entropy``; the logits are then unchanged.
     """
     check_changeable("cross_entropy_", "call cross_entropy", logits=logits)
-    seeds: Any = dloss
-    one = isinstance(seeds, numbers.Real)
+    weights: Any = dloss
+    one = isinstance(weights, numbers.Real)
     return cross_entropy_over_(
         logits,
         labels,
-        None if one else seeds,
-        scale=float(seeds) if one else 1.0,
+        None if one else weights,
+        scale=float(weights) if one else 1.0,
         ignore=ignore,
         smoothing=smoothing,
         z_loss=z_loss,
@@ -95,10 +95,10 @@ def cross_entropy_over_(
     check_labels("cross_entropy_", labels, ignore, logits.shape[-1])
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     loss, lse = losses(wide, labels, options)
-    seeds = np.full_like(loss, scale) if dloss is None else scale * dloss
+    dloss = np.full_like(loss, scale) if dloss is None else scale * dloss
     with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
-        logits[...] = slopes(
-            wide, labels, lse, seeds, None, options, np.empty_like(wide, order="C")
+        logits[...] = logit_gradients(
+            wide, labels, lse, dloss, None, options, np.empty_like(wide, order="C")
         )
     return loss
 

@@ -14,8 +14,8 @@ from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ._head import chunks, gradients
-from ._launch import launch_losses, launch_slopes
-from ._rows import Options, check_labels, check_options, losses, slopes
+from ._launch import launch_gradients, launch_losses
+from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
 def linear_cross_entropy(
@@ -95,10 +95,10 @@ def linear_cross_entropy_forward(
     """Return loss as linear_cross_entropy does, and lse, for the backward op."""
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy", labels, ignore, len(weight))
-    target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
-    loss, lse = (np.empty_like(x, wide, shape=target.shape) for _ in range(2))
+    flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
+    loss, lse = (np.empty_like(x, wide, shape=flat.shape) for _ in range(2))
     for part, logits in chunks(x, weight, max_bytes):
-        loss[part], lse[part] = losses(logits, target[part], options)
+        loss[part], lse[part] = losses(logits, flat[part], options)
     return loss.reshape(labels.shape), lse.reshape(labels.shape)
 
 
@@ -111,9 +111,9 @@ def _launch(
     **options: Any,
 ) -> tuple[Array, Array]:
     loss, lse = (empty(labels.shape, np.float32, like=x) for _ in range(2))
-    target, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
+    flat, loss_rows, lse_rows = packed(labels).reshape(-1), loss.reshape(-1), lse.reshape(-1)
     for part, logits in chunks(x, weight, max_bytes):
-        launch_losses(logits, target[part], Options(**options), loss_rows[part], lse_rows[part])
+        launch_losses(logits, flat[part], Options(**options), loss_rows[part], lse_rows[part])
     return loss, lse
 
 
@@ -136,12 +136,12 @@ def linear_cross_entropy_backward(
     """Return the gradients of x and weight; None for one that is not ``wanted``."""
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy_backward", labels, ignore, len(weight))
-    target, size, seed = (a.reshape(-1) for a in (labels, lse, dloss))
-    lse_seed = None if dlse is None else dlse.reshape(-1)
+    labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
+    dlse = None if dlse is None else dlse.reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        also = None if lse_seed is None else lse_seed[part]
-        slopes(logits, target[part], size[part], seed[part], also, options, out)
+        own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
+        logit_gradients(logits, *own, options, out)
 
     return *gradients(x, weight, max_bytes, write, beside=False, wanted=wanted), None
 
@@ -158,12 +158,12 @@ def _launch_backward(
     wanted: Set[str] | None,
     **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
-    target, size, seed = (packed(a).reshape(-1) for a in (labels, lse, dloss))
-    lse_seed = None if dlse is None else packed(dlse).reshape(-1)
+    labels, lse, dloss = (packed(array).reshape(-1) for array in (labels, lse, dloss))
+    dlse = None if dlse is None else packed(dlse).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        also = None if lse_seed is None else lse_seed[part]
-        launch_slopes(logits, target[part], size[part], seed[part], also, Options(**options), out)
+        own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
+        launch_gradients(logits, *own, Options(**options), out)
 
     beside = x.dtype != FLOAT32
     return *gradients(x, weight, max_bytes, write, beside=beside, wanted=wanted), None

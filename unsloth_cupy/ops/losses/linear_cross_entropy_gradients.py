@@ -16,7 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ._head import gradients
 from ._launch import launch_both
-from ._rows import Options, check_labels, check_options, losses, slopes
+from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
 
 @op(
@@ -69,13 +69,13 @@ def linear_cross_entropy_gradients(
     """
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy_gradients", labels, ignore, len(weight))
-    target, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
-    loss = np.empty_like(x, wide, shape=target.shape)
-    seed = np.full_like(loss, scale) if dloss is None else scale * dloss.reshape(-1)
+    flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
+    loss = np.empty_like(x, wide, shape=flat.shape)
+    scaled = np.full_like(loss, scale) if dloss is None else scale * dloss.reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        loss[part], lse = losses(logits, target[part], options)
-        slopes(logits, target[part], lse, seed[part], None, options, out)
+        loss[part], lse = losses(logits, flat[part], options)
+        logit_gradients(logits, flat[part], lse, scaled[part], None, options, out)
 
     dx, dweight = gradients(x, weight, max_bytes, write, beside=False, wanted=wanted)
     return loss.reshape(labels.shape), dx, dweight
@@ -92,12 +92,12 @@ def _launch(
     wanted: Set[str] | None,
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
-    loss, target = empty(labels.shape, np.float32, like=x), packed(labels).reshape(-1)
-    loss_rows, seed = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
+    loss, flat = empty(labels.shape, np.float32, like=x), packed(labels).reshape(-1)
+    loss_rows, dloss = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        also = None if seed is None else seed[part]
-        launch_both(logits, target[part], also, scale, Options(**options), loss_rows[part], out)
+        own = None if dloss is None else dloss[part]
+        launch_both(logits, flat[part], own, scale, Options(**options), loss_rows[part], out)
 
     dx, dweight = gradients(x, weight, max_bytes, write, beside=x.dtype != FLOAT32, wanted=wanted)
     return loss, dx, dweight

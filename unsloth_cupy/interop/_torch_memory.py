@@ -99,10 +99,16 @@ def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
 
 def allocate(size: int) -> Any:
     """Return memory of torch's allocator to CuPy, on the current GPU and stream of both."""
+    number, device = current_device()
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
     cuda = cupy().cuda
-    device = cuda.runtime.getDevice()
-    memory = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-    return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), size, memory, device), 0)
+    return cuda.MemoryPointer(cuda.UnownedMemory(memory.data_ptr(), size, memory, number), 0)
+
+
+def current_device() -> tuple[int, torch.device]:
+    """Return the number of the GPU that is CuPy's current one, and torch's name for it."""
+    number = cupy().cuda.runtime.getDevice()
+    return number, torch.device("cuda", number)
 
 
 @contextmanager

@@ -1,0 +1,62 @@
+"""What a call costs inside of torch, on tensors too small to matter."""
+
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+from unsloth_cupy import rms_norm, swiglu
+
+CALLS, ROUNDS = 200, 100
+
+
+class TinyCall:
+    """Ops on 4 x 64 float32 tensors beside the same in torch's own functions."""
+
+    unit, version = "us", "1"
+    param_names = ("op", "library", "what")
+    params = (
+        ["swiglu", "rms_norm"],
+        ["unsloth_cupy", "torch.ops.unsloth_cupy", "torch"],
+        ["without gradient", "forward", "forward and backward"],
+    )
+
+    def setup(self, op: str, library: str, what: str) -> None:
+        """Call once: the first tensor loads what torch needs."""
+        try:
+            import torch
+        except ImportError as error:
+            raise NotImplementedError("needs torch") from error
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        x = torch.randn(4, 64)
+        second = torch.randn(4, 64) if op == "swiglu" else torch.ones(64)
+        slope = torch.ones_like(x)
+        for tensor in (x, second):
+            tensor.requires_grad_(what != "without gradient")
+        rms_norm(x.detach(), torch.ones(64))
+        call = function(op, library)
+        self.call = lambda: call(x, second)
+        if what == "forward and backward":
+            self.call = lambda: torch.autograd.grad(call(x, second), (x, second), slope)
+        self.call()
+
+    def track_microseconds(self, op: str, library: str, what: str) -> float:
+        """Return the least time of a call among rounds."""
+        return min(timeit.repeat(self.call, number=CALLS, repeat=ROUNDS)) / CALLS * 1e6
+
+
+def function(op: str, library: str) -> Callable[..., Any]:
+    """Return an op as one of the libraries has it."""
+    import torch
+
+    own = torch.ops.unsloth_cupy
+    return {
+        ("swiglu", "unsloth_cupy"): swiglu,
+        ("swiglu", "torch.ops.unsloth_cupy"): own.swiglu.default,
+        ("swiglu", "torch"): lambda gate, up: torch.nn.functional.silu(gate) * up,
+        ("rms_norm", "unsloth_cupy"): rms_norm,
+        ("rms_norm", "torch.ops.unsloth_cupy"): lambda x, weight: own.rms_norm_forward.default(
+            x, weight, None, None, 1e-6, 0.0
+        )[0],
+        ("rms_norm", "torch"): lambda x, weight: torch.nn.functional.rms_norm(x, (64,), weight),
+    }[op, library]

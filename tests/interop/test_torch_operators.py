@@ -46,7 +46,7 @@ def test_every_op_is_traced_by_one_compiler():
         for call in calls:
             op = call.op
             arrays = {name: None if a is None else next(given) for name, a in call.arrays.items()}
-            keywords = {name: arrays[name] for name in op.keywords}
+            keywords = {name: arrays[name] for name in op.names[op.positional :]}
             made.append(
                 op(*[arrays[n] for n in op.names[: op.positional]], **keywords, **call.options)
             )

@@ -134,15 +134,6 @@ class TestJax:
         assert result.dtype == array.dtype
         assert (result == 2 * array).all()
 
-    @pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
-    def test_tracers_raise(self, transform: str) -> None:
-        def function(x):
-            return rms_norm(x, x).sum()
-
-        x = self.jax.numpy.ones((3, 3) if transform == "vmap" else 3)
-        with pytest.raises(FrameworkError, match=r"x is traced .*pure_callback"):
-            getattr(self.jax, transform)(function)(x)
-
     def test_mixing_raises(self) -> None:
         with pytest.raises(FrameworkError, match=r"a from jax .*, b from numpy cpu"):
             add(self.jax.numpy.ones(3), np.ones(3, np.float32))
@@ -256,7 +247,7 @@ class TestDlpack:
         assert add(lent, lent).tolist() == [0, 2, 4]
 
     def test_mixing_raises(self) -> None:
-        with pytest.raises(FrameworkError, match="a from tests , b from numpy cpu"):
+        with pytest.raises(FrameworkError, match="a from tests, b from numpy cpu"):
             add(Lent(np.ones(3)), np.ones(3))
 
 

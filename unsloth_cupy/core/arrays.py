@@ -28,7 +28,7 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
     for name, array in zip(names, arrays, strict=False):
         if array is not None and type(array) is not int:
             library = framework_of(array, f"{op}: {name}")
-            places[name] = f"{library} {getattr(array, 'device', '')}"
+            places[name] = f"{library} {getattr(array, 'device', '')}".strip()
     if len(set(places.values())) > 1:
         listed = ", ".join(f"{name} from {place}" for name, place in places.items())
         raise FrameworkError(

@@ -27,5 +27,11 @@ def _torch(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
     return torch.run(op, arrays, options)
 
 
+def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
+    from . import jax
+
+    return jax.run(op, arrays, options)
+
+
 _enter("torch", "._torch_memory", _torch)
-_enter("jax", "._jax_arrays")
+_enter("jax", "._jax_arrays", _jax)

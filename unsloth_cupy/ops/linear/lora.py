@@ -97,12 +97,14 @@ def lora_linear_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return y as lora_linear does, given DoRA's factor; and ``low``, for the backward op."""
-    philox.check("lora_linear", dropout, seed)
     rows = flat(x)
     seen = _dropped(rows, dropout, seed)
     low = gemm(seen, a.astype(x.dtype, copy=False).T)
     y = raised(rows, seen, weight, low, b, bias, factor, scale)
     return y.reshape(*x.shape[:-1], len(weight)), low.reshape(*x.shape[:-1], len(a))
+
+
+lora_linear_forward.require(philox.check)
 
 
 @lora_linear_forward.gradient(widen=False)

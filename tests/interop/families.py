@@ -1,0 +1,131 @@
+"""Tiny random models of transformers, and one step of training."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NINE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.5},
+    "olmo2": {},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "bloom": {},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"sliding_window": 5, "logit_scale": 0.3},
+    "diffllama": {},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 5},
+    "glm": {},
+    "glm4": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": {},
+    "gpt_oss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "granitemoe": {"num_local_experts": 2, "num_experts_per_tok": 1, "logits_scaling": 2.0},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "lfm2": {},
+    "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96},
+    "ministral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 2, "output_router_logits": True},
+    "mpt": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo3": {"sliding_window": 5},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {"dropout": 0.0},
+    "persimmon": {},
+    "phi": {},
+    "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 32},
+    "qwen3_moe": ROUTED,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 5},
+}
+Step = dict[str, torch.Tensor]
+
+
+def model_of(family: str, **options: Any) -> Any:
+    """Return a model whose parameters are all random, those of norms too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **SIZES | (NINE | OTHERS)[family] | options)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.train()
+
+
+def texts(scene: str) -> dict[str, Any]:
+    """Return two texts: padded on the ``left`` or ``right``, ``whole``, or ``packed`` of two."""
+    tokens = torch.arange(48).reshape(2, 24) * 7 % 94 + 3
+    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+    if scene == "packed":
+        places = torch.cat([torch.arange(10), torch.arange(14)])
+        return given | {"position_ids": places.expand(2, -1).contiguous()}
+    if scene in ("left", "right"):
+        padding = slice(7) if scene == "left" else slice(-7, None)
+        given["attention_mask"] = torch.ones_like(tokens)
+        given["attention_mask"][0, padding] = 0
+        given["labels"][0, padding] = -100
+        if scene == "left":
+            given["labels"][0, 7] = -100  # a row of padding, which sees no key, predicts it
+    return given
+
+
+def step(model: Any, scene: str = "left", call: Any = None) -> Step:
+    """Return the loss and the gradients of a step."""
+    model.zero_grad()
+    loss = (model if call is None else call)(**texts(scene)).loss
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return grads | {"loss": loss.detach()}
+
+
+def double(model: Any, scene: str) -> Step:
+    """Return the same step in float64."""
+    return step(copy.deepcopy(model).double(), scene)
+
+
+def check(found: Step, plain: Step, model: Any, scene: str) -> None:
+    """Raise where a patched step is not that of the model, which is unpatched by now.
+
+    Where a gradient is a small rest of a sum, it may be as far from float64 as the model's own.
+    """
+    assert found.keys() == plain.keys()
+    exact: Step = {}
+    for name, expected in plain.items():
+        error = (found[name] - expected).abs().max()
+        size = expected.abs().max()
+        if name == "loss":
+            assert error <= 1e-6 * max(1.0, float(size)), (scene, float(error))
+        elif error > 5e-6 * size:
+            exact = exact or double(model, scene)
+            rest = (expected - exact[name]).abs().max()
+            assert error <= 4 * rest, (scene, name, float(error / size), float(rest / size))

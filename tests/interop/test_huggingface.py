@@ -1,0 +1,158 @@
+"""Patched models of transformers give what they gave, in every family."""
+
+import copy
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
+
+from unsloth_cupy.interop.huggingface import PARTS, patch, unpatch  # noqa: E402
+
+from ..sample import Sample  # noqa: E402
+from .families import NINE, OTHERS, check, model_of, step, texts  # noqa: E402
+
+SCENES = ("left", "right", "whole", "packed")
+WHOLE = {"norm", "mlp", "rotary", "attention", "loss"}
+SOME = [*OTHERS] if Sample.all else [*OTHERS][Sample.day % 3 :: 3]
+ALL_EXPERTS = {"gpt_oss": 2, "llama4_text": 2, "granitemoe": 2, "olmoe": 4, "qwen3_moe": 4}
+
+
+@pytest.mark.parametrize("family", [*NINE, *SOME])
+def test_losses_and_gradients_are_the_models_own(family):
+    model = model_of(family)
+    scenes = SCENES if family in NINE or Sample.all else SCENES[Sample.day % 2 :: 2]
+    before = {scene: step(model, scene) for scene in scenes}
+    report = patch(model)
+    after = {scene: step(model, scene) for scene in scenes}
+    unpatch(model)
+    for scene in scenes:
+        check(after[scene], before[scene], model, scene)
+    again = step(model, scenes[0])
+    assert all(torch.equal(again[name], value) for name, value in before[scenes[0]].items())
+    taken = report.taken.keys()
+    assert "norm" in taken or "norm" in report.left
+    if family in NINE:
+        assert taken >= WHOLE
+
+
+@pytest.mark.parametrize("family", [*NINE, *SOME])
+def test_16_bits_are_no_further_from_32_than_before(family):
+    experts = ALL_EXPERTS.get(family)  # rounding may choose others: no measure of an error
+    options = {} if experts is None else {"num_experts_per_tok": experts}
+    for dtype in (torch.bfloat16, torch.float16):
+        model = model_of(family, **options).to(dtype)
+        wide = copy.deepcopy(model).float()
+        exact, before = step(wide), step(model)
+        taken = patch(model).taken
+        assert taken == patch(wide).taken
+        assert distance(step(model), exact) <= 1.25 * distance(before, exact)
+
+
+def distance(found, exact):
+    return sum(float(((found[n].float() - grad) ** 2).sum()) for n, grad in exact.items()) ** 0.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt_oss", "mistral"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}],
+    ids=["dynamic", "static", "none", "beams"],
+)
+def test_generated_tokens_are_equal(family, options):
+    model, tokens = model_of(family).eval(), torch.arange(3, 15).repeat(2, 1)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask, **options}
+    plain = model.generate(tokens, **options)
+    patch(model)
+    assert torch.equal(model.generate(tokens, **options), plain)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_are_chosen(part):
+    model = model_of("qwen3")
+    before = step(model)
+    report = patch(model, parts=[part])
+    expected = {} if part in ("lora", "residual") else {part}
+    assert {*report.taken} == {*expected}
+    after = step(model)
+    unpatch(model)
+    check(after, before, model, "left")
+
+
+def test_a_report_is_a_table():
+    report = patch(model_of("mixtral"))
+    lines = str(report).splitlines()
+    assert lines[0] == "MixtralForCausalLM"
+    assert lines[2].split() == ["norm", "MixtralRMSNorm", "5", "taken"]
+    assert any(line.startswith("mlp") and "experts are left alone" in line for line in lines)
+    assert report.taken["attention"] == 1
+    assert "experts" in report.left["mlp"]
+
+
+def test_evaluation_gives_logits_and_training_gives_none():
+    model = model_of("gemma2")
+    plain = model.eval()(**texts("whole"))
+    patch(model)
+    found = model(**texts("whole"))
+    torch.testing.assert_close(found.logits, plain.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.loss, plain.loss)
+    assert model.train()(**texts("whole")).logits is None
+    assert model(input_ids=texts("whole")["input_ids"]).logits is not None
+
+
+def test_losses_of_routers_are_added():
+    model = model_of("mixtral", router_aux_loss_coef=10.0)
+    before = model(**texts("whole"))
+    patch(model)
+    after = model(**texts("whole"))
+    torch.testing.assert_close(after.loss, before.loss)
+    torch.testing.assert_close(after.aux_loss, before.aux_loss)
+    assert before.aux_loss > 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(9)},
+        {"shift_labels": texts("whole")["labels"].roll(1, 0)},
+        {"logits_to_keep": torch.arange(24)},
+        {"return_dict": False},
+        {"ignore_index": 5},
+        {"output_hidden_states": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_a_loss_keep_their_meaning(options):
+    model = model_of("cohere")
+    before = model(**texts("whole"), **options)
+    patch(model)
+    after = model(**texts("whole"), **options)
+    torch.testing.assert_close(after[0], before[0])
+
+
+def test_masks_are_not_queries_by_keys(monkeypatch):
+    from unsloth_cupy.interop.huggingface import _attention
+
+    model = model_of("gemma3_text")
+    patch(model)
+    seen = []
+    attend = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["attention_mask"]), with_kwargs=True
+    )
+    monkeypatch.setattr(_attention, "sdpa_mask", None)
+    for scene in SCENES:
+        step(model, scene)
+    attend.remove()
+    assert [None if mask is None else (*mask.shape,) for mask in seen] == [
+        (2, 24), (2, 24), None, (5,)
+    ]  # fmt: skip
+
+
+def test_warnings_stay_away():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(model_of("llama"))

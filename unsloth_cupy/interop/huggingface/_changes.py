@@ -1,0 +1,69 @@
+"""What was changed of a model, so that all of it can be changed back."""
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ...errors import ConfigError
+
+HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they call
+
+
+class Nothing:
+    """Stands for an attribute that is not there; a class is the same in a deep copy."""
+
+
+class Change(NamedTuple):
+    """One attribute of an object: what it is now, and what it was."""
+
+    owner: Any
+    name: str
+    now: Any
+    before: Any
+
+
+class Changes(list[Change]):
+    """Attributes of modules and configs that were changed, in order."""
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object itself, past its class."""
+        before = vars(owner).get(name, Nothing)
+        vars(owner)[name] = value
+        self.append(Change(owner, name, value, before))
+
+    def forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """Let a module call a function as its forward, under the hooks of accelerate."""
+        self.set(module, place_of(module), types.MethodType(function, module))
+
+    def since(self, count: int) -> None:
+        """Undo all but the first changes."""
+        while len(self) > count:
+            owner, name, _, before = self.pop()
+            if before is Nothing:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before
+
+    def check(self) -> None:
+        """Raise where somebody else has changed the same since: undoing would undo that too."""
+        last = {(id(owner), name): (owner, name, now) for owner, name, now, _ in self}
+        for owner, name, now in last.values():
+            if vars(owner).get(name, Nothing) != now and isinstance(owner, nn.Module):
+                raise ConfigError(
+                    f"unpatch: {name} of {type(owner).__name__} was replaced after patch(), by"
+                    " another library; undo that first, as accelerator.unwrap_model does"
+                )
+
+
+def place_of(module: nn.Module) -> str:
+    """Return the attribute that holds what a module computes."""
+    return HOOKED if HOOKED in vars(module) else "forward"
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Say whether a module computes what its class says, and nobody has replaced that."""
+    if HOOKED in vars(module):
+        return vars(module)[HOOKED] == types.MethodType(type(module).forward, module)
+    return "forward" not in vars(module)

@@ -1,0 +1,175 @@
+"""The loss of a language model without its logits, computed inside the head's own forward.
+
+In training with labels the head returns zeros whose gradient is that of the summed loss, and the
+model's own forward goes on with them as if they were logits: it scales or caps them, which leaves
+zeros, adds the losses of routers, and asks its loss function.  That adds the value of the sum:
+
+    loss = (sum + (f(zeros) - f(zeros)) / f'(0)) / labels        f: what happens to logits
+
+So hooks of the head see all of its work, and its weight is read inside of its forward alone.
+"""
+
+import functools
+import math
+import types
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from ..torch import linear_cross_entropy
+from ._changes import Changes, own_forward
+from ._trials import Refused, Texts, near
+
+IGNORE, STATE = -100, "_unsloth_cupy_loss"
+HOST_BYTES = 2**24  # of logits at a time on a CPU, where a product is as fast in parts
+
+
+class State:
+    """What the head and the model tell each other of one step."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+        self.labels: Any = None  # shifted; the head takes them
+        self.total: Any = None  # the sum of the losses, without a gradient
+
+
+class Logits(NamedTuple):
+    """What a model does to logits: ``softcap * tanh(scale * x / softcap)``."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, x: Any) -> Any:
+        cap = self.softcap
+        return x * self.scale if cap is None else cap * torch.tanh(x * self.scale / cap)
+
+
+def take(changes: Changes, model: Any, texts: Texts) -> None:
+    """Take the loss of a model over; raise Refused where that is not proven."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or not own_forward(head):
+        raise Refused(f"its head is {type(head).__name__}, or replaced")
+    if head._parameters.get("bias") is not None:
+        raise Refused("its head has a bias")
+    if not own_forward(model) or "_loss_function" in vars(model):
+        raise Refused("another library replaced its forward or its loss")
+    expected = _steps(model, texts)
+    logits, state = _probe(changes, model, head, texts), State(head)
+    for owner in (model, head):
+        changes.set(owner, STATE, state)
+    changes.forward(head, _head(logits))
+    changes.forward(model, _model(type(model).forward))
+    changes.set(model, "_loss_function", types.MethodType(_loss(logits.scale), model))
+    vars(model)["training"] = True  # of the outermost module alone: no dropout
+    try:
+        found = _steps(model, texts)
+    finally:
+        vars(model)["training"] = False
+    if not near(
+        found, expected, torch.float32 if head.weight.dtype.itemsize > 2 else torch.float16
+    ):
+        raise Refused("it is not the cross entropy of its logits")
+
+
+def _steps(model: Any, texts: Texts) -> list[torch.Tensor]:
+    """Return losses: averaged, over a number of labels, and of labels that are shifted already."""
+    shifted = pad(texts.labels, (0, 1), value=IGNORE)[:, 1:].roll(1, 0)
+    others: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"shift_labels": shifted}]
+    return [texts.run(model, labels=texts.labels, **other).loss for other in others]
+
+
+def _probe(changes: Changes, model: Any, head: Any, texts: Texts) -> Logits:
+    """Find what a model does to logits, by handing it some instead of the head's."""
+    ramp = torch.linspace(-60, 60, head.weight.shape[0], dtype=torch.float64)
+    ramp[:4] = torch.tensor([0, 1e-2, 1.0, 1e9])
+    count = len(changes)
+    changes.forward(head, lambda self, x: ramp.to(x.device).expand(*x.shape[:-1], -1))
+    found = texts.run(model).logits[0, 0].double().cpu()
+    changes.since(count)
+    zero, low, one, high = found[:4].tolist()
+    if zero != 0 or low == 0:
+        raise Refused("its logits are not those of its head")
+    if high < 1e6 * one:
+        scale = high * math.atanh(low / high) / 1e-2
+        logits = Logits(_rounded(scale), _rounded(high))
+    else:
+        logits = Logits(_rounded(one), None)
+    if not near(found, logits(ramp), torch.float32):
+        raise Refused("its logits are more than scaled and capped")
+    return logits
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.7g}")
+
+
+def _head(logits: Logits) -> Any:
+    def forward(self: Any, x: Any) -> Any:
+        state = vars(self)[STATE]
+        labels, state.labels = state.labels, None
+        if labels is None:
+            return linear(x, self.weight)
+        x = x if logits.scale == 1 else x * logits.scale
+        most = None if x.is_cuda else HOST_BYTES
+        labels = labels.to(x.device)
+        rows = linear_cross_entropy(x, self.weight, labels, softcap=logits.softcap, max_bytes=most)
+        total = rows.sum()
+        state.total = total.detach()
+        return (total - state.total).expand(*x.shape[:-1], 1)
+
+    return forward
+
+
+def _model(plain: Any) -> Any:
+    @functools.wraps(plain)  # whose parameters trainers read
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        labels, state = given.get("labels"), vars(self)[STATE]
+        if labels is None or not self.training or not _simple(given) or not _whole(self, state):
+            return plain(self, *args, **given)
+        shifted = given.get("shift_labels")
+        state.labels = pad(labels, (0, 1), value=IGNORE)[..., 1:] if shifted is None else shifted
+        try:
+            found = plain(self, *args, **given)
+        finally:
+            state.labels = state.total = None
+        found.logits = None
+        return found
+
+    return forward
+
+
+def _simple(given: dict[str, Any]) -> bool:
+    """Say whether a call asks for the loss of all its labels, and for a named result."""
+    keep = given.get("logits_to_keep", 0)
+    return (
+        isinstance(keep, int)
+        and keep == 0
+        and given.get("return_dict") is not False
+        and "ignore_index" not in given
+    )
+
+
+def _whole(model: Any, state: State) -> bool:
+    """Say whether the head is all of the head: adapters around it add to its logits."""
+    head = model.get_output_embeddings()
+    return head is state.head or [*head.parameters()] == [*state.head.parameters()]
+
+
+def _loss(scale: float) -> Any:
+    def loss(self: Any, logits: Any, labels: Any, vocab_size: int, **given: Any) -> Any:
+        total = vars(self)[STATE].total
+        if total is None:
+            plain: Any = LOSS_MAPPING.get(self.loss_type, ForCausalLMLoss)
+            return plain(logits=logits, labels=labels, vocab_size=vocab_size, **given)
+        count = given.get("num_items_in_batch")
+        if count is None:
+            shifted = given.get("shift_labels")
+            shifted = labels[..., 1:] if shifted is None else shifted
+            count = (shifted != IGNORE).sum()
+        zero = logits[(0,) * logits.ndim] / scale
+        return (total + zero) / (count.to(total.device) if torch.is_tensor(count) else count)
+
+    return loss

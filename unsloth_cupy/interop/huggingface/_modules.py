@@ -1,0 +1,179 @@
+"""Parts that are one module: norms, gated MLPs, embeddings, layers of LoRA.
+
+Each function here looks at a module's structure.  It returns what may stand in for its forward and
+the trial that decides, None where the module is another part, or raises Refused with the reason.
+Functions that are put on modules hold constants alone, so that a deep copy calls its own modules.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..torch import (
+    embedding,
+    geglu,
+    layer_norm_forward,
+    lora_linear,
+    rms_norm_forward,
+    swiglu,
+)
+from ._trials import Refused, agree, draw
+
+Forward = Callable[..., Any]
+GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+
+
+class Candidate(NamedTuple):
+    """What may stand in for a forward; a trial calls the module with some parameters replaced."""
+
+    forwards: list[Forward]
+    sample: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    dtype: torch.dtype
+
+    def run(self, module: nn.Module) -> Any:
+        """Return what a module gives for the sample."""
+        return torch.func.functional_call(module, self.parameters, (self.sample,))
+
+
+def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
+    """Return the formulas that may be a norm's: they are tried with random weights, in float32."""
+    held = vars(module)
+    eps = held.get("variance_epsilon", held.get("eps"))
+    named = "Norm" in type(module).__name__ and "Batch" not in type(module).__name__
+    if module._modules or not (named or isinstance(eps, float)):
+        return None
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or weight.ndim != 1 or not isinstance(eps, float):
+        raise Refused("not one vector of weights and an eps")
+    random = {
+        n: draw(*p.shape).to(p.device) for n, p in module._parameters.items() if p is not None
+    }
+    forwards = [_layer_norm(eps)]
+    if bias is None:
+        forwards = [_rms_norm(eps, 0.0), _rms_norm(eps, 1.0), *forwards]
+    return Candidate(forwards, draw(3, *weight.shape).to(weight.device), random, torch.float32)
+
+
+def _rms_norm(eps: float, offset: float) -> Forward:
+    def forward(self: Any, x: Any, residual: Any = None) -> Any:
+        y, h, _ = rms_norm_forward(x, self.weight, residual, eps=eps, offset=offset)
+        return y if residual is None else (y, h)
+
+    return forward
+
+
+def _layer_norm(eps: float) -> Forward:
+    def forward(self: Any, x: Any, residual: Any = None) -> Any:
+        bias = getattr(self, "bias", None)
+        y, h, _, _ = layer_norm_forward(x, self.weight, bias, residual, eps=eps)
+        return y if residual is None else (y, h)
+
+    return forward
+
+
+def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
+    """Return a gated MLP: its activation is tried from -8 to 8 first, where formulas differ."""
+    names = module._modules.keys()
+    if "Experts" in type(module).__name__ and module._parameters:
+        raise Refused("experts are left alone")
+    act: Any = next(
+        (getattr(module, name, None) for name in ACTIVATIONS if hasattr(module, name)), None
+    )
+    if act is None or not any(
+        isinstance(m, nn.Linear) or hasattr(m, "in_features") for m in module.children()
+    ):
+        return None
+    if not any(gated <= names for gated in GATED):
+        raise Refused("no gate and up around one activation")
+    fused = "gate_up_proj" in names
+    into: Any = module.gate_up_proj if fused else module.gate_proj
+    gates = [gate for gate in (swiglu, _geglu(True), _geglu(False)) if _is_gate(act, gate)]
+    if not gates:
+        raise Refused(f"its activation is {type(act).__name__}")
+    device = next(module.parameters()).device
+    sample = draw(1, into.in_features).to(device, dtype)
+    return Candidate([_gated(gate, fused) for gate in gates], sample, {}, dtype)
+
+
+def _geglu(approximate: bool) -> Forward:
+    return lambda gate, up: geglu(gate, up, approximate=approximate)
+
+
+def _is_gate(act: Any, gate: Forward) -> bool:
+    wide = torch.linspace(-8, 8, 999)
+    return agree(act, lambda x: gate(x, torch.ones_like(x)), [wide], torch.float32)
+
+
+def _gated(gate: Forward, fused: bool) -> Forward:
+    def forward(self: Any, x: Any) -> Any:
+        if fused:
+            return self.down_proj(gate(*self.gate_up_proj(x).chunk(2, -1)))
+        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def table(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
+    """Return an embedding that is nothing but a table."""
+    if not isinstance(module, nn.Embedding):
+        return None
+    if type(module).forward is not nn.Embedding.forward:
+        raise Refused("it does more than look up")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise Refused("its gradient is sparse, scaled or its rows are bounded")
+    tokens = torch.arange(min(5, module.num_embeddings), device=module.weight.device)
+    return Candidate([_looked_up(module.padding_idx)], tokens, {}, dtype)
+
+
+def _looked_up(padding: int | None) -> Forward:
+    def forward(self: Any, tokens: Any) -> Any:
+        x = embedding(tokens, self.weight)
+        if padding is None or not x.requires_grad:
+            return x
+        return torch.where((tokens == padding)[..., None], x.detach(), x)  # its row learns nothing
+
+    return forward
+
+
+def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
+    """Return a linear layer of peft with one plain adapter, tried with random ones."""
+    if not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
+        return None
+    layer: Any = module
+    if type(layer.base_layer) is not nn.Linear:
+        raise Refused(f"around {type(layer.base_layer).__name__}, which is not a linear layer")
+    if layer.lora_variant or any(layer.lora_bias.values()):
+        raise Refused("a variant of LoRA, or one with biases")
+    random = {
+        f"{side}.{name}.weight": draw(*each.weight.shape, like=each.weight)
+        for side in ("lora_A", "lora_B")
+        for name, each in getattr(layer, side).items()
+    }
+    weight = layer.base_layer.weight
+    return Candidate(
+        [_adapted(type(layer).forward)], draw(2, layer.in_features, like=weight), random, dtype
+    )
+
+
+def _adapted(plain: Forward) -> Forward:
+    def forward(self: Any, x: Any, *args: Any, **given: Any) -> Any:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        simple = len(active) == 1 and active[0] not in self.lora_variant
+        if not simple or args or given or self.disable_adapters or self.merged:
+            return plain(self, x, *args, **given)
+        base, a, b = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
+        if a.weight.ndim != 2 or base.weight.ndim != 2:  # ZeRO holds them until their own forward
+            return plain(self, x)
+        dropout = self.lora_dropout[active[0]]
+        share = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0
+        seed = torch.randint(2**62, ()) if share else None
+        return lora_linear(
+            x, base.weight, a.weight, b.weight, scale=self.scaling[active[0]], bias=base.bias,
+            dropout=share, seed=seed,
+        )  # fmt: skip
+
+    return forward

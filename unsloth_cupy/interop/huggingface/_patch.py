@@ -1,0 +1,219 @@
+"""``patch`` and ``unpatch``: parts are tried one after the other, and what fails is undone."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import ConfigError, FrameworkError
+from . import _attention, _loss, _modules, _residual, _rotary
+from ._changes import Changes, own_forward
+from ._report import Report
+from ._trials import Refused, Texts, at_rest, near
+
+MARK = "_unsloth_cupy"
+ALONE = {
+    "norm": _modules.norm,
+    "mlp": _modules.mlp,
+    "embedding": _modules.table,
+    "lora": _modules.lora,
+}
+PARTS = (*ALONE, "rotary", "attention", "residual", "loss")
+
+
+def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
+    """Let a model of transformers compute with the library's ops.
+
+    A part is taken over where its structure is known and a trial on random numbers gives what the
+    part itself gives.  A model that is patched already is patched anew.  Whatever goes wrong, the
+    model is left as it was.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Or a module around one, such as a model of peft.
+    parts : iterable of str, optional
+        Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``rotary``, ``attention``,
+        ``residual`` (an addition and the norm behind it) and ``loss``; all where absent.
+
+    Returns
+    -------
+    report : Report
+        What was taken, and what was left and why; ``print(report)`` shows a table.
+
+    Raises
+    ------
+    FrameworkError
+        This is not a model of transformers, or its weights are where no op can read them.
+    ConfigError
+        There is no such part.
+    """
+    chosen = _chosen(parts)
+    inner = _inner("patch", model)
+    _check_weights(inner)
+    if MARK in vars(inner):
+        unpatch(model)
+    changes, report = Changes(), Report(type(inner).__name__)
+    try:
+        with at_rest(model):
+            _Patching(inner, changes, report, chosen).run()
+    except BaseException:
+        changes.since(0)
+        raise
+    vars(inner)[MARK] = changes
+    return report
+
+
+def unpatch(model: Any) -> None:
+    """Give a model its own parts back, to equal bits; a model that was not patched stays as it is.
+
+    Raises
+    ------
+    FrameworkError
+        This is not a model of transformers.
+    ConfigError
+        Another library has replaced a patched part since; nothing is undone.
+    """
+    inner = _inner("unpatch", model)
+    changes: Changes | None = vars(inner).get(MARK)
+    if changes is not None:
+        changes.check()
+        changes.since(0)
+        del vars(inner)[MARK]
+
+
+def _chosen(parts: Iterable[str] | None) -> set[str]:
+    chosen = set(PARTS if parts is None else [parts] if isinstance(parts, str) else parts)
+    if unknown := sorted(map(str, chosen - {*PARTS})):
+        raise ConfigError(f"patch: parts={unknown} are not known; choose from {', '.join(PARTS)}")
+    return chosen
+
+
+def _inner(call: str, model: Any) -> Any:
+    """Return the outermost model of transformers in a module."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    for module in modules:
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise FrameworkError(
+        f"{call}: {type(model).__name__} is not a model of transformers, nor is there one in it;"
+        " pass what from_pretrained returned"
+    )
+
+
+def _check_weights(model: Any) -> None:
+    """Raise for weights that no op can read."""
+    for name, weight in model.named_parameters():
+        kind, place = type(weight.data).__name__, weight.device.type
+        if kind == "DTensor":
+            cure = "patch the model before it is sharded (fully_shard, tensor parallel)"
+            raise FrameworkError(f"patch: {name} is a DTensor, a shard of a weight; {cure}")
+        if place not in ("cpu", "cuda"):
+            cure = "load the weights" if place == "meta" else "move the model to a CPU or a GPU"
+            raise FrameworkError(f"patch: {name} is on {place}, where no op runs; {cure} first")
+    places = {str(weight.device) for weight in model.parameters()}
+    if len(places) > 1 and not hasattr(model, "hf_device_map"):
+        there = ", ".join(sorted(places))
+        cure = "bring it to one, or load it with device_map"
+        raise FrameworkError(f"patch: the weights of the model are on {there}; {cure}")
+
+
+class _Patching:
+    """One run of ``patch``."""
+
+    def __init__(self, model: Any, changes: Changes, report: Report, parts: set[str]) -> None:
+        self.model, self.changes, self.report, self.parts = model, changes, report, parts
+        self.notes: dict[nn.Module, list[Any]] = {}
+
+    def run(self) -> None:
+        for part in ALONE:
+            if part in self.parts:
+                self.alone(part)
+        whole = [part for part in PARTS if part in self.parts and part not in ALONE]
+        if not whole:
+            return
+        try:
+            self.texts = Texts(self.model)
+            self.notes = self.record()
+        except Exception as error:
+            for part in whole:
+                why = f"the model does not run on tokens alone: {_line(error)}"
+                self.report.add(part, type(self.model).__name__, why)
+            return
+        for part in whole:
+            getattr(self, part)()
+
+    def attempt(self, part: str, module: nn.Module, work: Callable[[], None]) -> None:
+        """Take a part over, or undo all of it and note why."""
+        count, name = len(self.changes), type(module).__name__
+        try:
+            work()
+        except Exception as error:
+            self.changes.since(count)
+            why = str(error) if isinstance(error, Refused) else f"a trial fails: {_line(error)}"
+            self.report.add(part, name, why)
+        else:
+            self.report.add(part, name)
+
+    def alone(self, part: str) -> None:
+        """Take over the modules that are a part by themselves."""
+        for module in [*self.model.modules()]:
+            try:
+                candidate = ALONE[part](module, self.model.dtype)
+            except Refused as refused:
+                self.report.add(part, type(module).__name__, str(refused))
+                continue
+            if candidate is not None:
+                self.attempt(part, module, partial(self.put, module, candidate))
+
+    def put(self, module: nn.Module, candidate: _modules.Candidate) -> None:
+        if not own_forward(module):
+            raise Refused("another library replaced its forward")
+        expected, count = candidate.run(module), len(self.changes)
+        for forward in candidate.forwards:
+            self.changes.forward(module, forward)
+            try:
+                if near(candidate.run(module), expected, candidate.dtype):
+                    return
+            except Exception:  # another structure than it seems
+                pass
+            self.changes.since(count)
+        raise Refused("no formula known gives the same")
+
+    def record(self) -> dict[nn.Module, list[Any]]:
+        """Run the model once; return what rotary functions are given."""
+        count, notes = len(self.changes), {}
+        try:
+            for module in self.model.modules():
+                if "rotary" in self.parts and _rotary.named(module) and own_forward(module):
+                    notes[module] = _rotary.record(self.changes, module)
+            self.texts.run(self.model)
+        finally:
+            self.changes.since(count)
+        return notes
+
+    def rotary(self) -> None:
+        for module, notes in self.notes.items():
+            self.attempt("rotary", module, partial(_rotary.take, self.changes, module, notes))
+
+    def attention(self) -> None:
+        work = partial(_attention.take, self.changes, self.model, self.texts)
+        self.attempt("attention", self.model, work)
+
+    def residual(self) -> None:
+        layers = {m: f for m in self.model.modules() if (f := _residual.forward_of(m))}
+        calls = self.texts.observe(self.model, layers)
+        for layer, forward in layers.items():
+            work = partial(_residual.take, self.changes, layer, forward, calls[layer], self.texts)
+            self.attempt("residual", layer, work)
+
+    def loss(self) -> None:
+        work = partial(_loss.take, self.changes, self.model, self.texts)
+        self.attempt("loss", self.model, work)
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]

@@ -1,0 +1,61 @@
+"""A residual and the norm behind it in one pass: layers that add a branch, then norm the sum."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ._changes import Changes, own_forward
+from ._trials import Call, Refused, Texts, near
+
+ATTENTION, MLP = "self_attn", "mlp"
+BEFORE = {"input_layernorm", "post_attention_layernorm", ATTENTION, MLP}
+AROUND = BEFORE | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward of a layer whose parts have these names, None for other modules."""
+    names = {
+        name for name, child in module.named_children() if any(True for _ in child.parameters())
+    }
+    if names == BEFORE:
+        return _layer("post_attention_layernorm", None, None)
+    if names == AROUND:
+        return _layer(
+            "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+        )
+    return None
+
+
+def take(
+    changes: Changes, layer: nn.Module, forward: Callable[..., Any], call: Call, texts: Texts
+) -> None:
+    """Take a layer over; raise Refused where its norm was left, or it gives something else."""
+    middle: Any = (
+        getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
+    )
+    if own_forward(middle):
+        raise Refused("its norm was left")
+    if not own_forward(layer):
+        raise Refused("another library replaced its forward")
+    changes.forward(layer, forward)
+    found, expected = call.again(layer), call.found
+    if type(found) is not type(expected) or not near(
+        texts.kept(found), texts.kept(expected), texts.kept(expected).dtype
+    ):
+        raise Refused("it is more than branches that are added")
+
+
+def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Any, **given: Any) -> Any:
+        if self.training and getattr(self, "gradient_checkpointing", False):
+            return type(self).forward(self, hidden_states, **given)  # which checkpoints
+        branch = self.input_layernorm(hidden_states)
+        branch = self.self_attn(hidden_states=branch, **given)[0]
+        if after_attention:
+            branch = getattr(self, after_attention)(branch)
+        branch, stream = getattr(self, middle)(branch, residual=hidden_states)
+        branch = self.mlp(branch)
+        return stream + (getattr(self, after_mlp)(branch) if after_mlp else branch)
+
+    return forward

@@ -1,0 +1,102 @@
+"""Rotary positions: modules whose forward calls a function that turns queries and keys.
+
+Such a forward is copied with other globals, in which that function is an op's.  What the model
+hands to the function is recorded once; the ways to read its tables are tried on that.
+"""
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch import rope_qk
+from ._changes import Changes
+from ._trials import Refused, agree
+
+NAMES = ("apply_rotary_pos_emb", "apply_rotary_emb")
+Turn = Callable[..., Any]
+
+
+def named(module: nn.Module) -> str | None:
+    """Return the name by which a module's forward calls the function."""
+    forward = type(module).forward
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    known = [name for name in NAMES if name in names and name in forward.__globals__]
+    return known[0] if len(known) == 1 else None
+
+
+def with_function(module: nn.Module, function: Turn) -> Callable[..., Any]:
+    """Return a module's forward that calls another function to turn queries and keys."""
+    forward: Any = type(module).forward
+    scope = forward.__globals__ | {named(module): function}
+    del scope["__name__"]  # by which torch.compile would look the globals of the module up
+    made: Any = types.FunctionType(
+        forward.__code__, scope, "forward", forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__, made.__signature__ = forward.__kwdefaults__, inspect.signature(forward)
+    return made
+
+
+def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
+    """Let a module note what it hands to the function; return the notes."""
+    forward: Any = type(module).forward
+    function, notes = forward.__globals__[named(module)], []
+
+    def noting(*given: Any, **options: Any) -> Any:
+        notes.append((function, given, options))
+        return function(*given, **options)
+
+    changes.forward(module, with_function(module, noting))
+    return notes
+
+
+def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> None:
+    """Let a module turn in the first way that gives what was noted; raise Refused for none."""
+    if not notes:
+        raise Refused("it turns nothing")
+    function, given, options = notes[0]
+    wide = [a.float() if a.is_floating_point() else a for a in given]
+    for way in WAYS:
+        if agree(partial(function, **options), partial(way, **options), wide, torch.float32):
+            changes.forward(module, with_function(module, way))
+            return
+    raise Refused(f"{function.__name__} turns in another way")
+
+
+def _split(table: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "whole":
+        return table
+    return table[..., ::2] if layout == "neighbours" else table[..., : table.shape[-1] // 2]
+
+
+def _way(layout: str, interleaved: bool) -> Turn:
+    def turn(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        cos, sin = _split(cos, layout), _split(sin, layout)
+        if unsqueeze_dim == 2:
+            return _turned(q, k, cos, sin, interleaved)
+        q, k = _turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return turn
+
+
+def _complex(q: Any, k: Any, angles: Any) -> Any:
+    return _turned(q, k, angles.real, angles.imag, True)
+
+
+def _turned(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Turn (batch, tokens, heads, dim) by tables of (batch or 1, tokens, half)."""
+    batch, tokens, half = cos.shape
+    positions = None
+    if batch > 1:  # every text has rows of its own
+        positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
+    cos, sin = cos.reshape(-1, half), sin.reshape(-1, half)
+    return rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
+
+
+LAYOUTS = ("halves", "neighbours", "whole")
+WAYS = [*(_way(layout, pairs) for pairs in (False, True) for layout in LAYOUTS), _complex]

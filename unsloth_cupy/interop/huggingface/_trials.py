@@ -1,0 +1,109 @@
+"""Trials: whether a function gives what a part of a model gives, on random numbers."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+SEED = 20  # of the numbers of a trial, which leave the caller's generators alone
+
+
+def draw(*shape: int, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return normal random numbers, in the dtype and on the device of a tensor."""
+    generator = torch.Generator().manual_seed(SEED + len(shape) + sum(shape))
+    numbers = torch.randn(shape, generator=generator)
+    return numbers if like is None else numbers.to(like.device, like.dtype)
+
+
+def near(found: Any, expected: Any, dtype: torch.dtype) -> bool:
+    """Say whether tensors are equal as far as a dtype tells."""
+    most = min(16 * torch.finfo(dtype).eps, 0.03)
+    pairs = [*zip(tree_leaves(found), tree_leaves(expected), strict=True)]
+    tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
+    return bool(tensors) and all(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and bool((a - b).abs().max() <= most * b.abs().max())
+        for a, b in tensors
+    )
+
+
+def agree(
+    old: Callable[..., Any], new: Callable[..., Any], sample: Sequence[Any], dtype: torch.dtype
+) -> bool:
+    """Say whether two functions give the same for the same."""
+    try:
+        with torch.no_grad():
+            return near(new(*sample), old(*sample), dtype)
+    except Exception:  # what takes or returns other things is another function
+        return False
+
+
+class Refused(Exception):  # noqa: N818  # it leaves this package as a line of the report alone
+    """A part that a trial refuses, and why."""
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Try a model without its dropout, its gradients or autocast."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class Texts:
+    """Two short texts, the first padded on the left and the second on the right."""
+
+    def __init__(self, model: Any) -> None:
+        table = model.get_input_embeddings().weight
+        count, device = table.shape[0], table.device
+        generator = torch.Generator().manual_seed(SEED)
+        self.tokens = torch.randint(count, (2, 7), generator=generator).to(device)
+        self.mask = torch.ones_like(self.tokens)
+        self.mask[0, :2] = self.mask[1, -1:] = 0
+        self.labels = self.tokens.masked_fill(self.mask == 0, -100)
+        self.labels[0, 2] = -100  # padding predicts it
+
+    def run(self, model: Any, **given: Any) -> Any:
+        """Return what a model says of them."""
+        return model(input_ids=self.tokens, attention_mask=self.mask, use_cache=False, **given)
+
+    def observe(self, model: Any, modules: Iterable[nn.Module]) -> dict[nn.Module, "Call"]:
+        """Run a model, and return what some of its modules are given and what they return."""
+        calls: dict[nn.Module, Call] = {}
+
+        def note(module: nn.Module, args: Any, given: dict[str, Any], found: Any) -> None:
+            calls[module] = Call(args, given, found)
+
+        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+        try:
+            self.run(model)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return calls
+
+    def kept(self, found: Any) -> torch.Tensor:
+        """Return the rows of a result, or of its first part, that belong to no padding."""
+        rows: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return rows[self.mask.to(rows.device) == 1]
+
+
+class Call(NamedTuple):
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    given: dict[str, Any]
+    found: Any
+
+    def again(self, module: nn.Module, **other: Any) -> Any:
+        """Call the module once more, with some keywords replaced."""
+        return module(*self.args, **(self.given | other))

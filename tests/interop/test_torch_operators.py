@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 
 import unsloth_cupy as uc  # noqa: E402
+from unsloth_cupy.core.op import op  # noqa: E402
 from unsloth_cupy.interop import torch as door  # noqa: E402
 from unsloth_cupy.interop._torch_memory import give_back  # noqa: E402
 
@@ -44,12 +45,8 @@ def test_every_op_is_traced_by_one_compiler():
     def everything(*tensors):
         made, given = [], iter(tensors)
         for call in calls:
-            op = call.op
             arrays = {name: None if a is None else next(given) for name, a in call.arrays.items()}
-            keywords = {name: arrays[name] for name in op.names[op.positional :]}
-            made.append(
-                op(*[arrays[n] for n in op.names[: op.positional]], **keywords, **call.options)
-            )
+            made.append(call.op(**arrays, **call.options))
         return made
 
     tensors = [a for call in calls for a in call.arrays.values() if a is not None]
@@ -119,6 +116,21 @@ def test_a_graph_draws_anew_at_each_step(graphs):
     assert not torch.equal(one, other)
     assert torch.equal(one, adapted(x, int(seed)))
     assert torch.equal(one, adapted(x, seed))
+    assert graphs() == 1
+
+
+def test_what_happens_elsewhere_recompiles_nothing(graphs):
+    compiled, x = torch.compile(uc.relu2, fullgraph=True, backend="eager"), torch.ones(3)
+    compiled(x)
+    watched = uc.Tape().watch(np.ones(3, np.float32))
+    uc.relu2(watched)  # arrays of a class that the op did not meet before
+
+    @op("x(*axes) -> y(*axes)")
+    def own(x):
+        return x
+
+    assert own(x) is x
+    compiled(x)
     assert graphs() == 1
 
 

@@ -3,7 +3,7 @@
 For ``f(x, bias=None, *, eps: float = 1e-6)`` it is, in short,
 
     def f(self, x=None, bias=None, *more, eps=1e-6):
-        if x.__class__ not in doorless and (door := door_of(x)):
+        if x.__class__ is not ndarray and (door := door_of(x)):
             return door(self, [x, bias], {"eps": eps})   of a library that asks for it
         try:
             run = routes[targets, x.__class__, x.shape, x.dtype, bias and (...)]
@@ -39,7 +39,7 @@ import numpy as np
 
 from ..errors import ConfigError, DTypeError
 from . import target
-from .frameworks import door_of, doorless
+from .frameworks import door_of
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
@@ -65,7 +65,7 @@ def key({arrays}):
 def {name}({parameters}):
     if more:
         too_many()
-    if {lead}.__class__ not in doorless and (door := door_of({lead})):
+    if {lead}.__class__ is not ndarray and (door := door_of({lead})):
         return door(self, [{arrays}], {{{options}}})
     try:
         run = routes[targets.targets, {key}]
@@ -99,7 +99,7 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         "plan": op.plan,
         "routes": op.routes,
         "targets": target,
-        "doorless": doorless,
+        "ndarray": np.ndarray,
         "door_of": door_of,
         "inf": math.inf,
         "fit": functools.partial(coerce_option, op.__name__, parameters),

@@ -45,19 +45,21 @@ def _dlpack_give_back(array: Any, operand: Any) -> Any:
 
 FRAMEWORKS = {"numpy": Framework(_plain, lambda array, operand: array)}  # subclasses and scalars
 DLPACK = Framework(_dlpack_adopt, _dlpack_give_back)
-doorless: set[type[Any]] = {np.ndarray}  # classes that ``door_of`` was asked for in vain
+OWN = ("numpy", "cupy", "unsloth_cupy")  # whose arrays ops take as they are
 
 
 def door_of(array: Any) -> Any:
     """Return ``door(op, arrays, options)`` of a library that differentiates or traces calls itself.
 
-    None where the library of the array does not.  Compilers of other libraries trace this function.
+    None where the library of the array does not.  Compilers of other libraries trace this function,
+    and watch all that it reads.
     """
     for kind in array.__class__.__mro__:
         name = kind.__module__.partition(".")[0].replace("jaxlib", "jax")
+        if name in OWN:
+            return None
         if name in FRAMEWORKS and FRAMEWORKS[name].door is not None:
             return FRAMEWORKS[name].door
-    doorless.add(array.__class__)
     return None
 
 

@@ -26,6 +26,7 @@ SPACE = "unsloth_cupy"
 C: Any = torch._C
 LIBRARY: Any = torch.library.Library(SPACE, "DEF")  # type: ignore[no-untyped-call]
 DEVICES = ("cpu", "cuda")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # arrays may lie as they like
 Compute = Callable[..., tuple[Any, ...]]  # of arrays and options in the order of the definition
 functorch = C._are_functorch_transforms_active
 compiling = torch.compiler.is_compiling
@@ -54,7 +55,7 @@ class Operator:
         schema = [f"Tensor{'?' * (tensor in absent)} {tensor}" for tensor in self.tensors]
         schema += [f"{codec.kind} {option}" for option, codec in self.codecs.items()]
         returns = ", ".join(["Tensor"] * len(self.results))
-        LIBRARY.define(f"{name}({', '.join(schema)}) -> ({returns})")
+        LIBRARY.define(f"{name}({', '.join(schema)}) -> ({returns})", tags=TAGS)
         self.door = getattr(getattr(torch.ops, SPACE), name).default
         self.apply = self._recorded()
         LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")

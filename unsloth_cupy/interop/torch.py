@@ -60,7 +60,6 @@ SCOPE: dict[str, Any] = {
     "FrameworkError": FrameworkError,
     "REFUSED": REFUSED,
 }
-calls: dict[Op[..., Any], Callable[..., Any]] = {}
 entered: dict[Op[..., Any], Operator] = {}
 scopes: dict[Op[..., Any], dict[str, Any]] = {}  # what the functions of an op see
 
@@ -72,9 +71,12 @@ def _untraced(function: F) -> F:
     return function
 
 
-def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op on tensors: what the library's functions do with them."""
-    call = calls.get(op) or _enter(op)
+    try:
+        call = op.in_torch  # no dict of all ops, whose growth would recompile graphs
+    except AttributeError:
+        call = _enter(op)
     return call(*arrays, *options.values())
 
 
@@ -90,8 +92,8 @@ def __dir__() -> list[str]:
 
 
 @_untraced
-def _enter(op: Op[..., Any]) -> Callable[..., Any]:
-    """Write the functions of an op on eager tensors."""
+def _enter(op: Any) -> Callable[..., Any]:
+    """Write the functions of an op on eager tensors; it knows the one to call."""
     order = [*inspect.signature(op.definition).parameters]
     scope = SCOPE | {
         "op": op,
@@ -106,13 +108,14 @@ def _enter(op: Op[..., Any]) -> Callable[..., Any]:
     _write("tensors", op, compute_source(op, order))
     _untraced(scope["compute"])
     if changes(op):
-        scope["compute"]._torchdynamo_disable = True  # a graph is broken: it records no changes
-        calls[op] = scope["compute"]
-        return calls[op]
+        op.in_torch = scope["compute"]
+        op.in_torch._torchdynamo_disable = True  # a graph is broken: it records no changes
+        return op.in_torch
     _write("call", op, call_source(op, order))
-    calls[op] = scope["call"]
+    op.in_torch = scope["call"]
     if op.backward is not None:
-        scope["behind"] = calls[op.backward] if op.backward in calls else _enter(op.backward)
+        behind = op.backward
+        scope["behind"] = behind.in_torch if behind in scopes else _enter(behind)
         scope["wanted"] = functools.partial(_wanted, op.names)
         after = [*inspect.signature(op.backward.definition).parameters]
         _write("gradient", op, function_source(op, order, op.backward, after))
@@ -122,7 +125,7 @@ def _enter(op: Op[..., Any]) -> Callable[..., Any]:
     body = {each: staticmethod(scope[each]) for each in ("forward", "backward")}
     function: Any = type(op.__name__, (torch.autograd.Function,), body)
     scope["apply"] = super(torch.autograd.Function, function).apply  # functorch is not at work
-    return calls[op]
+    return op.in_torch
 
 
 def _write(what: str, op: Op[..., Any], source: str) -> None:
@@ -188,7 +191,7 @@ def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Excepti
 
 
 for _op in operators():
-    if _op not in calls:
+    if _op not in scopes:
         _enter(_op)
 for _op in operators():
     register(_op)

@@ -51,6 +51,9 @@ def call({given}):
 """
 TRACED = """
 def traced({given}):
+    for each in ({tensors}):
+        if isinstance(each, Traced):  # a tape of the library's own records the call
+            return each.run_op(op, [{tensors}], {{{options}}})
     check(({tensors}))
     {found} = door({flat})
     return {graphed}
@@ -138,6 +141,7 @@ def traced_source(operator: Operator) -> str:
     return TRACED.format(
         given=", ".join(operator.order),
         tensors=_join(op.names),
+        options=_join(f"{n!r}: {n}" for n in operator.order if n in op.options),
         found=_results([o.name for o in outputs]),
         flat=", ".join(flat),
         graphed=_results([_output(op, o, graphed=True) for o in outputs]),

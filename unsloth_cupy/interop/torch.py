@@ -26,7 +26,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..core.call import write
-from ..core.op import Op
+from ..core.op import Op, Traced
 from ..errors import DTypeError, FrameworkError
 from . import _torch_memory as memory
 from ._torch_operators import C, Operator, cast, compiling, functorch, no_gradient, number, seed_of
@@ -57,6 +57,7 @@ SCOPE: dict[str, Any] = {
     "seed_of": seed_of,
     "no_gradient": no_gradient,
     "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
+    "Traced": Traced,
     "FrameworkError": FrameworkError,
     "REFUSED": REFUSED,
 }

@@ -13,7 +13,7 @@ from unsloth_cupy.core import target
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.core.signature import parse
-from unsloth_cupy.errors import DTypeError, RangeError, ShapeError
+from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 
 def ones(*shape: int, dtype: object = np.float32) -> np.ndarray:
@@ -310,6 +310,29 @@ def test_a_backward_op_is_wired_by_the_names_of_its_parameters() -> None:
     )
     assert str(parse(forward.signature)) == forward.signature
     assert forward_backward.options == {"factor", "wanted"}
+
+
+def test_a_backward_op_that_takes_all_options_has_those_of_its_forward_op() -> None:
+    @op("x(n), m?(n): bool -> z(n)")
+    def masked(x, *, m=None, factor: float = 1.0, by=2):
+        return x
+
+    seen = []
+
+    @masked.gradient
+    def masked_backward(dz, *, wanted=None, by=2, **rest):
+        seen.append((wanted, by, rest))
+        return dz
+
+    assert masked_backward.names == ("dz", "m")
+    assert masked_backward.options == {"wanted", "by", "factor"}
+    m = np.array([True])
+    masked_backward(ones(1), m=m, factor=2)
+    with pytest.raises(ConfigError, match="factor must be a finite number"):
+        masked_backward(ones(1), factor="2")
+    with pytest.raises(TypeError, match="shift"):
+        masked_backward(ones(1), shift=1)
+    assert seen == [(None, 2, {"m": m, "factor": 2})]
 
 
 def test_keyword_inputs_have_gradients_only_where_they_are_differentiable() -> None:

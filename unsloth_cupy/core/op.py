@@ -113,13 +113,21 @@ class Op(Generic[P, R]):
         """Register the backward op, wired by the names of its parameters: see ``backward_of``.
 
         Its options are among the forward's; or ``wanted``, the names of the inputs whose gradients
-        are asked for, None for all: it may return None for the others.
+        are asked for, None for all: it may return None for the others.  ``**options`` stands for
+        all keywords of the forward op.
         """
         if definition is None:
             return functools.partial(self.gradient, widen=widen)
-        parameters = inspect.signature(definition).parameters.values()
-        own = [p for p in parameters if p.name not in {*self.options, "wanted"}]
-        names = {p.name: "None" in str(p.annotation) for p in own}
+        signature, theirs = inspect.signature(definition), inspect.signature(self.definition)
+        own = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
+        if len(own) < len(signature.parameters):
+            keywords = [p for p in theirs.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            own |= {p.name: p for p in keywords if p.name not in own}
+        options = [p for name, p in own.items() if name in {*self.options, "wanted"}]
+        operands = [p for p in own.values() if p not in options]
+        definition.__signature__ = signature.replace(parameters=[*operands, *options])
+        names = {p.name: "None" in str(p.annotation) for p in operands}
+        names = {p.name: "None" in str(p.annotation) for p in operands}
         try:
             contract = backward_of(self.contract, names, self.positional)
         except TypeError as error:

@@ -10,6 +10,7 @@ Dao and others, FlashAttention, 2022: blocks of rows, and a backward that recomp
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -195,29 +196,18 @@ def attention_backward(
     out: Array,
     lse: Array,
     *,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    key_lengths: Array | None = None,
-    query_start: Array | int | None = None,
-    block_mask: Array | None = None,
     dlse: Array | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
+    **options: Any,
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
     """Return the gradients of q, k, v, bias, alibi and sinks; dlse is lse's, where it is used."""
-    hiding = mask, bias, alibi, sinks, key_lengths, query_start, block_mask
-    scores = Scores(q, k, v, Options(*hiding, causal, window, scale, softcap, dropout, seed))
-    dq, dk, dv, dbias, dalibi, dsinks = attend_backward(scores, dout, out, lse, dlse)
-    if bias is not None and dbias is not None:
-        dbias = dbias.reshape(bias.shape)
-    if alibi is not None and dalibi is not None:
-        dalibi = dalibi if alibi.ndim == 2 else dalibi.sum(axis=0)
+    chosen = Options(**options)
+    dq, dk, dv, dbias, dalibi, dsinks = attend_backward(
+        Scores(q, k, v, chosen), dout, out, lse, dlse
+    )
+    if chosen.bias is not None and dbias is not None:
+        dbias = dbias.reshape(chosen.bias.shape)
+    if chosen.alibi is not None and dalibi is not None:
+        dalibi = dalibi if chosen.alibi.ndim == 2 else dalibi.sum(axis=0)
     return dq, dk, dv, dbias, dalibi, dsinks
 
 

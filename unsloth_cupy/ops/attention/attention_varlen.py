@@ -154,24 +154,14 @@ def attention_varlen_backward(
     out: Array,
     lse: Array,
     *,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    block_mask: Array | None = None,
     dlse: Array | None = None,
     max_queries: int | None = None,
     max_keys: int | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
+    **more: Any,
 ) -> tuple[Array, Array, Array, None, None, Array | None, Array | None, Array | None]:
     """Return the gradients of q, k, v, alibi, sinks and bias; dlse is lse's, where it is used."""
-    hiding = mask, bias, alibi, sinks, None, None, block_mask
-    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    options = Options(**more)
+    alibi, sinks, bias = options.alibi, options.sinks, options.bias
     most = longest(options, max_queries, max_keys)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)

@@ -104,17 +104,13 @@ def cross_entropy_backward(
     logits: Array,
     labels: Array,
     lse: Array,
-    *,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    **options: Any,
 ) -> tuple[Array, None]:
     """Return the gradient of the logits; lse may have a gradient of its own."""
-    options = Options(ignore, smoothing, z_loss, softcap)
-    check_labels("cross_entropy_backward", labels, ignore, logits.shape[-1])
+    chosen = Options(**options)
+    check_labels("cross_entropy_backward", labels, chosen.ignore, logits.shape[-1])
     out = np.empty_like(logits, order="C")
-    return logit_gradients(logits, labels, lse, dloss, dlse, options, out), None
+    return logit_gradients(logits, labels, lse, dloss, dlse, chosen, out), None
 
 
 @cross_entropy_backward.kernel

@@ -126,22 +126,19 @@ def linear_cross_entropy_backward(
     labels: Array,
     lse: Array,
     *,
-    ignore: int = -100,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
     max_bytes: int | None = None,
     wanted: Set[str] | None = None,
+    **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
     """Return the gradients of x and weight; None for one that is not ``wanted``."""
-    options = Options(ignore, smoothing, z_loss, softcap)
-    check_labels("linear_cross_entropy_backward", labels, ignore, len(weight))
+    chosen = Options(**options)
+    check_labels("linear_cross_entropy_backward", labels, chosen.ignore, len(weight))
     labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else dlse.reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
         own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
-        logit_gradients(logits, *own, options, out)
+        logit_gradients(logits, *own, chosen, out)
 
     return *gradients(x, weight, max_bytes, write, beside=False, wanted=wanted), None
 

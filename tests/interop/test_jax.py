@@ -271,3 +271,49 @@ def test_a_call_that_does_not_fit_raises_before_anything_runs(draw):
         jax.jit(lambda x: uc.swiglu(torch.ones(2, 4), x))(x)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RangeError: .* tokens holds 9"):
         jax.block_until_ready(jax.jit(uc.embedding)(jnp.array([9]), draw(8, 4)))
+
+
+SEVERAL = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from unsloth_cupy import rms_norm, swiglu
+from unsloth_cupy.errors import FrameworkError
+
+jax.config.update("jax_num_cpu_devices", 2)
+x, w = jnp.arange(32.0).reshape(4, 8) / 10, jnp.arange(8.0) / 8 + 1
+loss = lambda x, w: (rms_norm(x, w) ** 2).sum()
+expected = jax.grad(loss, (0, 1))(x, w)
+same = lambda grads: [
+    np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(grads, expected)
+]
+parts, whole = P("d"), P()
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    put = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
+    given = put(x, parts), put(w, whole)
+    same(jax.jit(jax.grad(loss, (0, 1)))(*given))
+    for check in (True, False):
+        total = lambda x, w: jax.lax.psum(loss(x, w), "d")
+        options = {"mesh": mesh, "in_specs": (parts, whole), "check_vma": check}
+        same(jax.jit(jax.grad(jax.shard_map(total, out_specs=whole, **options), (0, 1)))(*given))
+    gated = jax.jit(jax.shard_map(swiglu, mesh=mesh, in_specs=(parts, parts), out_specs=parts))
+    np.testing.assert_allclose(gated(given[0], given[0]), swiglu(x, x))
+each = jax.pmap(jax.grad(loss, 1), in_axes=(0, None))(x.reshape(2, 2, 8), w)
+np.testing.assert_allclose(each.sum(axis=0), expected[1], rtol=1e-5, atol=1e-5)
+for wrong, problem in (
+    ((given[0], given[0]), "gate lies on several devices; call inside of jax.jit"),
+    ((x, jax.device_put(x, jax.devices()[1])), "gate from jax .*:0, up from jax .*:1"),
+):
+    try:
+        swiglu(*wrong)
+    except FrameworkError as error:
+        assert __import__("re").search(problem, str(error)), error
+    else:
+        raise AssertionError("nothing was raised")
+away = jax.device_put(x, jax.devices()[1])
+assert swiglu(away, away).devices() == away.devices()
+"""
+
+
+def test_several_devices():
+    subprocess.run([sys.executable, "-c", SEVERAL], check=True)

@@ -4,13 +4,13 @@ XLA, on a CPU, takes only memory at multiples of 64 bytes, which NumPy's seldom 
 are copied.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.frameworks import cupy
 from ..errors import FrameworkError
@@ -28,7 +28,37 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     else:
         if place.__class__ is SingleDeviceSharding and _lead(arrays).platform() == "cpu":
             return _on_host(op, arrays, options)
+    for name, array in zip(op.names, arrays, strict=True):
+        if array is not None and len(array.devices()) > 1:
+            cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
+            raise FrameworkError(f"{op.__name__}: {name} lies on several devices; {cure}")
     return op.plan(arrays)(list(arrays), options)
+
+
+def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[str, Any]:
+    """Return arrays, all of them or some, as one callback takes and gives them.
+
+    Inside of ``shard_map`` they vary over the same axes of the mesh: a gradient is summed over
+    those that its operand does not vary over.  On a mesh with explicit axes they are whole.
+    """
+    axes = frozenset().union(*map(_varying, arrays.values()))
+    names = [name for name in arrays if only is None or name in only]
+    return {name: _alike(arrays[name], axes) for name in names}
+
+
+def _alike(array: Any, axes: frozenset[Any]) -> Any:
+    place, missing = jax.typeof(array).sharding, tuple(axes - _varying(array))
+    if missing:
+        array = jax.lax.pcast(array, missing, to="varying")
+    if any(part is not None for part in place.spec):
+        reshard: Any = jax.reshard
+        whole: Any = PartitionSpec
+        return reshard(array, NamedSharding(place.mesh, whole()))
+    return array
+
+
+def _varying(array: Any) -> frozenset[Any]:
+    return jax.typeof(array).manual_axis_type.varying
 
 
 def _lead(arrays: Sequence[Any]) -> Any:
@@ -46,9 +76,7 @@ def _on_host(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
 def adopt(array: Any) -> Any:
     """Return NumPy's or CuPy's view of an array of JAX."""
     if isinstance(array, jax.core.Tracer):
-        raise FrameworkError("is traced by JAX, which this call does not take")
-    if len(array.devices()) > 1:
-        raise FrameworkError("lies on several devices; pass .addressable_shards[i].data")
+        raise FrameworkError("is traced by JAX, and this call asks for values")
     return np.asarray(array) if array.platform() == "cpu" else cupy().from_dlpack(array)
 
 

@@ -2,23 +2,36 @@
 
 Written once for each op and the arrays that are there.  For ``swiglu`` it is
 
-    def run(context, out, gate, up):
-        if gate.__dlpack_device__()[0] != CPU:
-            return on_gpu(...)
-        y = op(gate.__array__(), up.__array__())
-        out[0].__array__()[...] = y
+    def call(gate, up):
+        y = op(gate, up)
+        return y,
+
+    def run(context, results, gate, up):
+        if gate.__dlpack_device__()[0] != 1:
+            return on_gpu(context, results, (gate, up))
+        y, = call(gate.__array__(), up.__array__())
+        results[0].__array__()[...] = y
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..core.call import write
 from ..core.op import Op
+from ._jax_gpu import OnGpu
 from ._wiring import SEED, may_be_number
 
 SOURCE = """
-def run(_context, _results, {names}):
+def call({names}):
     {found} = op({passed})
+    return {returned}
+
+def run(_context, _results, {names}):
+    if {lead}.__dlpack_device__()[0] != 1:
+        return on_gpu(_context, _results, ({tupled}))
+    {returned} = call({arrays})
     {written}
 """
 
@@ -29,29 +42,30 @@ def on_buffers(
     """Return the callback of a call, which writes these outputs into XLA's buffers."""
     scope: dict[str, Any] = {"op": op, "number": _number, "fixed": fixed}
     numbers = {operand.name for operand in op.contract.inputs if may_be_number(operand)}
-    passed = {name: "None" for name in op.names[: op.positional]}
-    for name in names:
-        array = f"{name}.__array__()"
-        passed[name] = f"number({array})" if name in numbers else array
+    passed = dict.fromkeys(op.names[: op.positional], "None")
+    passed |= {name: f"number({name})" if name in numbers else name for name in names}
+    passed |= {name: f"fixed[{name!r}]" for name in fixed}
     if SEED in names:
-        passed[SEED] = f"int({SEED}.__array__()) % 2**64"
-    for name in fixed:
-        passed[name] = f"fixed[{name!r}]"
-    keywords = [name for name in passed if name not in op.names[: op.positional]]
-    given = [passed[name] for name in op.names[: op.positional]]
-    given += [f"{name}={passed[name]}" for name in keywords]
+        passed[SEED] = f"int({SEED}) % 2**64"
+    given = [passed.pop(name) for name in op.names[: op.positional]]
+    given += [f"{name}={value}" for name, value in passed.items()]
+    writes = [f"_results[{i}].__array__()[...] = _{name}" for i, name in enumerate(outputs)]
     source = SOURCE.format(
         names=", ".join(names),
+        lead=names[0],
+        tupled="".join(f"{name}, " for name in names),
+        arrays=", ".join(f"{name}.__array__()" for name in names),
         found=", ".join(f"_{output.name}" for output in op.contract.outputs),
         passed=", ".join(given),
-        written="\n    ".join(
-            f"_results[{index}].__array__()[...] = _{name}" for index, name in enumerate(outputs)
-        ),
+        returned="".join(f"_{name}, " for name in outputs),
+        written="\n    ".join(writes),
     )
     write(f"callback of {op.__name__} in JAX", source, scope)
+    scope["on_gpu"] = OnGpu(scope["call"])
     run: Callable[..., None] = scope["run"]
     return run
 
 
 def _number(array: Any) -> Any:
-    return array if array.ndim else int(array)
+    """Return an integer for an array of the host that holds one."""
+    return array if array.ndim or not isinstance(array, np.ndarray) else int(array)

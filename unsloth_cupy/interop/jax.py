@@ -105,6 +105,7 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
             fixed[name] = value
         else:
             fixed[name] = coerce_option(op.__name__, parameters, name, value)
+    given = memory.alike(given)
     if "constant" in op.facts:
         given = {name: jax.lax.stop_gradient(array) for name, array in given.items()}
     found = differentiable(Call(op, tuple(given), fixed))(*given.values())
@@ -199,6 +200,7 @@ def _outputs(
         command_buffer_compatible=SEED not in arrays,  # it is read on the host
     )
     made = dict(zip(outputs, called(*arrays.values()), strict=True))
+    made = memory.alike(arrays | made, only=made)
     made |= {name: (given | made)[of] for name, of in same(op, given).items()}
     return dict.fromkeys(found) | made
 

@@ -1,0 +1,115 @@
+"""Ops on XLA's buffers on a GPU: on its stream, with results in the buffers that it lends.
+
+What a launch allocates is known from its last call: allocations that became results lie in XLA's
+buffers from then on.  A result that lies elsewhere is copied there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from ..core.dtypes import BFLOAT16
+from ..core.frameworks import cupy
+
+ALIGNED = 16  # bytes: what kernels ask of an array that they make
+
+
+class OnGpu:
+    """Calls an op on buffers.
+
+    While XLA captures a graph, what a launch allocates beside its results is kept, by the addresses
+    of the call: the graph runs on it each time, and XLA captures anew for other addresses.
+    """
+
+    def __init__(self, call: Callable[..., Sequence[Any]]) -> None:
+        self.call = call
+        self.places: dict[Any, dict[int, int]] = {}  # by shapes: (allocation -> result)
+        self.kept: dict[Any, dict[int, Any]] = {}  # by addresses: (allocation -> memory)
+
+    def __call__(self, context: Any, results: Sequence[Any], buffers: Sequence[Any]) -> None:
+        """Run the op on XLA's stream, on the device of the buffers."""
+        cuda, device = cupy().cuda, results[0].__dlpack_device__()[1]
+        own = SimpleNamespace(__cuda_stream__=lambda: (0, context.stream))
+        with cuda.Device(device), cuda.Stream.from_external(own):
+            targets = [array_of(buffer, device) for buffer in results]
+            arrays = [array_of(buffer, device) for buffer in buffers]
+            form = tuple(array.shape for array in arrays)
+            kept = None
+            if cuda.runtime.streamIsCapturing(context.stream):
+                addresses = tuple(array.data.ptr for array in (*arrays, *targets))
+                kept = self.kept.setdefault((device, addresses), {})
+            lent = Lent(targets, self.places.get(form, {}), kept)
+            with cuda.using_allocator(lent.allocate):
+                self.places[form] = lent.settle(self.call(*arrays))
+
+
+class Lent:
+    """Memory for one call: XLA's for its results, other for the rest."""
+
+    def __init__(
+        self, targets: Sequence[Any], places: Mapping[int, int], kept: dict[int, Any] | None
+    ) -> None:
+        self.targets, self.places, self.kept = targets, places, kept
+        self.other = cupy().cuda.get_allocator()
+        self.made: list[int] = []  # addresses, in order
+
+    def allocate(self, size: int) -> Any:
+        """Return memory to CuPy."""
+        number = len(self.made)
+        target = self.targets[self.places[number]] if number in self.places else None
+        if target is not None and size == target.nbytes and target.data.ptr % ALIGNED == 0:
+            memory = target.data
+        elif self.kept is None:
+            memory = self.other(size)
+        else:
+            memory = self.kept.get(number)
+            if memory is None or memory.mem.size < size:
+                memory = self.kept[number] = self.other(size)
+        self.made.append(memory.ptr)
+        return memory
+
+    def settle(self, results: Sequence[Any]) -> dict[int, int]:
+        """Bring results into XLA's buffers; return which allocation each of them was."""
+        places: dict[int, int] = {}
+        elsewhere = []
+        for index, (target, array) in enumerate(zip(self.targets, results, strict=True)):
+            whole = array.flags.c_contiguous and array.dtype == target.dtype
+            if whole and array.data.ptr == target.data.ptr:
+                places |= {n: i for n, i in self.places.items() if i == index}
+                continue
+            numbers = [n for n, address in enumerate(self.made) if address == array.data.ptr]
+            if whole and numbers:
+                places[numbers[-1]] = index  # the others were let go before
+            elsewhere.append((target, array))
+        ready = [(target, self._apart(array)) for target, array in elsewhere]
+        for target, array in ready:
+            put(target, array)
+        return places
+
+    def _apart(self, array: Any) -> Any:
+        """Return an array, copied where another result will be written over it."""
+        within = any(cupy().may_share_memory(array, target) for target in self.targets)
+        return copied(array) if within else array
+
+
+def put(target: Any, array: Any) -> None:
+    """Write an array into another."""
+    target[...] = array
+
+
+def copied(array: Any) -> Any:
+    """Return a new array with the same elements."""
+    return array.copy()
+
+
+def array_of(buffer: Any, device: int) -> Any:
+    """Return CuPy's array over a buffer of XLA."""
+    cp = cupy()
+    if buffer.dtype == BFLOAT16:  # which __cuda_array_interface__ has no name for
+        return cp.from_dlpack(buffer)
+    address = buffer.__cuda_array_interface__["data"][0]
+    size = buffer.dtype.itemsize
+    for extent in buffer.shape:
+        size *= extent
+    memory = cp.cuda.UnownedMemory(address, size, buffer, device)
+    return cp.ndarray(buffer.shape, buffer.dtype, cp.cuda.MemoryPointer(memory, 0))

@@ -101,6 +101,15 @@ def test_autocast_goes_by_the_kind_of_operands():
         assert uc.lora_linear(x, weight, x[:2], weight[:, :2], magnitude=norm).dtype is y.dtype
 
 
+def test_autocast_of_another_device_casts_nothing():
+    x = torch.randn(3, 8)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert uc.linear(x, x).dtype is torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_compute_the_same_bits_again(reentrant):
     x, weight = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)

@@ -206,19 +206,22 @@ class Operator:
 
     def _autocast(self, device: str, *arguments: Any) -> Any:
         count, keys = len(self.op.names), C.DispatchKey
+        given = autocast(self.op, arguments[:count], device)
         key = C.DispatchKeySet(getattr(keys, f"Autocast{device.upper()}"))
         with C._ExcludeDispatchKeyGuard(key):
-            return self.door(*cast(self.op, arguments[:count], device), *arguments[count:])
+            return self.door(*given, *arguments[count:])
 
 
-def cast(op: Op[..., Any], tensors: Sequence[Any], device: str) -> list[Any]:
-    """Return the op's arrays in the dtypes that autocast gives them.
+def autocast(op: Op[..., Any], tensors: Sequence[Any], device: str) -> Sequence[Any]:
+    """Return the op's arrays in the dtypes that autocast, where it is on, gives them.
 
     What multiplies matrices takes autocast's; what the op wants in float32 takes that; all
     others take the widest that they meet.  Parameters of norms and tables may stay float32.
     """
     pairs = [*zip(op.contract.inputs, tensors, strict=True)]
     floats = [t.dtype for o, t in pairs if o.kind == "float" and t is not None]
+    if not floats or not torch.is_autocast_enabled(device):
+        return tensors
     dtype = functools.reduce(torch.promote_types, floats)
     if dtype is not torch.float64:
         dtype = torch.float32 if op.facts.get("autocast") == "float32" else dtype

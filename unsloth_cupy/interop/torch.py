@@ -29,7 +29,16 @@ from ..core.call import write
 from ..core.op import Op, Traced
 from ..errors import DTypeError, FrameworkError
 from . import _torch_memory as memory
-from ._torch_operators import C, Operator, cast, compiling, functorch, no_gradient, number, seed_of
+from ._torch_operators import (
+    C,
+    Operator,
+    autocast,
+    compiling,
+    functorch,
+    no_gradient,
+    number,
+    seed_of,
+)
 from ._torch_written import call_source, compute_source, function_source, traced_source
 from ._wiring import changes, may_be_number, operators, public
 
@@ -39,7 +48,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NONE = type(None)
 SCOPE: dict[str, Any] = {
-    "torch": torch,
     "forward_ad": forward_ad,
     "compiling": compiling,
     "functorch": functorch,
@@ -99,7 +107,7 @@ def _enter(op: Any) -> Callable[..., Any]:
     scope = SCOPE | {
         "op": op,
         "check": functools.partial(_check, op),
-        "cast": functools.partial(cast, op),
+        "cast": functools.partial(autocast, op),
         "traced": functools.partial(_registered, op),
     }
     if changes(op):

@@ -106,6 +106,34 @@ def test_seeds_are_operands_of_a_graph(graphs):
     assert torch.equal(compiled(x, 2**64 - 1), adapted(x, 2**64 - 1))
 
 
+def test_a_seed_that_is_not_an_integer_is_refused_while_compiling():
+    for seed in (1.5, True, "a"):
+        with pytest.raises(Exception, match=r"is not an integer; pass one, or a tensor of shape"):
+            torch.compile(adapted, backend="eager", fullgraph=True)(torch.randn(3, 16), seed)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_output_that_nobody_used_has_a_gradient_of_zeros(backend):
+    q, k = (torch.randn(1, 3, heads, 4, requires_grad=True) for heads in (4, 2))
+    cos, sin = torch.ones(3, 2), torch.zeros(3, 2)
+
+    def second(q, k):
+        return uc.rope_qk(q, k, cos, sin)[1].sum()
+
+    expected = torch.zeros_like(q), torch.ones_like(k)
+    for function in (second, torch.compile(second, fullgraph=True, backend=backend)):
+        torch.testing.assert_close(torch.autograd.grad(function(q, k), (q, k)), expected)
+    x, residual, weight = (torch.randn(2, 4, requires_grad=True) for _ in range(3))
+
+    def stream(x, residual, weight):
+        return uc.rms_norm_forward(x, weight[0], residual)[1].sum()
+
+    given = x, residual, weight
+    expected = torch.ones_like(x), torch.ones_like(x), torch.zeros_like(x)
+    for function in (stream, torch.compile(stream, fullgraph=True, backend=backend)):
+        torch.testing.assert_close(torch.autograd.grad(function(*given), given), expected)
+
+
 def test_a_graph_draws_anew_at_each_step(graphs):
     def step(x):
         seed = torch.randint(2**62, ())

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function as single_level
 from torch.autograd import forward_ad
@@ -255,7 +256,10 @@ def number(value: Any) -> Any:
     """Return a Python integer as a tensor: in a graph it is no constant."""
     if value is None or isinstance(value, torch.Tensor):
         return value
-    return torch.full((), value - 2**64 if value >= 2**63 else value, dtype=torch.int64)
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
+        raise ConfigError(f"{value!r} is not an integer; pass one, or a tensor of shape ()")
+    held: Any = value - 2**64 if value >= 2**63 else value  # 64 bits with a sign
+    return torch.full((), held, dtype=torch.int64)
 
 
 def _cloned(tensor: Any) -> Any:

@@ -112,7 +112,11 @@ def attention(
     Vaswani and others, Attention Is All You Need, 2017.  Ainslie and others, GQA, 2023.  Press
     and others, Train Short, Test Long (ALiBi), 2022.
     """
-    return attention_forward(**locals())[0]
+    return attention_forward(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, mask=mask, bias=bias,
+        alibi=alibi, sinks=sinks, key_lengths=key_lengths, query_start=query_start,
+        block_mask=block_mask, dropout=dropout, seed=seed,
+    )[0]  # fmt: skip
 
 
 @op(

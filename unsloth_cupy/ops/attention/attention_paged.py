@@ -78,7 +78,11 @@ def attention_paged(
     ConfigError
         An option makes no sense, or dropout comes without a seed.
     """
-    return attention_paged_forward(**locals())[0]
+    return attention_paged_forward(
+        q, k_pages, v_pages, page_table, lengths, causal=causal, window=window, scale=scale,
+        softcap=softcap, alibi=alibi, sinks=sinks, mask=mask, bias=bias, query_start=query_start,
+        block_mask=block_mask, dropout=dropout, seed=seed,
+    )[0]  # fmt: skip
 
 
 @op(

@@ -88,7 +88,11 @@ def attention_varlen(
     ConfigError
         An option makes no sense, or dropout comes without a seed.
     """
-    return attention_varlen_forward(**locals())[0]
+    return attention_varlen_forward(
+        q, k, v, q_offsets, k_offsets, max_queries=max_queries, max_keys=max_keys, causal=causal,
+        window=window, scale=scale, softcap=softcap, alibi=alibi, sinks=sinks, dropout=dropout,
+        seed=seed, mask=mask, bias=bias, block_mask=block_mask,
+    )[0]  # fmt: skip
 
 
 @op(

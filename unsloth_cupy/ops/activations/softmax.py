@@ -78,16 +78,16 @@ def _launch_backward(dy: Array, y: Array, scale: float) -> Array:
     return dx
 
 
-def _launch_rows(name: str, given: tuple[Any, ...], made: Any, scale: float) -> None:
+def _launch_rows(name: str, operands: tuple[Any, ...], result: Any, scale: float) -> None:
     """Launch a kernel of softmax.cu, with the rows shared out to threads, blocks and clusters."""
-    columns = made.shape[-1]
-    arrays, layout = row_layout(*given)
+    columns = result.shape[-1]
+    arrays, layout = row_layout(*operands)
     width = lanes(layout.alignment(columns), *arrays)
-    chosen = _constants(made.dtype, columns, width, len(given), limits(made).clusters)
-    rows, threads = made.size // columns, chosen["THREADS"]
+    chosen = _constants(result.dtype, columns, width, len(operands), limits(result).clusters)
+    rows, threads = result.size // columns, chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
-    kernel = load("softmax.cu", name, made, chosen)
-    kernel[blocks, threads](*arrays, made, rows, layout.inner, *layout.strides, scale)
+    kernel = load("softmax.cu", name, result, chosen)
+    kernel[blocks, threads](*arrays, result, rows, layout.inner, *layout.strides, scale)
 
 
 @cache

@@ -179,14 +179,14 @@ def _backward(
             dx[part] = rounded(gemm(dup, up_weight, out=both, add=True), x.dtype)
             del both
         del dgate, dup  # before the next chunk's are made
-    found = (rounded(sums.get(name), weight.dtype) for name, weight in weights.items())
-    return None if dx is None else dx.reshape(x.shape), *found
+    dweights = (rounded(sums.get(name), weight.dtype) for name, weight in weights.items())
+    return None if dx is None else dx.reshape(x.shape), *dweights
 
 
 def _zeros(shape: Any, dtype: Any, like: Array) -> Array:
-    made = empty(shape, dtype, like=like)
-    made[...] = 0
-    return made
+    zeros = empty(shape, dtype, like=like)
+    zeros[...] = 0
+    return zeros
 
 
 def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:

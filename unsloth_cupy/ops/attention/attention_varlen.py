@@ -203,10 +203,10 @@ def _launch_backward(
     max_keys: int | None,
     **optional: Any,
 ) -> Any:
-    found = launch_backward(dout, q, k, v, out, lse, offsets=(q_offsets, k_offsets), **optional)
-    if found is NotImplemented:
-        return found
-    dq, dk, dv, dbias, dalibi, dsinks = found
+    gradients = launch_backward(dout, q, k, v, out, lse, offsets=(q_offsets, k_offsets), **optional)
+    if gradients is NotImplemented:
+        return gradients
+    dq, dk, dv, dbias, dalibi, dsinks = gradients
     return dq, dk, dv, None, None, dalibi, dsinks, dbias
 
 

@@ -56,9 +56,9 @@ def kv_append_(
     token = np.where(slot < sinks, slot, last) - first
     new = (token >= 0) & (token < tokens) & ((slot < sinks) | (last >= sinks))
     token = np.broadcast_to(np.where(new, token, 0), keys.shape[:2])[..., None, None]
-    for stored, given in ((keys, k), (values, v)):
+    for stored, new_tokens in ((keys, k), (values, v)):
         there = new[..., None, None]
-        stored[...] = np.where(there, np.take_along_axis(given, token, axis=1), stored)
+        stored[...] = np.where(there, np.take_along_axis(new_tokens, token, axis=1), stored)
     return keys, values
 
 

@@ -90,11 +90,11 @@ def sides_of(
 def longest(options: Options, max_queries: int | None, max_keys: int | None) -> list[int | None]:
     """Return the most queries and keys of a sequence, or None where any number may be."""
     arrays = options.mask, options.bias, options.block_mask
-    found: list[int | None] = []
+    both: list[int | None] = []
     for axis, most in ((-2, max_queries), (-1, max_keys)):
         sizes = [tile * array.shape[axis] for _, array, tile in _of_axis(axis, *arrays)]
-        found.append(min(sizes, default=None) if most is None else most)
-    return found
+        both.append(min(sizes, default=None) if most is None else most)
+    return both
 
 
 def check_longest(
@@ -133,6 +133,6 @@ def check_offsets(call: str, name: str, offsets: Array, tokens: int) -> None:
     """Raise unless offsets, which the host may read, rise from 0 to the number of tokens."""
     falls = (np.diff(offsets) < 0).any()
     if offsets[0] != 0 or offsets[-1] != tokens or falls:
-        found = f"{name} goes from {offsets[0]} to {offsets[-1]}"
-        found += ", and falls in between" if falls else ""
-        raise RangeError(f"{call}: {found}; it must rise from 0 to {tokens}, the tokens")
+        course = f"{name} goes from {offsets[0]} to {offsets[-1]}"
+        course += ", and falls in between" if falls else ""
+        raise RangeError(f"{call}: {course}; it must rise from 0 to {tokens}, the tokens")

@@ -24,17 +24,17 @@ def constants(dtype: Any, lanes: int, **more: Any) -> Constants:
 def launch_rows(
     file: str,
     name: str,
-    given: Sequence[Any],
-    made: Sequence[Any],
+    operands: Sequence[Any],
+    results: Sequence[Any],
     *scalars: float,
     **more: Any,
 ) -> None:
-    """Run a kernel whose parameters are arrays given and made, where they lie, and scalars.
+    """Run a kernel whose parameters are operands and results, where they lie, and scalars.
 
-    Arrays made must be packed, or have a row layout together with those given.
+    Results must be packed, or have a row layout together with the operands.
     """
-    lead = made[0]
-    arrays: Sequence[Any] = (*given, *made)
+    lead = results[0]
+    arrays: Sequence[Any] = (*operands, *results)
     columns, layout = lead.size, RowLayout(1, ())
     width = 16 // lead.dtype.itemsize
     if not has_row_layout(*arrays):
@@ -45,7 +45,7 @@ def launch_rows(
         arrays, layout = row_layout(*arrays)
         width |= layout.alignment(columns)
     chosen = constants(lead.dtype, lanes(width, *arrays), STRIDED=strided, **more)
-    kernel = load(file, name, given[0], chosen)
+    kernel = load(file, name, operands[0], chosen)
     tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
     rows = lead.size // columns
     walk = {"layouts": layout.struct(), "columns": columns, "tiles": tiles}

@@ -35,11 +35,11 @@ def in_one_piece(*arrays: Any) -> bool:
 def written_over(op: Op[..., Any], *names: str) -> Op[..., Any]:
     """Return an op that writes the results of another over its operands of these names."""
 
-    def definition(**given: Any) -> Any:
-        results: Any = op(**given)
+    def definition(**operands: Any) -> Any:
+        results: Any = op(**operands)
         for name, result in zip(names, results if len(names) > 1 else (results,), strict=True):
-            given[name][...] = result
-        changed = tuple(given[name] for name in names)
+            operands[name][...] = result
+        changed = tuple(operands[name] for name in names)
         return changed if len(names) > 1 else changed[0]
 
     definition.__name__ = f"{op.__name__}_over_"
@@ -54,8 +54,8 @@ def in_place(op: Op[..., Any]) -> Callable[..., Any]:
     of, names = op.__name__.removesuffix("_over_"), op.facts["over"]
 
     def function(*arrays: Any, **more: Any) -> Any:
-        given = dict(zip(op.names, arrays, strict=False)) | more
-        changed = {name: given[name] for name in names if name in given}
+        operands = dict(zip(op.names, arrays, strict=False)) | more
+        changed = {name: operands[name] for name in names if name in operands}
         check_changeable(f"{of}_", f"call {of}", **changed)
         op(*arrays, **more)
         return tuple(changed.values()) if len(names) > 1 else changed[names[0]]

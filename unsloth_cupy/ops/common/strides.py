@@ -58,11 +58,11 @@ def row_layout(*arrays: Any) -> tuple[Sequence[Any], RowLayout]:
 
 def has_row_layout(*arrays: Any) -> bool:
     """Say whether the rows of all these arrays lie in one such order."""
-    given = [array for array in arrays if array is not None]
-    if all(array.flags.c_contiguous for array in given):
+    present = [array for array in arrays if array is not None]
+    if all(array.flags.c_contiguous for array in present):
         return True
-    axes = _row_axes(given, given[0].shape[-1])
-    rows = given[0].size // given[0].shape[-1]
+    axes = _row_axes(present, present[0].shape[-1])
+    rows = present[0].size // present[0].shape[-1]
     return len(axes) < 2 or (len(axes) == 2 and rows < 2**32)  # a kernel divides in 32 bits
 
 

@@ -67,10 +67,10 @@ def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
     definition.__name__, back.__name__ = f"cast_to_{dtype.name}", f"cast_to_{dtype.name}_backward"
     definition.__doc__ = f"Return x rounded to {dtype.name}."
     back.__doc__ = "Return the gradient of x: dy, rounded to the dtype of x."
-    made = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
-    made.kernel(lambda x: _launched(x, dtype))
-    made.gradient(back).kernel(lambda dy, x: _launched(dy, x.dtype))
-    return made
+    cast_to = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
+    cast_to.kernel(lambda x: _launched(x, dtype))
+    cast_to.gradient(back).kernel(lambda dy, x: _launched(dy, x.dtype))
+    return cast_to
 
 
 def _launched(x: Array, dtype: Any) -> Array:

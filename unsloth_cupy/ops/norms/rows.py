@@ -60,7 +60,7 @@ def constants(
     threads = row_threads if row_threads > 32 else 256
     values = -(-hidden // (cluster * row_threads * lanes)) * lanes
     longer = room < 1024 if backward else x.itemsize == 2 and not residual
-    made = Constants(
+    chosen = Constants(
         T=x,
         W=weight,
         B=bias or weight,
@@ -75,9 +75,9 @@ def constants(
         BIAS=bias is not None,
         CENTRED=centred,
     )
-    if shared is not None and sums(made) + STATIC > shared:
-        made = Constants(**{**made, "KEEP": False})
-    return made
+    if shared is not None and sums(chosen) + STATIC > shared:
+        chosen = Constants(**{**chosen, "KEEP": False})
+    return chosen
 
 
 STATIC = 4096  # bytes of shared memory at most that the sums of rows take

@@ -84,8 +84,9 @@ def _launch_backward(
     positions: Array | None,
     interleaved: bool,
 ) -> tuple[Array, Array, None, None, None]:
-    given = dturned_q, dturned_k, (cos, sin), positions, interleaved
-    return *launch_rope(*given, inverse=True), None, None, None
+    tables = cos, sin
+    turned = launch_rope(dturned_q, dturned_k, tables, positions, interleaved, inverse=True)
+    return *turned, None, None, None
 
 
 rope_qk_over_ = written_over(rope_qk, "q", "k")

@@ -83,10 +83,16 @@ class Case:
 
 
 class Parity:
-    """Subclass with ``op``, the name of a forward op, and ``cases``."""
+    """Subclass with ``op``, the name of a forward op, and ``cases``.
+
+    One class of an op may say with which ``sizes`` of axes and which ``options`` variants.py calls
+    it, where a signature does not tell.
+    """
 
     op: str
     cases: Sequence[Case]
+    sizes: Sequence[dict[str, Any]]
+    options: Sequence[dict[str, Any]]
 
     def test_gradient_matches_finite_differences(self, case: Case) -> None:
         """Every differentiable input, in one random direction, through every output."""

@@ -4,9 +4,7 @@ Sizes are run through the launches alone, without a kernel, and the constants th
 noted: those of every size, and those of the cases.  A value that no case meets has no proof.
 """
 
-import importlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from unsloth_cupy.core.target import Limits, using
 
 from .cuda_on_cpu.build import DYNAMIC_SHARED
 from .parity import Case, KernelAlone, KernelParity
-from .variants import constants
+from .variants import constants, proofs
 
 NOTES: list[tuple[str, str]] = []  # of launches: kernel, translation unit
 Class = tuple[str, str, Any]  # kernel, constant, what its value is a case of
@@ -71,20 +69,12 @@ def bucket(name: str, value: str) -> Any:
     return min(MOST.get(name, 64), 1 << int(value).bit_length() >> 1)
 
 
-def proofs() -> Iterator[type[KernelParity]]:
-    """Yield the classes that compare kernels with definitions."""
-    for path in sorted(Path(__file__).parent.glob("ops/test_*.py")):
-        for value in vars(importlib.import_module(f"tests.ops.{path.stem}")).values():
-            judges = isinstance(value, type) and issubclass(value, KernelParity)
-            if judges and not issubclass(value, KernelAlone) and hasattr(value, "op"):
-                yield value
-
-
 def met(op: str, dtype: Any) -> set[Class]:
     """Return what the cases of an op ask of kernels."""
     found: set[Class] = set()
     for proof in proofs():
-        if proof.op == op:
+        judges = issubclass(proof, KernelParity) and not issubclass(proof, KernelAlone)
+        if judges and proof.op == op:
             with using(Noted(**proof.machine)):
                 for case in proof.cases:
                     call = case.draw(OPS[op], dtype).mapped(np.copy)

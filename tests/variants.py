@@ -6,8 +6,11 @@ arrays off alignment; those that ask for one and the same variant count once.
 """
 
 import functools
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,74 +31,23 @@ SCALE = Scale(tokens=256, hidden=256, inner=512, vocab=512, heads=32, kv_heads=8
 # Rows: one of every line of the launch tables, with and without a remainder, and odd ones, of
 # which no two values can be accessed at once.
 ROWS = (7, 128, 4104, 16384, 131072, 131073)
-VOCABULARIES = (7, 32000, 50257, 262144)
-HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 VECTORS = ({"axes": (4, 4096)}, {"axes": (4, 4096), "shift": 1})  # 16 bytes, or one value
+SLICE = {"axes": (4, 4096), "gap": 8}
 
 
-def _heads(heads: int, kv_heads: int, dim: int, half: int) -> dict[str, Any]:
-    return {"heads": heads, "kv_heads": kv_heads, "dim": dim, "half": half}
+@functools.cache
+def proofs() -> tuple[Any, ...]:
+    """Return the classes that prove ops: those of ``tests/ops`` with the name of an op."""
+    paths = sorted((Path(__file__).parent / "ops").glob("test_*.py"))
+    modules = [importlib.import_module(f"tests.ops.{path.stem}") for path in paths]
+    found = [value for module in modules for value in vars(module).values()]
+    return tuple(each for each in found if isinstance(each, type) and hasattr(each, "op"))
 
 
-ROPE = (_heads(32, 8, 128, 64), _heads(32, 8, 96, 24), _heads(3, 1, 7, 3))
-SIZES: dict[str, tuple[dict[str, Any], ...]] = {
-    **dict.fromkeys(("rms_norm_forward", "layer_norm_forward"), tuple({"hidden": n} for n in ROWS)),
-    "softmax": tuple({"columns": n} for n in (*ROWS, 32768, 262144, 524296)),
-    **dict.fromkeys(
-        ("cross_entropy_forward", "cross_entropy_over_"),
-        tuple({"vocab": n} for n in VOCABULARIES),
-    ),
-    "qk_norm_rope_forward": tuple(_heads(32, 8, dim, dim // 2) for dim in (64, 128, 256)),
-    "rope": ROPE[1:2],
-    "rope_qk": ROPE[::2],
-    "rope_qk_over_": ROPE[:1],
-    "apply_rotary_embedding_forward": ROPE[:1],
-    "linear_cross_entropy_forward": ({"hidden": 8}, {"hidden": 8, "vocab": 50257}),
-    "swiglu_mlp": ({"hidden": 64, "inner": 256},),
-    **dict.fromkeys(
-        ("add", "multiply", "scale", "swiglu", "geglu", "relu2"),
-        (*VECTORS, {"axes": (4, 4096), "gap": 8}),
-    ),
-    "embedding": ({"hidden": 4096, "rows": (128,)}, {"hidden": 7, "rows": (128,)}),
-    "attention_forward": (
-        *(
-            {"queries": queries, "dim": dim, "value_dim": value}
-            for dim, value in HEADS
-            for queries in (256, 1)
-        ),
-        {"queries": 256, "dim": 512, "value_dim": 512},  # forward alone
-    ),
-    "attention_paged_forward": ({"page": 1, "keys": 16}, {}),
-    "attention_varlen_forward": (
-        {"dim": 64, "value_dim": 64},
-        {"max_keys": 1},  # a bias has sums of queries, or of keys, or pairs
-        {},
-        {"max_queries": 1},
-        {"dim": 256, "value_dim": 256},
-    ),
-}
-
-LEFT = {"window": (128, None)}
-EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}
-OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "geglu": ({"approximate": False}, {"approximate": True}),
-    **dict.fromkeys(
-        ("rope", "rope_qk", "rope_qk_over_", "qk_norm_rope_forward"),
-        ({"interleaved": False}, {"interleaved": True}),
-    ),
-    **dict.fromkeys(
-        ("cross_entropy_forward", "cross_entropy_over_"),
-        ({}, {"softcap": 30.0}, {"smoothing": 0.1}),
-    ),
-    "attention_forward": (
-        {},
-        {"causal": True},
-        LEFT,
-        {"softcap": 50.0},
-        {"dropout": 0.1, "seed": 1},
-    ),
-    **dict.fromkeys(("attention_paged_forward", "attention_varlen_forward"), ({}, EVERY)),
-}
+def declared_by(op: str, what: str) -> Any:
+    """Return what a class that proves an op says itself of sizes or options, if one does."""
+    said = (vars(each)[what] for each in proofs() if each.op == op and what in vars(each))
+    return next(said, None)
 
 
 class Asked(NamedTuple):
@@ -135,10 +87,14 @@ def forms(op: Op[..., Any]) -> Iterator[Asked]:
     """Return the forms in which calls of a forward op are made."""
     name = op.__name__
     axes = {axis for operand in op.contract.inputs for axis in operand.axes}
-    flat = VECTORS if axes == {"*axes"} else ({},)
+    by_element = (*VECTORS, SLICE) if op.widen and op.strided else VECTORS
+    flat = by_element if axes == {"*axes"} else ({},)
+    parameters = inspect.signature(op.definition).parameters.values()
+    flags = [parameter.name for parameter in parameters if parameter.default is False]
+    either = tuple({flag: value} for flag in flags for value in (False, True)) or ({},)
     optional = [operand.name for operand in op.contract.inputs if operand.optional]
-    several = SIZES.get(name, flat)
-    choices = OPTIONS.get(name, ({},))
+    several = declared_by(name, "sizes") or flat
+    choices = declared_by(name, "options") or either
     every = {key: value for options in choices for key, value in options.items()}
     middle = several[len(several) // 2]
     for dtype in KERNEL_DTYPES:

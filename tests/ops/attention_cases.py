@@ -9,6 +9,8 @@ from unsloth_cupy.bench.cases import Call
 
 from ..parity import Arrays, Case, _error, _size, outputs_of
 
+LEFT = {"window": (128, None)}
+EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
 KB = 1024
 LEAST = np.finfo(np.float32).tiny / np.finfo(np.float32).eps

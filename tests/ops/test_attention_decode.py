@@ -15,7 +15,7 @@ from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, 
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator, launched
 from ..stand_in import gpu
-from .attention_cases import AFAR, BUDGETS, GROUPED, hides, some_sinks, tiles
+from .attention_cases import AFAR, BUDGETS, EVERY, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
 
 SMALL = GROUPED | {"queries": 3, "keys": 300, "dim": 8, "value_dim": 16}
@@ -97,6 +97,8 @@ def left_out(rng: np.random.Generator) -> np.ndarray:
 
 class TestAttentionPaged(KernelParity):
     op = "attention_paged_forward"
+    sizes = ({"page": 1, "keys": 16}, {})
+    options = ({}, EVERY)
     test_gradient_matches_finite_differences = None  # it has none
     test_rounds_once = None  # test_attention_paged.py
     test_any_strides = None

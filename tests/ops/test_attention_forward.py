@@ -17,7 +17,17 @@ from unsloth_cupy.ops.attention._tiles import FORWARD, OWN, Start, fitting, reso
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator
 from ..stand_in import LIMITS, gpu
-from .attention_cases import AFAR, BUDGETS, GROUPED, KB, hides, option_cases, some_sinks, tiles
+from .attention_cases import (
+    AFAR,
+    BUDGETS,
+    GROUPED,
+    KB,
+    LEFT,
+    hides,
+    option_cases,
+    some_sinks,
+    tiles,
+)
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -33,8 +43,16 @@ def large(rng: np.random.Generator) -> np.ndarray:
     return 10 * rng.standard_normal((2, 21, 2, 8))
 
 
+HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
 class TestAttentionForward(KernelParity):
     op = "attention_forward"
+    sizes = (
+        *({"queries": n, "dim": dim, "value_dim": value} for dim, value in HEADS for n in (256, 1)),
+        {"queries": 256, "dim": 512, "value_dim": 512},  # forward alone
+    )
+    options = ({}, {"causal": True}, LEFT, {"softcap": 50.0}, {"dropout": 0.1, "seed": 1})
     sides = ("forward",)
     test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
     test_rounds_once = test_any_strides = None

@@ -13,7 +13,7 @@ from unsloth_cupy import (
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 
 from ..parity import Case, KernelAlone, KernelParity, Parity, emulator, launched
-from .attention_cases import hides, tiles
+from .attention_cases import EVERY, hides, tiles
 from .test_attention import Device, agree
 
 # The public names, as other people's programs call them.
@@ -81,6 +81,14 @@ def shared(*shape: int) -> Any:
 
 class TestKernels(KernelParity):
     op = "attention_varlen_forward"
+    sizes = (
+        {"dim": 64, "value_dim": 64},
+        {"max_keys": 1},  # a bias has sums of queries, or of keys, or pairs
+        {},
+        {"max_queries": 1},
+        {"dim": 256, "value_dim": 256},
+    )
+    options = ({}, EVERY)
     test_gradient_matches_finite_differences = None  # the class above proves the definition
     test_rounds_once = test_any_strides = None
     cases = (

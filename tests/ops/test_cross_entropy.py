@@ -22,8 +22,14 @@ LABELS = np.array([[0, 12, -100], [5, -100, 5]])
 EVERYTHING = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
 
 
+VOCABULARIES = (7, 32000, 50257, 262144)
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"softcap": 30.0}, {"smoothing": 0.1})
+
+
 class TestCrossEntropy(KernelParity):
     op = "cross_entropy_forward"
+    sizes = tuple({"vocab": n} for n in VOCABULARIES)
+    options = OPTIONS
     cases = (
         Case("odd", rows=[2, 3], vocab=13, arrays={"labels": LABELS}),
         Case("smoothing", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, smoothing=0.1),

@@ -12,11 +12,13 @@ from ..cuda_on_cpu.traffic import counted
 from ..golden.golden import OpCase
 from ..parity import Case, KernelAlone, KernelInPlace, emulator
 from .golden_cases import agree, both_dtypes, cast, golden
-from .test_cross_entropy import EVERYTHING, LABELS, reported
+from .test_cross_entropy import EVERYTHING, LABELS, OPTIONS, VOCABULARIES, reported
 
 
 class TestCrossEntropyOver(KernelInPlace):
     op = "cross_entropy_over_"
+    sizes = tuple({"vocab": n} for n in VOCABULARIES)
+    options = OPTIONS
     cases = (
         Case("odd", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, given=["dloss"]),
         Case("one number", rows=[2, 3], vocab=13, arrays={"labels": LABELS}, scale=0.5),

@@ -19,6 +19,7 @@ PUBLIC = ("embedding(tokens, weight)",)
 
 class TestEmbedding(KernelParity):
     op = "embedding"
+    sizes = ({"hidden": 4096, "rows": (128,)}, {"hidden": 7, "rows": (128,)})
     cases = (
         Case("repeated tokens", rows=[3, 7], vocab=5, hidden=13),
         Case("rare tokens", rows=[4], vocab=50, hidden=13),

@@ -8,6 +8,7 @@ from unsloth_cupy.errors import ConfigError, ShapeError
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
+from ..variants import ROWS
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -16,6 +17,7 @@ PUBLIC = ("layer_norm(x, weight, bias=None, *, eps=1e-05, residual=None)",)
 
 class TestLayerNorm(KernelParity):
     op = "layer_norm_forward"
+    sizes = tuple({"hidden": n} for n in ROWS)
     cases = (
         Case("one row", rows=[], hidden=64),
         Case("no rows", rows=[0], hidden=8, given=["bias"]),

@@ -28,6 +28,9 @@ ROW = np.array([4, 0, 2])
 
 class TestQKNormRope(KernelParity):
     op = "qk_norm_rope_forward"
+    sizes = tuple(
+        {"heads": 32, "kv_heads": 8, "dim": dim, "half": dim // 2} for dim in (64, 128, 256)
+    )
     cases = (
         Case("tokens in order", **SIZES),
         Case("positions of each row", **SIZES, given=["positions"], eps=0.5, offset=1.0),

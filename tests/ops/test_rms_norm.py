@@ -8,6 +8,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
+from ..variants import ROWS
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -19,6 +20,7 @@ PUBLIC = (
 
 class TestRMSNorm(KernelParity):
     op = "rms_norm_forward"
+    sizes = tuple({"hidden": n} for n in ROWS)
     cases = (
         Case("one row", rows=[], hidden=32),
         Case("no rows", rows=[0], hidden=8),

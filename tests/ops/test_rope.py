@@ -37,8 +37,15 @@ CASES = (
 )
 
 
+WHOLE, PART, ODD = (
+    {"heads": heads, "kv_heads": kv_heads, "dim": dim, "half": half}
+    for heads, kv_heads, dim, half in ((32, 8, 128, 64), (32, 8, 96, 24), (3, 1, 7, 3))
+)
+
+
 class TestRope(KernelParity):
     op = "rope"
+    sizes = (PART,)
     cases = (
         *(CASES[0], CASES[2], *CASES[5:]),  # rope_qk, which runs the same code, takes them all
         *(Case(f"heads of {n}", **SIZES | {"dim": n, "half": n // 2}) for n in (4, 8, 16)),
@@ -47,6 +54,7 @@ class TestRope(KernelParity):
 
 class TestRopeQK(KernelParity):
     op = "rope_qk"
+    sizes = (WHOLE, ODD)
     cases = (
         *(
             Case(case.label, given=case.given, arrays=case.arrays, kv_heads=2, **case.both)
@@ -59,11 +67,13 @@ class TestRopeQK(KernelParity):
 
 class TestRopeQKInPlace(KernelInPlace):
     op = "rope_qk_over_"
+    sizes = (WHOLE,)
     cases = (TestRopeQK.cases[2], TestRopeQK.cases[5])
 
 
 class TestApplyRotaryEmbedding(KernelParity):
     op = "apply_rotary_embedding_forward"
+    sizes = (WHOLE,)
     cases = (
         Case("any positions", **SIZES, kv_heads=1, arrays={"positions": [[9, 0, -3], [1, 1, 100]]}),
         Case(

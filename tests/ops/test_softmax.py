@@ -8,6 +8,7 @@ from unsloth_cupy.errors import ConfigError, ShapeError
 
 from ..golden.golden import OpCase
 from ..parity import Case, KernelParity
+from ..variants import ROWS
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -27,6 +28,7 @@ def hidden_but_one(rng: np.random.Generator) -> Any:
 
 class TestSoftmax(KernelParity):
     op = "softmax"
+    sizes = tuple({"columns": n} for n in (*ROWS, 32768, 262144, 524296))
     cases = (
         Case("odd", rows=[2, 3], columns=13),
         Case("scaled", rows=[3], columns=13, scale=-0.3),

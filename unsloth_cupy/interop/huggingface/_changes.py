@@ -23,6 +23,12 @@ class Change(NamedTuple):
     now: Any
     before: Any
 
+    def place(self) -> str:
+        """Return the attribute that holds it now; none where another library wrapped it."""
+        held = vars(self.owner)
+        places = (self.name, HOOKED) if self.name == "forward" else (self.name,)
+        return next((place for place in places if held.get(place, Nothing) == self.now), "")
+
 
 class Changes(list[Change]):
     """Attributes of modules and configs that were changed, in order."""
@@ -40,20 +46,23 @@ class Changes(list[Change]):
     def since(self, count: int) -> None:
         """Undo all but the first changes."""
         while len(self) > count:
-            owner, name, _, before = self.pop()
+            change = self.pop()
+            owner, place, before = change.owner, change.place(), change.before
+            if place == HOOKED and before is Nothing:  # hooked since: their forward calls this one
+                before = types.MethodType(type(owner).forward, owner)
             if before is Nothing:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = before
+                vars(owner).pop(place, None)
+            elif place:
+                vars(owner)[place] = before
 
-    def check(self) -> None:
-        """Raise where somebody else has changed the same since: undoing would undo that too."""
-        last = {(id(owner), name): (owner, name, now) for owner, name, now, _ in self}
-        for owner, name, now in last.values():
-            if vars(owner).get(name, Nothing) != now and isinstance(owner, nn.Module):
+    def check(self, wrapped: Any) -> None:
+        """Raise where somebody else has changed the same since; ``wrapped`` may be."""
+        last = {(id(change.owner), change.name): change for change in self}
+        for owner, name, change in ((c.owner, c.name, c) for c in last.values()):
+            if not change.place() and owner is not wrapped:
                 raise ConfigError(
-                    f"unpatch: {name} of {type(owner).__name__} was replaced after patch(), by"
-                    " another library; undo that first, as accelerator.unwrap_model does"
+                    f"unpatch: {name} of {type(owner).__name__} was replaced by another library"
+                    " after patch(); undo that first"
                 )
 
 

@@ -126,8 +126,9 @@ def _head(logits: Logits) -> Any:
 def _model(plain: Any) -> Any:
     @functools.wraps(plain)  # whose parameters trainers read
     def forward(self: Any, *args: Any, **given: Any) -> Any:
-        labels, state = given.get("labels"), vars(self)[STATE]
-        if labels is None or not self.training or not _simple(given) or not _whole(self, state):
+        labels, state = given.get("labels"), vars(self).get(STATE)
+        asked = state is not None and labels is not None and self.training
+        if not asked or not _simple(given) or not _whole(self, state):
             return plain(self, *args, **given)
         shifted = given.get("shift_labels")
         state.labels = pad(labels, (0, 1), value=IGNORE)[..., 1:] if shifted is None else shifted

@@ -1,6 +1,7 @@
 """Language models read from Hugging Face folders: the ops put to work.
 
 model = load("folder")                       config.json and *.safetensors
+model = from_torch(model)                    the weights of a live model of transformers
 model.generate(tokens, max_new_tokens=20)
 
 A name is imported when it is first asked for: ``import unsloth_cupy`` reads no file of a model.
@@ -14,6 +15,7 @@ if typing.TYPE_CHECKING:
     from .adapter import create_adapter as create_adapter
     from .folder import create as create
     from .folder import load as load
+    from .live import from_torch as from_torch
     from .transformer import Transformer as Transformer
 
 _HOMES = {
@@ -21,6 +23,7 @@ _HOMES = {
     "create_adapter": "adapter",
     "create": "folder",
     "load": "folder",
+    "from_torch": "live",
     "Transformer": "transformer",
 }
 

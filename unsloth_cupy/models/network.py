@@ -16,6 +16,7 @@ from .block import Call, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
 from .inputs import Angles, check, places
 from .loss import logits_of
+from .other_libraries import to_torch
 
 
 @at_home("table")
@@ -34,6 +35,8 @@ class Network:
         Whether ``swiglu_mlp`` is the MLPs: by chunks of rows, and once more on the way back.  Off
         at first.  Calls raise a ConfigError where an MLP has another activation, or more inside.
     """
+
+    texts: Mapping[str, Mapping[str, Any]]  # files of its folder: config.json and others
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
@@ -96,6 +99,19 @@ class Network:
         )
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
+
+    def to_torch(self) -> Any:
+        """Return a model of transformers over the same memory; nothing is copied.
+
+        Raises
+        ------
+        ConfigError
+            There is an adapter, which would be lost.
+        """
+        if self.adapter is not None:
+            cure = "call merge_adapter() first, or set adapter = None"
+            raise ConfigError(f"to_torch: the model has an adapter, which would be lost; {cure}")
+        return to_torch(self.texts["config.json"], self.texts, self.parameters)
 
     def head(self, x: Array) -> Array:
         """Return the logits of normed hidden states."""

@@ -1,13 +1,14 @@
-"""Methods of a model that take tokens of torch, JAX and others, as ops do."""
+"""Methods of a model that take tokens of torch, JAX and others, and the model that torch runs."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from ..core.arrays import common, native
+from ..core.dtypes import Array
 from ..core.frameworks import DLPACK, FRAMEWORKS, Framework, adopted
 
 ARRAYS = ("tokens", "labels", "mask", "offsets")
@@ -58,3 +59,28 @@ def _resumed(results: Iterator[Any], there: Framework, operand: Any) -> Iterator
             except StopIteration:
                 return
         yield result
+
+
+def to_torch(config: Mapping[str, Any], texts: Mapping[str, Any], arrays: dict[str, Array]) -> Any:
+    """Return a model of transformers of a config.json over the memory of these arrays."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging
+
+    from .. import interop  # noqa: F401  # enters torch among the frameworks
+
+    values = {**config}
+    parsed = AutoConfig.for_model(values.pop("model_type"), **values)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
+    back = FRAMEWORKS["torch"].give_back
+    state = {name: back(array, None) for name, array in arrays.items()}
+    dtype, bar = next(iter(state.values())).dtype, logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model = kind.from_pretrained(None, config=parsed, state_dict=state, dtype=dtype)
+    finally:
+        if bar:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    for key, value in texts.get("generation_config.json", {}).items():
+        setattr(model.generation_config, key, value)
+    return model

@@ -126,7 +126,8 @@ def _head(logits: Logits) -> Any:
 def _model(plain: Any) -> Any:
     @functools.wraps(plain)  # whose parameters trainers read
     def forward(self: Any, *args: Any, **given: Any) -> Any:
-        labels, state = given.get("labels"), vars(self).get(STATE)
+        labels: Any = given.get("labels")
+        state = vars(self).get(STATE)
         asked = state is not None and labels is not None and self.training
         if not asked or not _simple(given) or not _whole(self, state):
             return plain(self, *args, **given)

@@ -1,0 +1,295 @@
+"""Patched models inside of what people run them with: compilers, adapters, trainers, hooks."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+transformers = pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
+
+from unsloth_cupy.interop.huggingface import PARTS, patch, unpatch  # noqa: E402
+
+from ..sample import Sample  # noqa: E402
+from .families import check, model_of, step, texts  # noqa: E402
+
+COMPILED = ("llama", "gemma3_text", "glm", "granite", "phi3", "mixtral")
+quiet = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
+
+
+def near(found, expected, rtol=1e-4):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        most = rtol * float(value.abs().max())
+        torch.testing.assert_close(found[name], value, rtol=0, atol=max(most, 1e-7))
+
+
+@quiet
+@pytest.mark.parametrize("scene", ["left", "packed"])
+@pytest.mark.parametrize("family", COMPILED if Sample.all else [COMPILED[Sample.day % 6]])
+def test_compiled_in_one_graph(family, scene):
+    torch._dynamo.reset()
+    model = model_of(family)
+    patch(model)
+    expected = step(model, scene)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    near(step(model, scene, compiled), expected)
+
+
+@quiet
+def test_dropout_of_attention_is_drawn_anew_in_a_graph_and_again_in_a_checkpoint():
+    torch._dynamo.reset()
+    model = model_of("llama", attention_dropout=0.5)
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    losses = {float(step(model, call=compiled)["loss"]) for _ in range(3)}
+    assert len(losses) == 3
+    torch.manual_seed(1)
+    expected = step(model)
+    model.gradient_checkpointing_enable()
+    torch.manual_seed(1)
+    near(step(model), expected, rtol=0)
+
+
+@quiet
+def test_checkpointed_layers_give_the_same():
+    model = model_of("gemma3_text")
+    for parts, rtol in ((PARTS, 1e-5), ({*PARTS} - {"residual"}, 0)):
+        patch(model, parts=parts)
+        expected = step(model)
+        model.gradient_checkpointing_enable()
+        near(step(model), expected, rtol)
+        model.gradient_checkpointing_disable()
+
+
+def test_a_deep_copy_computes_with_its_own_weights_and_is_unpatched_alone():
+    model = model_of("qwen3")
+    plain = step(model)
+    patch(model)
+    expected, copied = step(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    near(step(copied), expected, rtol=0)
+    unpatch(copied)
+    near(step(copied), plain, rtol=0)
+    assert "forward" in vars(model.model.norm)
+
+
+def test_a_saved_model_knows_nothing_of_a_patch(tmp_path):
+    model = model_of("llama")
+    plain = step(model)
+    patch(model)
+    model.save_pretrained(tmp_path)
+    assert "unsloth" not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    near(step(loaded.train()), plain, rtol=1e-5)
+    model.load_state_dict(loaded.state_dict())
+
+
+def test_autocast_is_no_further_from_float32():
+    model = model_of("llama")
+    exact = step(model)
+
+    def far():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = step(model)
+        return sum(float(((found[n] - grad) ** 2).sum()) for n, grad in exact.items())
+
+    before = far()
+    patch(model)
+    assert far() <= 1.3 * before
+
+
+class Sharded:
+    """Weights that are there between the hooks of their own module alone, as ZeRO has them."""
+
+    def __init__(self, model):
+        self.whole = {}
+        for module in model.modules():
+            if [*module.parameters(recurse=False)]:
+                module.register_forward_pre_hook(self.gather)
+                module.register_forward_hook(self.scatter)
+                self.scatter(module)
+
+    def gather(self, module, *_):
+        for parameter in module.parameters(recurse=False):
+            if parameter in self.whole:
+                parameter.data = self.whole.pop(parameter)
+
+    def scatter(self, module, *given):
+        for found in given[1:]:
+            for tensor in found if isinstance(found, tuple) else (found,):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self.gather(module))
+        for parameter in module.parameters(recurse=False):
+            self.whole[parameter] = parameter.data
+            parameter.data = torch.empty(0)
+
+
+def test_weights_are_read_between_the_hooks_of_their_module():
+    model = model_of("qwen3")
+    expected = step(model)
+    patch(model)
+    Sharded(model)
+    near(step(model), expected)
+
+
+@quiet
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({}, 14),
+        ({"use_dora": True}, 0),
+        ({"modules_to_save": ["lm_head"]}, 14),
+        ({"target_modules": ["lm_head", "q_proj"]}, 3),
+    ],
+    ids=["plain", "dora", "saved-head", "adapted-head"],
+)
+def test_adapters_of_peft(options, layers, when):
+    peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
+    settings = {"target_modules": "all-linear", "init_lora_weights": False, "r": 4, **options}
+    model = model_of("llama")
+    if when == "before":
+        patch(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    if when == "after":
+        plain, report = step(adapted), patch(adapted)
+        found = step(adapted)
+        assert report.taken.get("lora", 0) == layers
+        unpatch(adapted)
+    else:
+        found = step(adapted)
+        unpatch(adapted)
+        plain = step(adapted)
+    check(found, plain, adapted, "left")
+
+
+@quiet
+def test_adapters_may_be_off_merged_or_dropped_out():
+    peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
+    config = peft.LoraConfig(
+        target_modules="all-linear", init_lora_weights=False, r=4, lora_dropout=0.5
+    )
+    model = peft.get_peft_model(model_of("llama"), config)
+    given = texts("whole")
+    model.eval()
+
+    def logits():
+        with torch.no_grad():
+            on = model(**given).logits
+            with model.disable_adapter():
+                off = model(**given).logits
+            model.merge_adapter()
+            merged = model(**given).logits
+            model.unmerge_adapter()
+        return on, off, merged
+
+    expected = logits()
+    patch(model)
+    for found, plain in zip(logits(), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    model.train()
+    torch.manual_seed(0)
+    losses = {float(model(**given).loss) for _ in range(3)}
+    torch.manual_seed(0)
+    assert float(model(**given).loss) in losses
+    assert len(losses) == 3
+
+
+@quiet
+def test_trainer_learns_the_same(tmp_path):
+    pytest.importorskip("accelerate", reason="needs the extra `peers` (accelerate)")
+    rows = [{key: value[0] for key, value in texts("whole").items() if key != "use_cache"}] * 8
+    losses = []
+    for patched in (False, True):
+        model = model_of("llama")
+        if patched:
+            patch(model)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            max_steps=2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+            eval_strategy="steps", eval_steps=2, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:2])
+        trainer.train()
+        logs = trainer.state.log_history
+        losses.append([log[key] for log in logs for key in ("loss", "eval_loss") if key in log])
+        if patched:
+            unpatch(model)
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@quiet
+def test_hooks_of_accelerate_come_before_or_after():
+    hooks = pytest.importorskip("accelerate.hooks", reason="needs the extra `peers` (accelerate)")
+    model = model_of("llama")
+    plain = step(model)
+
+    def hook():
+        for module in model.modules():
+            align = hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)
+            hooks.add_hook_to_module(module, align)
+
+    hook()
+    patch(model)
+    near(step(model), plain)
+    unpatch(model)
+    hooks.remove_hook_from_submodules(model)
+    patch(model)
+    hook()
+    near(step(model), plain)
+    unpatch(model)
+    near(step(model), plain, rtol=0)
+    hooks.remove_hook_from_submodules(model)
+    near(step(model), plain, rtol=0)
+
+
+@quiet
+def test_trl_tunes_and_prefers_the_same(tmp_path, monkeypatch):
+    trl = pytest.importorskip("trl", reason="needs trl, which no extra installs")
+    datasets = pytest.importorskip("datasets", reason="needs trl, which no extra installs")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokens = texts("whole")["input_ids"].tolist() * 2
+    rows = datasets.Dataset.from_dict({"input_ids": tokens})
+    pairs = datasets.Dataset.from_list(
+        [{"prompt": "w4 w5 ", "chosen": f"w7 w{i}", "rejected": f"w9 w{i + 1}"} for i in range(4)]
+    )
+    common = {
+        "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "report_to": [],
+        "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "bf16": False,
+    }  # fmt: skip
+    losses = []
+    for patched in (False, True):
+        model, other = model_of("llama"), model_of("llama")
+        if patched:
+            patch(model)
+            patch(other)
+        tuning = trl.SFTConfig(str(tmp_path), max_length=None, padding_free=True, **common)
+        words = tokenizer()
+        tuner = trl.SFTTrainer(model, tuning, train_dataset=rows, processing_class=words)
+        preferring = trl.DPOConfig(str(tmp_path), **common)
+        reference = model_of("llama")
+        chooser = trl.DPOTrainer(
+            other, reference, args=preferring, train_dataset=pairs, processing_class=words
+        )
+        found = []
+        for trainer in (tuner, chooser):
+            trainer.train()
+            found += [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        losses.append(found)
+        unpatch(model)
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, 97)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )

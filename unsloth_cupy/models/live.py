@@ -1,0 +1,86 @@
+"""A ``Transformer`` over the weights of a live model of transformers."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.dtypes import FLOATS, Array
+from ..core.frameworks import FRAMEWORKS
+from ..errors import ConfigError, FrameworkError
+from .config import Config
+from .parse import parse, text_config
+from .transformer import Transformer
+
+
+def from_torch(model: Any) -> Transformer:
+    """Return a ``Transformer`` over the weights of a live model of transformers.
+
+    Nothing is copied: both see the same memory, so that a change in place shows in both.  An
+    optimizer that makes new arrays, as ``parameters[name] = array`` does, parts them.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A language model with its head, of a type that ``load`` knows.
+
+    Returns
+    -------
+    model : Transformer
+
+    Raises
+    ------
+    FrameworkError
+        This is not a model of transformers, or its weights are where no op can read them.
+    ConfigError
+        Its type is not known, or its weights are not those of its config: quantized, or with
+        adapters, which ``merge_and_unload()`` makes part of them.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "named_parameters"):
+        raise FrameworkError(
+            f"from_torch: {type(model).__name__} is not a model of transformers; pass what"
+            " AutoModelForCausalLM.from_pretrained returned"
+        )
+    texts = {"config.json": _plain(model.config)}
+    if getattr(model, "generation_config", None) is not None:
+        texts["generation_config.json"] = _plain(model.generation_config)
+    try:
+        config = parse(texts["config.json"])
+    except ConfigError as error:
+        raise ConfigError(f"from_torch: {error}") from None
+    texts["config.json"] = dict(text_config(texts["config.json"]))
+    named = dict(model.named_parameters())
+    return Transformer(config, _checked(config, named), texts)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return a config as config.json would hold it."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def _checked(config: Config, named: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the memory of the weights that a config asks for."""
+    from .. import interop  # noqa: F401  # enters torch among the frameworks
+
+    shapes = config.shapes()
+    if strange := sorted(named.keys() - shapes.keys()) + sorted(shapes.keys() - named.keys()):
+        known = "does not belong to" if strange[0] in named else "is missing in"
+        cure = "merge adapters (merge_and_unload) and pass the model with its head, unquantized"
+        raise ConfigError(f"from_torch: {strange[0]} {known} a {config.model_type}; {cure}")
+    arrays: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        weight = named[name].detach()
+        if tuple(weight.shape) != shape:
+            raise ConfigError(
+                f"from_torch: {name} has the shape {tuple(weight.shape)}; its config says {shape}"
+            )
+        try:
+            arrays[name] = FRAMEWORKS["torch"].adopt(weight)
+        except (TypeError, RuntimeError, BufferError, NotImplementedError) as error:
+            cure = "load the weights on a CPU or a GPU first"
+            raise FrameworkError(f"from_torch: {name} is on {weight.device}; {cure}") from error
+    kinds = sorted({str(array.dtype) for array in arrays.values()})
+    if len(kinds) > 1 or arrays["model.norm.weight"].dtype not in FLOATS:
+        cure = "bring them to one of float32, bfloat16 and float16: model.to(dtype)"
+        raise ConfigError(f"from_torch: the weights are {' and '.join(kinds)}; {cure}")
+    return arrays

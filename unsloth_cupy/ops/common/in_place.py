@@ -43,6 +43,7 @@ def written_over(op: Op[..., Any], *names: str) -> Op[..., Any]:
         return changed if len(names) > 1 else changed[0]
 
     definition.__name__ = f"{op.__name__}_over_"
+    definition.__module__ = op.definition.__module__
     definition.__doc__ = f"Write ``{op.__name__}`` over {' and '.join(names)}, and return them."
     definition.__signature__ = inspect.signature(op.definition)  # type: ignore[attr-defined]
     reason = "it changes what a tape would remember"  # a widened copy would take the results

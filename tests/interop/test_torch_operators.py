@@ -220,7 +220,20 @@ def test_what_changes_its_arguments_breaks_a_graph_and_runs():
         torch.compile(add_up, backend="eager", fullgraph=True)(torch.ones(3))
 
 
-def test_a_call_that_does_not_fit_is_told_while_compiling():
-    for weight, words in ((torch.ones(3), "hidden=3; it must be 4"), (None, "weight is missing")):
-        with pytest.raises(Exception, match=words):
-            torch.compile(uc.rms_norm, backend="aot_eager")(torch.ones(2, 4), weight)
+UNFIT = {
+    "sizes": (lambda x: uc.rms_norm(x, torch.ones(3)), "hidden=3; it must be 4"),
+    "missing": (lambda x: uc.rms_norm(x, None), "weight is missing"),
+    "an option": (lambda x: uc.rms_norm(x, x[0], eps=-1.0), "eps must be 0 or more"),
+    "no seed": (lambda x: uc.lora_linear(x, x, x, x[:, :2], dropout=0.5), "dropout=0.5 needs an"),
+    "odd heads": (
+        lambda x: uc.apply_rotary_embedding(*[x[None, None, :, :3]] * 2, torch.ones(1, dtype=int)),
+        "has an odd dim",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_call_that_does_not_fit_is_told_while_compiling(case):
+    function, words = UNFIT[case]
+    with pytest.raises(Exception, match=words):
+        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2, 4))

@@ -3,6 +3,7 @@
 import numpy as np
 
 from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.signature import parts
 from unsloth_cupy.interop._wiring import Form, forms, is_product, operators, public, same
 
 from .calls import drawn, every_call
@@ -42,6 +43,14 @@ def test_sums_that_have_one_term_are_that_term():
     x = np.ones((2, 4), np.float32)
     _, h, _ = forward(x, x[0])
     assert h is x
+
+
+def test_every_size_of_a_result_is_told():
+    """By the axes of operands, or by the op's fact."""
+    for op in operators():
+        known = {parts(axis)[0] for o in op.contract.inputs for axis in o.axes}
+        asked = {parts(axis)[0] for o in op.contract.outputs for axis in o.axes}
+        assert asked <= known or "sizes" in op.facts, op
 
 
 def test_products_share_an_axis_that_they_sum_over():

@@ -107,6 +107,8 @@ class Operator:
         given, options = self.given(arguments)
         asked = {n: Form(tuple(t.shape), self._dtype(n, t)) for n, t in given.items() if n != SEED}
         like = arguments[self.lead]
+        if SEED in self.op.options:
+            options[SEED] = 0 if SEED in given else None  # any, as it is a tensor
         found = forms(self.op, asked, options).values()
         made = [form or Form((0,), DTYPES[like.dtype]) for form in found]
         return _unpacked([like.new_empty(shape, dtype=TORCH[dtype]) for shape, dtype in made])

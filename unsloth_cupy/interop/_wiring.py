@@ -17,6 +17,11 @@ class Form(NamedTuple):
     shape: tuple[Any, ...]
     dtype: Any
 
+    @property
+    def ndim(self) -> int:
+        """Return how many axes there are."""
+        return len(self.shape)
+
 
 def changes(op: Op[..., Any]) -> bool:
     """Say whether an op changes its arguments, which a graph of calls cannot record."""
@@ -88,7 +93,11 @@ def forms(
     op: Op[..., Any], given: Mapping[str, Form], options: Mapping[str, Any]
 ) -> dict[str, Form | None]:
     """Check a call; return the form of each output, None where there is no new array."""
-    bound = check(op.__name__, op.contract, [given.get(name) for name in op.names])
+    arrays = [given.get(name) for name in op.names]
+    bound = check(op.__name__, op.contract, arrays)
+    if op.options <= options.keys() and all(map(_is_constant, options.values())):
+        for each in op.checks:
+            each(arrays, dict(options))
     sizes, elsewhere = bound.sizes, same(op, given)
     if "sizes" in op.facts:
         own = {name: value for name, value in options.items() if name in op.options}
@@ -103,6 +112,12 @@ def forms(
         shape: Any = tuple(given[of].shape) if like else shape_of(output, sizes)
         found[name] = None if absent or shape is None else Form(shape, dtype)
     return found
+
+
+def _is_constant(value: Any) -> bool:
+    """Say whether an option holds no symbol."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return all(isinstance(p, bool | int | float | str | frozenset | None) for p in parts)
 
 
 def gradient_names(op: Op[..., Any]) -> Iterator[str]:

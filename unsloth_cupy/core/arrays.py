@@ -16,7 +16,7 @@ def framework_of(array: Any, what: str) -> str:
         return "numpy"
     name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
     spoken = hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
-    if spoken or name in ("cupy", "torch", "jax"):
+    if spoken or name in ("cupy", "torch", "jax", "tensorflow"):
         return name
     problem = f"{what} is not an array but {type(array).__name__}"
     raise DTypeError(f"{problem}; wrap it in numpy.asarray(...)")

@@ -1,4 +1,4 @@
-"""The library inside of other people's programs: torch and JAX.
+"""The library inside of other people's programs: torch, JAX and others.
 
 Each is entered here by name and imported with its first array.
 """
@@ -35,3 +35,5 @@ def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
 
 _enter("torch", "._torch_memory", _torch)
 _enter("jax", "._jax_arrays", _jax)
+for _name in ("tensorflow", "paddle", "mlx"):
+    _enter(_name, f"._{_name}")

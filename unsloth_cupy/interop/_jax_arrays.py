@@ -49,16 +49,22 @@ def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[st
 def _alike(array: Any, axes: frozenset[Any]) -> Any:
     place, missing = jax.typeof(array).sharding, tuple(axes - _varying(array))
     if missing:
-        array = jax.lax.pcast(array, missing, to="varying")
+        lax: Any = jax.lax
+        if hasattr(lax, "pcast"):
+            array = lax.pcast(array, missing, to="varying")
+        else:  # JAX 0.8
+            array = lax.pvary(array, missing)
     if any(part is not None for part in place.spec):
-        reshard: Any = jax.reshard
+        reshard: Any = jax.sharding.reshard
         whole: Any = PartitionSpec
         return reshard(array, NamedSharding(place.mesh, whole()))
     return array
 
 
 def _varying(array: Any) -> frozenset[Any]:
-    return jax.typeof(array).manual_axis_type.varying
+    form: Any = jax.typeof(array)
+    axes: frozenset[Any] = form.vma if hasattr(form, "vma") else form.manual_axis_type.varying
+    return axes
 
 
 def _lead(arrays: Sequence[Any]) -> Any:
@@ -69,8 +75,19 @@ def _on_host(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     given = [None if array is None else np.asarray(array) for array in arrays]
     found, lead = op.call(given, options), _lead(arrays)
     if found.__class__ is tuple:
-        return tuple(None if array is None else give_back(array, lead) for array in found)
-    return give_back(found, lead)
+        return tuple(_back(array, given, arrays, lead) for array in found)
+    return _back(found, given, arrays, lead)
+
+
+def _back(array: Any, given: Sequence[Any], arrays: Sequence[Any], lead: Any) -> Any:
+    """Return JAX's array for a result: an operand for what is one."""
+    if array is None:
+        return None
+    if array.base is not None:
+        for each, operand in zip(given, arrays, strict=True):
+            if each is array:
+                return operand
+    return give_back(array, lead)
 
 
 def adopt(array: Any) -> Any:

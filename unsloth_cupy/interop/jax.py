@@ -181,9 +181,6 @@ def _outputs(
     options = {SEED: 0} | call.fixed if SEED in arrays else call.fixed
     asked = given | {name: INTEGER for name in op.names if name in call.fixed}
     found = forms(op, asked, options)
-    values = [asked.get(name, None) for name in op.names]
-    for check in op.checks:
-        check([call.fixed.get(n, v) for n, v in zip(op.names, values, strict=True)], options)
     make: Any = jax.ShapeDtypeStruct
     new = {
         name: make(form.shape, jax.dtypes.canonicalize_dtype(form.dtype))

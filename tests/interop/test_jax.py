@@ -207,6 +207,15 @@ def test_seeds_are_operands(draw):
     np.testing.assert_allclose(jax.jit(adapted)(jnp.uint32(3)), adapted(3), rtol=1e-6)
 
 
+def test_a_number_stands_for_an_array_of_integers(draw):
+    q, k = draw(2, 5, 2, 8), draw(2, 7, 2, 8)
+    attended = lambda q, start: uc.attention(q, k, k, causal=True, query_start=start)  # noqa: E731
+    expected = attended(q, 1)
+    traced = jax.jit(lambda q, start: (attended(q, 1), attended(q, start)))(q, jnp.int32(1))
+    for found in (*traced, attended(q, jnp.int32(1)), attended(q, jnp.array([1, 1]))):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_what_is_no_seed_is_refused(wrap, draw):
     q = draw(1, 6, 2, 8)

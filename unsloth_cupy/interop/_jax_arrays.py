@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..core.frameworks import cupy
+from ..core.frameworks import Framework, adopted, cupy
 from ..errors import FrameworkError
 
 
@@ -24,15 +24,34 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
             here = array.sharding
             place = place or here
             if here is not place and here != place:
-                break
-    else:
-        if place.__class__ is SingleDeviceSharding and _lead(arrays).platform() == "cpu":
-            return _on_host(op, arrays, options)
+                return run_checked(op, arrays, options)
+    lead = next(array for array in arrays if array is not None)
+    if place.__class__ is not SingleDeviceSharding or lead.platform() != "cpu":
+        return run_checked(op, arrays, options)
+    given = [None if array is None else np.asarray(array) for array in arrays]
+    return _called(op, given, arrays, options, lead)
+
+
+def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Run an op likewise; raise for arrays of another library, and of several devices."""
     for name, array in zip(op.names, arrays, strict=True):
-        if array is not None and len(array.devices()) > 1:
+        if isinstance(array, jax.Array) and len(array.devices()) > 1:
             cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
             raise FrameworkError(f"{op.__name__}: {name} lies on several devices; {cure}")
-    return op.plan(arrays)(list(arrays), options)
+    op.library_of(arrays)
+    lead = next(array for array in arrays if isinstance(array, jax.Array))
+    with stream(lead):
+        given = adopted(DIRECT, op.__name__, op.names, arrays)
+        return _called(op, given, arrays, options, lead)
+
+
+def _called(
+    op: Any, given: Sequence[Any], arrays: Sequence[Any], options: dict[str, Any], lead: Any
+) -> Any:
+    found = op.call(given, options)
+    if found.__class__ is tuple:
+        return tuple(_back(array, given, arrays, lead) for array in found)
+    return _back(found, given, arrays, lead)
 
 
 def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[str, Any]:
@@ -67,23 +86,11 @@ def _varying(array: Any) -> frozenset[Any]:
     return axes
 
 
-def _lead(arrays: Sequence[Any]) -> Any:
-    return next(array for array in arrays if array is not None)
-
-
-def _on_host(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    given = [None if array is None else np.asarray(array) for array in arrays]
-    found, lead = op.call(given, options), _lead(arrays)
-    if found.__class__ is tuple:
-        return tuple(_back(array, given, arrays, lead) for array in found)
-    return _back(found, given, arrays, lead)
-
-
 def _back(array: Any, given: Sequence[Any], arrays: Sequence[Any], lead: Any) -> Any:
     """Return JAX's array for a result: an operand for what is one."""
     if array is None:
         return None
-    if array.base is not None:
+    if not isinstance(array, np.ndarray) or array.base is not None:
         for each, operand in zip(given, arrays, strict=True):
             if each is array:
                 return operand
@@ -112,3 +119,6 @@ def stream(array: Any) -> Iterator[None]:
     yield
     if array.platform() != "cpu":
         cupy().cuda.Device(array.device.local_hardware_id).synchronize()
+
+
+DIRECT = Framework(adopt, give_back, stream)

@@ -7,12 +7,12 @@ in lower case, of a module or a class, as constants are in upper case.
 import functools
 import importlib
 import os
-import pkgutil
 import signal
 import sys
 import types
 from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,38 +38,54 @@ class Name(NamedTuple):
         return f"{where}{owner.__name__}.{self.name}"
 
 
-@functools.cache
 def names() -> tuple[Name, ...]:
     """Return every name of the library's modules and their classes."""
-    for found in pkgutil.walk_packages(unsloth_cupy.__path__, "unsloth_cupy."):
-        if not found.name.endswith((".__main__", ".peers")):  # which takes a second: torch
+    return _known(len(sys.modules))[0]
+
+
+def caches() -> dict[str, Any]:
+    """Return every cache of the library, by where it is defined."""
+    return _known(len(sys.modules))[1]
+
+
+def variables() -> tuple[Name, ...]:
+    """Return the names whose values change: what is neither a constant, nor code."""
+    return _known(len(sys.modules))[2]
+
+
+def modules() -> list[str]:
+    """Return the names of the library's modules."""
+    folder = Path(unsloth_cupy.__file__).parent
+    parts = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")]
+    return sorted(".".join(("unsloth_cupy", *each)).removesuffix(".__init__") for each in parts)
+
+
+@functools.lru_cache(maxsize=4)
+def _known(loaded: int) -> tuple[tuple[Name, ...], dict[str, Any], tuple[Name, ...]]:
+    """Return names, caches and variables, anew where more modules are loaded.
+
+    All modules are, but for those that import another library, which takes seconds.
+    """
+    for name in modules():
+        if not name.endswith((".__main__", ".peers")) and ".interop." not in name:
             with suppress(ImportError):  # the command line asks for packages of its own
-                importlib.import_module(found.name)
+                importlib.import_module(name)
     owners: list[Any] = []
     for module in [m for name, m in sys.modules.items() if name.startswith("unsloth_cupy")]:
         held = [v for v in vars(module).values() if isinstance(v, type)]
         owners += [module, *(v for v in held if v.__module__ == module.__name__)]
     several = [Name(owner, *item) for owner in owners for item in vars(owner).items()]
-    return tuple(n for n in several if not n.name.startswith("__"))
+    found = tuple(n for n in several if not n.name.startswith("__"))
+    named = [n.value for n in found if hasattr(n.value, "cache_clear")]
+    held = {f"{cache.__module__}.{cache.__qualname__}": cache for cache in named}
+    return found, held, tuple(filter(_changes, found))
 
 
-@functools.cache
-def caches() -> dict[str, Any]:
-    """Return every cache of the library, by where it is defined."""
-    several = [n.value for n in names() if hasattr(n.value, "cache_clear")]
-    return {f"{cache.__module__}.{cache.__qualname__}": cache for cache in several}
-
-
-@functools.cache
-def variables() -> tuple[Name, ...]:
-    """Return the names whose values change: what is neither a constant, nor code."""
-    several = []
-    for n in names():
-        fields = hasattr(n.owner, "_fields") or hasattr(n.owner, "__dataclass_fields__")
-        code = callable(n.value) or hasattr(n.value, "__get__")
-        if n.name.islower() and not (fields or code or isinstance(n.value, types.ModuleType)):
-            several.append(n)
-    return tuple(n for n in several if n.name not in ("_abc_impl", "_is_protocol"))
+def _changes(n: Name) -> bool:
+    fields = hasattr(n.owner, "_fields") or hasattr(n.owner, "__dataclass_fields__")
+    code = callable(n.value) or hasattr(n.value, "__get__")
+    plain = fields or code or isinstance(n.value, types.ModuleType)
+    return n.name.islower() and not plain and n.name not in ("_abc_impl", "_is_protocol")
 
 
 @functools.cache
@@ -122,7 +138,7 @@ def undoing() -> Iterator[None]:
     now = [(owner, name, vars(owner)[name]) for owner, name, _ in variables()]
     held = [OPS, *(value for *_, value in now if _contains(type(value)))]
     copies = [container.copy() for container in held]
-    modules, environment = sys.modules.copy(), dict(os.environ)
+    loaded, environment = sys.modules.copy(), dict(os.environ)
     folder, errors = os.getcwd(), np.geterr()
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
@@ -135,8 +151,8 @@ def undoing() -> Iterator[None]:
             if _inside(container) != _inside(before):
                 _put_back(container, before)
         forget()
-        if sys.modules != modules:
-            _replaced(modules)
+        if sys.modules != loaded:
+            _replaced(loaded)
         if dict(os.environ) != environment:
             _put_back(os.environ, environment)
         os.chdir(folder)

@@ -68,6 +68,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {"sliding_window": 5},
 }
+LOOSE = {"lambda_": 2e-5}  # all of its gradient is one number, the difference of two attentions
 Step = dict[str, torch.Tensor]
 
 
@@ -125,7 +126,9 @@ def check(found: Step, plain: Step, model: Any, scene: str) -> None:
         size = expected.abs().max()
         if name == "loss":
             assert error <= 1e-6 * max(1.0, float(size)), (scene, float(error))
-        elif error > 5e-6 * size:
+            continue
+        most = next((share for part, share in LOOSE.items() if part in name), 5e-6)
+        if error > most * size:
             exact = exact or double(model, scene)
             rest = (expected - exact[name]).abs().max()
             assert error <= 4 * rest, (scene, name, float(error / size), float(rest / size))

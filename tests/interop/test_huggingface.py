@@ -156,3 +156,16 @@ def test_warnings_stay_away():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch(model_of("llama"))
+
+
+def test_a_loss_has_its_gradients_once():
+    from unsloth_cupy.errors import GradientError
+
+    model = model_of("llama")
+    patch(model)
+    loss = model(**texts("whole")).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(GradientError, match="compute the loss anew"):
+        loss.backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**texts("whole")).loss, loss)

@@ -85,6 +85,16 @@ def test_a_part_whose_trial_fails_is_left_and_said(monkeypatch):
     assert step(model)["loss"] > 0
 
 
+def test_a_module_of_another_structure_than_it_seems_is_left(monkeypatch):
+    def broken(module, dtype):
+        return module.no_such_part
+
+    monkeypatch.setitem(huggingface._patch.ALONE, "mlp", broken)
+    report = patch(model_of("llama"), parts=["mlp", "norm"])
+    assert report.taken == {"norm": 5}
+    assert "no attribute 'no_such_part'" in report.left["mlp"]
+
+
 def test_weights_that_no_op_can_read_are_refused():
     with pytest.raises(
         FrameworkError, match="is on meta, where no op runs; load the weights first"

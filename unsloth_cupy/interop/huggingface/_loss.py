@@ -19,12 +19,13 @@ from torch import nn
 from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from ..torch import linear_cross_entropy
+from ...errors import GradientError
+from ..torch import linear_cross_entropy, linear_cross_entropy_gradients
 from ._changes import Changes, own_forward
 from ._trials import Refused, Texts, near
 
 IGNORE, STATE = -100, "_unsloth_cupy_loss"
-HOST_BYTES = 2**24  # of logits at a time on a CPU, where a product is as fast in parts
+HOST_BYTES = 2**25  # of logits at a time on a CPU, where products are as fast in parts
 
 
 class State:
@@ -113,14 +114,47 @@ def _head(logits: Logits) -> Any:
         if labels is None:
             return linear(x, self.weight)
         x = x if logits.scale == 1 else x * logits.scale
-        most = None if x.is_cuda else HOST_BYTES
-        labels = labels.to(x.device)
-        rows = linear_cross_entropy(x, self.weight, labels, softcap=logits.softcap, max_bytes=most)
-        total = rows.sum()
+        total = _summed(x, self.weight, labels.to(x.device), logits.softcap)
         state.total = total.detach()
         return (total - state.total).expand(*x.shape[:-1], 1)
 
     return forward
+
+
+def _summed(x: Any, weight: Any, labels: Any, softcap: float | None) -> Any:
+    """Return the sum of the losses, with its gradients, if they are asked for, in the same pass."""
+    most = None if x.is_cuda else HOST_BYTES
+    asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if torch.compiler.is_compiling() or not asked:
+        return linear_cross_entropy(x, weight, labels, softcap=softcap, max_bytes=most).sum()
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
+    return Summed.apply(x, weight, labels, softcap, most)  # type: ignore[no-untyped-call]
+
+
+class Summed(torch.autograd.Function):
+    """A sum of losses that computes its gradients on the way forward: logits are made once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, labels: Any, softcap: Any, most: Any) -> Any:
+        """Return the sum; keep the gradients, which the way back scales in place."""
+        needs = zip(("x", "weight"), ctx.needs_input_grad, strict=False)
+        wanted = frozenset(name for name, need in needs if need)
+        rows, *ctx.gradients = linear_cross_entropy_gradients(
+            x, weight, labels, softcap=softcap, max_bytes=most, wanted=wanted
+        )
+        return rows.sum()
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Any) -> Any:
+        """Scale the gradients, once: they are not there for a second time."""
+        if ctx.gradients is None:
+            cure = "compute the loss anew instead of retain_graph=True"
+            raise GradientError(f"the gradients of this loss were taken already; {cure}")
+        gradients, ctx.gradients = ctx.gradients, None
+        found = [None if each is None else each.mul_(dtotal) for each in gradients]
+        return *found, None, None, None
 
 
 def _model(plain: Any) -> Any:

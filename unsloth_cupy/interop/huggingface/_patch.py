@@ -147,23 +147,27 @@ class _Patching:
 
     def attempt(self, part: str, module: nn.Module, work: Callable[[], None]) -> None:
         """Take a part over, or undo all of it and note why."""
-        count, name = len(self.changes), type(module).__name__
+        count = len(self.changes)
         try:
             work()
         except Exception as error:
             self.changes.since(count)
-            why = str(error) if isinstance(error, Refused) else f"a trial fails: {_line(error)}"
-            self.report.add(part, name, why)
+            self.leave(part, module, error)
         else:
-            self.report.add(part, name)
+            self.report.add(part, type(module).__name__)
+
+    def leave(self, part: str, module: nn.Module, error: Exception) -> None:
+        """Note why a part was left."""
+        why = str(error) if isinstance(error, Refused) else f"a trial fails: {_line(error)}"
+        self.report.add(part, type(module).__name__, why)
 
     def alone(self, part: str) -> None:
         """Take over the modules that are a part by themselves."""
         for module in [*self.model.modules()]:
             try:
                 candidate = ALONE[part](module, self.model.dtype)
-            except Refused as refused:
-                self.report.add(part, type(module).__name__, str(refused))
+            except Exception as error:
+                self.leave(part, module, error)
                 continue
             if candidate is not None:
                 self.attempt(part, module, partial(self.put, module, candidate))
@@ -206,7 +210,9 @@ class _Patching:
         layers = {m: f for m in self.model.modules() if (f := _residual.forward_of(m))}
         calls = self.texts.observe(self.model, layers)
         for layer, forward in layers.items():
-            work = partial(_residual.take, self.changes, layer, forward, calls[layer], self.texts)
+            work = partial(
+                _residual.take, self.changes, layer, forward, calls.get(layer), self.texts
+            )
             self.attempt("residual", layer, work)
 
     def loss(self) -> None:

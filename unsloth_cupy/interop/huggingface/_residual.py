@@ -28,12 +28,14 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def take(
-    changes: Changes, layer: nn.Module, forward: Callable[..., Any], call: Call, texts: Texts
+    changes: Changes, layer: nn.Module, forward: Callable[..., Any], call: Call | None, texts: Texts
 ) -> None:
     """Take a layer over; raise Refused where its norm was left, or it gives something else."""
     middle: Any = (
         getattr(layer, "pre_feedforward_layernorm", None) or layer.post_attention_layernorm
     )
+    if call is None:
+        raise Refused("it was not called")
     if own_forward(middle):
         raise Refused("its norm was left")
     if not own_forward(layer):

@@ -91,7 +91,7 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return None or the name, or fail with what it must be."""
         if value != "cpu" and not re.fullmatch(r"cuda(:\d+)?", value):
-            self.fail(f"{value!r} is none; choose cpu, cuda or cuda:1.", param, ctx)
+            self.fail(f"{value!r} is not a device; choose cpu, cuda or cuda:1.", param, ctx)
         return None if value == "cpu" else value
 
 

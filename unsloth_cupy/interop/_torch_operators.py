@@ -255,7 +255,7 @@ def seed_of(seed: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Return a Python integer as a tensor: in a graph it is no constant."""
+    """Return a Python integer as a tensor: in a graph it is not a constant."""
     if value is None or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):

@@ -112,7 +112,7 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
 
 
 def _checked_seed(op: Op[..., Any], seed: Any) -> Any:
-    """Return a seed; raise for an array of JAX that is none."""
+    """Return a seed; raise for an array of JAX that is not one."""
     if isinstance(seed, jax.Array):
         call = op.__name__.removesuffix("_forward")
         if jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key):

@@ -74,6 +74,19 @@ def test_ops_work_on_torchs_stream_in_torchs_memory(monkeypatch):
         assert len(entered) == 6  # on the host there is nothing to enter
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_in_a_group_of_processes_memory_may_be_freed_after_a_call(monkeypatch, dtype):
+    monkeypatch.setattr(memory, "in_group", lambda: True)
+    tensor = torch.arange(6).reshape(2, 3).to(dtype).T
+    array = memory.array_of(tensor)
+    assert array.flags.writeable
+    assert array.ctypes.data == tensor.data_ptr()
+    assert np.array_equal(array.astype(float), tensor.double().numpy())
+    tensor.untyped_storage().resize_(0)
+    flipped = torch.imag(torch.tensor([1j, 2j]).conj())
+    assert memory.array_of(flipped).tolist() == [-1, -2]
+
+
 @pytest.fixture
 def gpu():
     """Skip where torch sees no GPU."""

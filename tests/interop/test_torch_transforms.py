@@ -126,44 +126,61 @@ def test_checkpoints_compute_the_same_bits_again(reentrant):
 
 
 WORKER = """
-import sys
+import copy, sys
 import torch
 import unsloth_cupy as uc
+from torch.distributed.fsdp import fully_shard
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+kind, rank, world, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
+class Layer(torch.nn.Module):
+    def __init__(self, dtype):
         super().__init__()
-        torch.manual_seed(0)
-        self.norm = torch.nn.Parameter(torch.ones(8))
-        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+        self.norm = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.randn(8, 8, dtype=dtype))
 
     def forward(self, x):
-        return uc.linear(uc.rms_norm(x, self.norm), self.weight)
+        return x + uc.linear(uc.rms_norm(x, self.norm), self.weight.T)
 
 
-x = torch.arange(32.0).reshape(2, 2, 8) - 7
-alone, both = Model(), torch.nn.parallel.DistributedDataParallel(Model())
+torch.manual_seed(0)
+dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+alone = torch.nn.Sequential(Layer(dtype), Layer(dtype))
+x = torch.arange(32.0, dtype=dtype).reshape(2, 2, 8) - 7
+both = copy.deepcopy(alone)
+both(x).sum().backward()  # as a trial before it is wrapped
+both.zero_grad()
+torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+if kind == "whole":
+    both = torch.nn.parallel.DistributedDataParallel(both)
+else:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
+    for part in (*both, both):
+        fully_shard(part, mesh=mesh)
 alone(x).square().mean().backward()
-both(x[rank]).square().mean().backward()
-for one, mean in zip(alone.parameters(), both.module.parameters(), strict=True):
-    torch.testing.assert_close(mean.grad, one.grad)
+both(x if world == 1 else x[rank]).square().mean().backward()
+for one, mean in zip(alone.parameters(), both.parameters(), strict=True):
+    grad = mean.grad if kind == "whole" else mean.grad.full_tensor()
+    torch.testing.assert_close(grad, one.grad)
 torch.distributed.destroy_process_group()
 """
 
 
-def test_two_processes_average_their_gradients(tmp_path: Path):
-    command = [sys.executable, "-c", WORKER]
+@pytest.mark.parametrize(
+    ("kind", "processes"), [("whole", 2), ("shards", 1), ("shards", 2), ("bfloat16", 1)]
+)
+def test_processes_average_their_gradients(tmp_path: Path, kind, processes):
+    store, count = str(tmp_path / "store"), str(processes)
     workers = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE)
-        for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, kind, str(rank), count, store], stderr=subprocess.PIPE
+        )
+        for rank in range(processes)
     ]
     try:
         errors = [worker.communicate(timeout=120)[1] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], errors
+    assert [worker.returncode for worker in workers] == [0] * processes, errors

@@ -18,6 +18,7 @@ from ..errors import FrameworkError
 DTYPES = {torch.from_numpy(np.empty(0, d)).dtype: np.dtype(d) for d in "?bBilefd"}
 DTYPES[torch.bfloat16] = BFLOAT16
 TORCH = {ours: theirs for theirs, ours in DTYPES.items()}
+in_group = torch.distributed.is_initialized if torch.distributed.is_available() else bool
 
 
 class Stream(NamedTuple):
@@ -50,8 +51,14 @@ def array_of(tensor: Any) -> Any:
     if tensor.is_cuda:
         return cupy().from_dlpack(tensor.detach())
     if tensor.dtype is torch.bfloat16:  # which NumPy's DLPack and torch's .numpy() refuse
-        return tensor.detach().view(torch.int16).numpy().view(BFLOAT16)
-    return tensor.detach().numpy()
+        return _seen(tensor.detach().view(torch.int16)).view(BFLOAT16)
+    return _seen(tensor.detach())
+
+
+def _seen(tensor: Any) -> Any:
+    if in_group():  # fully_shard frees whole weights, which .numpy() would forbid for good
+        return np.from_dlpack(tensor.resolve_neg())  # with the signs that a view may flip
+    return tensor.numpy()
 
 
 def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:

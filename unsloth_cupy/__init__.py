@@ -73,6 +73,9 @@ from .ops.linear.lora_merge import lora_merge as lora_merge
 from .ops.linear.lora_linears import LoraLayer as LoraLayer
 from .ops.linear.lora_linears import lora_linears as lora_linears
 
+# Quantized
+from .ops.quantized.int8_quantize import int8_quantize as int8_quantize
+
 # Losses
 from .ops.losses.cross_entropy import cross_entropy as cross_entropy
 from .ops.losses.cross_entropy import cross_entropy_backward as cross_entropy_backward

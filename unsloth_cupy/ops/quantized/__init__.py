@@ -1,0 +1,1 @@
+"""Matrices kept in fewer bits."""

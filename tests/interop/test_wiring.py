@@ -1,10 +1,20 @@
 """What frameworks are told of a call before it is made is what it gives."""
 
 import numpy as np
+import pytest
 
+from unsloth_cupy import rms_norm
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.signature import parts
-from unsloth_cupy.interop._wiring import Form, forms, is_product, operators, public, same
+from unsloth_cupy.interop._wiring import (
+    Form,
+    forms,
+    is_product,
+    module_names,
+    operators,
+    public,
+    same,
+)
 
 from .calls import drawn, every_call
 
@@ -76,3 +86,13 @@ def test_public_names_are_the_librarys():
     shown = {name for name in vars(unsloth_cupy) if name in names}
     assert all(getattr(unsloth_cupy, name) is names[name] for name in shown)
     assert not any(name.endswith("_") for name in names)
+
+
+def test_a_module_of_a_framework_has_the_librarys_names():
+    get, names = module_names({"__name__": "theirs", "own": 1})
+    assert get("lora_down") is OPS["lora_down"]
+    assert get("rms_norm") is rms_norm
+    assert {"own", "lora_down", "rms_norm"} <= {*names()}
+    assert names() == sorted(names())
+    with pytest.raises(AttributeError, match=r"^module 'theirs' has no attribute 'adamw_'$"):
+        get("adamw_")

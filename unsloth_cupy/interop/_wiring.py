@@ -45,6 +45,20 @@ def public() -> dict[str, Callable[..., Any]]:
     return found
 
 
+def module_names(scope: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``__getattr__`` and ``__dir__`` of a module with these globals, which has them too."""
+
+    def get(name: str) -> Any:
+        if name in (found := public()):
+            return found[name]
+        raise AttributeError(f"module {scope['__name__']!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*scope, *public()})
+
+    return get, names
+
+
 def _told(function: Any) -> str:
     return "\n".join(line.strip() for line in (function.__doc__ or "").splitlines())
 

@@ -28,11 +28,12 @@ from ..core.op import INTEGER, Op, Traced
 from ..errors import ConfigError, GradientError
 from . import _jax_arrays as memory
 from ._jax_callback import on_buffers
-from ._wiring import SEED, changes, forms, gradient_names, may_be_number, public, same
+from ._wiring import SEED, changes, forms, gradient_names, may_be_number, module_names, same
 
 KEPT = 4096  # functions of calls; beyond them all are made anew
 functions: dict[Any, Callable[..., Any]] = {}
 there: set[type[Any]] = {type(None)}  # classes of arrays that have values
+__getattr__, __dir__ = module_names(globals())
 
 
 class Call(NamedTuple):
@@ -69,17 +70,6 @@ def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any])
         return op.plan(arrays)(list(arrays), options)
     tracers = any(isinstance(array, jax.core.Tracer) for array in arrays)
     return (traced if tracers else memory.run_checked)(op, arrays, options)
-
-
-def __getattr__(name: str) -> Any:
-    """Return a function of the library that takes traced arrays."""
-    if name in (found := public()):
-        return found[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *public()})
 
 
 def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) -> Any:

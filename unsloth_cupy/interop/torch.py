@@ -40,7 +40,7 @@ from ._torch_operators import (
     seed_of,
 )
 from ._torch_written import call_source, compute_source, function_source, traced_source
-from ._wiring import changes, may_be_number, operators, public
+from ._wiring import changes, may_be_number, module_names, operators
 
 REFUSED = (TypeError, RuntimeError, BufferError)
 dynamo = C._dynamo.eval_frame
@@ -71,6 +71,7 @@ SCOPE: dict[str, Any] = {
 }
 entered: dict[Op[..., Any], Operator] = {}
 scopes: dict[Op[..., Any], dict[str, Any]] = {}  # what the functions of an op see
+__getattr__, __dir__ = module_names(globals())
 
 
 def _untraced(function: F) -> F:
@@ -87,17 +88,6 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     except AttributeError:
         call = _enter(op)
     return call(*arrays, *options.values())
-
-
-def __getattr__(name: str) -> Any:
-    """Return a function of the library that takes tensors which require gradients."""
-    if name in (found := public()):
-        return found[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *public()})
 
 
 @_untraced

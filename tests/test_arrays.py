@@ -77,9 +77,7 @@ class TestTorch:
 
     def test_a_gradient_that_torch_would_lose_raises(self) -> None:
         x = self.torch.ones(3, requires_grad=True)
-        with pytest.raises(
-            FrameworkError, match=r"accumulate_over_: x requires a gradient.*detach"
-        ):
+        with pytest.raises(FrameworkError, match=r"accumulate_: x requires a gradient.*detach"):
             accumulate_(self.torch.ones(3), x)
         with self.torch.no_grad():
             assert accumulate_(self.torch.ones(3), x).tolist() == [2, 2, 2]

@@ -57,7 +57,7 @@ def test_an_error_shows_the_whole_call() -> None:
     with pytest.raises(ShapeError) as error:
         rms_norm(ones(2, 3), ones(4), residual=ones(2, 3))
     assert str(error.value).splitlines() == [
-        "rms_norm_forward: weight has hidden=4; it must be 3",
+        "rms_norm: weight has hidden=4; it must be 3",
         "  x(*rows, hidden)         = (2, 3) float32",
         "  weight(hidden): param    = (4,) float32",
         "  residual?(*rows, hidden) = (2, 3) float32",

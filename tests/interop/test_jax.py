@@ -235,9 +235,7 @@ def test_second_derivatives_and_forward_mode_are_refused(draw):
     x = draw(2, 4)
     loss = lambda x: uc.swiglu(x, x).sum()  # noqa: E731
     for twice in (jax.grad(lambda x: jax.grad(loss)(x).sum()), jax.jit(jax.jacrev(jax.grad(loss)))):
-        with pytest.raises(
-            GradientError, match="swiglu_backward has no gradient: there are no sec"
-        ):
+        with pytest.raises(GradientError, match=r"^swiglu has no second derivatives; take its"):
             twice(x)
     for forward in (jax.jacfwd(loss), jax.hessian(loss), lambda x: jax.jvp(loss, (x,), (x,))):
         with pytest.raises(TypeError, match="forward-mode"):
@@ -251,7 +249,7 @@ def test_what_has_no_gradient_is_refused_and_not_zero(draw):
     with pytest.raises(GradientError, match=r"its result rstd has no gradient; .*stop_gradient"):
         jax.grad(lambda x: uc.rms_norm_forward(x, weight)[2].sum())(x)
     q, cos = draw(1, 5, 2, 4), draw(5, 2)
-    with pytest.raises(GradientError, match=r"cos is a table without a gradient; .*stop_gradient"):
+    with pytest.raises(GradientError, match=r"cos is a table and has no gradient; .*stop_gradient"):
         jax.grad(lambda cos: uc.rope(q, cos, cos).sum())(cos)
     stopped = lambda cos: uc.rope(q, jax.lax.stop_gradient(cos), draw(5, 2)).sum()  # noqa: E731
     assert not jax.grad(stopped)(cos).any()

@@ -55,11 +55,11 @@ def dual(x):
 
 
 REFUSED = {
-    "autograd": (by_autograd, "swiglu_backward has no gradient: there are no second"),
-    "grad of grad": (twice, "relu2_backward has no gradient: there are no second"),
+    "autograd": (by_autograd, "^swiglu has no second derivatives; take its gradient once"),
+    "grad of grad": (twice, "^relu2 has no second derivatives; take its gradient once"),
     "jacrev of jacrev": (
         torch.func.jacrev(torch.func.jacrev(lambda x: uc.relu2(x).sum())),
-        "relu2_backward has no gradient: there are no second",
+        "^relu2 has no second derivatives; take its gradient once",
     ),
     "hessian": (torch.func.hessian(lambda x: uc.relu2(x).sum()), "no forward-mode derivative"),
     "jacfwd": (torch.func.jacfwd(uc.relu2), "no forward-mode derivative"),

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy import rms_norm
+from unsloth_cupy import attention, rms_norm
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.signature import parts
+from unsloth_cupy.errors import UnslothCupyError
 from unsloth_cupy.interop._wiring import (
     Form,
     forms,
     is_product,
     module_names,
+    no_gradient,
     operators,
     public,
     same,
@@ -86,6 +88,18 @@ def test_public_names_are_the_librarys():
     shown = {name for name in vars(unsloth_cupy) if name in names}
     assert all(getattr(unsloth_cupy, name) is names[name] for name in shown)
     assert not any(name.endswith("_") for name in names)
+
+
+def test_errors_name_what_a_user_called():
+    names = {*public()}
+    assert {op.called for op in operators()} <= names
+    second = "attention has no second derivatives; take its gradient once"
+    assert str(no_gradient(OPS["attention_backward"])).startswith(second)
+    assert str(no_gradient(OPS["lora_merge"])).startswith("lora_merge has no gradient: it ends")
+    q = np.ones((1, 2, 2, 4), np.float32)
+    for wrong in ({"k": q[..., :2]}, {"causal": 3}, {"k": [1]}, {"dropout": 0.5}):
+        with pytest.raises(UnslothCupyError, match=r"^attention[:(]"):
+            attention(**{"q": q, "k": q, "v": q} | wrong)
 
 
 def test_a_module_of_a_framework_has_the_librarys_names():

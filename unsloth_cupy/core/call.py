@@ -102,8 +102,8 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         "ndarray": np.ndarray,
         "door_of": door_of,
         "inf": math.inf,
-        "fit": functools.partial(coerce_option, op.__name__, parameters),
-        "too_many": functools.partial(_too_many, op.__name__, ", ".join(positional)),
+        "fit": functools.partial(coerce_option, op.called, parameters),
+        "too_many": functools.partial(_too_many, op.called, ", ".join(positional)),
     }
     write(f"call of {op.__name__}", text, scope)
     return scope[op.__name__], scope["key"]
@@ -117,9 +117,9 @@ def write(title: str, source: str, scope: dict[str, Any]) -> None:
 def bind(op: Any, function: Any, also: Iterable[str] = ()) -> Callable[[Any, Any], Any]:
     """Return what calls a function, of (arrays, options), with those that its parameters name.
 
-    ``call`` is the name of the op in messages, ``**rest`` takes all that is not named.
+    ``call`` is the name of the call in messages, ``**rest`` takes all that is not named.
     """
-    places = {"call": repr(op.__name__.removesuffix("_forward").replace("_over_", "_"))}
+    places = {"call": repr(op.called)}
     places |= {name: f"arrays[{i}]" for i, name in enumerate(op.names)}
     places |= {name: f"options[{name!r}]" for name in sorted(op.options)}
     parameters = inspect.signature(function).parameters

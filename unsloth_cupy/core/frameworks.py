@@ -78,7 +78,7 @@ def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, A
         return there.door(op, [*arrays], options)
     operand = next(a for a in arrays if a is not None and type(a) is not int)
     with there.stream(operand):
-        result = op.call(adopted(there, op.__name__, op.names, arrays), options)
+        result = op.call(adopted(there, op.called, op.names, arrays), options)
         if type(result) is tuple:
             return tuple(a if a is None else there.give_back(a, operand) for a in result)
         return there.give_back(result, operand)

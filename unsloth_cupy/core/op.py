@@ -54,6 +54,7 @@ class Op(Generic[P, R]):
     """A function whose body is its definition and whose launch is its speed."""
 
     __name__: str
+    called: str
     __call__: Callable[P, R]
 
     def __init__(
@@ -61,6 +62,7 @@ class Op(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, definition)
         self.facts = facts  # what tables ask: see ``op``
+        self.called = self.__name__.removesuffix("_forward").replace("_over_", "_")  # in messages
         self.signature, self.definition, self.widen = signature, definition, widen
         self.contract = parse(signature)
         self.names = tuple(operand.name for operand in self.contract.inputs)
@@ -127,7 +129,6 @@ class Op(Generic[P, R]):
         operands = [p for p in own.values() if p not in options]
         definition.__signature__ = signature.replace(parameters=[*operands, *options])
         names = {p.name: "None" in str(p.annotation) for p in operands}
-        names = {p.name: "None" in str(p.annotation) for p in operands}
         try:
             contract = backward_of(self.contract, names, self.positional)
         except TypeError as error:
@@ -137,7 +138,7 @@ class Op(Generic[P, R]):
 
     def library_of(self, arrays: Sequence[Any]) -> str:
         """Return the library of all arrays of a call; raise where they share none, or no device."""
-        return common(self.__name__, self.names, arrays)
+        return common(self.called, self.names, arrays)
 
     def plan(self, arrays: Sequence[Any]) -> Run:
         """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
@@ -155,7 +156,7 @@ class Op(Generic[P, R]):
     def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
         """Check the forms, then return what runs: the launch or the definition."""
         forms = [INTEGER if type(array) is int else array for array in arrays]
-        bound = check(self.__name__, self.contract, forms)
+        bound = check(self.called, self.contract, forms)
         given = {i: form for i, form in enumerate(forms) if form is not None}
         inputs, host = self.contract.inputs, library == "numpy"
         read = [i for i, f in given.items() if host and inputs[i].below and not is_planned(f)]
@@ -216,7 +217,7 @@ class Op(Generic[P, R]):
             bad = values[(values < 0) | (values >= limit)].flat[0]
             name, below = self.contract.inputs[index].name, self.contract.inputs[index].below
             problem = f"{name} holds {bad}; it must be in 0 .. {limit - 1}, the {below} axis"
-            problem = explain(self.__name__, problem, self.contract.inputs, arrays)
+            problem = explain(self.called, problem, self.contract.inputs, arrays)
             raise RangeError(problem, expected=range(limit), actual=int(bad))
 
 

@@ -37,11 +37,11 @@ def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     for name, array in zip(op.names, arrays, strict=True):
         if isinstance(array, jax.Array) and len(array.devices()) > 1:
             cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
-            raise FrameworkError(f"{op.__name__}: {name} lies on several devices; {cure}")
+            raise FrameworkError(f"{op.called}: {name} lies on several devices; {cure}")
     op.library_of(arrays)
     lead = next(array for array in arrays if isinstance(array, jax.Array))
     with stream(lead):
-        given = adopted(DIRECT, op.__name__, op.names, arrays)
+        given = adopted(DIRECT, op.called, op.names, arrays)
         return _called(op, given, arrays, options, lead)
 
 

@@ -21,12 +21,23 @@ from ..core.op import Op
 from ..errors import ConfigError, DTypeError, GradientError
 from ._torch_memory import DTYPES, TORCH
 from ._torch_schema import codec_of
-from ._wiring import SEED, Form, forms, gradient_names, is_product, may_be_number, needed, same
+from ._wiring import (
+    SEED,
+    Form,
+    forms,
+    gradient_names,
+    is_product,
+    may_be_number,
+    needed,
+    no_gradient,
+    same,
+    table_gradient,
+)
 
 SPACE = "unsloth_cupy"
 C: Any = torch._C
 LIBRARY: Any = torch.library.Library(SPACE, "DEF")  # type: ignore[no-untyped-call]
-DEVICES = ("cpu", "cuda")
+DEVICES, PACKED = ("cpu", "cuda"), torch.contiguous_format
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # arrays may lie as they like
 Compute = Callable[..., tuple[Any, ...]]  # of arrays and options in the order of the definition
 functorch = C._are_functorch_transforms_active
@@ -93,7 +104,7 @@ class Operator:
                 made.append(like.new_empty(0))
                 continue
             own = _address(tensor) not in seen
-            made.append(tensor.contiguous() if own else _cloned(tensor))
+            made.append(tensor.contiguous() if own else tensor.clone(memory_format=PACKED))
             seen.add(_address(made[-1]))
         return _unpacked(made)
 
@@ -116,7 +127,7 @@ class Operator:
     def _dtype(self, name: str, tensor: Any) -> Any:
         if tensor.dtype not in DTYPES:
             cure = "pass a dtype that NumPy has, or bfloat16"
-            raise DTypeError(f"{self.op.__name__}: {name} is {tensor.dtype}; {cure}")
+            raise DTypeError(f"{self.op.called}: {name} is {tensor.dtype}; {cure}")
         return DTYPES[tensor.dtype]
 
     def differentiated(self, *arguments: Any) -> Any:
@@ -140,7 +151,7 @@ class Operator:
         for each in arguments:
             if isinstance(each, torch.Tensor) and unpack(each).tangent is not None:
                 cure = "take the gradient in backward mode: torch.func.vjp or grad, or .backward()"
-                raise GradientError(f"{self.op.__name__} has no forward-mode derivative; {cure}")
+                raise GradientError(f"{self.op.called} has no forward-mode derivative; {cure}")
 
     def _recorded(self) -> Any:
         """Return what calls the op and records its gradient."""
@@ -195,7 +206,7 @@ class Operator:
         needs = dict(zip(self.tensors, ctx.needs_input_grad, strict=False))
         for operand in self.op.contract.inputs:
             if operand.kind == "table" and needs[operand.name]:
-                raise no_gradient(self.op, operand.name)
+                raise table_gradient(self.op, operand.name, "detach it")
         options = ctx.options | {"wanted": {name for name, need in needs.items() if need}}
         encoded = [
             options[name] if codec.encode is None else codec.encode(options[name])
@@ -236,14 +247,6 @@ def autocast(op: Op[..., Any], tensors: Sequence[Any], device: str) -> Sequence[
     ]
 
 
-def no_gradient(op: Op[..., Any], table: str = "") -> GradientError:
-    """Return the error of a gradient that is asked of an op, or for a table, that has none."""
-    reason = op.facts.get("no_gradient", "there are no second derivatives")
-    if table:
-        return GradientError(f"{op.__name__}: {table} is a table and has no gradient; detach it")
-    return GradientError(f"{op.__name__} has no gradient: {reason}")
-
-
 def seed_of(seed: Any) -> Any:
     """Return a seed as a Python integer, in 0 .. 2**64 - 1 where it is a tensor."""
     if not isinstance(seed, torch.Tensor):
@@ -262,10 +265,6 @@ def number(value: Any) -> Any:
         raise ConfigError(f"{value!r} is not an integer; pass one, or a tensor of shape ()")
     held: Any = value - 2**64 if value >= 2**63 else value  # 64 bits with a sign
     return torch.full((), held, dtype=torch.int64)
-
-
-def _cloned(tensor: Any) -> Any:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _address(tensor: Any) -> Any:

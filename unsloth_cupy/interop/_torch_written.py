@@ -170,7 +170,7 @@ def function_source(
     filled += [f"if d{n} is None: d{n} = zeros(*ctx.{n})" for n in must if not lone]
     filled += [f"if ctx.{n} is not None: {n} = ctx.{n}" for n in numbers if n in kept]
     filled += [
-        f"if ctx.needs_input_grad[{i}]: raise no_gradient(op, {o.name!r})"
+        f"if ctx.needs_input_grad[{i}]: raise table_gradient(op, {o.name!r}, 'detach it')"
         for i, o in enumerate(op.contract.inputs)
         if o.kind == "table"
     ]

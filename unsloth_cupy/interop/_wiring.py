@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
+from ..errors import GradientError
 
 SEED = "seed"  # an option that is drawn anew at every step: to a graph it is an operand
 
@@ -48,15 +49,15 @@ def public() -> dict[str, Callable[..., Any]]:
 def module_names(scope: Mapping[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return ``__getattr__`` and ``__dir__`` of a module with these globals, which has them too."""
 
-    def get(name: str) -> Any:
+    def __getattr__(name: str) -> Any:  # noqa: N807 -- of a module
         if name in (found := public()):
             return found[name]
         raise AttributeError(f"module {scope['__name__']!r} has no attribute {name!r}")
 
-    def names() -> list[str]:
+    def __dir__() -> list[str]:  # noqa: N807
         return sorted({*scope, *public()})
 
-    return get, names
+    return __getattr__, __dir__
 
 
 def _told(function: Any) -> str:
@@ -108,7 +109,7 @@ def forms(
 ) -> dict[str, Form | None]:
     """Check a call; return the form of each output, None where there is no new array."""
     arrays = [given.get(name) for name in op.names]
-    bound = check(op.__name__, op.contract, arrays)
+    bound = check(op.called, op.contract, arrays)
     if op.options <= options.keys() and all(map(_is_constant, options.values())):
         for each in op.checks:
             each(arrays, dict(options))
@@ -132,6 +133,21 @@ def _is_constant(value: Any) -> bool:
     """Say whether an option holds no symbol."""
     parts = value if isinstance(value, tuple | list) else (value,)
     return all(isinstance(p, bool | int | float | str | frozenset | None) for p in parts)
+
+
+def no_gradient(op: Op[..., Any]) -> GradientError:
+    """Return the error of a gradient that an op does not have."""
+    for forward in OPS.values():
+        if forward.backward is op:
+            cure = "take its gradient once, without create_graph or a gradient around it"
+            return GradientError(f"{forward.called} has no second derivatives; {cure}")
+    reason = op.facts.get("no_gradient", f"write its backward op under @{op.__name__}.gradient")
+    return GradientError(f"{op.called} has no gradient: {reason}")
+
+
+def table_gradient(op: Op[..., Any], table: str, cure: str) -> GradientError:
+    """Return the error of a gradient that is asked for a table."""
+    return GradientError(f"{op.called}: {table} is a table and has no gradient; {cure}")
 
 
 def gradient_names(op: Op[..., Any]) -> Iterator[str]:

@@ -28,7 +28,17 @@ from ..core.op import INTEGER, Op, Traced
 from ..errors import ConfigError, GradientError
 from . import _jax_arrays as memory
 from ._jax_callback import on_buffers
-from ._wiring import SEED, changes, forms, gradient_names, may_be_number, module_names, same
+from ._wiring import (
+    SEED,
+    changes,
+    forms,
+    gradient_names,
+    may_be_number,
+    module_names,
+    no_gradient,
+    same,
+    table_gradient,
+)
 
 KEPT = 4096  # functions of calls; beyond them all are made anew
 functions: dict[Any, Callable[..., Any]] = {}
@@ -76,7 +86,7 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
     """Call an op with arrays of which some stand for values that come later."""
     if changes(op):
         problem = "changes its arguments, which JAX's arrays never do"
-        raise ConfigError(f"{op.__name__} {problem}; call the function without the underscore")
+        raise ConfigError(f"{op.called} {problem}; call the function without the underscore")
     given, fixed = {}, {}
     for operand, array in zip(op.contract.inputs, arrays, strict=True):
         if type(array) is int and may_be_number(operand):
@@ -92,7 +102,7 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
         elif value is None or option_of(parameters[name]) is None:
             fixed[name] = value
         else:
-            fixed[name] = coerce_option(op.__name__, parameters, name, value)
+            fixed[name] = coerce_option(op.called, parameters, name, value)
     given = memory.alike(given)
     if "constant" in op.facts:
         given = {name: jax.lax.stop_gradient(array) for name, array in given.items()}
@@ -104,7 +114,7 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
 def _checked_seed(op: Op[..., Any], seed: Any) -> Any:
     """Return a seed; raise for an array of JAX that is not one."""
     if isinstance(seed, jax.Array):
-        call = op.__name__.removesuffix("_forward")
+        call = op.called
         if jax.numpy.issubdtype(seed.dtype, jax.dtypes.prng_key):
             raise ConfigError(f"{call}: seed is a key of jax.random; pass jax.random.bits(key)")
         if seed.shape or seed.dtype.kind not in "iu":
@@ -212,15 +222,14 @@ def _gradients(
     op, behind = call.op, call.op.backward
     kinds = {operand.name: operand.kind for operand in op.contract.inputs}
     if behind is None:
-        reason = op.facts.get("no_gradient", "there are no second derivatives")
-        raise GradientError(f"{op.__name__} has no gradient: {reason}")
+        raise no_gradient(op)
     stopped = "pass it through jax.lax.stop_gradient"
     for name in perturbed:
         if kinds[name] == "table":
-            raise GradientError(f"{op.__name__}: {name} is a table without a gradient; {stopped}")
+            raise table_gradient(op, name, stopped)
     if strange := used.keys() - {*gradient_names(op)}:
         name = min(strange)
-        raise GradientError(f"{op.__name__}: its result {name} has no gradient; {stopped}")
+        raise GradientError(f"{op.called}: its result {name} has no gradient; {stopped}")
     must = {operand.name for operand in behind.contract.inputs if not operand.optional}
     values = values | {f"d{name}": grad for name, grad in used.items()}
     for name, grad in zeros.items():

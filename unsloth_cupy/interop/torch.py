@@ -35,12 +35,11 @@ from ._torch_operators import (
     autocast,
     compiling,
     functorch,
-    no_gradient,
     number,
     seed_of,
 )
 from ._torch_written import call_source, compute_source, function_source, traced_source
-from ._wiring import changes, may_be_number, module_names, operators
+from ._wiring import changes, may_be_number, module_names, no_gradient, operators, table_gradient
 
 REFUSED = (TypeError, RuntimeError, BufferError)
 dynamo = C._dynamo.eval_frame
@@ -63,7 +62,7 @@ SCOPE: dict[str, Any] = {
     "stream": memory.stream,
     "number": number,
     "seed_of": seed_of,
-    "no_gradient": no_gradient,
+    "table_gradient": table_gradient,
     "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
     "Traced": Traced,
     "FrameworkError": FrameworkError,
@@ -163,7 +162,7 @@ def _refuse_gradient(op: Op[..., Any], count: int, ctx: Any, *grads: Any) -> Any
 def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
     """Raise where an argument is not a tensor, before anything is made of it."""
     for operand, tensor in zip(op.contract.inputs, tensors, strict=True):
-        call = f"{op.__name__}: {operand.name} is"
+        call = f"{op.called}: {operand.name} is"
         if tensor is None and not operand.optional:
             raise DTypeError(f"{call} missing; pass {operand}")
         if tensor is None or isinstance(tensor, torch.Tensor):
@@ -185,7 +184,7 @@ def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Excepti
             cure = ""
             if tensor.device.type not in ("cpu", "cuda"):
                 cure = f"lies on {tensor.device}, where no op runs; bring it to a CPU or a GPU: "
-            raise FrameworkError(f"{op.__name__}: {name} {cure}{problem}") from error
+            raise FrameworkError(f"{op.called}: {name} {cure}{problem}") from error
     raise error
 
 

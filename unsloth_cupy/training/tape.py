@@ -42,7 +42,7 @@ class Entry(NamedTuple):
         op, backward = self.op, self.op.backward
         if backward is None:
             why = f", as {reason}" if (reason := op.facts.get("no_gradient")) else ""
-            problem = f"{op.__name__} has no gradient{why}; keep it off the way to the loss"
+            problem = f"{op.called} has no gradient{why}; keep it off the way to the loss"
             raise GradientError(problem)
         known = self.values | {"d" + name: grad for name, grad in take.items()}
         for operand in backward.contract.inputs:
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
             constant = operand.kind not in DIFFERENTIABLE
             if constant or (grad is None and index is not None):
                 why = "is a constant" if constant else "has no gradient"
-                raise GradientError(f"{op.__name__}: {operand.name} {why}; do not watch it")
+                raise GradientError(f"{op.called}: {operand.name} {why}; do not watch it")
             if index is not None:
                 grads[index] = add_up(grads.get(index), grad)
 
@@ -163,7 +163,7 @@ class Tape:
     def record(self, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run op on the values of Vars and arrays, and record the call."""
         if any(array.tape is not self for array in arrays if type(array) is Var):
-            raise GradientError(f"{op.__name__}: arguments are on two tapes; watch them on one")
+            raise GradientError(f"{op.called}: arguments are on two tapes; watch them on one")
         values = [array.value if type(array) is Var else array for array in arrays]
         result = self.run(op, list(values), options)
         results = result if type(result) is tuple else (result,)

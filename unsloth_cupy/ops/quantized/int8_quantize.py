@@ -19,7 +19,7 @@ from ...core.target import limits
 from ..common.rows import spread
 from ..common.strides import row_layout
 
-HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
+HELD = 24  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
 TINY = 2.0**-119  # 127 / TINY is finite in float32
 INT8, FLOAT32 = np.dtype("int8"), np.dtype("float32")
 
@@ -103,14 +103,14 @@ def _constants(dtype: Any, columns: int, lanes: int, outliers: bool, clusters: b
     """Return the constants of int8_quantize.cu, whose threads hold a row as it lies in memory.
 
     A thread takes 16 values of a row: two 16-byte accesses of 16-bit dtypes in flight, four of
-    float32.  Where a block of 512 threads does not do, they take what HELD registers hold: 64
-    values of 16 bits, of which two share one, or 32 of float32, or of rows read one by one.
+    float32.  Where a block of 512 threads does not do, they take what HELD registers hold: 48
+    values of 16 bits, of which two share one, or 24 of float32, or of rows read one by one.
 
         columns <= 512     a power of two of threads a row, several rows a block: no barrier
-        columns <= 8192    the block takes a row; 512 threads take up to 32,768, or 16,384
+        columns <= 8192    the block takes a row; 512 threads take up to 24,576, or 12,288
         beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads, which take
-                           524,288, or 262,144
-        beyond, before     1024 threads: 65,536, or 32,768
+                           393,216, or 196,608
+        beyond, before     1024 threads: 49,152, or 24,576
         else               rows are read twice
     """
     held = HELD * lanes // max(1, lanes * dtype.itemsize // 4)

@@ -75,6 +75,8 @@ from .ops.linear.lora_linears import lora_linears as lora_linears
 
 # Quantized
 from .ops.quantized.int8_quantize import int8_quantize as int8_quantize
+from .ops.quantized.ternary import Ternary as Ternary
+from .ops.quantized.ternary_quantize import ternary_quantize as ternary_quantize
 
 # Losses
 from .ops.losses.cross_entropy import cross_entropy as cross_entropy

@@ -7,7 +7,7 @@ from safetensors.numpy import load, save
 
 from unsloth_cupy import AdamW, clip_gradients
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, ShapeError
-from unsloth_cupy.ops.optimizers.dynamic_codes import decode, dynamic_map, encode
+from unsloth_cupy.ops.common.dynamic_codes import decode, dynamic_map, encode
 
 from .conftest import FOLDER
 from .golden.generate_adamw8 import OPTIONS

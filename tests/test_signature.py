@@ -39,7 +39,7 @@ def test_parse() -> None:
 
 
 def test_an_unknown_kind_is_a_mistake_in_the_signature() -> None:
-    with pytest.raises(ValueError, match="x: 'flaot' is not a kind; choose from float, param"):
+    with pytest.raises(ValueError, match="x: 'flaot' is not a kind; choose from float, weight"):
         parse("x(n): flaot -> y(n)")
 
 

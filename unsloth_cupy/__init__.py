@@ -75,6 +75,9 @@ from .ops.linear.lora_linears import lora_linears as lora_linears
 
 # Quantized
 from .ops.quantized.int8_quantize import int8_quantize as int8_quantize
+from .ops.quantized.nf4 import Nf4 as Nf4
+from .ops.quantized.nf4 import nf4_linear as nf4_linear
+from .ops.quantized.nf4 import nf4_quantize as nf4_quantize
 from .ops.quantized.ternary import Ternary as Ternary
 from .ops.quantized.ternary_quantize import ternary_quantize as ternary_quantize
 

@@ -10,9 +10,9 @@ import pytest
 
 from unsloth_cupy import AdamW
 from unsloth_cupy.core.dtypes import BFLOAT16
-from unsloth_cupy.ops.common import many
-from unsloth_cupy.ops.optimizers import adamw_step, dynamic_codes
-from unsloth_cupy.ops.optimizers.dynamic_codes import BLOCK, dynamic_map
+from unsloth_cupy.ops.common import dynamic_codes, many
+from unsloth_cupy.ops.common.dynamic_codes import BLOCK, dynamic_map
+from unsloth_cupy.ops.optimizers import adamw_step
 
 from .. import stand_in
 from ..cuda_on_cpu.traffic import counted

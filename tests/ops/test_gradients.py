@@ -10,8 +10,8 @@ import pytest
 
 from unsloth_cupy import AdamW, LossScaler, clip_gradients, measure_gradients
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
-from unsloth_cupy.ops.common import many
-from unsloth_cupy.ops.optimizers import adamw_step, dynamic_codes
+from unsloth_cupy.ops.common import dynamic_codes, many
+from unsloth_cupy.ops.optimizers import adamw_step
 from unsloth_cupy.ops.optimizers import gradients as launches
 from unsloth_cupy.training import loss_scaler
 

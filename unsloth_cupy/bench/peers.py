@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 -- as torch's own pages call it
 
-from ..core.dtypes import DIFFERENTIABLE
+from ..core.dtypes import DIFFERENTIABLE, LEADING
 from ..core.frameworks import FRAMEWORKS
 from .cases import Call
 
@@ -84,7 +84,7 @@ def contestants(
 
 
 def _dtype(call: Call) -> str:
-    names = [o.name for o in call.op.contract.inputs if o.kind == "float"]
+    names = [o.name for o in call.op.contract.inputs if o.kind in LEADING]
     return str(call.arrays[names[0]].dtype)
 
 

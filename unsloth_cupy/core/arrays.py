@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError, FrameworkError
+from .dtypes import Stored
 from .stand_in import StandIn, is_planned
 from .target import target_of
 
@@ -14,6 +15,8 @@ def framework_of(array: Any, what: str) -> str:
     """Return the name of the library an array comes from; raise for what is not an array."""
     if isinstance(array, (np.ndarray, np.generic)) or is_planned(array):
         return "numpy"
+    if isinstance(array, Stored):
+        return framework_of(array.home, what)
     name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
     spoken = hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
     if spoken or name in ("cupy", "torch", "jax", "tensorflow"):
@@ -26,6 +29,8 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
     """Return the one library that all arrays of a call come from; raise where they mix."""
     places: dict[str, str] = {}
     for name, array in zip(names, arrays, strict=False):
+        if isinstance(array, Stored) and not native(arrays):
+            continue  # asked when the others have been adopted
         if array is not None and type(array) is not int:
             library = framework_of(array, f"{op}: {name}")
             places[name] = f"{library} {getattr(array, 'device', '')}".strip()
@@ -40,9 +45,8 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
 def native(arrays: Sequence[Any]) -> bool:
     """Say whether definitions and kernels take these arrays as they are."""
     exact = (np.ndarray, int, type(None))
-    return all(
-        type(a) in exact or is_planned(a) or type(a).__module__.startswith("cupy") for a in arrays
-    )
+    own = (a for a in arrays if type(a) not in exact and not isinstance(a, Stored))
+    return all(is_planned(a) or type(a).__module__.startswith("cupy") for a in own)
 
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:

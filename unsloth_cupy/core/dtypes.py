@@ -1,6 +1,6 @@
 """The dtypes that operands of each kind may have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -14,8 +14,20 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
 FLOAT32 = FLOATS[2]
 
+
+class Stored:
+    """A matrix in fewer bits than its dtype has, which products take as it is."""
+
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]  # what it is computed in, unless the other operand has another
+    home: Any  # an array that it is kept in
+    computed_in: Callable[[Any], Any]  # (dtype): the same matrix with that dtype
+    product: Callable[[Any, Any, bool], None]  # (a, out, add): out = a @ self, or out += a @ self
+
+
 KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     "float": FLOATS,  # the dtype of the call
+    "weight": FLOATS,  # the dtype of the call, or a Stored matrix
     "param": FLOATS,  # the dtype of the call, or float32
     "table": FLOATS,  # as param, but a constant: it has no gradient
     "stat": FLOATS[2:],  # float32; float64 where the dtype of the call is float64
@@ -27,13 +39,14 @@ KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     **{dtype.name: (dtype, FLOATS[3]) for dtype in FLOATS[:3]},
     "none": (),  # an output that is always None: the gradient of an integer
 }
-DIFFERENTIABLE = ("float", "param", "stat")
+LEADING = ("float", "weight")  # the first of them has the dtype of the call
+DIFFERENTIABLE = ("float", "weight", "param", "stat")
 KERNEL_DTYPES = FLOATS[:3]  # float64 runs the definition
 
 
 def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
     """Return the dtypes that an operand of this kind may have in a call of this dtype."""
-    if kind == "float":
+    if kind in LEADING:
         return (dtype,) if dtype in FLOATS else FLOATS
     if kind in ("param", "table"):
         return (dtype,) if dtype == FLOAT32 else (dtype, FLOAT32)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DTypeError, ShapeError
-from .dtypes import DIFFERENTIABLE, FLOAT32, KINDS, allowed
+from .dtypes import DIFFERENTIABLE, FLOAT32, KINDS, LEADING, Stored, allowed
 
 OPERAND = re.compile(
     r"(\w+)(\??)\s*(?:\(([^)]*)\))?(?:\s*:\s*(\w+)(?:\s*<\s*(\w+))?)?(?:\s*=([\w+ ]+))?"
@@ -127,7 +127,7 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     """Bind every axis name to one size, or raise an error that shows the whole call."""
     pairs = [*zip(contract.inputs, arrays, strict=True)]
     given = [(operand, array) for operand, array in pairs if array is not None]
-    dtype = next((a.dtype for o, a in given if o.kind == "float"), FLOAT32)
+    dtype = next((a.dtype for o, a in given if o.kind in LEADING), FLOAT32)
     sizes: dict[str, Any] = {}
     for operand, array in pairs:
         if array is None:
@@ -135,6 +135,12 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 raise DTypeError(f"{op}: {operand.name} is missing; pass {operand}")
             continue
         wanted = allowed(operand.kind, dtype)
+        if isinstance(array, Stored):
+            if operand.kind != "weight":
+                problem = f"{operand.name} is quantized; pass {operand.name}.dequantize()"
+                problem = explain(op, problem, contract.inputs, arrays)
+                raise DTypeError(problem, expected=wanted, actual=array.dtype)
+            wanted = (array.dtype,)
         if array.dtype not in wanted:
             name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
             problem = f"{operand.name} is {name}; it must be {cure}"

@@ -17,6 +17,7 @@ from torch._functorch.utils import enable_single_level_autograd_function as sing
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
+from ..core.dtypes import LEADING, Stored
 from ..core.op import Op
 from ..errors import ConfigError, DTypeError, GradientError
 from ._torch_memory import DTYPES, TORCH
@@ -233,18 +234,18 @@ def autocast(op: Op[..., Any], tensors: Sequence[Any], device: str) -> Sequence[
     others take the widest that they meet.  Parameters of norms and tables may stay float32.
     """
     pairs = [*zip(op.contract.inputs, tensors, strict=True)]
-    floats = [t.dtype for o, t in pairs if o.kind == "float" and t is not None]
+    given = [(o, t) for o, t in pairs if not (t is None or isinstance(t, Stored))]
+    floats = [t.dtype for o, t in given if o.kind in LEADING]
     if not floats or not torch.is_autocast_enabled(device):
         return tensors
     dtype = functools.reduce(torch.promote_types, floats)
     if dtype is not torch.float64:
         dtype = torch.float32 if op.facts.get("autocast") == "float32" else dtype
         dtype = torch.get_autocast_dtype(device) if is_product(op) else dtype
-    fits = {"float": (dtype,), "param": (dtype, torch.float32), "table": (dtype, torch.float32)}
-    return [
-        t if t is None or o.kind not in fits or t.dtype in fits[o.kind] else t.to(dtype)
-        for o, t in pairs
-    ]
+    fits: dict[str, Any] = dict.fromkeys(LEADING, (dtype,))
+    fits |= dict.fromkeys(("param", "table"), (dtype, torch.float32))
+    moved = {o.name for o, t in given if o.kind in fits and t.dtype not in fits[o.kind]}
+    return [t.to(dtype) if o.name in moved else t for o, t in pairs]
 
 
 def seed_of(seed: Any) -> Any:

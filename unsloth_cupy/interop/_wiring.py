@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..core.dtypes import LEADING
 from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
 from ..errors import GradientError
@@ -71,7 +72,7 @@ def may_be_number(operand: Operand) -> bool:
 
 def is_product(op: Op[..., Any]) -> bool:
     """Say whether an op sums over an axis that two operands share, as products of matrices do."""
-    inputs = [o for o in op.contract.inputs if o.kind in ("float", "param")]
+    inputs = [o for o in op.contract.inputs if o.kind in (*LEADING, "param")]
     kept = {axis for o in op.contract.outputs for axis in o.axes}
     shared = [{*one.axes} & {*other.axes} for one in inputs for other in inputs if one is not other]
     return any(axes - kept for axes in shared)

@@ -11,9 +11,9 @@ from ..core.call import checked, is_number
 from ..core.dtypes import FLOATS, Array, allowed
 from ..core.gpu import at, several
 from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
+from ..ops.common.dynamic_codes import BLOCK
 from ..ops.common.many import launchable
 from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
-from ..ops.optimizers.dynamic_codes import BLOCK
 from ..placement import at_home
 from .gradients import check_in_place, check_mapping
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import common, framework_of
-from ..core.dtypes import DIFFERENTIABLE
+from ..core.dtypes import DIFFERENTIABLE, Stored
 from ..core.gpu import at
 from ..errors import DTypeError, GradientError, ShapeError
 from ..placement import full_like
@@ -76,6 +76,9 @@ class Tape:
     def watch(self, array: Any) -> Var:
         """Return array as a Var whose uses this tape records."""
         framework_of(array, "Tape.watch: what is watched")
+        if isinstance(array, Stored):
+            cure = "watch the adapter of lora_linear, or dequantize it"
+            raise GradientError(f"Tape.watch: {array!r} is frozen: it has no gradient; {cure}")
         return Var(array, self)
 
     def gradients(

@@ -19,6 +19,7 @@ from ...core.op import op
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError
 from ..common.elementwise import launch_rows
+from ..common.frozen import asked_of
 from ..common.gemm import gemm
 from ..linear.linear import flat
 from .swiglu import swiglu, swiglu_backward
@@ -29,8 +30,8 @@ CHUNK_ROWS = 32  # of fewer rows a matrix product is no faster than its weights 
 
 
 @op(
-    "x(*rows, hidden), gate_weight(inner, hidden), up_weight(inner, hidden),"
-    " down_weight(outputs, inner) -> y(*rows, outputs)",
+    "x(*rows, hidden), gate_weight(inner, hidden): weight, up_weight(inner, hidden): weight,"
+    " down_weight(outputs, inner): weight -> y(*rows, outputs)",
     widen=False,
     torch=lambda nn, t, o: nn.linear(
         nn.silu(nn.linear(t["x"], t["gate_weight"])) * nn.linear(t["x"], t["up_weight"]),
@@ -50,8 +51,8 @@ def swiglu_mlp(
     Parameters
     ----------
     x : (*rows, hidden) float
-    gate_weight, up_weight : (inner, hidden) float
-    down_weight : (outputs, inner) float
+    gate_weight, up_weight : (inner, hidden) float, or quantized weights
+    down_weight : (outputs, inner) float, or a quantized weight
     chunk : int, optional
         Rows at a time.  Where absent an eighth of them, at least 32, and at most as many as make
         32 MiB of one inner activation.
@@ -157,12 +158,13 @@ def _backward(
     """Return the gradients; what backward makes anew is of the dtype."""
     rows, seeds, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    asked = asked_of(wanted, x=x, **weights)
     sums = {
         name: _zeros(weight.shape, wide, like=x)
         for name, weight in weights.items()
-        if wanted is None or name in wanted
+        if name in asked
     }
-    dx = empty(rows.shape, x.dtype, like=x) if wanted is None or "x" in wanted else None
+    dx = empty(rows.shape, x.dtype, like=x) if "x" in asked else None
     for part in _parts(rows, gate_weight, chunk):
         gate = gemm(rows[part], gate_weight.T, dtype=dtype)
         up = gemm(rows[part], up_weight.T, dtype=dtype)

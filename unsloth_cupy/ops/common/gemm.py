@@ -16,7 +16,7 @@ import numpy as np
 
 from ...core import gpu
 from ...core.arrays import empty
-from ...core.dtypes import FLOAT32, FLOATS, Array
+from ...core.dtypes import FLOAT32, FLOATS, Array, Stored
 from ...core.stand_in import is_planned, representative_steps
 from ...errors import DTypeError, KernelError, ShapeError
 
@@ -39,7 +39,8 @@ def gemm(
     Parameters
     ----------
     a, b : (m, k) and (k, n), or (batch, m, k) and (batch, k, n); one may lack batch
-        Of one dtype on a GPU; where NumPy computes, float32 may meet a 16-bit float.
+        Of one dtype on a GPU; where NumPy computes, float32 may meet a 16-bit float.  b may be a
+        quantized weight or its transpose, of any dtype.
     out : (m, n) or (batch, m, n), optional
         Where the product goes: of the operands' dtype, or of float32.
     dtype : optional
@@ -61,6 +62,8 @@ def gemm(
     if k == 0:
         if not add:
             out[...] = 0
+    elif isinstance(b, Stored):
+        b.product(a, out, add)
     elif not isinstance(lead, np.ndarray):
         _by_cublas(a, b, out, add)
     elif batch:

@@ -12,11 +12,12 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ..common.columns import row_sum
+from ..common.frozen import asked_of
 from ..common.gemm import gemm
 
 
 @op(
-    "x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param -> y(*rows, outputs)",
+    "x(*rows, inputs), weight(outputs, inputs): weight, bias?(outputs): param -> y(*rows, outputs)",
     widen=False,
     torch=lambda nn, t, o: nn.linear(t["x"], t["weight"]),
     operations=lambda a: (
@@ -30,8 +31,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     ----------
     x : (*rows, inputs) float
         Rows; any number of leading axes.
-    weight : (outputs, inputs) float
-        As checkpoints store it.
+    weight : (outputs, inputs) float, or a quantized weight
+        As checkpoints store it.  A quantized one is frozen, and never dequantized as a whole.
     bias : (outputs,) dtype of x or float32, optional
         Added to each row.
 
@@ -59,11 +60,12 @@ def linear_backward(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
     rows, dx, dweight, dbias = flat(dy), None, None, None
-    if wanted is None or "x" in wanted:
+    asked = asked_of(wanted, x=x, weight=weight, bias=bias)
+    if "x" in asked:
         dx = gemm(rows, weight).reshape(x.shape)
-    if wanted is None or "weight" in wanted:
+    if "weight" in asked:
         dweight = gemm(rows.T, flat(x))
-    if bias is not None and (wanted is None or "bias" in wanted):
+    if bias is not None and "bias" in asked:
         dbias = row_sum(rows, bias.dtype)
     return dx, dweight, dbias
 

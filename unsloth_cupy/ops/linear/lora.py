@@ -15,6 +15,7 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ..common import philox
 from ..common.columns import row_sum
+from ..common.frozen import asked_of
 from ..common.gemm import gemm
 from ._lora_gradients import rank_gradients
 from .linear import flat
@@ -43,7 +44,7 @@ def lora_linear(
     ----------
     x : (*rows, inputs) float
         Rows; any number of leading axes.
-    weight : (outputs, inputs) float
+    weight : (outputs, inputs) float, or a quantized weight
         The base, as checkpoints store it; off a tape it is frozen, and costs no gradient.
     a : (rank, inputs) dtype of x or float32
         Into the low rank.
@@ -80,8 +81,9 @@ def lora_linear(
 
 
 @op(
-    "x(*rows, inputs), weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param,"
-    " bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs), low(*rows, rank)",
+    "x(*rows, inputs), weight(outputs, inputs): weight, a(rank, inputs): param,"
+    " b(outputs, rank): param, bias?(outputs): param,"
+    " factor?(outputs): param -> y(*rows, outputs), low(*rows, rank)",
     widen=False,  # products take 16-bit operands as they are
 )
 def lora_linear_forward(
@@ -127,7 +129,7 @@ def lora_linear_backward(
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, down = flat(x), flat(dy)
     seen = _dropped(rows, dropout, seed)
-    asked = {"x", "weight", "a", "b", "bias", "factor"} if wanted is None else wanted
+    asked = asked_of(wanted, x=x, weight=weight, a=a, b=b, bias=bias, factor=factor)
     made, up, db, dbias, dfactor = raised_gradients(
         down, seen, weight, flat(low), b, bias, factor, scale, asked
     )

@@ -14,6 +14,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError
+from ..common.frozen import asked_of
 from ..common.gemm import gemm
 from .linear import flat
 from .lora import raised, raised_gradients
@@ -122,8 +123,8 @@ def lora_down_backward(
 
 
 @op(
-    "x(*rows, inputs), weight(outputs, inputs), low(*rows, rank), b(outputs, rank): param,"
-    " bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs)",
+    "x(*rows, inputs), weight(outputs, inputs): weight, low(*rows, rank),"
+    " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs)",
     widen=False,
 )
 def lora_up(
@@ -156,7 +157,7 @@ def lora_up_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
-    asked = {"x", "weight", "low", "b", "bias", "factor"} if wanted is None else wanted
+    asked = asked_of(wanted, x=x, weight=weight, low=low, b=b, bias=bias, factor=factor)
     rows, down = flat(x), flat(dy)
     made, up, db, dbias, dfactor = raised_gradients(
         down, rows, weight, flat(low), b, bias, factor, scale, asked

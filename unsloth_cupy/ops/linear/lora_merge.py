@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import FLOAT32, Array
+from ...core.dtypes import FLOAT32, Array, Stored
 from ...core.op import Traced, op
 from ..common.gemm import gemm, steps
 from ..elements.cast import cast
 
 
 @op(
-    "weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param,"
+    "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param,"
     " magnitude?(outputs): param -> merged(outputs, inputs)",
     widen=False,
     no_gradient="it ends the training of an adapter",  # products take 16-bit operands as they are
@@ -55,7 +55,7 @@ def lora_merge(
 
 
 @op(
-    "weight(outputs, inputs), a(rank, inputs): param, b(outputs, rank): param"
+    "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param"
     " -> norm(outputs): stat",
     widen=False,
     no_gradient="they are constants to DoRA",
@@ -93,7 +93,10 @@ def factor_of(weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
     """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
     if magnitude is None:
         return None
-    norms: Any = row_norms(*map(_plain, (weight, a, b)), scale=scale)
+    base: Any = _plain(weight)
+    if isinstance(base, Stored):
+        base = base.computed_in(a.dtype)
+    norms: Any = row_norms(base, _plain(a), _plain(b), scale=scale)
     narrow = str(getattr(magnitude, "dtype", "")).endswith("float32")
     return dora_factor(magnitude, cast(norms, "float32") if narrow else norms)
 

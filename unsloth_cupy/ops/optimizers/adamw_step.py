@@ -21,8 +21,8 @@ from ...core.kernel import load
 from ...core.stand_in import representative_steps
 from ...placement import full_like, placed, settle, stream
 from ..common import many
+from ..common.dynamic_codes import BLOCK, decode, encode, tables
 from .adamw import adamw_
-from .dynamic_codes import BLOCK, decode, encode, tables
 
 PART = 1 << 16  # values decoded at a time on the host: they stay in its cache
 KEPT_TABLES = 8  # of streams and gradients' addresses, which seldom change

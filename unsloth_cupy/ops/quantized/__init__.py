@@ -1,1 +1,1 @@
-"""Matrices kept in fewer bits."""
+"""Weights in fewer bits than the numbers they stand for, frozen, and products with them."""

@@ -1,0 +1,26 @@
+"""Which gradients a backward op computes, where a weight may be quantized and so frozen."""
+
+from collections.abc import Set
+from typing import Any
+
+from ...core.dtypes import Stored
+from ...errors import GradientError
+
+
+def asked_of(wanted: Set[str] | None, **operands: Any) -> set[str]:
+    """Return the names of the operands whose gradients are to be computed.
+
+    ``wanted`` names them; None stands for all that are there and are not quantized.
+
+    Raises
+    ------
+    GradientError
+        The gradient of a quantized weight is wanted by name.
+    """
+    frozen = {name for name, operand in operands.items() if isinstance(operand, Stored)}
+    if wanted is None:
+        return {name for name, operand in operands.items() if operand is not None} - frozen
+    if named := sorted(frozen & wanted):
+        cure = "train an adapter (lora_linear), or the dense weight"
+        raise GradientError(f"{' and '.join(named)}: a quantized weight is frozen; {cure}")
+    return {name for name in wanted if operands.get(name) is not None}

@@ -1,0 +1,132 @@
+"""Blocks of values as codes of 4 bits and the largest size of each block.
+
+value = level[code] * absmax, where the code is the one whose level lies nearest to value / absmax,
+the lower where two lie as near.  Blocks run over the flat matrix, of which the last may be short;
+a byte holds two codes, the first in its high bits.  NF4's levels divide a normal distribution into
+equal shares; FP4's are a sign, two bits of exponent and one of mantissa.
+
+Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023; bytes and levels are bitsandbytes'.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import FLOAT32, Array
+from ...placement import placed
+
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4_SIZES = (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # of the codes 0 .. 7; then negative
+SMALLEST = np.float32(1e-38)  # what absmax counts as at least
+STEP = 2**18  # values that are coded at a time
+
+
+class Format(NamedTuple):
+    """The levels of a format, as its codes and as what codes are chosen by."""
+
+    levels: Array  # (16,) float32, by code
+    ascending: Array  # (16,) uint8: codes by their levels
+    bounds: Array  # (15,) float32: half-way between a level and the next
+    pairs: Array  # (256, 2) float32: the two levels of each byte
+
+
+@cache
+def format_of(fp4: bool) -> Format:
+    """Return the tables of NF4, or of FP4."""
+    levels = np.array(NF4_LEVELS, np.float32)
+    if fp4:
+        sizes = np.array(FP4_SIZES, np.float32)
+        levels = np.concatenate([sizes, -sizes]) + np.float32(0)  # -0 is 0
+    ascending = np.argsort(levels, kind="stable").astype(np.uint8)
+    ordered = levels[ascending]
+    bounds = (ordered[:-1] + ordered[1:]) / np.float32(2)
+    byte = np.arange(256)
+    pairs = np.stack([levels[byte >> 4], levels[byte & 15]], axis=1)
+    return Format(levels, ascending, bounds, pairs)
+
+
+def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
+    """Return float32 values as packed codes and the largest size of each block."""
+    flat = w.reshape(-1)
+    blocks, codes = -(-flat.size // block), empty((flat.size + flat.size % 2,), np.uint8, like=w)
+    absmax, whole = empty((blocks,), FLOAT32, like=w), flat.size // block
+    rows = max(1, STEP // block)
+    for top in range(0, whole, rows):
+        stop = min(top + rows, whole)
+        part = flat[top * block : stop * block].reshape(-1, block)
+        absmax[top:stop] = size = np.abs(part).max(axis=1)
+        with np.errstate(invalid="ignore"):  # what is infinite is refused with absmax
+            share = part * (1 / np.maximum(size, SMALLEST))[:, None]
+        codes[top * block : stop * block] = _nearest(share, fp4).reshape(-1)
+    if whole < blocks:
+        part = flat[whole * block :]
+        absmax[whole] = size = np.maximum(np.abs(part).max(), SMALLEST)
+        with np.errstate(invalid="ignore"):
+            codes[whole * block : flat.size] = _nearest(part / size, fp4)
+    if flat.size % 2:
+        codes[flat.size :] = _nearest(flat[:1] * 0, fp4)
+    return codes[::2] << 4 | codes[1::2], absmax
+
+
+def _nearest(share: Array, fp4: bool) -> Array:
+    places = np.zeros_like(share, dtype=np.uint8)
+    for bound in format_of(fp4).bounds:
+        places += share > bound
+    return placed(format_of(fp4).ascending, share)[places] if fp4 else places
+
+
+def decode(
+    packed: Array,
+    absmax: Array,
+    rows: slice,
+    columns: slice,
+    inputs: int,
+    block: int,
+    fp4: bool,
+) -> Array:
+    """Return a part of the matrix whose rows have ``inputs`` values, in float32."""
+    top, left, width = rows.start, columns.start, columns.stop - columns.start
+    count = rows.stop - top
+    if not count * width:
+        return empty((count, width), FLOAT32, like=packed)
+    if inputs % 2 == left % 2 == width % 2 == 0:
+        places = slice(left // 2, (left + width) // 2)
+        codes = packed.reshape(len(packed) // max(1, inputs // 2), inputs // 2)[rows, places]
+        pairs = placed(format_of(fp4).pairs.view(np.complex64)[:, 0], packed)
+        values = pairs[codes].view(np.float32)
+    else:
+        values = _one_by_one(packed, _indices(packed, rows, columns, inputs), fp4)
+    if inputs % block == left % block == width % block == 0:
+        scales = absmax.reshape(len(absmax) // max(1, inputs // block), inputs // block)
+        scales = scales[rows, left // block : (left + width) // block, None]
+        parts = values.reshape(count, width // block, block)
+        parts *= scales
+        return parts.reshape(count, width)
+    first, last = top * inputs, rows.stop * inputs
+    if width == inputs and first % block == 0 and values.size:
+        flat, whole = values.reshape(-1), (last - first) // block * block
+        sizes = absmax[first // block : -(-last // block)]
+        parts = flat[:whole].reshape(-1, block)
+        parts *= sizes[: len(parts), None]
+        flat[whole:] *= sizes[len(parts) :]
+        return flat.reshape(count, width)
+    return values * absmax[_indices(packed, rows, columns, inputs) // block]
+
+
+def _indices(like: Any, rows: slice, columns: slice, inputs: int) -> Array:
+    """Return the places of a part in the flat matrix."""
+    down = np.arange(rows.start, rows.stop, like=like)[:, None] * inputs
+    return down + np.arange(columns.start, columns.stop, like=like)
+
+
+def _one_by_one(packed: Array, indices: Array, fp4: bool) -> Array:
+    bytes_of = packed[indices >> 1]
+    codes = np.where(indices & 1, bytes_of & 15, bytes_of >> 4)
+    return placed(format_of(fp4).levels, packed)[codes]

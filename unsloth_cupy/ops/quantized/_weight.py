@@ -1,0 +1,172 @@
+"""What all quantized weights share: a frozen matrix that products take as they take a dense one.
+
+    y = linear(x, weight)           gemm(x, weight.T) asks the weight for x W^T
+    dx = dy W                       gemm(dy, weight), for dy W
+
+Where a weight does not read its codes in the product itself, it is dequantized by chunks, and the
+library's product reads each from where it was just written: chunks of rows for x W^T, of columns
+for dy W, so that every result is one sum, rounded once, and no whole dense weight exists.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ...core.dtypes import FLOATS, Array, Stored, float_dtype
+from ...core.stand_in import is_planned, representative_steps
+from ...core.target import target_of
+from ...errors import ConfigError, DTypeError, RangeError, ShapeError
+from ..common.gemm import gemm
+
+CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of dense values, by whether a GPU reads them
+CHUNK_STEP = 64  # rows or columns of a chunk are a multiple of it, where there are so many
+
+
+class Quantized(Stored):
+    """A frozen matrix (outputs, inputs) in few bits: what ``Nf4`` and its like have in common.
+
+    ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` take one where
+    they take a dense weight; ``shape``, ``ndim``, ``size``, ``len``, ``T`` and rows by slice are
+    those of the dense weight, and ``dtype`` is what it is dequantized to where nothing else says.
+    ``nbytes`` counts all that it holds.
+    """
+
+    KIND: ClassVar[str]  # its name in errors and in files
+
+    ndim = 2
+    size = property(lambda self: self.shape[0] * self.shape[1])
+    strides = ()  # of what a replay is known by
+    device = property(lambda self: self.home.device)
+    data = property(lambda self: self.home.data)
+    ctypes = property(lambda self: self.home.ctypes)
+    T = property(lambda self: Transposed(self))  # noqa: PLW0108 -- defined below
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that the weight is kept in."""
+        return sum(int(array.nbytes) for array in self.held().values())
+
+    def held(self) -> dict[str, Any]:
+        """Return the arrays that the weight is kept in, by name."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Return arrays by name from which ``from_state`` makes the weight again."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Return the weight of such arrays."""
+        raise NotImplementedError
+
+    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
+        """Return a part of the dense weight as a new array; both slices have start and stop."""
+        raise NotImplementedError
+
+    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
+        """Write or add ``x @ W.T`` straight from the codes, or return False."""
+        return False
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """Return the dense weight (outputs, inputs), in its own dtype or another float dtype.
+
+        Raises
+        ------
+        ConfigError
+            The dtype is not a float dtype.
+        """
+        call = f"{type(self).__name__}.dequantize"
+        made = self.dtype if dtype is None else float_dtype(call, dtype)
+        return self._dense(slice(0, self.shape[0]), slice(0, self.shape[1]), made)
+
+    def astype(self, dtype: Any) -> Array:
+        """Return the dense weight: a new array."""
+        return self.dequantize(dtype)
+
+    def computed_in(self, dtype: Any) -> Self:
+        """Return the same weight, which is dequantized to this dtype where nothing else says."""
+        other = copy.copy(self)
+        other.dtype = float_dtype(f"{type(self).__name__}.computed_in", dtype)
+        return other
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> Array:
+        start, stop, step = rows.indices(self.shape[0])
+        if step != 1:
+            raise ConfigError(f"{self!r}: rows are taken in order; dequantize it for [{rows}]")
+        return self._dense(slice(start, max(start, stop)), slice(0, self.shape[1]), self.dtype)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.nbytes} bytes)"
+
+    def product(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W`` to out, or add it: by chunks of columns."""
+        for part in self._chunks(a, self.shape[1], self.shape[0]):
+            chunk = self._dense(slice(0, self.shape[0]), part, a.dtype)
+            gemm(a, chunk, out=out[:, part], add=add)
+            del chunk  # before the next one is made
+
+    def product_transposed(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W.T`` to out, or add it: few rows at once, more by chunks of rows of W."""
+        if self._few_rows(a, out, add):
+            return
+        for part in self._chunks(a, self.shape[0], self.shape[1]):
+            chunk = self._dense(part, slice(0, self.shape[1]), a.dtype)
+            gemm(a, chunk.T, out=out[:, part], add=add)
+            del chunk
+
+    def _chunks(self, like: Array, length: int, other: int) -> Any:
+        """Return the chunks of an axis of this length, beside another: slices."""
+        size = max(like.dtype.itemsize, 1 if on_gpu(like) else 4)  # NumPy widens 16 bits
+        step = max(1, CHUNK_BYTES[on_gpu(like)] // max(1, other * size))
+        if step > CHUNK_STEP:
+            step -= step % CHUNK_STEP
+        starts = representative_steps(like, range(0, length, step))
+        return (slice(start, min(start + step, length)) for start in starts)
+
+
+class Transposed(Stored):
+    """The transpose of a quantized weight, to multiply by."""
+
+    def __init__(self, weight: Quantized) -> None:
+        self.weight, self.dtype, self.home = weight, weight.dtype, weight.home
+        self.shape = weight.shape[::-1]
+
+    ndim = 2
+    T = property(lambda self: self.weight)
+
+    def product(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W.T`` to out, or add it."""
+        self.weight.product_transposed(a, out, add)
+
+
+def on_gpu(array: Any) -> bool:
+    """Say whether a target runs kernels on an array, or would on the one that it stands for."""
+    return target_of(array) is not None
+
+
+def checked_weight(call: str, w: Any) -> Array:
+    """Return what is to be quantized: a matrix of floats; raise for anything else."""
+    if isinstance(w, Stored):
+        raise DTypeError(f"{call}: w is quantized already: {w!r}; pass the dense weight")
+    if getattr(w, "dtype", None) not in FLOATS:
+        given = getattr(w, "dtype", type(w).__name__)
+        problem = f"{call}: w is {given}; pass an array of {', '.join(d.name for d in FLOATS)}"
+        raise DTypeError(problem, expected=FLOATS, actual=given)
+    if w.ndim != 2:
+        problem = f"{call}: w has shape {tuple(w.shape)}; pass a matrix (outputs, inputs)"
+        raise ShapeError(problem, expected=("outputs", "inputs"), actual=tuple(w.shape))
+    return w
+
+
+def check_finite(call: str, w: Array, extremes: Array) -> None:
+    """Raise and name the first place of w that is not finite, if the largest sizes are not all."""
+    if is_planned(w) or bool(np.isfinite(extremes).all()):
+        return
+    row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(w)))
+    value = float(w[row, column])
+    raise RangeError(f"{call}: w[{row}, {column}] is {value}; every weight must be finite")

@@ -1,0 +1,236 @@
+"""Weights of 4 bits: NF4 and FP4, byte for byte those of bitsandbytes.
+
+w = level[code] * absmax        absmax of the block; with double quantization
+absmax = map[absmax_code] * absmax_scale + absmax_offset        absmax_scale of 256 blocks
+
+Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from ...core.call import checked
+from ...core.dtypes import FLOAT32, FLOATS, Array
+from ...errors import ConfigError, DTypeError
+from ...placement import placed
+from ..common import dynamic_codes
+from ..linear.linear import linear
+from . import _four_bits
+from ._state import array_of, json_of
+from ._weight import Quantized, check_finite, checked_weight
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+KINDS = ("nf4", "fp4")
+NESTED = dynamic_codes.BLOCK  # blocks that share a scale of their absmax
+
+
+@checked
+def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str = "nf4") -> "Nf4":
+    """Quantize a weight to 4 bits: ``w`` is about ``level[code] * absmax``, block by block.
+
+    Parameters
+    ----------
+    w : (outputs, inputs) float
+        Blocks run over its flat values; the last may be short.
+    block : int
+        Values that share an absmax: a power of two, 32 to 4096.
+    double : bool
+        Keep absmax in 8 bits too: 4.127 bits a value at block 64 instead of 4.5.
+    kind : str
+        nf4, or fp4.
+
+    Returns
+    -------
+    weight : Nf4
+        Where w is; its bytes are those of bitsandbytes.
+
+    Raises
+    ------
+    ConfigError
+        block or kind is not one of those.
+    RangeError
+        A value is not finite; the message names its place.
+    ShapeError, DTypeError
+        w is not a matrix of floats, or is quantized already.
+    """
+    call = "nf4_quantize"
+    _check_format(call, block, kind)
+    checked_weight(call, w)
+    values = w.astype(FLOAT32, copy=False)
+    packed, absmax = _four_bits.encode(values, block, kind == "fp4")
+    check_finite(call, w, absmax)
+    given: dict[str, Any] = {"absmax": absmax}
+    if double:
+        offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()
+        codes, scale = dynamic_codes.encode(absmax - offset, signed=True)
+        given = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": float(offset)}
+    return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **given)
+
+
+class Nf4(Quantized):
+    """A frozen weight of 4 bits: see ``Quantized`` for what products and listings ask of it.
+
+    Attributes
+    ----------
+    packed : (ceil(outputs * inputs / 2),) uint8
+        Two codes a byte, the first in its high bits.
+    absmax : (blocks,) float32
+        The largest size of each block.
+    block : int
+    kind : str
+        nf4 or fp4.
+    absmax_codes, absmax_scale, absmax_offset : (blocks,) uint8, (blocks / 256,) float32, float
+        What absmax is kept in with double quantization; None without.
+    """
+
+    KIND = "nf4"
+
+    def __init__(
+        self,
+        packed: Array,
+        shape: tuple[int, int],
+        *,
+        absmax: Array | None = None,
+        absmax_codes: Array | None = None,
+        absmax_scale: Array | None = None,
+        absmax_offset: float | None = None,
+        block: int = 64,
+        kind: str = "nf4",
+        dtype: Any = FLOAT32,
+    ) -> None:
+        self.packed = self.home = packed
+        self.shape, self.block, self.kind, self.dtype = shape, block, kind, np.dtype(dtype)
+        self.absmax_codes, self.absmax_scale = absmax_codes, absmax_scale
+        self.absmax_offset, self._absmax = absmax_offset, absmax
+
+    @property
+    def double(self) -> bool:
+        """Whether absmax is kept in 8 bits."""
+        return self.absmax_codes is not None
+
+    @property
+    def absmax(self) -> Array:
+        """The largest size of each block, in float32."""
+        if self._absmax is not None:
+            return self._absmax
+        values = dynamic_codes.decode(self.absmax_codes, self.absmax_scale, signed=True)
+        return values + np.float32(self.absmax_offset)
+
+    def held(self) -> dict[str, Any]:
+        """Return the arrays that the weight is kept in, by name."""
+        if not self.double:
+            return {"packed": self.packed, "absmax": self._absmax}
+        scales = {"absmax_codes": self.absmax_codes, "absmax_scale": self.absmax_scale}
+        return {"packed": self.packed, **scales}
+
+    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
+        fp4 = self.kind == "fp4"
+        given = (self.packed, self.absmax, rows, columns, self.shape[1], self.block, fp4)
+        return _four_bits.decode(*given).astype(dtype, copy=False)
+
+    def state(self) -> dict[str, Any]:
+        """Return the arrays that bitsandbytes writes to a file, by the ends of their names."""
+        facts: dict[str, Any] = {"quant_type": self.kind, "blocksize": self.block}
+        facts |= {"dtype": self.dtype.name, "shape": list(self.shape)}
+        found = {"weight": self.packed[:, None], "absmax": self._absmax}
+        if self.double:
+            found["absmax"], found["nested_absmax"] = self.absmax_codes, self.absmax_scale
+            found["nested_quant_map"] = placed(dynamic_codes.dynamic_map(True), self.packed)
+            facts |= {"nested_blocksize": NESTED, "nested_dtype": "float32"}
+            facts["nested_offset"] = self.absmax_offset
+        levels = _four_bits.format_of(self.kind == "fp4").levels
+        found["quant_map"] = placed(levels, self.packed)
+        text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+        return {**found, f"quant_state.bitsandbytes__{self.kind}": placed(text, self.packed)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Return the weight of arrays that ``state`` gave, or that bitsandbytes wrote.
+
+        Raises
+        ------
+        ConfigError
+            An array is missing, or is not of the shape, the dtype or the values that the others
+            ask for; the message names it.
+        """
+        call = "Nf4.from_state"
+        facts: Any = json_of(call, state, [f"quant_state.bitsandbytes__{kind}" for kind in KINDS])
+        block, kind, shape = (facts.get(k) for k in ("blocksize", "quant_type", "shape"))
+        _check_format(call, block, kind)
+        dtype = next((d for d in FLOATS if d.name == facts.get("dtype")), None)
+        if not _is_shape(shape) or dtype is None:
+            raise ConfigError(f"{call}: shape {shape} or dtype {facts.get('dtype')} is not one")
+        size, fp4 = shape[0] * shape[1], kind == "fp4"
+        blocks = -(-size // block)
+        packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
+        _check_table(call, state, "quant_map", _four_bits.format_of(fp4).levels)
+        given: dict[str, Any]
+        if "nested_absmax" in state:
+            _check_table(call, state, "nested_quant_map", dynamic_codes.dynamic_map(True))
+            codes = array_of(call, state, "absmax", (blocks,), np.uint8)
+            scale = array_of(call, state, "nested_absmax", (-(-blocks // NESTED),), FLOAT32)
+            offset = facts.get("nested_offset")
+            if facts.get("nested_blocksize") != NESTED or not isinstance(offset, float):
+                raise ConfigError(f"{call}: nested_blocksize or nested_offset of {facts} is wrong")
+            given = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}
+        else:
+            given = {"absmax": _absmax_of(call, state, (blocks,), shape, block)}
+        return cls(packed[:, 0], tuple(shape), block=block, kind=kind, dtype=dtype, **given)
+
+
+def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
+    """Return ``x @ weight.T + bias`` for a weight of 4 bits, as ``linear`` does.
+
+    Parameters
+    ----------
+    x : (*rows, inputs) float
+    weight : Nf4
+    bias : (outputs,) dtype of x or float32, optional
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+
+    Raises
+    ------
+    DTypeError
+        weight is not an Nf4, or arrays are not of one dtype.
+    ShapeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    codes: Any = weight
+    if not isinstance(codes, Nf4):
+        given = f"weight is {type(weight).__name__}, not an Nf4"
+        raise DTypeError(f"nf4_linear: {given}; pass nf4_quantize(weight), or call linear")
+    return linear(x, weight, bias)
+
+
+def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block: int) -> Array:
+    """Return absmax by blocks; on CPUs bitsandbytes writes it transposed and in bfloat16."""
+    absmax = state.get("absmax")
+    if getattr(absmax, "ndim", 1) == 2:
+        turned = shape[1] // block, shape[0]
+        found = array_of(call, state, "absmax", turned, FLOATS[1])
+        return found.T.astype(FLOAT32).reshape(-1)
+    return array_of(call, state, "absmax", flat, FLOAT32)
+
+
+def _check_format(call: str, block: Any, kind: Any) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"{call}(kind={kind!r}): choose from {', '.join(KINDS)}")
+    if block not in BLOCKS:
+        raise ConfigError(f"{call}(block={block!r}): choose from {', '.join(map(str, BLOCKS))}")
+
+
+def _check_table(call: str, state: Mapping[str, Any], name: str, wanted: Array) -> None:
+    found = array_of(call, state, name, wanted.shape, FLOAT32)
+    if not np.array_equal(np.asarray(found.get() if hasattr(found, "get") else found), wanted):
+        raise ConfigError(f"{call}: {name} is another table than bitsandbytes'; quantize anew")
+
+
+def _is_shape(shape: Any) -> bool:
+    given = isinstance(shape, list | tuple) and len(shape) == 2
+    return given and all(isinstance(size, int) and size >= 0 for size in shape)

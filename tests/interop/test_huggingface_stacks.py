@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
 
-from unsloth_cupy.interop.huggingface import PARTS, patch, unpatch  # noqa: E402
+from unsloth_cupy.interop.huggingface import patch, unpatch  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
 from .families import check, model_of, step, texts  # noqa: E402
@@ -51,14 +51,31 @@ def test_dropout_of_attention_is_drawn_anew_in_a_graph_and_again_in_a_checkpoint
 
 
 @quiet
-def test_checkpointed_layers_give_the_same():
-    model = model_of("gemma3_text")
-    for parts, rtol in ((PARTS, 1e-5), ({*PARTS} - {"residual"}, 0)):
-        patch(model, parts=parts)
-        expected = step(model)
-        model.gradient_checkpointing_enable()
-        near(step(model), expected, rtol)
-        model.gradient_checkpointing_disable()
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_checkpointed_layers_give_the_same_bits(family, reentrant):
+    model = model_of(family)
+    patch(model)
+    layer, together = model.model.layers[1], []
+    middle = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+    middle.register_forward_pre_hook(
+        lambda _, args, given: together.append("residual" in given), with_kwargs=True
+    )
+    expected = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    near(step(model), expected, rtol=0)
+    assert together == [True] * 3  # the last, on the way back
+
+
+@quiet
+def test_a_cache_is_not_written_twice_by_layers_that_are_checkpointed():
+    model = model_of("llama")
+    plain = step(model)
+    patch(model)
+    model.gradient_checkpointing_enable()
+    loss = model(**texts("left") | {"use_cache": True}).loss
+    torch.testing.assert_close(loss.detach(), plain["loss"])
 
 
 def test_a_deep_copy_computes_with_its_own_weights_and_is_unpatched_alone():
@@ -140,11 +157,14 @@ def test_weights_are_read_between_the_hooks_of_their_module():
     ("options", "layers"),
     [
         ({}, 14),
-        ({"use_dora": True}, 0),
+        ({"use_dora": True}, 14),
+        ({"use_rslora": True, "lora_alpha": 3}, 14),
+        ({"lora_bias": True}, 0),
+        ({"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}, 0),
         ({"modules_to_save": ["lm_head"]}, 14),
         ({"target_modules": ["lm_head", "q_proj"]}, 3),
     ],
-    ids=["plain", "dora", "saved-head", "adapted-head"],
+    ids=["plain", "dora", "rslora", "biases", "variant", "saved-head", "adapted-head"],
 )
 def test_adapters_of_peft(options, layers, when):
     peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
@@ -163,6 +183,20 @@ def test_adapters_of_peft(options, layers, when):
         unpatch(adapted)
         plain = step(adapted)
     check(found, plain, adapted, "left")
+
+
+@quiet
+def test_a_trial_leaves_nothing_in_caches_of_peft():
+    peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
+    helpers = pytest.importorskip("peft.helpers", reason="needs the extra `peers` (peft)")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, use_dora=True)
+    model, given = peft.get_peft_model(model_of("llama").eval(), config).eval(), texts("whole")
+    with torch.no_grad(), helpers.DoraCaching():
+        expected = model(**given).logits
+        assert patch(model, parts="lora").taken == {"lora": 14}
+        torch.testing.assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
+        unpatch(model)
+        assert torch.equal(model(**given).logits, expected)
 
 
 @quiet

@@ -36,7 +36,14 @@ class Candidate(NamedTuple):
 
     def run(self, module: nn.Module) -> Any:
         """Return what a module gives for the sample."""
-        return torch.func.functional_call(module, self.parameters, (self.sample,))
+        caching: list[Any] = [m for m in module.modules() if hasattr(m, "_cache_clear")]
+        try:
+            for part in caching:  # peft's, of norms of weights that are replaced here
+                part._cache_clear()
+            return torch.func.functional_call(module, self.parameters, (self.sample,))
+        finally:
+            for part in caching:
+                part._cache_clear()
 
 
 def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
@@ -140,18 +147,22 @@ def _looked_up(padding: int | None) -> Forward:
 
 
 def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return a linear layer of peft with one plain adapter, tried with random ones."""
+    """Return a linear layer of peft with adapters of LoRA or DoRA, tried with random ones."""
     if not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
         return None
     layer: Any = module
     if type(layer.base_layer) is not nn.Linear:
         raise Refused(f"around {type(layer.base_layer).__name__}, which is not a linear layer")
-    if layer.lora_variant or any(layer.lora_bias.values()):
+    if layer.lora_variant.keys() - layer.lora_magnitude_vector or any(layer.lora_bias.values()):
         raise Refused("a variant of LoRA, or one with biases")
     random = {
         f"{side}.{name}.weight": draw(*each.weight.shape, like=each.weight)
         for side in ("lora_A", "lora_B")
         for name, each in getattr(layer, side).items()
+    }
+    random |= {
+        f"lora_magnitude_vector.{name}.weight": draw(*each.weight.shape, like=each.weight)
+        for name, each in layer.lora_magnitude_vector.items()
     }
     weight = layer.base_layer.weight
     return Candidate(
@@ -162,18 +173,23 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
 def _adapted(plain: Forward) -> Forward:
     def forward(self: Any, x: Any, *args: Any, **given: Any) -> Any:
         active = [name for name in self.active_adapters if name in self.lora_A]
-        simple = len(active) == 1 and active[0] not in self.lora_variant
-        if not simple or args or given or self.disable_adapters or self.merged:
+        if len(active) != 1 or args or given or self.disable_adapters or self.merged:
             return plain(self, x, *args, **given)
         base, a, b = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
-        if a.weight.ndim != 2 or base.weight.ndim != 2:  # ZeRO holds them until their own forward
+        magnitude = None
+        if active[0] in self.lora_magnitude_vector:
+            magnitude = self.lora_magnitude_vector[active[0]].weight
+        elif active[0] in self.lora_variant:
             return plain(self, x)
+        dora = magnitude is not None and magnitude.shape != base.weight.shape[:1]
+        if dora or a.weight.ndim != 2 or base.weight.ndim != 2:
+            return plain(self, x)  # ZeRO holds them until their own forward
         dropout = self.lora_dropout[active[0]]
         share = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0
         seed = torch.randint(2**62, ()) if share else None
         return lora_linear(
             x, base.weight, a.weight, b.weight, scale=self.scaling[active[0]], bias=base.bias,
-            dropout=share, seed=seed,
+            magnitude=magnitude, dropout=share, seed=seed,
         )  # fmt: skip
 
     return forward

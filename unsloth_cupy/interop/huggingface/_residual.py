@@ -1,15 +1,18 @@
 """A residual and the norm behind it in one pass: layers that add a branch, then norm the sum."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ._changes import Changes, own_forward
 from ._trials import Call, Refused, Texts, near
 
 ATTENTION, MLP = "self_attn", "mlp"
 BEFORE = {"input_layernorm", "post_attention_layernorm", ATTENTION, MLP}
+CHECKPOINTS_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)  # 5.0 does so around it
 AROUND = BEFORE | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
@@ -49,9 +52,7 @@ def take(
 
 
 def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> Callable[..., Any]:
-    def forward(self: Any, hidden_states: Any, **given: Any) -> Any:
-        if self.training and getattr(self, "gradient_checkpointing", False):
-            return type(self).forward(self, hidden_states, **given)  # which checkpoints
+    def added(self: Any, hidden_states: Any, **given: Any) -> Any:
         branch = self.input_layernorm(hidden_states)
         branch = self.self_attn(hidden_states=branch, **given)[0]
         if after_attention:
@@ -60,4 +61,21 @@ def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> C
         branch = self.mlp(branch)
         return stream + (getattr(self, after_mlp)(branch) if after_mlp else branch)
 
+    def forward(self: Any, hidden_states: Any, **given: Any) -> Any:
+        if not _checkpoints(self):
+            return added(self, hidden_states, **given)
+        if given.get("use_cache") or given.get("past_key_values") is not None:
+            return type(self).forward(self, hidden_states, **given)  # warns, and goes without
+        return self._gradient_checkpointing_func(partial(added, self, **given), hidden_states)
+
     return forward
+
+
+def _checkpoints(layer: Any) -> bool:
+    """Say whether it is the forward of a layer that is to be run again on the way back."""
+    return (
+        CHECKPOINTS_FORWARD
+        and isinstance(layer, GradientCheckpointingLayer)
+        and layer.gradient_checkpointing
+        and layer.training
+    )

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
 
-from unsloth_cupy.interop.huggingface import PARTS, patch, unpatch  # noqa: E402
+from unsloth_cupy.interop.huggingface import PARTS, _qk_norm, patch, unpatch  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
 from .families import NINE, OTHERS, check, model_of, step, texts  # noqa: E402
@@ -75,11 +75,48 @@ def test_parts_are_chosen(part):
     model = model_of("qwen3")
     before = step(model)
     report = patch(model, parts=[part])
-    expected = {} if part in ("lora", "residual") else {part}
+    expected = {} if part in ("lora", "qk_norm", "residual") else {part}
     assert {*report.taken} == {*expected}
     after = step(model)
     unpatch(model)
     check(after, before, model, "left")
+
+
+QK_NORMS = {
+    "qwen3": "",
+    "gemma3_text": "",
+    "lfm2": "",
+    "exaone4": "it does not always norm and turn, once each",
+    "hunyuan_v1_dense": "it does more than norm and turn",
+    "olmo2": "its norms are not of each head",
+}
+
+
+@pytest.mark.parametrize("family", QK_NORMS)
+def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family, monkeypatch):
+    model = model_of(family)
+    report = patch(model)
+    assert {r.reason for r in report.rows if r.part == "qk_norm"} == {QK_NORMS[family]}
+    calls, op = [], _qk_norm.qk_norm_rope
+    monkeypatch.setattr(_qk_norm, "qk_norm_rope", lambda *a, **o: calls.append(a) or op(*a, **o))
+    expected = step(model)
+    taken = report.taken.get("qk_norm", 0)
+    assert len(calls) == taken
+    for module in model.modules():  # who waits for a norm sees it
+        if _qk_norm.norms_of(module):
+            norm = module.get_submodule(_qk_norm.norms_of(module)[1])
+            norm.register_forward_hook(lambda norm, args, found: found * 1)
+    found = step(model)
+    assert len(calls) == taken
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_that_were_left_are_not_one_pass_with_their_turn():
+    report = patch(model_of("qwen3"), parts=["qk_norm", "rotary"])
+    assert report.taken == {"rotary": 2}
+    assert report.left == {"qk_norm": "its norms or its rotary positions were left"}
+    assert patch(model_of("qwen3"), parts=["norm", "qk_norm"]).taken == {"norm": 9}
 
 
 def test_a_report_is_a_table():

@@ -12,7 +12,7 @@ from unsloth_cupy.interop.huggingface import patch, unpatch  # noqa: E402
 from ..sample import Sample  # noqa: E402
 from .families import check, model_of, step, texts  # noqa: E402
 
-COMPILED = ("llama", "gemma3_text", "glm", "granite", "phi3", "mixtral")
+COMPILED = ("qwen3", "gemma3_text", "glm", "granite", "phi3", "mixtral")
 quiet = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
 

@@ -48,8 +48,7 @@ class Candidate(NamedTuple):
 
 def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
     """Return the formulas that may be a norm's: they are tried with random weights, in float32."""
-    held = vars(module)
-    eps = held.get("variance_epsilon", held.get("eps"))
+    eps = eps_of(module)
     named = "Norm" in type(module).__name__ and "Batch" not in type(module).__name__
     if module._modules or not (named or isinstance(eps, float)):
         return None
@@ -63,6 +62,12 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
     if bias is None:
         forwards = [_rms_norm(eps, 0.0), _rms_norm(eps, 1.0), *forwards]
     return Candidate(forwards, draw(3, *weight.shape).to(weight.device), random, torch.float32)
+
+
+def eps_of(module: nn.Module) -> Any:
+    """Return the eps of a norm, None where it is not told."""
+    held = vars(module)
+    return held.get("variance_epsilon", held.get("eps"))
 
 
 def _rms_norm(eps: float, offset: float) -> Forward:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError, FrameworkError
-from . import _attention, _loss, _modules, _residual, _rotary
+from . import _attention, _loss, _modules, _qk_norm, _residual, _rotary
 from ._changes import Changes, own_forward
 from ._report import Report
 from ._trials import Refused, Texts, at_rest, near
@@ -20,7 +20,7 @@ ALONE = {
     "embedding": _modules.table,
     "lora": _modules.lora,
 }
-PARTS = (*ALONE, "rotary", "attention", "residual", "loss")
+PARTS = (*ALONE, "rotary", "qk_norm", "attention", "residual", "loss")
 
 
 def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
@@ -35,8 +35,9 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     model : transformers.PreTrainedModel
         Or a module around one, such as a model of peft.
     parts : iterable of str, optional
-        Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``rotary``, ``attention``,
-        ``residual`` (an addition and the norm behind it) and ``loss``; all where absent.
+        Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``rotary``, ``qk_norm`` (norms of
+        queries and keys and their turn), ``attention``, ``residual`` (an addition and the norm
+        behind it) and ``loss``; all where absent.
 
     Returns
     -------
@@ -126,6 +127,7 @@ class _Patching:
     def __init__(self, model: Any, changes: Changes, report: Report, parts: set[str]) -> None:
         self.model, self.changes, self.report, self.parts = model, changes, report, parts
         self.notes: dict[nn.Module, list[Any]] = {}
+        self.ways: dict[nn.Module, _rotary.Way] = {}  # how layers turn
 
     def run(self) -> None:
         for part in ALONE:
@@ -200,7 +202,18 @@ class _Patching:
 
     def rotary(self) -> None:
         for module, notes in self.notes.items():
-            self.attempt("rotary", module, partial(_rotary.take, self.changes, module, notes))
+            self.attempt("rotary", module, partial(self.turn, module, notes))
+
+    def turn(self, module: nn.Module, notes: list[Any]) -> None:
+        self.ways[module] = _rotary.take(self.changes, module, notes)
+
+    def qk_norm(self) -> None:
+        layers = [module for module in self.notes if _qk_norm.norms_of(module)]
+        calls = self.texts.observe(self.model, layers)
+        for layer in layers:
+            given = self.ways.get(layer), calls.get(layer), self.texts
+            work = partial(_qk_norm.take, self.changes, layer, *given)
+            self.attempt("qk_norm", layer, work)
 
     def attention(self) -> None:
         work = partial(_attention.take, self.changes, self.model, self.texts)

@@ -19,6 +19,7 @@ from ._trials import Refused, agree
 
 NAMES = ("apply_rotary_pos_emb", "apply_rotary_emb")
 Turn = Callable[..., Any]
+Way = Callable[..., Any]  # of an op, then what a model hands to its function
 
 
 def named(module: nn.Module) -> str | None:
@@ -54,16 +55,17 @@ def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
     return notes
 
 
-def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> None:
+def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> Way:
     """Let a module turn in the first way that gives what was noted; raise Refused for none."""
     if not notes:
         raise Refused("it turns nothing")
     function, given, options = notes[0]
     wide = [a.float() if a.is_floating_point() else a for a in given]
     for way in WAYS:
-        if agree(partial(function, **options), partial(way, **options), wide, torch.float32):
-            changes.forward(module, with_function(module, way))
-            return
+        turn = partial(way, rope_qk)
+        if agree(partial(function, **options), partial(turn, **options), wide, torch.float32):
+            changes.forward(module, with_function(module, turn))
+            return way
     raise Refused(f"{function.__name__} turns in another way")
 
 
@@ -73,29 +75,29 @@ def _split(table: torch.Tensor, layout: str) -> torch.Tensor:
     return table[..., ::2] if layout == "neighbours" else table[..., : table.shape[-1] // 2]
 
 
-def _way(layout: str, interleaved: bool) -> Turn:
-    def turn(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+def _way(layout: str, interleaved: bool) -> Way:
+    def turn(op: Turn, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         cos, sin = _split(cos, layout), _split(sin, layout)
         if unsqueeze_dim == 2:
-            return _turned(q, k, cos, sin, interleaved)
-        q, k = _turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved)
+            return _turned(op, q, k, cos, sin, interleaved)
+        q, k = _turned(op, q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return turn
 
 
-def _complex(q: Any, k: Any, angles: Any) -> Any:
-    return _turned(q, k, angles.real, angles.imag, True)
+def _complex(op: Turn, q: Any, k: Any, angles: Any) -> Any:
+    return _turned(op, q, k, angles.real, angles.imag, True)
 
 
-def _turned(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     """Turn (batch, tokens, heads, dim) by tables of (batch or 1, tokens, half)."""
     batch, tokens, half = cos.shape
     positions = None
     if batch > 1:  # every text has rows of its own
         positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
     cos, sin = cos.reshape(-1, half), sin.reshape(-1, half)
-    return rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
+    return op(q, k, cos, sin, positions, interleaved=interleaved)
 
 
 LAYOUTS = ("halves", "neighbours", "whole")

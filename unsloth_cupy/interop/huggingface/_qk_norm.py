@@ -1,0 +1,145 @@
+"""Norms of queries and keys and their turn in one pass.
+
+The source of such a layer's forward is written anew: ``self.q_norm(x)`` becomes ``x``, and the
+function that turns gets the layer, whose norms have the weights.  That is done where the forward
+norms and turns always and once, not in a branch.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ...core.call import write
+from ...errors import ShapeError
+from ..torch import qk_norm_rope
+from ._changes import HOOKED, Changes, own_forward, place_of
+from ._modules import eps_of
+from ._rotary import Way, named
+from ._trials import Call, Refused, Texts, near
+
+Forward = Callable[..., Any]
+
+
+def norms_of(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a layer's norms of queries and of keys, None where it has not both."""
+    names = [name for name in module._modules if "norm" in name]
+    found = [[name for name in names if name.startswith(first)] for first in "qk"]
+    return (found[0][0], found[1][0]) if [*map(len, found)] == [1, 1] else None
+
+
+def take(
+    changes: Changes, module: nn.Module, way: Way | None, call: Call | None, texts: Texts
+) -> None:
+    """Let a layer norm and turn in one pass; raise Refused where it does something else."""
+    names: Any = norms_of(module)
+    norms = [module.get_submodule(name) for name in names]
+    if way is None or any(map(own_forward, norms)):
+        raise Refused("its norms or its rotary positions were left")
+    if call is None:
+        raise Refused("it was not called")
+    eps = {eps_of(norm) for norm in norms}
+    if len(eps) > 1:
+        raise Refused("its norms have two eps")
+    turned, count = vars(module)[place_of(module)].__func__, len(changes)
+    for offset in (0.0, 1.0):
+        turn = _turn(way, names, eps=min(eps), offset=offset)
+        changes.forward(module, _either(names, _joined(module, names, turn), turned))
+        try:
+            found, expected = texts.kept(call.again(module)), texts.kept(call.found)
+        except ShapeError:
+            raise Refused("its norms are not of each head") from None
+        if near(found, expected, expected.dtype):
+            return
+        changes.since(count)
+    raise Refused("it does more than norm and turn")
+
+
+def _turn(way: Way, names: tuple[str, str], **options: float) -> Forward:
+    def turn(layer: Any, *given: Any, **more: Any) -> Any:
+        def normed(q: Any, k: Any, *tables: Any, interleaved: bool) -> Any:
+            weights = [getattr(layer, name).weight for name in names]
+            return qk_norm_rope(q, k, *weights, *tables, interleaved=interleaved, **options)
+
+        return way(normed, *given, **more)
+
+    return turn
+
+
+def _either(names: tuple[str, str], joined: Forward, turned: Forward) -> Forward:
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        bare = all(_is_bare(getattr(self, name)) for name in names)
+        return (joined if bare else turned)(self, *args, **given)
+
+    return forward
+
+
+def _is_bare(norm: Any) -> bool:
+    """Say whether a norm's weight is there, and nobody waits for its forward to be called."""
+    hooks = norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks
+    return "weight" in norm._parameters and HOOKED not in vars(norm) and not hooks
+
+
+def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward:
+    """Return a layer's forward that hands queries and keys to a function as they are."""
+    plain: Any = type(module).forward
+    function, rotary = _source(plain), named(module) or ""
+    asked = {rotary: 1, **dict.fromkeys(names, 1)}
+    nodes = [*ast.walk(function)]
+    used = [getattr(node, "attr", getattr(node, "id", None)) for node in nodes]
+    writer = _Writer(function.args.args[0].arg, rotary, names)
+    writer.visit(function)
+    if writer.written != asked or any(used.count(name) != 1 for name in asked):
+        raise Refused("it does not always norm and turn, once each")
+    scope = plain.__globals__ | {rotary: turn}
+    del scope["__name__"]  # by which torch.compile would look the globals of the module up
+    write(f"forward of {type(module).__name__}", ast.unparse(function), scope)
+    made: Forward = scope[function.name]
+    return made
+
+
+def _source(plain: Any) -> ast.FunctionDef:
+    """Return the definition of a forward that stands by itself, without annotations."""
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
+    except OSError:
+        raise Refused("its source is not there") from None
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or plain.__closure__:
+        raise Refused("its forward is wrapped")
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    function.returns = None
+    return function
+
+
+class _Writer(ast.NodeTransformer):
+    """Take norms out of the statements that are always run, and hand the layer to the turn."""
+
+    def __init__(self, layer: str, rotary: str, names: tuple[str, str]) -> None:
+        self.layer, self.rotary, self.names = layer, rotary, names
+        self.written: dict[str, int] = {}
+
+    def visit(self, node: ast.AST) -> Any:
+        """Leave alone what is run at times."""
+        at_times = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.IfExp | ast.BoolOp
+        return node if isinstance(node, at_times | ast.Lambda) else super().visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        """Write a call anew, after its arguments."""
+        self.generic_visit(node)
+        match node.func:
+            case ast.Name(id=name) if name == self.rotary:
+                self._count(name)
+                node.args.insert(0, ast.Name(self.layer, ast.Load()))
+            case ast.Attribute(ast.Name(id=self.layer), name) if name in self.names:
+                if len(node.args) == 1 and not node.keywords:
+                    self._count(name)
+                    return node.args[0]
+        return node
+
+    def _count(self, name: str) -> None:
+        self.written[name] = self.written.get(name, 0) + 1

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
 
-from unsloth_cupy.interop.huggingface import patch, unpatch  # noqa: E402
+from unsloth_cupy.interop.huggingface import PatchCallback, patch, unpatch  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
 from .families import check, model_of, step, texts  # noqa: E402
@@ -236,23 +236,32 @@ def test_trainer_learns_the_same(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra `peers` (accelerate)")
     rows = [{key: value[0] for key, value in texts("whole").items() if key != "use_cache"}] * 8
     losses = []
-    for patched in (False, True):
-        model = model_of("llama")
-        if patched:
+    for how in ("plain", "patched", "callback", "added"):
+        model, callback = model_of("llama"), PatchCallback()
+        if how == "patched":
             patch(model)
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2,
             max_steps=2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
             eval_strategy="steps", eval_steps=2, disable_tqdm=True,
         )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:2])
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:2],
+            callbacks=[callback] if how == "callback" else [],
+        )  # fmt: skip
+        assert (callback.report is not None) == (how == "callback")
+        if how == "added":
+            trainer.add_callback(callback)
         trainer.train()
+        if callback.report is not None:
+            assert callback.report.taken["loss"] == 1
         logs = trainer.state.log_history
         losses.append([log[key] for log in logs for key in ("loss", "eval_loss") if key in log])
-        if patched:
-            unpatch(model)
+        assert ("forward" in vars(model.model.norm)) == (how != "plain")
+        unpatch(model)
     assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-5)
 
 
 @quiet
@@ -284,6 +293,7 @@ def test_hooks_of_accelerate_come_before_or_after():
 def test_trl_tunes_and_prefers_the_same(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl", reason="needs trl, which no extra installs")
     datasets = pytest.importorskip("datasets", reason="needs trl, which no extra installs")
+    peft = pytest.importorskip("peft", reason="needs the extra `peers` (peft)")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokens = texts("whole")["input_ids"].tolist() * 2
     rows = datasets.Dataset.from_dict({"input_ids": tokens})
@@ -297,23 +307,28 @@ def test_trl_tunes_and_prefers_the_same(tmp_path, monkeypatch):
     losses = []
     for patched in (False, True):
         model, other = model_of("llama"), model_of("llama")
-        if patched:
-            patch(model)
-            patch(other)
+        callbacks = [[PatchCallback()] if patched else [] for _ in range(2)]
         tuning = trl.SFTConfig(str(tmp_path), max_length=None, padding_free=True, **common)
         words = tokenizer()
-        tuner = trl.SFTTrainer(model, tuning, train_dataset=rows, processing_class=words)
+        adapter = peft.LoraConfig(target_modules="all-linear", init_lora_weights="olora", r=4)
+        tuner = trl.SFTTrainer(
+            model, tuning, train_dataset=rows, processing_class=words, peft_config=adapter,
+            callbacks=callbacks[0],
+        )  # fmt: skip
         preferring = trl.DPOConfig(str(tmp_path), **common)
         reference = model_of("llama")
         chooser = trl.DPOTrainer(
-            other, reference, args=preferring, train_dataset=pairs, processing_class=words
-        )
+            other, reference, args=preferring, train_dataset=pairs, processing_class=words,
+            callbacks=callbacks[1],
+        )  # fmt: skip
         found = []
         for trainer in (tuner, chooser):
             trainer.train()
             found += [log["loss"] for log in trainer.state.log_history if "loss" in log]
         losses.append(found)
-        unpatch(model)
+        if patched:
+            assert callbacks[0][0].report.taken["lora"] == 14
+            assert callbacks[1][0].report.taken["attention"] == 1
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

@@ -51,7 +51,7 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     ConfigError
         There is no such part.
     """
-    chosen = _chosen(parts)
+    chosen = chosen_parts(parts)
     inner = _inner("patch", model)
     _check_weights(inner)
     if MARK in vars(inner):
@@ -85,7 +85,13 @@ def unpatch(model: Any) -> None:
         del vars(inner)[MARK]
 
 
-def _chosen(parts: Iterable[str] | None) -> set[str]:
+def is_patched(model: Any) -> bool:
+    """Say whether a model, or the one in it, is patched."""
+    return MARK in vars(_inner("patch", model))
+
+
+def chosen_parts(parts: Iterable[str] | None) -> set[str]:
+    """Return the parts that are meant; raise ConfigError for one that is not known."""
     chosen = set(PARTS if parts is None else [parts] if isinstance(parts, str) else parts)
     if unknown := sorted(map(str, chosen - {*PARTS})):
         raise ConfigError(f"patch: parts={unknown} are not known; choose from {', '.join(PARTS)}")

@@ -17,11 +17,12 @@ from ..finetune.new_model import SIZES
 from ..finetune.preparation import Request, prepare
 from ..finetune.records import SUFFIX, Records, read_records
 from ..finetune.results import report, sample
-from ..finetune.run_folder import RunFolder, base_of, model_folder
+from ..finetune.run_folder import RunFolder, model_folder
 from ..finetune.settings import Settings, read_settings, settings_of
 from ..finetune.text import Text, read_text
 from ..finetune.trainer import Trainer
 from ..machine import blas_threads
+from ..models.adapter_base import base_of
 from .options import FILE, ConfigFile, Device, Number, Size, option
 
 STEPS = 1200

@@ -10,10 +10,11 @@ import click
 from .. import machine
 from ..errors import ConfigError
 from ..finetune.limit import check_tokens
-from ..finetune.run_folder import base_of, model_folder, model_without_weights
+from ..finetune.run_folder import model_folder, model_without_weights
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
+from ..models.adapter_base import base_of
 from .options import FILE, NewPicture, option
 from .timeline import draw_timeline
 

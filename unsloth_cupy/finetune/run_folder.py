@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..files import PARTIAL, absent, read_json, remove, written_beside
+from ..files import PARTIAL, absent, remove, written_beside
+from ..models.adapter_base import ADAPTER, base_of
 from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
     from ..models import Transformer
     from ..models.adapter import Adapter
     from ..models.config import Config
-
-ADAPTER = "adapter_config.json"
 
 
 @contextmanager
@@ -175,20 +174,6 @@ def load_model(folder: Path, dtype: str | None = None, device: str | None = None
     if base is None:
         return models.load(folder, dtype=dtype, device=device)
     return models.load(base, dtype=dtype, device=device, lora=folder)
-
-
-def base_of(folder: Path) -> Path | None:
-    """Return the folder of an adapter's base model; None for a folder that holds no adapter."""
-    if not (folder / ADAPTER).is_file():
-        return None
-    base = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    if not isinstance(base, str) or not Path(base).is_dir():
-        cure = "write the folder of the adapter's base model there"
-        raise ConfigError(
-            f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is not a folder here;"
-            f" {absent(Path(str(base)), cure)}"
-        )
-    return Path(base)
 
 
 def model_without_weights(folder: Path) -> "tuple[Config, Adapter | None]":

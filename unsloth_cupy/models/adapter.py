@@ -99,18 +99,21 @@ class Adapter:
 
     def merged(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         """Return the parameters of a model in which the adapter is part of the weights."""
-        made = dict(parameters)
-        for module, scale in self.scales.items():
-            prefix = f"{PREFIX}{module}."
-            a, b = self.parameters[prefix + DOWN], self.parameters[prefix + UP]
-            made[f"{module}.weight"] = lora_merge(
-                parameters[f"{module}.weight"],
-                a,
-                b,
-                scale=scale,
-                magnitude=self.parameters.get(prefix + MAGNITUDE),
-            )
-        return made
+        return {name: self.merge(name, array) for name, array in parameters.items()}
+
+    def merge(self, name: str, weight: Array) -> Array:
+        """Return a weight of which the adapter is part; one that has none is returned as it is."""
+        module = name.removesuffix(".weight")
+        if module not in self.scales or module == name:
+            return weight
+        prefix = f"{PREFIX}{module}."
+        return lora_merge(
+            weight,
+            self.parameters[prefix + DOWN],
+            self.parameters[prefix + UP],
+            scale=self.scales[module],
+            magnitude=self.parameters.get(prefix + MAGNITUDE),
+        )
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the folder of the adapter, beside its place first."""

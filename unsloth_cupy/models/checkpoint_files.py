@@ -57,6 +57,28 @@ def read_tensors(
     Raises
     ------
     ConfigError
+        As ``find_tensors``; or their dtypes differ, and ``dtype`` chooses none.
+    """
+    homes, files = find_tensors(folder, config)
+    if dtype is None:
+        _check_mixture(folder, homes)
+    parameters: dict[str, Array] = {}
+    layout: Layout = {file: [name for name in homes if homes[name].file == file] for file in files}
+    for file, names in layout.items():
+        with opened(folder / file) as tensors:
+            for name in names:
+                home = homes[name]
+                array = tensors.get_tensor(home.stored).astype(dtype or home.dtype, copy=False)
+                parameters[name] = array if array.flags.writeable else array.copy()
+    return {name: parameters[name] for name in homes}, layout
+
+
+def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[str]]:
+    """Return where each parameter of a checkpoint is, in the config's order, and all its files.
+
+    Raises
+    ------
+    ConfigError
         A file is missing or truncated; a tensor is missing, unexpected, of another shape than
         config.json says, or of a dtype that is not a float.
     """
@@ -71,17 +93,7 @@ def read_tensors(
             f"{folder}: tensor {missing[0]!r}{more} is missing in {', '.join(files)}; copy the"
             " checkpoint again, or correct config.json"
         )
-    if dtype is None:
-        _check_mixture(folder, homes)
-    parameters: dict[str, Array] = {}
-    layout: Layout = {file: [name for name in shapes if homes[name].file == file] for file in files}
-    for file, names in layout.items():
-        with opened(folder / file) as tensors:
-            for name in names:
-                home = homes[name]
-                array = tensors.get_tensor(home.stored).astype(dtype or home.dtype, copy=False)
-                parameters[name] = array if array.flags.writeable else array.copy()
-    return {name: parameters[name] for name in shapes}, layout
+    return {name: homes[name] for name in shapes}, files
 
 
 def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:

@@ -79,6 +79,7 @@ def load(
         parameters, layout = read_tensors(path, config, wanted)
         parameters = {name: place(array) for name, array in parameters.items()}
         model = Transformer(config, parameters, texts, layout)
+        model.folder = path
         if lora is not None:
             model.adapter = read_adapter(lora, config, model.table.dtype, place)
         return model

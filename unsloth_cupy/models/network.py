@@ -1,6 +1,7 @@
 """The network itself: its parameters, the angles of its positions, from tokens to logits."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..core import arrays
@@ -37,6 +38,7 @@ class Network:
     """
 
     texts: Mapping[str, Mapping[str, Any]]  # files of its folder: config.json and others
+    folder: Path | None = None  # that load read it from
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters

@@ -1,0 +1,22 @@
+"""The folder of the model that a folder's adapter is for."""
+
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..files import absent, read_json
+
+ADAPTER = "adapter_config.json"
+
+
+def base_of(folder: Path) -> Path | None:
+    """Return the folder of an adapter's base model; None for a folder that holds no adapter."""
+    if not (folder / ADAPTER).is_file():
+        return None
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).is_dir():
+        cure = "write the folder of the adapter's base model there"
+        raise ConfigError(
+            f"{folder / ADAPTER}: base_model_name_or_path is {base!r}, which is not a folder here;"
+            f" {absent(Path(str(base)), cure)}"
+        )
+    return Path(base)

@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from .adapter import create_adapter as create_adapter
     from .folder import create as create
     from .folder import load as load
+    from .gguf.export import export_gguf as export_gguf
     from .live import from_torch as from_torch
     from .transformer import Transformer as Transformer
 
@@ -23,6 +24,7 @@ _HOMES = {
     "create_adapter": "adapter",
     "create": "folder",
     "load": "folder",
+    "export_gguf": "gguf.export",
     "from_torch": "live",
     "Transformer": "transformer",
 }

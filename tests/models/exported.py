@@ -1,0 +1,82 @@
+"""Tiny models with a tokenizer beside them, to be written as GGUF files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import models
+
+from .peers import CONFIGS, SIZES
+
+ENDS = ("<pad>", "<s>", "</s>")  # the ids that SIZES names
+CHARACTERS = "\u0120etaoinshrdlu.,E"  # of the byte-level alphabet; the first is the space
+MERGES = (("t", "h"), ("th", "e"), ("\u0120", "the"), ("i", "n"))
+
+
+def byte_level(vocab: int, merges: Sequence[tuple[str, str]] = MERGES) -> dict[str, Any]:
+    """Return a tokenizer.json of byte-level BPE, with so many tokens at most."""
+    texts = [*ENDS, *CHARACTERS, *map("".join, merges)]
+    assert len(texts) <= vocab
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": n, "content": text, "special": True, "single_word": False,
+                "lstrip": False, "rstrip": False, "normalized": False,
+            }
+            for n, text in enumerate(ENDS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
+        },
+        "post_processor": None,
+        "decoder": {
+            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+        },
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {text: n for n, text in enumerate(texts)},
+            "merges": [list(pair) for pair in merges],
+        },
+    }  # fmt: skip
+
+
+def make(folder: Path, config: dict[str, Any] | str, **options: Any) -> models.Transformer:
+    """Save a random model with a tokenizer, and return it as ``load`` does."""
+    named = CONFIGS[config] if isinstance(config, str) else config
+    model = models.create(SIZES | named, seed=1, **options)
+    draw = np.random.default_rng(2)
+    for array in model.parameters.values():
+        if array.ndim == 1:  # norms and biases begin as ones and zeros: too easy
+            array[...] += (0.3 * draw.standard_normal(array.shape)).astype(array.dtype)
+    model.save(folder)
+    write_tokenizer(folder, byte_level(model.config.vocab))
+    return models.load(folder)
+
+
+def write_tokenizer(folder: Path, values: dict[str, Any], **settings: Any) -> None:
+    """Write tokenizer.json and, where there are settings, tokenizer_config.json."""
+    (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
+    """Return the keys of a file, its tensors as float32 and the names of their types."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    dense, types = {}, {}
+    for tensor in reader.tensors:
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        flat = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        dense[tensor.name] = np.array(flat, np.float32).reshape(shape)
+        types[tensor.name] = tensor.tensor_type.name.lower()
+    return values, dense, types

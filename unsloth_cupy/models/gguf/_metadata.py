@@ -1,0 +1,60 @@
+"""The numbers of a model, under the keys that llama.cpp reads."""
+
+import math
+from typing import Any
+
+from ...ops.position.rope_tables import RULES
+from ..config import SLIDING, Config, Rope
+from ._families import BETAS, Architecture, ropes, scaling_of
+
+Values = dict[str, Any]  # int: uint32; float: float32; bool, str and lists as they are
+
+
+def metadata(config: Config, known: Architecture) -> Values:
+    """Return the hyperparameters of a model, by their whole keys."""
+    rope, local = ropes(config)
+    values: Values = {
+        "vocab_size": config.vocab,
+        "context_length": config.positions,
+        "embedding_length": config.hidden,
+        "block_count": config.layers,
+        "feed_forward_length": config.inner,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.dim,
+        "attention.value_length": config.dim,
+        "attention.layer_norm_rms_epsilon": float(config.eps),
+        "rope.dimension_count": rope.dim,
+        "rope.freq_base": float(rope.base),
+    }
+    if config.window is not None or known.name == "phi3":  # there 0 tells it from older files
+        values["attention.sliding_window"] = config.window or 0
+    if known.windows:
+        sliding = [kind == SLIDING for kind in config.layer_types]
+        values["attention.sliding_window_pattern"] = sliding
+        values["rope.freq_base_swa"] = float(local.base)
+    if known.softcap:
+        values["attn_logit_softcapping"] = config.softcap
+    if config.logit_softcap is not None:
+        values["final_logit_softcapping"] = config.logit_softcap
+    values |= _scaling(rope, known)
+    return {f"{known.name}.{key}": value for key, value in values.items()}
+
+
+def _scaling(rope: Rope, known: Architecture) -> Values:
+    """Return what stretches rotary positions, where it is no tensor."""
+    kind, scaling = scaling_of(rope), rope.scaling or {}
+    found: Values = {}
+    if kind in ("yarn", "longrope"):
+        found["original_context_length"] = int(scaling["original_max_position_embeddings"])
+    if kind in ("linear", "yarn", "longrope"):
+        found["type"] = kind
+    if kind in ("linear", "yarn"):
+        found["factor"] = float(scaling["factor"])
+    if kind in ("yarn", "longrope"):
+        factor = RULES[kind](scaling, 1, rope.dim, rope.base)[1]
+        own = 1 + 0.1 * math.log(max(found["factor"], 1)) if kind == "yarn" else 1.0
+        found["attn_factor"] = factor / own  # llama.cpp multiplies yarn's own factor by it
+    if kind == "yarn":
+        found |= {f"yarn_{key}": float(scaling[key]) for key in BETAS if scaling.get(key)}
+    return {f"rope.scaling.{key}": value for key, value in found.items()}

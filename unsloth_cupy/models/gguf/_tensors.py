@@ -1,0 +1,115 @@
+"""The tensors of a file: their names, shapes, types and order of rows."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+from gguf import MODEL_TENSOR
+from gguf import GGMLQuantizationType as Type
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...ops.position.rope_tables import RULES, frequencies
+from ..config import Config
+from ._families import Architecture, ropes, scaling_of, score_factor
+from ._types import Kind, divides
+
+OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}  # of BitNet
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Read = Callable[[str], Array]  # from a Hugging Face name to the array
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file, and how to get it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Type
+    read: Callable[[], Array]
+
+
+def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list[Tensor]:
+    """Return all tensors of a model's file, in the order they are written in."""
+    names, made = _names(config, known), []
+    for stored, shape in config.shapes().items():
+        name = names(stored)
+        made.append(
+            Tensor(name, shape, _type(name, shape, kind), _ordered(config, known, stored, read))
+        )
+    if config.tied and known.output == "own":
+        name, shape = names(HEAD), config.shapes()[TABLE]
+        made.append(Tensor(name, shape, _type(name, shape, kind), lambda: read(TABLE)))
+    for name, array in _rope_factors(config):
+        made.append(Tensor(name, array.shape, Type.F32, lambda array=array: array))  # type: ignore[misc]
+    return made
+
+
+def _names(config: Config, known: Architecture) -> Callable[[str], str]:
+    """Return what gives a parameter its name in the file."""
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
+    table = gguf.get_tensor_name_map(number, config.layers)
+
+    def name_of(stored: str) -> str:
+        for ours, theirs in OTHER_NAMES.items():
+            stored = stored.replace(ours, theirs)
+        found = table.get_name(stored, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ConfigError(
+                f"export_gguf: the installed gguf has no name for {stored} of a"
+                f" {config.model_type}; install a newer one: pip install -U gguf"
+            )
+        return found
+
+    return name_of
+
+
+def _type(name: str, shape: tuple[int, ...], kind: Kind) -> Type:
+    """Return the type of a tensor: vectors and norms stay whole, odd rows become float16."""
+    if len(shape) == 1 or name.endswith("_norm.weight"):
+        return Type.F32
+    chosen = kind.type
+    if kind.tables is not None and name in ("token_embd.weight", "output.weight"):
+        chosen = kind.tables
+    return chosen if divides(shape, chosen) else Type.F16
+
+
+def _ordered(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:
+    """Return what reads a parameter and brings it into the form that llama.cpp computes with."""
+    *_, module, _ = stored.split(".")
+    scaled = "q_norm" if config.query_key_norm else "q_proj"
+
+    def made() -> Array:
+        array = read(stored)
+        if known.interleaved and module in ("q_proj", "k_proj"):
+            array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
+        if config.norm_offset and module.endswith("norm"):
+            array = array.astype(FLOAT32) + np.float32(config.norm_offset)
+        if module == scaled and (factor := score_factor(config, known)) != 1:
+            array = array.astype(FLOAT32) * np.float32(factor)
+        return array
+
+    return made
+
+
+def interleaved(array: Array, heads: int) -> Array:
+    """Return rows of rotary positions with the two of a pair, half a head apart, side by side."""
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def _rope_factors(config: Config) -> Iterator[tuple[str, Array]]:
+    """Yield what wavelengths are stretched by where each has a number of its own."""
+    rope, _ = ropes(config)
+    kind, scaling = scaling_of(rope), rope.scaling or {}
+    if kind == "llama3":
+        stretched = RULES[kind](scaling, 1, rope.dim, rope.base)[0]
+        name = gguf.TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]
+        yield f"{name}.weight", frequencies(rope.dim, rope.base) / stretched
+    if kind == "longrope":
+        for key, tensor in (
+            ("long_factor", MODEL_TENSOR.ROPE_FACTORS_LONG),
+            ("short_factor", MODEL_TENSOR.ROPE_FACTORS_SHORT),
+        ):
+            yield f"{gguf.TENSOR_NAMES[tensor]}.weight", np.asarray(scaling[key], FLOAT32)

@@ -1,0 +1,279 @@
+"""A model in one GGUF file: ``export_gguf``."""
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.call import checked
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...files import absent, check_room, path_of, written_beside
+from ...machine import format_bytes
+from ...placement import to_numpy
+from ..adapter import Adapter
+from ..adapter_base import base_of
+from ..adapter_folder import read_adapter
+from ..checkpoint_files import find_tensors, opened
+from ..config import Config
+from ..folder import read_config
+from ..parse import token_ids
+from ..transformer import Transformer
+from . import TYPES
+
+if TYPE_CHECKING:
+    from ._tensors import Read, Tensor
+
+KEYS = 1 << 20  # bytes beside tensors and tokens: keys and names
+SHOWN = 3  # names in a note
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Attributes
+    ----------
+    file : Path
+    bytes : int
+        Its size.
+    types : dict of str to int
+        The number of tensors by their type.
+    notes : tuple of str
+        What llama.cpp will do otherwise than the model here does, and rows that no block divides.
+    """
+
+    file: Path
+    bytes: int
+    types: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        types = ", ".join(f"{number} {name}" for name, number in self.types.items())
+        line = f"{self.file}: {format_bytes(self.bytes)}, tensors: {types}"
+        return "\n".join([line, *(f"note: {note}" for note in self.notes)])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model: its config, how to get a parameter, and the folder of its tokenizer."""
+
+    config: Config
+    texts: Mapping[str, Mapping[str, Any]]
+    read: "Read"
+    folder: Path | None
+    name: str
+
+
+@checked
+def export_gguf(
+    model: Transformer | str | PathLike[str],
+    file: str | PathLike[str],
+    *,
+    kind: str = "f16",
+    tokenizer: str | PathLike[str] | None = None,
+    progress: bool = False,
+) -> Export:
+    """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
+
+    Adapters become part of the weights.  Vectors and norms are float32; a row that the blocks of
+    ``kind`` do not divide is float16, and a note says so.  With tq1_0 and tq2_0 the embedding's
+    table and the head are float16.  Tensors are read and written one by one, beside the file,
+    which appears whole.
+
+    Parameters
+    ----------
+    model : Transformer or path
+        A model, or the folder of one or of an adapter; of a folder, one tensor is in memory at a
+        time.
+    file : path
+        A file that is not there yet.
+    kind : str
+        f32, f16, bf16, q8_0 (8.5 bits a weight), q4_0 (4.5), tq1_0 (1.69) or tq2_0 (2.06); the
+        last two hold -1, 0, 1 and a scale for 256 weights, which is meant for BitNet.
+    tokenizer : path, optional
+        The folder of the tokenizer: tokenizer.json and, where they exist, tokenizer_config.json
+        and chat_template.jinja.  None: the folder of the model.
+    progress : bool
+        Show a bar on standard error, where that is a terminal.
+
+    Returns
+    -------
+    report : Export
+        The size, the types of tensors and notes; prints as a few lines.
+
+    Raises
+    ------
+    ConfigError
+        The package gguf is missing; the family, its settings or the tokenizer cannot be said in
+        GGUF; the file exists; a weight is not finite or too large for ``kind``; or the disk is
+        full.
+    """
+    _check_packages()
+    from ._families import architecture, warnings_of
+    from ._metadata import metadata
+    from ._tensors import tensors
+    from ._tokenizer import tokenizer as tokenizer_values
+    from ._types import KINDS
+
+    path = _new_file(file)
+    if kind not in KINDS:
+        raise ConfigError(f"export_gguf: kind={kind!r}; choose from {', '.join(TYPES)}")
+    source = _source(model, tokenizer)
+    known = architecture(source.config)
+    begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
+    words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
+    made = tensors(source.config, known, KINDS[kind], source.read)
+    notes = [*warnings_of(source.config, known), *notes, *_halved(made, kind)]
+    values = {
+        "general.type": "model",
+        "general.name": _name(source.name, words["tokenizer.ggml.tokens"]),
+        "general.file_type": int(KINDS[kind].file_type),
+        **metadata(source.config, known),
+        **words,
+    }
+    _write(path, known.name, values, made, progress)
+    types = Counter(tensor.type.name.lower() for tensor in made)
+    return Export(path, path.stat().st_size, dict(types), tuple(notes))
+
+
+def _check_packages() -> None:
+    """Raise a ConfigError where a package of the extra is missing."""
+    try:
+        import gguf  # noqa: F401
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"export_gguf needs the package {error.name}; install it with"
+            " pip install 'unsloth_cupy[gguf]'"
+        ) from None
+
+
+def _new_file(given: Any) -> Path:
+    """Return the path of a file that is not there, in a folder that is."""
+    path = path_of("export_gguf(file=)", given)
+    if path.exists():
+        raise ConfigError(f"export_gguf: {path} exists; remove it, or name another file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"export_gguf: {path.parent} is not a folder; make it first")
+    return path
+
+
+def _source(model: Any, tokenizer: Any) -> Source:
+    """Return where the parts of a model come from."""
+    told = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
+    if isinstance(model, Transformer):
+        adapter, arrays = model.adapter, model.parameters
+        name = "model" if model.folder is None else model.folder.resolve().name
+        read = _merging(adapter, arrays.__getitem__)
+        return Source(model.config, model.texts, read, told or model.folder, name)
+    path = path_of("export_gguf", model)
+    if not path.is_dir():
+        cure = absent(path, "pass one that holds config.json, or a model that load returned")
+        raise ConfigError(f"export_gguf: {path} is not a folder; {cure}")
+    base = base_of(path)
+    config, texts = read_config(base or path)
+    homes, _ = find_tensors(base or path, config)
+
+    def stored(name: str) -> Array:
+        with opened((base or path) / homes[name].file) as file:
+            return file.get_tensor(homes[name].stored)
+
+    adapter = None if base is None else read_adapter(path, config, homes[next(iter(homes))].dtype)
+    beside = path if base is None or (path / "tokenizer.json").is_file() else base
+    return Source(config, texts, _merging(adapter, stored), told or beside, path.resolve().name)
+
+
+def _merging(adapter: Adapter | None, read: Callable[[str], Any]) -> "Read":
+    """Return what reads a parameter into the memory of the host, its adapter in it."""
+
+    def merged(name: str) -> Array:
+        array = read(name)
+        if adapter is not None:
+            array = adapter.merge(name, array)
+        dense = array.dequantize(FLOAT32) if hasattr(array, "dequantize") else array
+        return to_numpy(dense)
+
+    return merged
+
+
+def _tokenizer_folder(source: Source) -> Path:
+    if source.folder is None:
+        raise ConfigError(
+            "export_gguf: this model was not loaded from a folder, and a GGUF file holds a"
+            " tokenizer; name its folder, as in tokenizer='folder'"
+        )
+    return source.folder
+
+
+def _name(name: str, tokens: Iterable[str]) -> str:
+    """Return the name of a model; none where llama.cpp takes it for a Phi-3 by it and it is not.
+
+    Of a file with such a name llama.cpp loads nothing but what has Phi-3's special tokens.
+    """
+    taken = re.search("phi-?3", name, re.IGNORECASE)
+    return "" if taken and not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= {*tokens} else name
+
+
+def _halved(made: Iterable["Tensor"], kind: str) -> Iterator[str]:
+    """Yield a note about the rows that are float16 because no block divides them."""
+    from ._types import KINDS, divides
+
+    names = [tensor.name for tensor in made if len(tensor.shape) > 1
+             and not divides(tensor.shape, KINDS[kind].type)]  # fmt: skip
+    if names:
+        count = f"{len(names)} tensor" + "s" * (len(names) > 1)
+        shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
+        yield f"blocks of {kind} do not divide the rows of {count}: f16 ({shown})"
+
+
+def _write(
+    path: Path, name: str, values: Mapping[str, Any], made: list["Tensor"], progress: bool
+) -> None:
+    """Write keys, then tensor after tensor, beside the file."""
+    import gguf
+    from tqdm import tqdm
+
+    from ._types import packed, size_of
+
+    whole = sum(size_of(tensor.shape, tensor.type) for tensor in made)
+    texts = sum(len(str(value)) for value in values.values())
+    check_room(path, whole + texts + KEYS, "the GGUF file")
+    with written_beside(path) as partial, contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
+        for key, value in values.items():
+            _add(out, key, value)
+        out.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for tensor in made:
+            size = size_of(tensor.shape, tensor.type)
+            out.add_tensor_info(tensor.name, tensor.shape, FLOAT32, size, tensor.type)
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_ti_data_to_file()
+        shown = progress and sys.stderr.isatty()
+        with tqdm(
+            total=whole, desc=path.name, unit="B", unit_scale=True, disable=not shown,
+            dynamic_ncols=True,
+        ) as bar:  # fmt: skip
+            for tensor in made:
+                data = packed(tensor.name, tensor.read(), tensor.type)
+                out.write_tensor_data(data)
+                bar.update(data.nbytes)
+
+
+def _add(out: Any, key: str, value: Any) -> None:
+    """Write a key in the type of its value."""
+    if isinstance(value, bool):
+        out.add_bool(key, value)
+    elif isinstance(value, int):
+        out.add_uint32(key, value)
+    elif isinstance(value, float):
+        out.add_float32(key, value)
+    elif isinstance(value, str):
+        out.add_string(key, value)
+    else:
+        out.add_array(key, value)

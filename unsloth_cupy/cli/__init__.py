@@ -1,4 +1,4 @@
-"""The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan."""
+"""The command line ``unsloth-cupy``: info, check, bench, finetune, generate, plan, export."""
 
 from .missing import missing
 

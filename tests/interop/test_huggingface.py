@@ -96,7 +96,9 @@ QK_NORMS = {
 def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family, monkeypatch):
     model = model_of(family)
     report = patch(model)
-    assert {r.reason for r in report.rows if r.part == "qk_norm"} == {QK_NORMS[family]}
+    narrow = patch(model_of(family).bfloat16())
+    for each in (report, narrow):
+        assert {r.reason for r in each.rows if r.part == "qk_norm"} == {QK_NORMS[family]}
     calls, op = [], _qk_norm.qk_norm_rope
     monkeypatch.setattr(_qk_norm, "qk_norm_rope", lambda *a, **o: calls.append(a) or op(*a, **o))
     expected = step(model)

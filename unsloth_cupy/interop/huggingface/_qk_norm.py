@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...core.call import write
@@ -19,7 +20,7 @@ from ..torch import qk_norm_rope
 from ._changes import HOOKED, Changes, own_forward, place_of
 from ._modules import eps_of
 from ._rotary import Way, named
-from ._trials import Call, Refused, Texts, near
+from ._trials import Call, Refused, Texts, draw, near
 
 Forward = Callable[..., Any]
 
@@ -36,7 +37,7 @@ def take(
 ) -> None:
     """Let a layer norm and turn in one pass; raise Refused where it does something else."""
     names: Any = norms_of(module)
-    norms = [module.get_submodule(name) for name in names]
+    norms: list[Any] = [module.get_submodule(name) for name in names]
     if way is None or any(map(own_forward, norms)):
         raise Refused("its norms or its rotary positions were left")
     if call is None:
@@ -44,15 +45,19 @@ def take(
     eps = {eps_of(norm) for norm in norms}
     if len(eps) > 1:
         raise Refused("its norms have two eps")
+    random = {
+        f"{name}.weight": draw(*norm.weight.shape) for name, norm in zip(names, norms, strict=True)
+    }
+    expected = texts.kept(call.wide(module, random))
     turned, count = vars(module)[place_of(module)].__func__, len(changes)
     for offset in (0.0, 1.0):
         turn = _turn(way, names, eps=min(eps), offset=offset)
         changes.forward(module, _either(names, _joined(module, names, turn), turned))
         try:
-            found, expected = texts.kept(call.again(module)), texts.kept(call.found)
+            found = texts.kept(call.wide(module, random))
         except ShapeError:
             raise Refused("its norms are not of each head") from None
-        if near(found, expected, expected.dtype):
+        if near(found, expected, torch.float32):
             return
         changes.since(count)
     raise Refused("it does more than norm and turn")

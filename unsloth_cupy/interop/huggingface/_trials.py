@@ -1,12 +1,12 @@
 """Trials: whether a function gives what a part of a model gives, on random numbers."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 SEED = 20  # of the numbers of a trial, which leave the caller's generators alone
 
@@ -107,3 +107,15 @@ class Call(NamedTuple):
     def again(self, module: nn.Module, **other: Any) -> Any:
         """Call the module once more, with some keywords replaced."""
         return module(*self.args, **(self.given | other))
+
+    def wide(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Any:
+        """Call the module once more in float32, with some parameters replaced."""
+        weights = {name: _wide(weight) for name, weight in module.named_parameters()}
+        weights |= {name: new.to(weights[name].device) for name, new in parameters.items()}
+        args, given = tree_map(_wide, (self.args, self.given))
+        return torch.func.functional_call(module, weights, args, given)
+
+
+def _wide(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if floats else value

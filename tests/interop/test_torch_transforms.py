@@ -101,6 +101,41 @@ def test_autocast_goes_by_the_kind_of_operands():
         assert uc.lora_linear(x, weight, x[:2], weight[:, :2], magnitude=norm).dtype is y.dtype
 
 
+def test_autocast_casts_a_weight_once_in_its_region():
+    from unsloth_cupy.interop._torch_autocast import casts
+
+    x, half = torch.arange(24.0).reshape(3, 8), torch.bfloat16  # sums are exact
+    weight = torch.randn(4, 8, requires_grad=True)
+
+    def weight_of(y):  # what the graph of a product holds of the weight
+        return y.grad_fn.next_functions[1][0]
+
+    with torch.autocast("cpu", half):
+        first, second = uc.linear(x, weight), uc.linear(x, weight)
+        assert weight_of(first) is weight_of(second)
+        with torch.no_grad():
+            uc.linear(x, weight)
+        uc.linear(x, weight.detach())
+        assert len(casts) == 2  # one of them without a gradient
+        with torch.autocast("cpu", torch.float16):
+            assert uc.linear(x, weight).dtype is torch.float16
+        assert len(casts) == 3
+        assert weight_of(uc.linear(x, weight)) is weight_of(first)
+        with torch.no_grad():
+            weight.mul_(2)
+        third = uc.linear(x, weight)
+        torch.testing.assert_close(third, uc.linear(x.to(half), weight.to(half)))
+    assert not casts
+    (first + second + third).sum().backward()
+    torch.testing.assert_close(weight.grad, 3 * x.sum(0).expand(4, 8))
+    with torch.inference_mode(), torch.autocast("cpu", half):
+        uc.linear(x, weight)
+        assert len(casts) == 1
+    with torch.autocast("cpu", half, cache_enabled=False):
+        assert weight_of(uc.linear(x, weight)) is not weight_of(uc.linear(x, weight))
+    assert not casts
+
+
 def test_autocast_of_another_device_casts_nothing():
     x = torch.randn(3, 8)
     torch.set_autocast_enabled("cuda", True)

@@ -17,9 +17,9 @@ from torch._functorch.utils import enable_single_level_autograd_function as sing
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-from ..core.dtypes import LEADING, Stored
 from ..core.op import Op
 from ..errors import ConfigError, DTypeError, GradientError
+from ._torch_autocast import autocast
 from ._torch_memory import DTYPES, TORCH
 from ._torch_schema import codec_of
 from ._wiring import (
@@ -27,7 +27,6 @@ from ._wiring import (
     Form,
     forms,
     gradient_names,
-    is_product,
     may_be_number,
     needed,
     no_gradient,
@@ -117,19 +116,15 @@ class Operator:
     def abstract(self, *arguments: Any) -> Any:
         """Return tensors without elements, whose sizes may be symbols."""
         given, options = self.given(arguments)
-        asked = {n: Form(tuple(t.shape), self._dtype(n, t)) for n, t in given.items() if n != SEED}
+        asked = {
+            n: Form(tuple(t.shape), dtype_of(self.op, n, t)) for n, t in given.items() if n != SEED
+        }
         like = arguments[self.lead]
         if SEED in self.op.options:
             options[SEED] = 0 if SEED in given else None  # any, as it is a tensor
         found = forms(self.op, asked, options).values()
         made = [form or Form((0,), DTYPES[like.dtype]) for form in found]
         return _unpacked([like.new_empty(shape, dtype=TORCH[dtype]) for shape, dtype in made])
-
-    def _dtype(self, name: str, tensor: Any) -> Any:
-        if tensor.dtype not in DTYPES:
-            cure = "pass a dtype that NumPy has, or bfloat16"
-            raise DTypeError(f"{self.op.called}: {name} is {tensor.dtype}; {cure}")
-        return DTYPES[tensor.dtype]
 
     def differentiated(self, *arguments: Any) -> Any:
         """Run behind autograd: record the call where a gradient is asked for."""
@@ -227,25 +222,12 @@ class Operator:
             return self.door(*given, *arguments[count:])
 
 
-def autocast(op: Op[..., Any], tensors: Sequence[Any], device: str) -> Sequence[Any]:
-    """Return the op's arrays in the dtypes that autocast, where it is on, gives them.
-
-    What multiplies matrices takes autocast's; what the op wants in float32 takes that; all
-    others take the widest that they meet.  Parameters of norms and tables may stay float32.
-    """
-    pairs = [*zip(op.contract.inputs, tensors, strict=True)]
-    given = [(o, t) for o, t in pairs if not (t is None or isinstance(t, Stored))]
-    floats = [t.dtype for o, t in given if o.kind in LEADING]
-    if not floats or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = functools.reduce(torch.promote_types, floats)
-    if dtype is not torch.float64:
-        dtype = torch.float32 if op.facts.get("autocast") == "float32" else dtype
-        dtype = torch.get_autocast_dtype(device) if is_product(op) else dtype
-    fits: dict[str, Any] = dict.fromkeys(LEADING, (dtype,))
-    fits |= dict.fromkeys(("param", "table"), (dtype, torch.float32))
-    moved = {o.name for o, t in given if o.kind in fits and t.dtype not in fits[o.kind]}
-    return [t.to(dtype) if o.name in moved else t for o, t in pairs]
+def dtype_of(op: Op[..., Any], name: str, tensor: Any) -> Any:
+    """Return the dtype that NumPy has for an operand's; raise for others, such as float8."""
+    if tensor.dtype in DTYPES:
+        return DTYPES[tensor.dtype]
+    cure = "pass values: x.to(torch.bfloat16), times its scale where it has one"
+    raise DTypeError(f"{op.called}: {name} is {tensor.dtype}, which no op reads; {cure}")
 
 
 def seed_of(seed: Any) -> Any:

@@ -29,11 +29,12 @@ from ..core.call import write
 from ..core.op import Op, Traced
 from ..errors import DTypeError, FrameworkError
 from . import _torch_memory as memory
+from ._torch_autocast import autocast
 from ._torch_operators import (
     C,
     Operator,
-    autocast,
     compiling,
+    dtype_of,
     functorch,
     number,
     seed_of,
@@ -96,7 +97,7 @@ def _enter(op: Any) -> Callable[..., Any]:
     scope = SCOPE | {
         "op": op,
         "check": functools.partial(_check, op),
-        "cast": functools.partial(autocast, op),
+        "cast": functools.partial(autocast, op, once=True),
         "traced": functools.partial(_registered, op),
     }
     if changes(op):
@@ -181,6 +182,7 @@ def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Excepti
             if isinstance(tensor, torch.Tensor):
                 adopt(tensor)
         except REFUSED as problem:
+            dtype_of(op, name, tensor)
             cure = ""
             if tensor.device.type not in ("cpu", "cuda"):
                 cure = f"lies on {tensor.device}, where no op runs; bring it to a CPU or a GPU: "

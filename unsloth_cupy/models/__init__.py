@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from .folder import load as load
     from .gguf.export import export_gguf as export_gguf
     from .live import from_torch as from_torch
+    from .quantized import quantize as quantize
     from .transformer import Transformer as Transformer
 
 _HOMES = {
@@ -26,6 +27,7 @@ _HOMES = {
     "load": "folder",
     "export_gguf": "gguf.export",
     "from_torch": "live",
+    "quantize": "quantized",
     "Transformer": "transformer",
 }
 

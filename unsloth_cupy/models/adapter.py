@@ -26,6 +26,7 @@ from ..ops.linear.linear import linear
 from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
+from ..ops.quantized.weight import Quantized
 from ..placement import placed
 from .checkpoint_files import write_folder
 from .config import Config
@@ -97,23 +98,27 @@ class Adapter:
             parameters.get(prefix + MAGNITUDE),
         )
 
-    def merged(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+    def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
         """Return the parameters of a model in which the adapter is part of the weights."""
-        return {name: self.merge(name, array) for name, array in parameters.items()}
+        return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
 
-    def merge(self, name: str, weight: Array) -> Array:
-        """Return a weight of which the adapter is part; one that has none is returned as it is."""
-        module = name.removesuffix(".weight")
+    def merge(self, name: str, weight: Any, requantize: bool = False) -> Any:
+        """Return a weight of which the adapter is part; one that has none is returned as it is.
+
+        Quantized weights become dense either way, or are quantized again.
+        """
+        module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
-            return weight
+            return weight.dequantize() if quantized and not requantize else weight
         prefix = f"{PREFIX}{module}."
-        return lora_merge(
+        whole = lora_merge(
             weight,
             self.parameters[prefix + DOWN],
             self.parameters[prefix + UP],
             scale=self.scales[module],
             magnitude=self.parameters.get(prefix + MAGNITUDE),
         )
+        return weight.requantized(whole) if quantized and requantize else whole
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write the folder of the adapter, beside its place first."""

@@ -6,8 +6,8 @@ they can run code.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,10 @@ import safetensors.numpy
 from ..core.dtypes import BFLOAT16, FLOATS, Array
 from ..errors import ConfigError
 from ..files import path_of, read_json, renewed
+from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
+from .quantized_weights import assembled, part_of, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -39,6 +41,7 @@ RENAMED = (
 LEFT_OUT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$")
 
 Layout = dict[str, list[str]]  # file -> names of the parameters in it
+Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # class and parts
 
 
 class Home(NamedTuple):
@@ -46,13 +49,21 @@ class Home(NamedTuple):
 
     file: str
     stored: str
-    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # as config.json asks
+    dtype: np.dtype[Any] | None  # None: the codes of a quantized weight
+    kind: type[Quantized] | None = None  # of that weight
+    parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
 
 
 def read_tensors(
-    folder: Path, config: Config, dtype: np.dtype[Any] | None
-) -> tuple[dict[str, Array], Layout]:
+    folder: Path,
+    config: Config,
+    dtype: np.dtype[Any] | None,
+    keep: Callable[[str, Any], Any] = lambda name, value: value,
+) -> tuple[dict[str, Any], Layout]:
     """Return the parameters of a checkpoint, and which file holds which.
+
+    ``keep`` returns what is kept of each one, as soon as it is read: none waits for the others.
 
     Raises
     ------
@@ -62,14 +73,12 @@ def read_tensors(
     homes, files = find_tensors(folder, config)
     if dtype is None:
         _check_mixture(folder, homes)
-    parameters: dict[str, Array] = {}
+    parameters: dict[str, Any] = {}
     layout: Layout = {file: [name for name in homes if homes[name].file == file] for file in files}
-    for file, names in layout.items():
-        with opened(folder / file) as tensors:
-            for name in names:
-                home = homes[name]
-                array = tensors.get_tensor(home.stored).astype(dtype or home.dtype, copy=False)
-                parameters[name] = array if array.flags.writeable else array.copy()
+    with ExitStack() as stack:
+        handles = {file: stack.enter_context(opened(folder / file)) for file in files}
+        for name in (name for names in layout.values() for name in names):
+            parameters[name] = keep(name, read_tensor(name, homes[name], handles, dtype))
     return {name: parameters[name] for name in homes}, layout
 
 
@@ -83,10 +92,10 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
         config.json says, or of a dtype that is not a float.
     """
     homes: dict[str, Home] = {}
-    files = _weight_files(folder)
+    files, shapes = _weight_files(folder), config.shapes()
+    quantized = _find_quantized(folder, files, shapes)
     for file in files:
-        _find(folder / file, config, homes)
-    shapes = config.shapes()
+        _find(folder / file, config, homes, quantized)
     if missing := [name for name in shapes if name not in homes]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
@@ -96,7 +105,35 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
     return {name: homes[name] for name in shapes}, files
 
 
-def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:
+def read_tensor(
+    name: str, home: Home, files: Mapping[str, Any], dtype: np.dtype[Any] | None = None
+) -> Any:
+    """Return a parameter from opened files, in a dtype or in its own; or a quantized weight."""
+    if home.kind is not None:
+        places = {**home.parts, "weight": (home.file, home.stored)}
+        state = {key: _owned(files[file].get_tensor(at)) for key, (file, at) in places.items()}
+        return assembled(name, home.kind, state, home.shape, dtype)
+    return _owned(files[home.file].get_tensor(home.stored).astype(dtype or home.dtype, copy=False))
+
+
+def _owned(array: Array) -> Array:
+    return array if array.flags.writeable else array.copy()
+
+
+def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:
+    """Return the quantized weights of a checkpoint: their class, and where their parts are."""
+    found: Quantizeds = {}
+    for file in files:
+        with opened(folder / file) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
+                part = part_of(_renamed(stored), shapes)
+                if part is not None:
+                    parts = found.setdefault(part.parameter, (part.kind, {}))[1]
+                    parts[part.key] = file, stored
+    return found
+
+
+def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantizeds) -> None:
     """Enter every tensor of a file into homes, or raise at the first that does not belong."""
     shapes = config.shapes()
     with opened(path) as tensors:
@@ -107,17 +144,22 @@ def _find(path: Path, config: Config, homes: dict[str, Home]) -> None:
             part = tensors.get_slice(stored)
             shape, code = tuple(part.get_shape()), part.get_dtype()
             problem = None
+            if part_of(name, shapes) is not None:
+                continue
             if name not in shapes:
                 problem = f"is not part of the {config.model_type} that config.json describes"
             elif name in homes:
                 problem = f"is also in {homes[name].file}; keep one"
+            elif name in quantized:
+                homes[name] = Home(path.name, stored, shapes[name], None, *quantized[name])
+                continue
             elif shape != shapes[name]:
                 problem = f"has shape {shape}; config.json asks for {shapes[name]}"
             elif code not in DTYPES:
                 problem = f"is {code}; it must be {', '.join(DTYPES)}"
             if problem:
                 raise ConfigError(f"{path}: tensor {stored!r} {problem}")
-            homes[name] = Home(path.name, stored, DTYPES[code])
+            homes[name] = Home(path.name, stored, shape, DTYPES[code])
 
 
 def write_folder(
@@ -139,7 +181,10 @@ def write_folder(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"save: {folder} is a file; pass a folder")
     if len(layout) > 1:
-        weights = {name: file for file, names in layout.items() for name in names}
+        homes = ((name, file) for file, names in layout.items() for name in names)
+        weights = {
+            part: file for name, file in homes for part in tensors_of(name, parameters[name])
+        }
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         texts = {**texts, INDEX: index}
@@ -149,7 +194,9 @@ def write_folder(
             listed = ", ".join(sorted(strangers))
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
-            tensors = {name: np.ascontiguousarray(to_numpy(parameters[name])) for name in names}
+            parts = [tensors_of(name, parameters[name]) for name in names]
+            named = {name: array for part in parts for name, array in part.items()}
+            tensors = {name: np.ascontiguousarray(to_numpy(a)) for name, a in named.items()}
             write_tensors(beside / file, tensors)
         for file, values in texts.items():
             (beside / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -213,6 +260,8 @@ def _check_mixture(folder: Path, homes: Mapping[str, Home]) -> None:
     """Raise unless all tensors have one dtype; norms alone may be float32 beside 16 bits."""
     main = homes["model.embed_tokens.weight"].dtype
     for name, home in homes.items():
+        if home.dtype is None:
+            continue
         if home.dtype != main and not (name.endswith("norm.weight") and home.dtype == FLOATS[2]):
             raise ConfigError(
                 f"{folder / home.file}: tensor {home.stored!r} is {home.dtype} among {main};"

@@ -22,6 +22,7 @@ from .adapter_folder import read_adapter
 from .checkpoint_files import read_tensors
 from .config import Config
 from .parse import parse, text_config, token_ids
+from .quantized import keeping, quantizing
 from .transformer import Transformer
 
 
@@ -30,6 +31,7 @@ def load(
     *,
     dtype: Any = None,
     device: str | None = None,
+    quantize: str | None = None,
     lora: str | PathLike[str] | None = None,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
@@ -47,6 +49,10 @@ def load(
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None or "cpu": NumPy.
+    quantize : str, optional
+        nf4, nf4-double or fp4: linear layers are quantized as they are read, by
+        ``models.quantize``'s rules; None keeps what the folder holds, which may be what
+        transformers saved with bitsandbytes in 4 bits.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
         What is stored in a dtype other than the model's is read as float32.
@@ -75,9 +81,9 @@ def load(
         )
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
+    make = None if quantize is None else quantizing(quantize, config)
     with on_device("load", device) as place:
-        parameters, layout = read_tensors(path, config, wanted)
-        parameters = {name: place(array) for name, array in parameters.items()}
+        parameters, layout = read_tensors(path, config, wanted, keeping(place, make))
         model = Transformer(config, parameters, texts, layout)
         model.folder = path
         if lora is not None:

@@ -18,8 +18,8 @@ ACTIVATIONS = {
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
 OF_BOTH = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
+QUANTIZED = ("bitsandbytes",)  # what quantization_config may name as its method
 UNSUPPORTED = {
-    "quantization_config": "load the plain weights (float16, bfloat16 or float32) instead",
     "use_bidirectional_attention": "only causal models are known",
 }
 
@@ -84,6 +84,10 @@ def parse(values: Mapping[str, Any]) -> Config:
         raise ConfigError(f"config: model_type is {model_type!r}; choose from {known}")
     family = FAMILIES[model_type]
     read = Reader(values, family)
+    facts = values.get("quantization_config")
+    if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in QUANTIZED):
+        cure = "load the plain weights (float16, bfloat16 or float32) instead"
+        raise ConfigError(f"config: quantization_config is not one of {QUANTIZED[0]}; {cure}")
     for key, cure in UNSUPPORTED.items():
         if values.get(key):
             raise ConfigError(f"config: {key} is set; {cure}")

@@ -1,6 +1,5 @@
 """A decoder-only transformer: the ops put to work.
 
-model = load(folder)
 logits = model.logits(tokens)
 loss, gradients = model.loss_and_gradients(tokens, labels)
 """
@@ -27,6 +26,7 @@ from .config import Config
 from .loss import IGNORE, count_labels, head_weight, loss_on_tape, next_labels
 from .network import Network
 from .other_libraries import from_any_library
+from .quantized_weights import told, trainable
 
 
 class Transformer(Network):
@@ -36,13 +36,12 @@ class Transformer(Network):
     ----------
     config : Config
         The block, as facts.
-    parameters : dict of str to array
+    parameters : dict of str to array or quantized weight
         Replace or change them in place: every call reads them anew.
     adapter : Adapter or None
         What is added to linear layers; the parameters are then frozen.
     chunked_mlp : bool
-        Whether ``swiglu_mlp`` is the MLPs: by chunks of rows, and once more on the way back.  Off
-        at first.  Calls raise a ConfigError where an MLP has another activation, or more inside.
+        Whether ``swiglu_mlp`` is the MLPs, where their activation is SwiGLU; off at first.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Transformer(Network):
     @property
     def trainable(self) -> dict[str, Array]:
         """The parameters that have gradients: the adapter's where there is one, else all."""
-        return self.parameters if self.adapter is None else self.adapter.parameters
+        return trainable(self.parameters) if self.adapter is None else self.adapter.parameters
 
     def add_adapter(self, rank: int, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
@@ -76,10 +75,13 @@ class Transformer(Network):
             )
         self.adapter = create_adapter(self.config, self.parameters, rank=rank, **options)
 
-    def merge_adapter(self) -> None:
-        """Make the adapter part of the weights, which are new arrays, and let it go."""
+    def merge_adapter(self, *, requantize: bool = False) -> None:
+        """Make the adapter part of the weights, which are new arrays, and let it go.
+
+        All quantized weights become dense; ``requantize`` quantizes them again, which loses some.
+        """
         if self.adapter is not None:
-            self.parameters, self.adapter = self.adapter.merged(self.parameters), None
+            self.parameters, self.adapter = self.adapter.merged(self.parameters, requantize), None
 
     @from_any_library
     def logits(
@@ -272,9 +274,8 @@ class Transformer(Network):
     def save(self, folder: str | PathLike[str]) -> None:
         """Write config.json and the parameters, in the files and under the names they came in.
 
-        Everything is written beside its place and then renamed: a crash leaves the old
-        checkpoint or the new one.  Other files in the folder stay.  Where there is an adapter,
-        this is its base alone, and a warning says so.
+        A crash leaves the old checkpoint or the new one.  Other files in the folder stay.  Where
+        there is an adapter, this is its base alone, and a warning says so.
 
         Raises
         ------
@@ -287,9 +288,8 @@ class Transformer(Network):
                 " writes the adapter, and merge_adapter() before save makes it part of the base",
                 stacklevel=2,
             )
-        config = self.texts["config.json"]
-        dtypes = dict.fromkeys({"dtype", "torch_dtype"} & config.keys(), self.table.dtype.name)
-        texts = {**self.texts, "config.json": {**config, **dtypes}}
+        config = told(self.texts["config.json"], self.parameters, self.table.dtype.name)
+        texts = {**self.texts, "config.json": config}
         write_folder(folder, texts, self.parameters, self.layout)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:

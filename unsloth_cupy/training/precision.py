@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..core.call import checked
-from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array
+from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array, Stored
 from ..core.op import OPS, Op
 from ..errors import ConfigError, DTypeError
 from ..ops.elements.cast import cast
@@ -200,7 +200,7 @@ def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Arr
     """Return what a model computes with in place of its float32 parameters, by name.
 
     Matrices, which have two axes or more, are rounded to a 16-bit dtype; the weights of norms and
-    biases stay as they are, and are not among the copies.
+    biases stay as they are, and are not among the copies; nor are quantized weights.
 
     Raises
     ------
@@ -210,6 +210,7 @@ def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Arr
         A parameter is not a float32 array of NumPy or CuPy.
     """
     wanted = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+    parameters = {n: array for n, array in parameters.items() if not isinstance(array, Stored)}
     check_floats("compute_copies", parameters)
     for name, array in parameters.items():
         if array.dtype != FLOATS[2]:

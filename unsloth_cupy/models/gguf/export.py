@@ -19,7 +19,7 @@ from ...placement import to_numpy
 from ..adapter import Adapter
 from ..adapter_base import base_of
 from ..adapter_folder import read_adapter
-from ..checkpoint_files import find_tensors, opened
+from ..checkpoint_files import find_tensors, opened, read_tensor
 from ..config import Config
 from ..folder import read_config
 from ..parse import token_ids
@@ -180,11 +180,15 @@ def _source(model: Any, tokenizer: Any) -> Source:
     config, texts = read_config(base or path)
     homes, _ = find_tensors(base or path, config)
 
-    def stored(name: str) -> Array:
-        with opened((base or path) / homes[name].file) as file:
-            return file.get_tensor(homes[name].stored)
+    def stored(name: str) -> Any:
+        home = homes[name]
+        files = {home.file, *(file for file, _ in home.parts.values())}
+        with contextlib.ExitStack() as stack:
+            handles = {file: stack.enter_context(opened((base or path) / file)) for file in files}
+            return read_tensor(name, home, handles)
 
-    adapter = None if base is None else read_adapter(path, config, homes[next(iter(homes))].dtype)
+    table = homes["model.embed_tokens.weight"].dtype or FLOAT32
+    adapter = None if base is None else read_adapter(path, config, table)
     beside = path if base is None or (path / "tokenizer.json").is_file() else base
     return Source(config, texts, _merging(adapter, stored), told or beside, path.resolve().name)
 

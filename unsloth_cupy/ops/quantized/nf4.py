@@ -20,7 +20,7 @@ from ..common import dynamic_codes
 from ..linear.linear import linear
 from . import _four_bits
 from ._state import array_of, json_of
-from ._weight import Quantized, check_finite, checked_weight
+from .weight import Quantized, check_finite, checked_weight
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "fp4")
@@ -132,19 +132,38 @@ class Nf4(Quantized):
         return _four_bits.decode(*given).astype(dtype, copy=False)
 
     def state(self) -> dict[str, Any]:
-        """Return the arrays that bitsandbytes writes to a file, by the ends of their names."""
+        """Return the arrays that bitsandbytes writes, by what follows a layer's name there."""
         facts: dict[str, Any] = {"quant_type": self.kind, "blocksize": self.block}
         facts |= {"dtype": self.dtype.name, "shape": list(self.shape)}
-        found = {"weight": self.packed[:, None], "absmax": self._absmax}
+        found = {"absmax": self._absmax}
         if self.double:
-            found["absmax"], found["nested_absmax"] = self.absmax_codes, self.absmax_scale
+            found = {"absmax": self.absmax_codes, "nested_absmax": self.absmax_scale}
             found["nested_quant_map"] = placed(dynamic_codes.dynamic_map(True), self.packed)
             facts |= {"nested_blocksize": NESTED, "nested_dtype": "float32"}
             facts["nested_offset"] = self.absmax_offset
         levels = _four_bits.format_of(self.kind == "fp4").levels
         found["quant_map"] = placed(levels, self.packed)
         text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-        return {**found, f"quant_state.bitsandbytes__{self.kind}": placed(text, self.packed)}
+        found[f"quant_state.bitsandbytes__{self.kind}"] = placed(text, self.packed)
+        named = {f"weight.{name}": array for name, array in found.items()}
+        return {"weight": self.packed[:, None], **named}
+
+    def told(self, dtype: str) -> dict[str, Any]:
+        """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": self.kind,
+            "bnb_4bit_use_double_quant": self.double,
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": dtype,
+        }
+
+    def requantized(self, w: Array) -> Self:
+        """Return another matrix of the same shape, quantized as this one is."""
+        made: Any = nf4_quantize(w, block=self.block, double=self.double, kind=self.kind)
+        return made
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
@@ -157,7 +176,9 @@ class Nf4(Quantized):
             ask for; the message names it.
         """
         call = "Nf4.from_state"
-        facts: Any = json_of(call, state, [f"quant_state.bitsandbytes__{kind}" for kind in KINDS])
+        facts: Any = json_of(
+            call, state, [f"weight.quant_state.bitsandbytes__{kind}" for kind in KINDS]
+        )
         block, kind, shape = (facts.get(k) for k in ("blocksize", "quant_type", "shape"))
         _check_format(call, block, kind)
         dtype = next((d for d in FLOATS if d.name == facts.get("dtype")), None)
@@ -166,12 +187,12 @@ class Nf4(Quantized):
         size, fp4 = shape[0] * shape[1], kind == "fp4"
         blocks = -(-size // block)
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
-        _check_table(call, state, "quant_map", _four_bits.format_of(fp4).levels)
+        _check_table(call, state, "weight.quant_map", _four_bits.format_of(fp4).levels)
         given: dict[str, Any]
-        if "nested_absmax" in state:
-            _check_table(call, state, "nested_quant_map", dynamic_codes.dynamic_map(True))
-            codes = array_of(call, state, "absmax", (blocks,), np.uint8)
-            scale = array_of(call, state, "nested_absmax", (-(-blocks // NESTED),), FLOAT32)
+        if "weight.nested_absmax" in state:
+            _check_table(call, state, "weight.nested_quant_map", dynamic_codes.dynamic_map(True))
+            codes = array_of(call, state, "weight.absmax", (blocks,), np.uint8)
+            scale = array_of(call, state, "weight.nested_absmax", (-(-blocks // NESTED),), FLOAT32)
             offset = facts.get("nested_offset")
             if facts.get("nested_blocksize") != NESTED or not isinstance(offset, float):
                 raise ConfigError(f"{call}: nested_blocksize or nested_offset of {facts} is wrong")
@@ -210,12 +231,13 @@ def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
 
 def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block: int) -> Array:
     """Return absmax by blocks; on CPUs bitsandbytes writes it transposed and in bfloat16."""
-    absmax = state.get("absmax")
+    name = "weight.absmax"
+    absmax = state.get(name)
     if getattr(absmax, "ndim", 1) == 2:
         turned = shape[1] // block, shape[0]
-        found = array_of(call, state, "absmax", turned, FLOATS[1])
+        found = array_of(call, state, name, turned, FLOATS[1])
         return found.T.astype(FLOAT32).reshape(-1)
-    return array_of(call, state, "absmax", flat, FLOAT32)
+    return array_of(call, state, name, flat, FLOAT32)
 
 
 def _check_format(call: str, block: Any, kind: Any) -> None:

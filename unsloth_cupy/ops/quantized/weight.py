@@ -9,7 +9,7 @@ for dy W, so that every result is one sum, rounded once, and no whole dense weig
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -53,12 +53,23 @@ class Quantized(Stored):
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Return arrays by name from which ``from_state`` makes the weight again."""
+        """Return arrays from which ``from_state`` makes the weight again.
+
+        Their names are those that follow a layer's in a checkpoint: ``weight`` and others.
+        """
         raise NotImplementedError
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Return the weight of such arrays."""
+        raise NotImplementedError
+
+    def told(self, dtype: str) -> dict[str, Any]:
+        """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
+        raise NotImplementedError
+
+    def requantized(self, w: Array) -> Self:
+        """Return another matrix of the same shape, quantized as this one is."""
         raise NotImplementedError
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
@@ -84,6 +95,10 @@ class Quantized(Stored):
     def astype(self, dtype: Any) -> Array:
         """Return the dense weight: a new array."""
         return self.dequantize(dtype)
+
+    def moved(self, place: Callable[[Any], Any]) -> Self:
+        """Return the same weight, its arrays put elsewhere."""
+        return type(self).from_state({name: place(array) for name, array in self.state().items()})
 
     def computed_in(self, dtype: Any) -> Self:
         """Return the same weight, which is dequantized to this dtype where nothing else says."""

@@ -29,7 +29,7 @@ from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.target import using
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-EPS |= {"int8": 0.0}  # codes are what plain arithmetic says
+EPS |= {"int8": 0.0, "uint8": 0.0}  # codes are what plain arithmetic says
 Arrays = dict[str, np.ndarray | None]
 
 

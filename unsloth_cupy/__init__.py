@@ -79,6 +79,7 @@ from .ops.quantized.nf4 import Nf4 as Nf4
 from .ops.quantized.nf4 import nf4_linear as nf4_linear
 from .ops.quantized.nf4 import nf4_quantize as nf4_quantize
 from .ops.quantized.ternary import Ternary as Ternary
+from .ops.quantized.ternary_linear import ternary_linear as ternary_linear
 from .ops.quantized.ternary_quantize import ternary_quantize as ternary_quantize
 
 # Losses

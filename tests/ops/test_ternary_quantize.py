@@ -322,12 +322,12 @@ def test_wrong_codes_scales_and_states() -> None:
     with pytest.raises(ShapeError, match="codes are float64"):
         Ternary.from_codes(np.ones((3, 5)), 1.0)
     state = Ternary.from_codes(codes, 1.0).state()
-    with pytest.raises(ShapeError, match=r"planes are uint8 \(2, 3, 4\)"):
+    with pytest.raises(ShapeError, match=r"planes are uint8 \(3, 2, 4\)"):
         Ternary.from_state(state | {"form": np.array([4, 5, 0])})
     with pytest.raises(ConfigError, match="a state holds"):
         Ternary.from_state({"planes": state["planes"]})
     beyond = state["planes"].copy()
-    beyond[0, 1, 3] = 128
+    beyond[1, 0, 3] = 128
     with pytest.raises(RangeError, match="beyond the last of 5 columns"):
         Ternary.from_state(state | {"planes": beyond})
     for row, column, value in ((3, 0, 1), (0, 5, 1), (-1, 0, 1), (0, 0, 2)):

@@ -100,6 +100,8 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "shape": (-1,),
         "matrices": (scale.heads,),
         **dict.fromkeys(("height", "width"), scale.dim),
+        "signs": 2,
+        "groups": 1,
         "key": np.s_[1:],
         "exponent": 2.0,
         "factor": 0.5,
@@ -130,6 +132,10 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "cos": lambda: np.cos(angles),  # a rotation: in place, again and again, nothing grows
         "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
+        # codes 1 and -1 in half of the bits each, and never both
+        "ternary_linear_forward.planes": lambda: _planes(rng, scale.hidden, scale.hidden),
+        "ternary_dense_.planes": lambda: _planes(rng, tokens, scale.hidden),
+        "ternary_dense_.scale": lambda: rng.random((1, 1)),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
         # no logarithm of what is negative, no sum or quotient whose size is that of rounding
         **dict.fromkeys(
@@ -137,6 +143,12 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             lambda: rng.random((tokens, scale.hidden)) + 0.5,
         ),
     }
+
+
+def _planes(rng: np.random.Generator, rows: int, columns: int) -> Any:
+    """Return a ternary weight as its ops take it: (rows, 2, bytes)."""
+    plus = rng.integers(0, 256, (rows, 1, -(-columns // 32) * 4), np.uint8)
+    return np.concatenate([plus, ~plus], axis=1)
 
 
 class Call(NamedTuple):

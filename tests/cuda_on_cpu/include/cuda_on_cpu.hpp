@@ -193,6 +193,12 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
   return c;
 }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+  const uint64_t from = (uint64_t)y << 32 | x;
+  unsigned r = 0;
+  for (int i = 0; i < 32; i += 8) r |= (unsigned)(from >> (s >> i / 2 & 7) * 8 & 255) << i;
+  return r;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline float __expf(float x) { return expf(x); }
 inline float __exp2f(float x) { return exp2f(x); }

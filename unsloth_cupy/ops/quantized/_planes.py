@@ -1,8 +1,8 @@
 """Codes -1, 0 and 1 as two planes of bits.
 
 Bit ``d % 32`` of word ``d // 32`` of a row says of column d, in the first plane, that its code is
-1, and in the second that it is -1.  Words are little-endian; planes hold their bytes,
-(2, rows, bytes), and a row ends with its last word, whose spare bits are 0.
+1, and in the second that it is -1.  Words are little-endian; planes hold their bytes, (rows, 2,
+bytes), so that rows lie together, and a row ends with its last word, whose spare bits are 0.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from ...errors import ConfigError, RangeError
 from ...placement import placed
 
 WORD = 32  # columns of a word
+MARKED_BYTES = 32  # of a plane that a mark stands for: what memory gives at least
 BLOCK = 2**20  # values that are unpacked at a time
 ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -43,8 +44,8 @@ def row_blocks(rows: int, columns: int) -> Iterator[slice]:
 def planes_of(codes: Any) -> Array:
     """Return the planes of a matrix of codes."""
     rows, columns = codes.shape
-    planes = np.zeros_like(codes, dtype=np.uint8, shape=(2, rows, row_bytes(columns)))
-    for plane, sign in zip(planes, (1, -1), strict=True):
+    planes = np.zeros_like(codes, dtype=np.uint8, shape=(rows, 2, row_bytes(columns)))
+    for plane, sign in ((planes[:, 0], 1), (planes[:, 1], -1)):
         is_set = codes == sign
         if type(codes) is np.ndarray:
             packed = np.packbits(is_set, axis=-1, bitorder="little")
@@ -58,26 +59,23 @@ def planes_of(codes: Any) -> Array:
 
 def codes_of(planes: Any, columns: int) -> Array:
     """Return the int8 codes of the first columns."""
-    plus, minus = _bits(planes, columns).view(np.int8)
-    plus -= minus
-    return plus
+    bits = _bits(planes, columns)
+    return bits[:, 0] - bits[:, 1]
 
 
 def _bits(planes: Any, columns: int) -> Array:
     if type(planes) is np.ndarray:
-        return np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
+        bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
+        return bits.view(np.int8)
     spread = (planes[..., None] >> placed(np.arange(8, dtype=np.uint8), planes)) & 1
-    return spread.reshape(*planes.shape[:-1], -1)[..., :columns]
+    return spread.reshape(*planes.shape[:2], -1)[..., :columns].astype(np.int8)
 
 
-def count(planes: Any) -> tuple[int, int]:
-    """Return how many codes are 1, and how many are -1."""
-    table = placed(ONES, planes)
-    totals = [0, 0]
-    for part in row_blocks(planes.shape[1], planes.shape[2] * 8):
-        for i in (0, 1):
-            totals[i] += int(table[planes[i, part]].sum(dtype=np.int64))
-    return totals[0], totals[1]
+def ones(values: Any) -> int:
+    """Return how many bits of these bytes, which have rows, are set."""
+    table, step = placed(ONES, values), max(1, BLOCK // max(1, values[:1].size))
+    parts = (values[top : top + step] for top in range(0, len(values), step))
+    return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
 
 
 def spread(scale: Any, group: int, columns: int) -> Array:
@@ -85,6 +83,34 @@ def spread(scale: Any, group: int, columns: int) -> Array:
     if scale.shape[1] == 1:
         return scale
     return np.repeat(scale, group, axis=1)[:, :columns]
+
+
+def dense(
+    planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
+) -> Array:
+    """Return a part of the matrix as a new array: codes times the scale of their group."""
+    first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
+    held, shape = slice(first // 8, row_bytes(last)), (rows.stop - rows.start, last - first)
+    found = np.empty_like(planes, dtype=dtype, shape=shape)
+    for part in row_blocks(*shape):
+        there = slice(rows.start + part.start, rows.start + part.stop)
+        scales = scale if len(scale) == 1 else scale[there]
+        values = codes_of(planes[there, :, held], last - first).astype(scales.dtype)
+        values *= spread(scales, group, last)[:, -(last - first) :]
+        found[part] = values
+    return found[:, columns.start - first :]
+
+
+def marks_of(planes: Any) -> Array:
+    """Return a bit for every 256 columns of a row: whether a code of theirs is not 0."""
+    rows, _, held = planes.shape
+    chunks = -(-held // MARKED_BYTES)
+    used = np.zeros_like(planes, dtype=np.bool_, shape=(rows, -(-chunks // 8) * 8))
+    for i in range(chunks):
+        part = planes[:, :, i * MARKED_BYTES : (i + 1) * MARKED_BYTES]
+        used[:, i] = part.max(axis=(1, 2)) > 0
+    bits = used.reshape(rows, -1, 8).astype(np.uint8)
+    return (bits << placed(np.arange(8, dtype=np.uint8), planes)).sum(axis=-1, dtype=np.uint8)
 
 
 def check_group(call: str, group: Any) -> None:

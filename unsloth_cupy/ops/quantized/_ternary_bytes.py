@@ -13,12 +13,13 @@ Those of gguf have a scale a block, 0 where all codes are; the others hold no sc
 """
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, RangeError, ShapeError
+from ...placement import placed, to_numpy
 from ._planes import codes_of, planes_of, row_bytes
 
 GGUF = 256  # columns of a block
@@ -49,10 +50,10 @@ def byte_shape(layout: str, rows: int, columns: int) -> tuple[int, ...]:
     return rows, columns // GGUF, BLOCK_BYTES[layout]
 
 
-def pack(planes: Array, scale: Array, columns: int, layout: str) -> Array:
+def _packed(planes: Array, scale: Array, columns: int, layout: str) -> Array:
     """Return the bytes of NumPy's planes; scale, (rows, blocks), is that of gguf's blocks."""
     if layout == "planes":
-        return planes
+        return planes.swapaxes(0, 1)
     codes = codes_of(planes, columns)
     fields = (codes + 1).view(np.uint8)
     if layout == "bitnet":
@@ -67,7 +68,7 @@ def pack(planes: Array, scale: Array, columns: int, layout: str) -> Array:
     return np.concatenate([data, half[..., None].view(np.uint8)], axis=-1)
 
 
-def unpack(data: Any, layout: str, shape: tuple[int, int]) -> tuple[Array, Array | None]:
+def _unpacked(data: Any, layout: str, shape: tuple[int, int]) -> tuple[Array, Array | None]:
     """Return planes, and the scales of gguf's blocks; raise where bytes are not such a matrix."""
     rows, columns = shape
     check_layout("Ternary.unpack", layout, columns)
@@ -83,8 +84,9 @@ def unpack(data: Any, layout: str, shape: tuple[int, int]) -> tuple[Array, Array
         )
     given = flat.reshape(wanted)
     if layout == "planes":
-        check_planes("Ternary.unpack", given, columns)
-        return given.copy(), None
+        planes = given.swapaxes(0, 1).copy()
+        check_planes("Ternary.unpack", planes, columns)
+        return planes, None
     if layout == "bitnet":
         return planes_of(_codes(_unpack_bitnet(given, rows), layout)), None
     fields = (_unpack_tq1 if layout == "gguf_tq1_0" else _unpack_tq2)(given[..., :-2])
@@ -94,7 +96,7 @@ def unpack(data: Any, layout: str, shape: tuple[int, int]) -> tuple[Array, Array
 
 def check_planes(call: str, planes: Any, columns: int) -> None:
     """Raise where a column is 1 and -1 at once, or a bit beyond the last column is set."""
-    both = (planes[0] & planes[1]).any(axis=-1)
+    both = (planes[:, 0] & planes[:, 1]).any(axis=-1)
     if both.any():
         row = int(both.argmax())
         raise RangeError(f"{call}: row {row} of the planes has a column that is both 1 and -1")
@@ -162,3 +164,71 @@ def _pack_tq2(blocks: Array) -> Array:
 def _unpack_tq2(data: Array) -> Array:
     part = data.reshape(*data.shape[:2], 2, 1, 32)
     return (part >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+
+
+class ByteForms:
+    """What ``Ternary`` becomes in other programs' files, and is read from."""
+
+    shape: tuple[int, int]
+    scales: Any
+    planes: Any
+    group: int | None
+
+    def pack(self, layout: str) -> bytes:
+        """Return the codes as the bytes of a layout: planes, bitnet, gguf_tq1_0 or gguf_tq2_0.
+
+        Those of gguf hold a float16 scale a block of 256 columns, and are what gguf makes of the
+        dequantised weight; the others hold no scale.
+        """
+        check_layout("Ternary.pack", layout, self.shape[1])
+        scales: Any = to_numpy(self.scales)
+        if layout in BLOCK_BYTES and self.group not in (None, GGUF):
+            raise ConfigError(
+                f"Ternary.pack: {layout} has a scale for {GGUF} columns, this a scale for"
+                f" {self.group}; quantize with group={GGUF}"
+            )
+        return _packed(to_numpy(self.planes), scales, self.shape[1], layout).tobytes()
+
+    @classmethod
+    def unpack(
+        cls,
+        data: Any,
+        layout: str,
+        shape: tuple[int, int],
+        *,
+        scale: Any = None,
+        dtype: Any = FLOAT32,
+        like: Any = None,
+    ) -> Self:
+        """Return the matrix of bytes in a layout of ``pack``.
+
+        Parameters
+        ----------
+        data : bytes, or uint8 of any shape
+        layout : str
+        shape : (outputs, inputs)
+        scale : optional
+            1 where absent; the layouts of gguf bring theirs.
+        dtype : float dtype
+            What it computes in.
+        like : array, optional
+            Where it lives.
+
+        Raises
+        ------
+        ShapeError
+            There are too few or too many bytes.
+        RangeError
+            They hold what is no code, or a scale that is NaN.
+        """
+        planes, found = _unpacked(data, layout, shape)
+        group = GGUF if found is not None else None
+        if found is None:
+            found = np.ones((), np.float32) if scale is None else scale
+        elif scale is not None:
+            raise ConfigError(f"Ternary.unpack: {layout} brings its scales; leave scale out")
+        if like is not None:
+            planes = placed(planes, like)
+            found = placed(found, like) if isinstance(found, np.ndarray) else found
+        made: Any = cls
+        return made(planes, found, shape, group=group, dtype=dtype)

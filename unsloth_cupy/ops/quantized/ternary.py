@@ -7,31 +7,40 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...core.dtypes import FLOAT32, Array, float_dtype
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
+from ...core.op import OPS
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import check_library, placed, to_numpy
-from . import _ternary_bytes as layouts
 from ._planes import (
+    MARKED_BYTES,
     WORD,
     Statistics,
     check_codes,
     check_group,
     codes_of,
-    count,
+    marks_of,
+    ones,
     planes_of,
     row_blocks,
     row_bytes,
     spread,
 )
+from ._ternary_bytes import ByteForms, check_planes
 from ._ternary_sparse import SparseForms
+from .ternary_dense import dense_part
+from .weight import Quantized, on_gpu
+
+FEW = 16  # rows, for which a kernel reads the planes; more take dense chunks
+GROUP_STEP = 128  # columns of a group are a multiple of it, where that kernel runs
+SKIPPED = 1 / 8  # of the marked parts of rows are 0, where marks cost less than what they save
 
 
-class Ternary(SparseForms):
+class Ternary(ByteForms, SparseForms, Quantized):
     """A frozen weight (outputs, inputs): codes -1, 0 and 1, and a scale a tensor, row or group.
 
     Parameters
     ----------
-    planes : (2, outputs, bytes) uint8
+    planes : (outputs, 2, bytes) uint8
         Where codes are 1, and where they are -1: bit ``d % 32`` of word ``d // 32`` of a row.
     scale : () or (outputs, 1) or (outputs, groups) float32
         Finite, 0 or more; float64 for a float64 weight.
@@ -51,6 +60,8 @@ class Ternary(SparseForms):
         The arrays do not fit each other.
     """
 
+    KIND = "ternary"
+
     def __init__(
         self,
         planes: Any,
@@ -63,12 +74,13 @@ class Ternary(SparseForms):
     ) -> None:
         rows, columns = self.shape = (int(shape[0]), int(shape[1]))
         self.dtype, self.group, self.planes = float_dtype("Ternary", dtype), group, planes
+        self.home = planes
         self._errors = errors
-        self._counts: tuple[int, int] | None = None
+        self._counts: tuple[int, int] | None
         check_library("Ternary: planes", planes)
         if group is not None:
             check_group("Ternary", group)
-        wanted = (2, rows, row_bytes(columns))
+        wanted = (rows, 2, row_bytes(columns))
         if planes.shape != wanted or planes.dtype != np.uint8:
             raise ShapeError(
                 f"Ternary: planes are {planes.dtype} {planes.shape}; they must be uint8 {wanted}",
@@ -76,6 +88,27 @@ class Ternary(SparseForms):
                 actual=tuple(planes.shape),
             )
         self.scale = self._checked(scale)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Note which parts of rows are not all 0, where a kernel skips the others."""
+        self.marks: Any = None
+        self._counts = None
+        if on_gpu(self.planes) and self.planes.size:
+            marks = marks_of(self.planes)
+            chunks = len(marks) * -(-self.planes.shape[2] // MARKED_BYTES)
+            if 1 - ones(marks) / chunks >= SKIPPED:
+                self.marks = marks
+
+    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
+        kernel = on_gpu(x) and x.dtype in KERNEL_DTYPES and 0 < len(x) <= FEW
+        if not kernel or (self.group or GROUP_STEP) % GROUP_STEP or 0 in self.shape:
+            return False
+        scale = self.scales.astype(FLOAT32, copy=False)
+        multiply: Any = OPS["ternary_linear_forward"]
+        y = multiply(x, self.planes, scale, self.marks, group=self.group or GROUP_STEP)
+        out[...] = out + y if add else y
+        return True
 
     def _checked(self, scale: Any) -> Any:
         rows, columns = self.shape
@@ -123,10 +156,9 @@ class Ternary(SparseForms):
             return "group"
         return "row" if self.scale.ndim else "tensor"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of planes and scales."""
-        return int(self.planes.nbytes + self.scale.nbytes)
+    def held(self) -> dict[str, Any]:
+        """Return the arrays that the weight is kept in, by name."""
+        return {"planes": self.planes, "scale": self.scale}
 
     @property
     def codes(self) -> Array:
@@ -151,31 +183,14 @@ class Ternary(SparseForms):
         these places is not kept.
         """
         if self._counts is None:
-            self._counts = count(self.planes)
+            self._counts = ones(self.planes[:, 0]), ones(self.planes[:, 1])
         size = self.shape[0] * self.shape[1] or 1
         plus, minus = (number / size for number in self._counts)
         mean, largest = self._errors or (None, None)
         return Statistics((size - sum(self._counts)) / size, plus, minus, mean, largest)
 
-    def dequantize(self, dtype: Any = None) -> Array:
-        """Return the dense weight (outputs, inputs), of its own dtype or another."""
-        made = self.dtype if dtype is None else float_dtype("Ternary.dequantize", dtype)
-        return self._dense(slice(0, self.shape[0]), slice(0, self.shape[1]), made)
-
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        """Return a part of the dense weight as a new array."""
-        first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
-        skip, held = columns.start - first, slice(first // 8, row_bytes(last))
-        dense = np.empty_like(
-            self.planes, dtype=dtype, shape=(rows.stop - rows.start, last - first)
-        )
-        for part in row_blocks(*dense.shape):
-            there = slice(rows.start + part.start, rows.start + part.stop)
-            scales = self.scales if len(self.scales) == 1 else self.scales[there]
-            values = codes_of(self.planes[:, there, held], last - first).astype(scales.dtype)
-            values *= spread(scales, self.group or 1, last)[:, -(last - first) :]
-            dense[part] = values
-        return dense[:, skip:]
+        return dense_part(self.planes, self.scales, self.group or WORD, rows, columns, dtype)
 
     def set(self, row: int, column: int, value: int) -> Self:
         """Set a code to -1, 0 or 1, in place; return the matrix."""
@@ -193,12 +208,13 @@ class Ternary(SparseForms):
                 actual=value,
             )
         bit = np.uint8(1 << column % 8)
-        for plane, sign in zip(self.planes, (1, -1), strict=True):
-            byte = plane[row, column // 8 : column // 8 + 1]
+        for plane, sign in zip(self.planes[row], (1, -1), strict=True):
+            byte = plane[column // 8 : column // 8 + 1]
             byte |= bit
             if value != sign:
                 byte ^= bit
-        self._errors, self._counts = None, None
+        self._errors = None
+        self._mark()
         return self
 
     def prune(self, threshold: float) -> Self:
@@ -209,9 +225,10 @@ class Ternary(SparseForms):
             for part in row_blocks(*self.shape):
                 of_rows = low if len(low) == 1 else low[part]
                 lost = spread(of_rows, self.group or 1, self.shape[1])
-                kept = np.where(lost, np.int8(0), codes_of(self.planes[:, part], self.shape[1]))
-                self.planes[:, part] = planes_of(kept)
-            self._errors, self._counts = None, None
+                kept = np.where(lost, np.int8(0), codes_of(self.planes[part], self.shape[1]))
+                self.planes[part] = planes_of(kept)
+            self._errors = None
+            self._mark()
         return self
 
     def state(self) -> dict[str, Any]:
@@ -238,63 +255,5 @@ class Ternary(SparseForms):
         made = cls(
             planes, state["scale"], (rows, columns), group=group or None, dtype=state["like"].dtype
         )
-        layouts.check_planes("Ternary.from_state", to_numpy(planes), columns)
+        check_planes("Ternary.from_state", to_numpy(planes), columns)
         return made
-
-    def pack(self, layout: str) -> bytes:
-        """Return the codes as the bytes of a layout: planes, bitnet, gguf_tq1_0 or gguf_tq2_0.
-
-        Those of gguf hold a float16 scale a block of 256 columns, and are what gguf makes of the
-        dequantised weight; the others hold no scale.
-        """
-        layouts.check_layout("Ternary.pack", layout, self.shape[1])
-        scales: Any = to_numpy(self.scales)
-        if layout in layouts.BLOCK_BYTES and self.group not in (None, layouts.GGUF):
-            raise ConfigError(
-                f"Ternary.pack: {layout} has a scale for {layouts.GGUF} columns, this a scale for"
-                f" {self.group}; quantize with group={layouts.GGUF}"
-            )
-        return layouts.pack(to_numpy(self.planes), scales, self.shape[1], layout).tobytes()
-
-    @classmethod
-    def unpack(
-        cls,
-        data: Any,
-        layout: str,
-        shape: tuple[int, int],
-        *,
-        scale: Any = None,
-        dtype: Any = FLOAT32,
-        like: Any = None,
-    ) -> Self:
-        """Return the matrix of bytes in a layout of ``pack``.
-
-        Parameters
-        ----------
-        data : bytes, or uint8 of any shape
-        layout : str
-        shape : (outputs, inputs)
-        scale : optional
-            1 where absent; the layouts of gguf bring theirs.
-        dtype : float dtype
-            What it computes in.
-        like : array, optional
-            Where it lives.
-
-        Raises
-        ------
-        ShapeError
-            There are too few or too many bytes.
-        RangeError
-            They hold what is no code, or a scale that is NaN.
-        """
-        planes, found = layouts.unpack(data, layout, shape)
-        group = layouts.GGUF if found is not None else None
-        if found is None:
-            found = np.ones((), np.float32) if scale is None else scale
-        elif scale is not None:
-            raise ConfigError(f"Ternary.unpack: {layout} brings its scales; leave scale out")
-        if like is not None:
-            planes = placed(planes, like)
-            found = placed(found, like) if isinstance(found, np.ndarray) else found
-        return cls(planes, found, shape, group=group, dtype=dtype)

@@ -253,7 +253,7 @@ def _of(values: Any, part: slice) -> Any:
 def _chosen(w: Any, rule: Rule, width: int) -> tuple[Array, Sums]:
     """Return the planes, and what is summed up over the codes that are not 0."""
     rows, columns = w.shape
-    planes = np.zeros_like(w, dtype=np.uint8, shape=(2, rows, row_bytes(columns)))
+    planes = np.zeros_like(w, dtype=np.uint8, shape=(rows, 2, row_bytes(columns)))
     number, total = (
         np.zeros_like(w, dtype=np.float64, shape=(rows, -(-columns // width) or 1))
         for _ in range(2)
@@ -264,7 +264,7 @@ def _chosen(w: Any, rule: Rule, width: int) -> tuple[Array, Sums]:
         number[part] = chosen.sum(axis=-1)
         total[part] = np.where(chosen, grouped, 0).sum(axis=-1, dtype=np.float64)
         signs = np.where(w[part] > 0, 1, -1).astype(np.int8)
-        planes[:, part] = planes_of(signs * chosen.reshape(len(size), -1)[:, :columns])
+        planes[part] = planes_of(signs * chosen.reshape(len(size), -1)[:, :columns])
     return planes, Sums(number, total, total, total)
 
 
@@ -272,7 +272,7 @@ def _errors(w: Any, planes: Any, scales: Any, width: int) -> tuple[float, float]
     """Return the mean and the largest of |w - codes * scale|."""
     total, largest = 0.0, 0.0
     for part in row_blocks(*w.shape):
-        codes = codes_of(planes[:, part], w.shape[1])
+        codes = codes_of(planes[part], w.shape[1])
         scale = spread(scales if len(scales) == 1 else scales[part], width, w.shape[1])
         error = np.abs(w[part].astype(_wide(w), copy=False) - codes * scale)
         total += float(error.sum(dtype=np.float64))

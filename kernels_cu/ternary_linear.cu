@@ -1,0 +1,285 @@
+// Rows times a weight of codes -1, 0 and 1, which is read packed, once for all rows of a tile.
+//
+//   y[n, o] = x_scale[n] * sum over groups of scale[o, group] * sum over d of x[n, d] * code[o, d]
+//
+//   traffic     tiles of rows * outputs * inputs / 4 bytes of planes; x once a tile of outputs, out
+//               of L2; rows * outputs * sizeof(T)
+//   constants   X         dtype that x is multiplied in: signed char, of codes with a scale a row, or
+//                         T, of up to 16 rows
+//               T, S      dtypes of y and of the scales
+//               N_TILES   8 rows each that a block has
+//               WM, WK    warps that share out the outputs of a block, 16 each, and the columns
+//               GROUPED   a row has several scales
+//               WIDE      rows of the planes allow accesses of 16 bytes
+//               X_WIDE    rows of x do
+//               MARKED    marks say which 256 columns of a row are not all 0: others are not read
+//
+//   The trick: a code is a nibble that chooses a byte, so that one instruction makes 4 of them, or
+//   2 halves, of weights that lie neighbouring bits apart.  Which columns stand where in a product
+//   is free, as long as x has the same order.  Of 16-bit floats a code is a high byte alone: 1 in
+//   float16 and a half in bfloat16.  A float is the sum of three bfloat16, so its products with codes
+//   are exact too.  Weights of the next columns are under way while x comes to shared memory.
+#include "common/vector.cuh"
+#include <common/ptx.cuh>
+
+constexpr bool INT8 = sizeof(X) == 1;
+constexpr int PARTS = sizeof(X) == 4 ? 3 : 1;     // of x, as bfloat16
+constexpr int WARPS = WM * WK, THREADS = 32 * WARPS, N = 8 * N_TILES, M = 16 * WM;
+constexpr int COLUMNS = 512, WORDS = COLUMNS / 32;  // that the warp takes at a time
+constexpr int VALUES = INT8 ? 16 : 8;             // of 16 bytes in shared memory: a chunk
+constexpr int CHUNKS = COLUMNS / VALUES, WORD_CHUNKS = 32 / VALUES;
+constexpr int HALVES = INT8 ? 1 : 2;              // of a word: parts of four products each
+constexpr int PITCH = M + 4;                      // of sums: lanes write to banks of their own
+constexpr int SPAN = GROUPED ? 1 : 4;             // neighbouring words of a lane
+
+template <class E> struct Codes;  // the bytes of 0, 1 and -1, and what a sum of them lacks
+template <> struct Codes<signed char> { static constexpr unsigned BYTES = 0x00ff0100, FACTOR = 1; };
+template <> struct Codes<__half> { static constexpr unsigned BYTES = 0x00bc3c00, FACTOR = 1; };
+template <> struct Codes<__nv_bfloat16> { static constexpr unsigned BYTES = 0x00bf3f00, FACTOR = 2; };
+template <> struct Codes<float> : Codes<__nv_bfloat16> {};
+
+template <bool I> struct Sum { using type = float; };
+template <> struct Sum<true> { using type = int; };
+using Acc = Sum<INT8>::type;
+
+struct alignas(16) Four { unsigned at[4]; };
+
+// The word of a lane's turn among those of 512 columns.
+__device__ __forceinline__ int word_of(int lane, int turn) {
+    return SPAN == 4 ? lane % 4 * 4 + turn : turn * 4 + lane % 4;
+}
+
+// Where chunk j of a word of row n lies: in another group of banks for each lane of a quarter.
+__device__ __forceinline__ int place(int n, int word, int j) {
+    const int owner = SPAN == 4 ? word / 4 : word % 4;
+    const int mixed = (SPAN == 4 ? owner * 2 : owner / 2 * 2) ^ (n & 1);
+    return n * CHUNKS + ((word * WORD_CHUNKS + j) ^ mixed);
+}
+
+// Four by four bytes, turned: byte j of word c is byte c of word j.
+__device__ __forceinline__ Four turned(const Four &w) {
+    const unsigned a = __byte_perm(w.at[0], w.at[1], 0x5140), b = __byte_perm(w.at[0], w.at[1], 0x7362);
+    const unsigned c = __byte_perm(w.at[2], w.at[3], 0x5140), d = __byte_perm(w.at[2], w.at[3], 0x7362);
+    return {{__byte_perm(a, c, 0x5410), __byte_perm(a, c, 0x7632), __byte_perm(b, d, 0x5410),
+             __byte_perm(b, d, 0x7632)}};
+}
+
+template <class E>
+__device__ __forceinline__ Four as_four(const Vector<E, 16 / sizeof(E)> &v) {
+    return reinterpret_cast<const Four &>(v);
+}
+
+// Write a chunk of x, which is 0 beyond its columns, as the products read it.
+__device__ __forceinline__ void stage(Four *to, const signed char *x, int left) {
+    Vector<signed char, 16> v;
+    if (X_WIDE && left >= 16) {
+        fetch(v, x);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 16; j++) v.at[j] = j < left ? x[j] : 0;
+    }
+    *to = turned(as_four(v));
+}
+template <class E> __device__ __forceinline__ void stage(Four *to, const E *x, int left) {
+    constexpr int STRIDE = N * CHUNKS;  // from one part to the next
+    Vector<E, 8> v;
+    if (X_WIDE && left >= 8) {
+        fetch(v, x);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) v.at[j] = j < left ? x[j] : E(0.0f);
+    }
+    if constexpr (sizeof(E) == 2) {
+        *to = as_four(v);
+    } else {
+        Vector<__nv_bfloat16, 8> part[3];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float rest = v.at[j];
+            const bool whole = fabsf(rest) <= 3.3e38f;  // what rounds to no infinity
+#pragma unroll
+            for (int p = 0; p < 3; p++) {
+                part[p].at[j] = __nv_bfloat16(p == 0 || whole ? rest : 0.0f);
+                rest -= (float)part[p].at[j];
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < 3; p++) to[p * STRIDE] = as_four(part[p]);
+    }
+}
+
+// The planes' words of a lane, of rows `output` and `output + 8`: [row][plane][turn].
+struct Weights { unsigned at[2][2][4]; };
+
+__device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
+                                      const unsigned char *marks, int output, int outputs,
+                                      int first, int words, int lane) {
+    const int mark_bytes = ((words + 7) / 8 + 7) / 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = output + 8 * half;
+#pragma unroll
+        for (int turn = 0; turn < 4; turn += SPAN) {
+            const int word = first + word_of(lane, turn);
+            bool there = row < outputs && word < words;
+            if (MARKED && there)
+                there = marks[(long long)row * mark_bytes + word / 64] >> (word / 8 % 8) & 1;
+#pragma unroll
+            for (int plane = 0; plane < 2; plane++) {
+                const unsigned *from =
+                    reinterpret_cast<const unsigned *>(planes) + ((long long)row * 2 + plane) * words;
+                if constexpr (WIDE && SPAN == 4) {
+                    const Four four =
+                        there ? *reinterpret_cast<const Four *>(from + word) : Four{};
+#pragma unroll
+                    for (int i = 0; i < 4; i++) w.at[half][plane][i] = four.at[i];
+                } else {
+#pragma unroll
+                    for (int i = 0; i < SPAN; i++)
+                        w.at[half][plane][turn + i] = there && word + i < words ? from[word + i] : 0;
+                }
+            }
+        }
+    }
+}
+
+// Codes of a word as selectors: of signed char, class c is that of columns c, c + 4, .. c + 28, a
+// nibble each; of halves, of columns 2 c, 2 c + 1 and 16 beyond, in the odd nibbles.
+__device__ __forceinline__ void select(unsigned (&found)[4], unsigned plus, unsigned minus, int half) {
+    const unsigned even = plus & 0x55555555u | minus << 1 & 0xaaaaaaaau;
+    const unsigned odd = plus >> 1 & 0x55555555u | minus & 0xaaaaaaaau;
+    if constexpr (INT8) {
+        found[0] = even & 0x33333333u;
+        found[1] = odd & 0x33333333u;
+        found[2] = even >> 2 & 0x33333333u;
+        found[3] = odd >> 2 & 0x33333333u;
+    } else {
+        const unsigned both = half == 0 ? even & 0x00ff00ffu | odd << 8 & 0xff00ff00u
+                                        : even >> 8 & 0x00ff00ffu | odd & 0xff00ff00u;
+        found[0] = both << 4 & 0x30303030u;
+        found[1] = both << 2 & 0x30303030u;
+        found[2] = both & 0x30303030u;
+        found[3] = both >> 2 & 0x30303030u;
+    }
+}
+
+__device__ __forceinline__ void multiply(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                                         signed char) {
+    mma_m16n8k32_s8(d, a, b, d);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
+                                         const unsigned (&b)[2], __half) {
+    mma_m16n8k16_f16(d, a, b, d);
+}
+template <class E>
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
+                                         const unsigned (&b)[2], E) {
+    mma_m16n8k16_bf16(d, a, b, d);
+}
+
+// sums += codes of a turn by x, whose chunks of this warp's columns begin at `tile`.
+__device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile,
+                                    int turn, int lane) {
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        unsigned low[4], high[4], a[4][4];
+        select(low, w.at[0][0][turn], w.at[0][1][turn], half);
+        select(high, w.at[1][0][turn], w.at[1][1][turn], half);
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            a[q][0] = __byte_perm(Codes<X>::BYTES, 0, low[q] & 0xffff);
+            a[q][1] = __byte_perm(Codes<X>::BYTES, 0, high[q] & 0xffff);
+            a[q][2] = __byte_perm(Codes<X>::BYTES, 0, low[q] >> 16);
+            a[q][3] = __byte_perm(Codes<X>::BYTES, 0, high[q] >> 16);
+        }
+#pragma unroll
+        for (int tiles = 0; tiles < N_TILES; tiles++)
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                const int n = tiles * 8 + lane / 4, word = word_of(lane, turn);
+                const Four *from = tile + part * N * CHUNKS;
+                const Four first = from[place(n, word, half)];
+                const Four second = from[place(n, word, half + HALVES)];
+#pragma unroll
+                for (int q = 0; q < 4; q++) {
+                    const unsigned b[2] = {first.at[q], second.at[q]};
+                    multiply(sums[tiles], a[q], b, X());
+                }
+            }
+    }
+}
+
+KERNEL(32 * WM * WK) ternary_linear(
+    const X *x, const float *x_scale, const unsigned char *planes, const S *scale,
+    const unsigned char *marks, T *y, long long rows, int inputs, int outputs, int words, int group,
+    int groups, int scale_step, int tiles) {
+    DYNAMIC_SHARED(Four, memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp / WM;
+    const long long first_row = (long long)(blockIdx.x % tiles) * N;
+    const int first = blockIdx.x / tiles * M, output = first + warp % WM * 16 + lane / 4;
+    const Four *own = memory + part * PARTS * N * CHUNKS;
+
+    Acc sums[N_TILES][4] = {};
+    float scaled[GROUPED ? N_TILES : 1][4] = {};
+    for (int top = 0; top < inputs; top += WK * COLUMNS) {
+        const int column = top + part * COLUMNS;
+        Weights w;
+        fetch(w, planes, marks, output, outputs, column / 32, words, lane);
+        __syncthreads();  // what the last columns were read from is free
+        for (int i = threadIdx.x; i < WK * N * CHUNKS; i += THREADS) {
+            const int chunk = i % CHUNKS, n = i / CHUNKS % N, k = i / (CHUNKS * N);
+            const int at = top + k * COLUMNS + chunk * VALUES;
+            const int left = first_row + n < rows ? inputs - at : 0;
+            Four *to = memory + k * PARTS * N * CHUNKS;
+            to += place(n, chunk / WORD_CHUNKS, chunk % WORD_CHUNKS);
+            stage(to, x + (left > 0 ? (first_row + n) * inputs + at : 0), left);
+        }
+        __syncthreads();
+        if (column >= inputs) continue;
+#pragma unroll
+        for (int turn = 0; turn < 4; turn++) {
+            if constexpr (MARKED) {  // a product with nothing but 0 adds 0
+                const unsigned any = w.at[0][0][turn] | w.at[0][1][turn] | w.at[1][0][turn] |
+                                     w.at[1][1][turn];
+                if (!__any_sync(0xffffffffu, any != 0)) continue;
+            }
+            add(sums, w, own, turn, lane);
+            if constexpr (GROUPED) {  // 128 columns, which are of one group
+                const int at = (column + turn * 128) / group;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int row = output + 8 * half;
+                    const float factor =
+                        row < outputs && at < groups ? (float)scale[(long long)row * groups + at] : 0;
+#pragma unroll
+                    for (int t = 0; t < N_TILES; t++)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; i++) {
+                            scaled[t][i] += factor * (float)sums[t][i];
+                            sums[t][i] = 0;
+                        }
+                }
+            }
+        }
+    }
+    __syncthreads();
+    float *found = reinterpret_cast<float *>(memory);  // [WK][N][PITCH]
+#pragma unroll
+    for (int t = 0; t < N_TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int n = t * 8 + lane % 4 * 2 + i % 2, m = warp % WM * 16 + lane / 4 + i / 2 * 8;
+            found[(part * N + n) * PITCH + m] = GROUPED ? scaled[GROUPED ? t : 0][i] : (float)sums[t][i];
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < N * M; i += THREADS) {
+        const int n = i / M, to = first + i % M;
+        if (first_row + n >= rows || to >= outputs) continue;
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < WK; k++) sum += found[(k * N + n) * PITCH + i % M];
+        if constexpr (!GROUPED) sum *= (float)scale[(long long)to * scale_step];
+        if constexpr (INT8) sum *= x_scale[first_row + n];
+        y[(first_row + n) * outputs + to] = (T)(sum * Codes<X>::FACTOR);
+    }
+}

@@ -1,0 +1,70 @@
+"""A part of a ternary weight as a dense one.
+
+w[r, c] = codes[row + r, column + c] * scale
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes
+from ...core.dtypes import KERNEL_DTYPES, Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ._planes import WORD, dense, row_bytes
+from .weight import on_gpu
+
+THREADS = 256
+EIGHT = 8  # columns of a byte
+
+
+def dense_part(
+    planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
+) -> Array:
+    """Return a part of the weight as a new array, by a kernel where one runs on its planes."""
+    by_kernel = on_gpu(planes) and columns.start % EIGHT == 0 and dtype in KERNEL_DTYPES
+    if not by_kernel:
+        return dense(planes, scale, group, rows, columns, dtype)
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    w = empty(shape, dtype, like=planes)
+    return ternary_dense_(w, planes, scale, row=rows.start, column=columns.start, group=group)
+
+
+@op(
+    "w(rows, columns), planes(outputs, signs, bytes): byte, scale(outputs|1, groups): table"
+    " -> dense(rows, columns)",
+    widen=False,
+    no_gradient="it changes an array, and the weight is frozen",
+    traffic=lambda a: a["w"].nbytes + a["w"].size // 4,
+)
+def ternary_dense_(
+    w: Array, planes: Array, scale: Array, *, row: int = 0, column: int = 0, group: int = WORD
+) -> Array:
+    """Write the part of a ternary weight that begins at row and column over w."""
+    rows, columns = slice(row, row + len(w)), slice(column, column + w.shape[1])
+    w[...] = dense(planes, scale, group, rows, columns, w.dtype)
+    return w
+
+
+@ternary_dense_.kernel
+def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group: int) -> Any:
+    columns, held, groups = w.shape[1], planes.shape[2], scale.shape[1]
+    packed = w.flags.c_contiguous and planes.flags.c_contiguous and scale.flags.c_contiguous
+    if not packed or column % EIGHT or row_bytes(column + columns) > held:
+        return NotImplemented
+    whole = columns % EIGHT == 0 and lanes(columns, w) * w.dtype.itemsize == 16
+    chosen = _constants(w.dtype, scale.dtype, EIGHT if whole else 1, groups > 1)
+    eighths = len(w) * -(-columns // EIGHT)
+    kernel = load("ternary_dense.cu", "ternary_dense_", w, chosen)
+    kernel[-(-eighths // THREADS), THREADS](
+        *(w, planes, scale, eighths, columns, row, column, held, group, groups),
+        int(len(scale) > 1),
+    )
+    return w
+
+
+@cache
+def _constants(dtype: Any, scale: Any, lanes: int, grouped: bool) -> Constants:
+    return Constants(T=dtype, S=scale, LANES=lanes, GROUPED=grouped)

@@ -1,0 +1,211 @@
+"""A linear layer whose weight is ternary.
+
+y = x w^T + bias        w[o, d] = codes[o, d] * scale
+
+With activations of 8 bits, x[n] is rounded to integers times a scale, as int8_quantize does, and
+y[n, o] = scale[o] * x_scale[n] * sum over d of integers; the gradient of x passes straight through.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes, packed
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...core.target import limits
+from ...errors import ConfigError, DTypeError, ShapeError
+from ..common.gemm import gemm
+from ..linear.linear import linear
+from ._planes import row_blocks, row_bytes
+from .int8_quantize import INT8, launch_quantize, quantized
+from .ternary import FEW, GROUP_STEP, Ternary
+from .ternary_dense import dense_part
+
+COLUMNS = 512  # that a warp takes at a time
+PAD = 4  # floats between rows of sums, as in the kernel: no two lanes share a bank
+ACTIVATIONS = (None, "int8")
+
+
+def ternary_linear(
+    x: Array, weight: Any, *, bias: Array | None = None, activations: str | None = None
+) -> Array:
+    """Multiply rows by a ternary weight: ``y = x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    x : (*rows, inputs) float
+    weight : Ternary
+        (outputs, inputs); frozen.
+    bias : (outputs,) dtype of x or float32, optional
+    activations : str, optional
+        ``"int8"`` rounds each row of x to integers -127 .. 127 times a scale, so that the product
+        is one of integers; its gradient is that of x as it was.
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+
+    Raises
+    ------
+    DTypeError
+        weight is not a Ternary, or arrays are not of one dtype.
+    ConfigError
+        activations is neither None nor "int8".
+    ShapeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    held: Any = weight
+    if not isinstance(held, Ternary):
+        given = f"weight is {type(weight).__name__}, not a Ternary"
+        raise DTypeError(f"ternary_linear: {given}; pass ternary_quantize(weight), or call linear")
+    if activations not in ACTIVATIONS:
+        raise ConfigError(f"ternary_linear: activations={activations!r}; choose None or 'int8'")
+    if activations is None:
+        return linear(x, weight, bias)
+    scale = held.scales.astype(np.float32, copy=False)
+    y = ternary_linear_forward(
+        x, held.planes, scale, held.marks, group=held.group or GROUP_STEP, int8=True
+    )
+    return y if bias is None else y + bias.astype(y.dtype, copy=False)
+
+
+@op(
+    "x(*rows, inputs), planes(outputs, signs, bytes): byte, scale(outputs|1, groups): table,"
+    " marks?(outputs, mark_bytes): byte -> y(*rows, outputs)",
+    traffic=lambda a: a["x"].nbytes + a["planes"].nbytes + a["scale"].nbytes,
+    operations=lambda a: 2 * a["x"].size * len(a["planes"]),
+)
+def ternary_linear_forward(
+    x: Array,
+    planes: Array,
+    scale: Array,
+    marks: Array | None = None,
+    *,
+    group: int = GROUP_STEP,
+    int8: bool = False,
+) -> Array:
+    """Return ``x @ w.T`` of the parts that a ``Ternary`` is made of.
+
+    Marks say which 256 columns of a row of w hold a code that is not 0; group is the columns that
+    share a scale, where a row has several.
+    """
+    inputs, outputs = x.shape[-1], len(planes)
+    rows: Any = packed(x.reshape(math.prod(x.shape[:-1]), inputs))
+    scales = None
+    if int8:
+        rows, scales, _ = quantized(rows, np.abs(rows), None)
+        rows = rows.astype(x.dtype)
+    y = empty((len(rows), outputs), x.dtype, like=x)
+    for part in row_blocks(outputs, inputs):
+        own = scale if len(scale) == 1 else scale[part]
+        w = dense_part(planes[part], own, group, *_all(planes[part], inputs), x.dtype)
+        gemm(rows, w.T, out=y[:, part])
+    if scales is not None:
+        y *= scales[:, None]
+    return y.reshape(*x.shape[:-1], outputs)
+
+
+@ternary_linear_forward.gradient
+def ternary_linear_backward(
+    dy: Array, x: Array, planes: Array, scale: Array, *, group: int = GROUP_STEP
+) -> tuple[Array, None, None, None]:
+    """Return the gradient of x: ``dy @ w``, by chunks of columns; the weight is frozen."""
+    rows = packed(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))
+    dx = empty((len(rows), x.shape[-1]), dy.dtype, like=dy)
+    for part in row_blocks(x.shape[-1], len(planes)):
+        w = dense_part(planes, scale, group, slice(0, len(planes)), part, dy.dtype)
+        gemm(rows, w, out=dx[:, part])
+    return dx.reshape(x.shape), None, None, None
+
+
+def _all(planes: Array, columns: int) -> tuple[slice, slice]:
+    return slice(0, len(planes)), slice(0, columns)
+
+
+@ternary_linear_forward.require
+def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None:
+    wanted = 2, row_bytes(x.shape[-1])
+    if planes.shape[1:] != wanted:
+        raise ShapeError(
+            f"{call}: planes are {tuple(planes.shape)}; {x.shape[-1]} columns take {wanted} a row",
+            expected=(len(planes), *wanted),
+            actual=tuple(planes.shape),
+        )
+    groups = scale.shape[-1]
+    if groups > 1 and groups != -(-x.shape[-1] // max(group, 1)):
+        raise ShapeError(f"{call}: scale has {groups} groups; they are not of {group} columns")
+
+
+@ternary_linear_forward.kernel
+def _launch(
+    x: Array, planes: Array, scale: Array, marks: Array | None, group: int, int8: bool
+) -> Any:
+    outputs, (inputs, groups), held = len(planes), (x.shape[-1], scale.shape[1]), planes.shape[2]
+    rows = x.size // inputs
+    aligned = lanes(held, planes)
+    apart = (rows > FEW and not int8) or (groups > 1 and group % GROUP_STEP != 0)
+    if apart or aligned < 4 or x.ndim * outputs == 0:
+        return NotImplemented
+    factors, values = None, x
+    if int8:
+        values, factors, _ = launch_quantize(x)
+    y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
+    n_tiles, wm, wk = _tiles(rows, values.dtype.itemsize, inputs, limits(x).shared)
+    wide = lanes(inputs, values) * values.dtype.itemsize >= 16
+    chosen, shared = _constants(
+        *(values.dtype, x.dtype, scale.dtype, n_tiles, wm, wk),
+        *(groups > 1, aligned >= 16, wide, marks is not None),
+    )
+    tiles = -(-rows // (8 * n_tiles))
+    kernel = load("ternary_linear.cu", "ternary_linear", x, chosen)
+    kernel[-(-outputs // (16 * wm)) * tiles, 32 * wm * wk, shared](
+        *(values, factors, planes, scale, marks, y, rows, inputs, outputs, held // 4),
+        *(group, groups, int(len(scale) > 1), tiles),
+    )
+    return y
+
+
+def _tiles(rows: int, size: int, inputs: int, shared: int) -> tuple[int, int, int]:
+    """Return N_TILES, WM and WK for values of so many bytes, in so much shared memory of a block.
+
+        rows     integers    16 bits    float32     a block has 16 outputs, and its warps share
+        <= 8     1, 1, 8     1, 1, 8    1, 1, 4     out the columns: loads of all SMs are under
+        <= 16    2, 1, 8     2, 1, 4    2, 1, 2     way with few outputs too; x fills 32 to 96 KiB
+        more     8, 8, 1                            64 rows by 128 outputs: weights are decoded
+                                                    once for 64 rows
+
+    Half as many warps share the columns, and x fills half, where a block has less than 128 KiB.
+    """
+    if rows > FEW:
+        return 8, 8, 1
+    n_tiles = 1 if rows <= 8 else 2
+    most = min(8, (16 if shared >= 2**17 else 8) // size // n_tiles)
+    needed = -(-inputs // COLUMNS)
+    return n_tiles, 1, min(most, 1 << (needed - 1).bit_length())
+
+
+@cache
+def _constants(
+    x: Any, y: Any, scale: Any, n_tiles: int, wm: int, wk: int, *flags: bool
+) -> tuple[Constants, int]:
+    """Return the constants, and the bytes of shared memory: x, then the sums of all warps."""
+    grouped, wide, x_wide, marked = flags
+    cell = 1 if x == INT8 else 6 if x.itemsize == 4 else 2
+    shared = wk * 8 * n_tiles * max(COLUMNS * cell, (16 * wm + PAD) * 4)
+    return Constants(
+        X=x,
+        T=y,
+        S=scale,
+        N_TILES=n_tiles,
+        WM=wm,
+        WK=wk,
+        GROUPED=grouped,
+        WIDE=wide,
+        X_WIDE=x_wide,
+        MARKED=marked,
+    ), shared

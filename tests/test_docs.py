@@ -19,6 +19,7 @@ from .compilers import NEWEST, OLDEST
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+NOTEBOOKS = sorted((DOCS / "examples").glob("*.ipynb"))
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md"))]
 
 LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py runs what they need
@@ -53,6 +54,23 @@ def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_prints_what_it_shows(
+    notebook: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = json.loads(notebook.read_text(encoding="utf-8"))
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    for name in ("torch", "transformers"):
+        if re.search(rf"^(import|from) {name}\b", "".join(cells[0]["source"]), re.M):
+            pytest.importorskip(name, reason=f"needs the extra `peers` ({name})")
+    names: dict[str, Any] = {}
+    for count, cell in enumerate(cells, 1):
+        exec(compile("".join(cell["source"]), f"{notebook.name}, {cell['id']}", "exec"), names)
+        shown = ["".join(output["text"]) for output in cell["outputs"]]
+        assert capsys.readouterr().out == "".join(shown), cell["id"]
+        assert cell["execution_count"] == count
 
 
 def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[str]) -> None:

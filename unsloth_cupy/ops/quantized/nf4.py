@@ -13,13 +13,14 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.call import checked
-from ...core.dtypes import FLOAT32, FLOATS, Array
+from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ...errors import ConfigError, DTypeError
 from ...placement import placed
 from ..common import dynamic_codes
 from ..linear.linear import linear
 from . import _four_bits
 from ._state import array_of, json_of
+from .nf4_quantize import nf4_quantize_forward
 from .weight import Quantized, check_finite, checked_weight
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -59,8 +60,8 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     call = "nf4_quantize"
     _check_format(call, block, kind)
     checked_weight(call, w)
-    values = w.astype(FLOAT32, copy=False)
-    packed, absmax = _four_bits.encode(values, block, kind == "fp4")
+    values = w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
+    packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
     check_finite(call, w, absmax)
     given: dict[str, Any] = {"absmax": absmax}
     if double:

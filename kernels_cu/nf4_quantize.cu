@@ -1,0 +1,120 @@
+// Values as codes of 4 bits and the largest size of each block, in one pass.
+//
+//   absmax = max |w|          code = the level nearest to w * (1 / absmax), the lower of two
+//
+//   the last block, where it is short, counts 1e-38 as its least absmax, and divides
+//
+//   traffic     size * (sizeof(T) + 1 / 2) + blocks * 4
+//   constants   T          dtype of w
+//               BLOCK      values that share an absmax: a power of two, 32 to 4096
+//               LANES      values of one access
+//               THREADS    of a block of threads
+//               FP4        the levels are those of FP4
+//
+//   The trick: a thread keeps 16 values, so all are read once.  The greatest is found among bit
+//   patterns, which order sizes as numbers do, and in which infinity and NaN are greatest: they show
+//   in absmax.  A code is found by four comparisons of the 15 that define it.  The remainder of a
+//   product by the rounded reciprocal makes it the rounded quotient.  Below 2^-126 a block has the
+//   codes of zeros; beyond 2^126, where float32 has no reciprocal, it is scaled first.
+#include "common/four_bits.cuh"
+#include "common/vector.cuh"
+
+constexpr int VALUES = 16;                        // of a thread
+constexpr int CHUNK = LANES < 2 ? 2 : LANES;      // neighbours among them: whole bytes of codes
+constexpr int DEPTH = VALUES / CHUNK;
+constexpr int GROUP = BLOCK / VALUES;             // threads that share a block
+constexpr unsigned NORMAL = 0x00800000u, LARGE = 0x7e800000u;  // 2^-126, 2^126
+constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
+
+// Half-way between a level and the next, by their order.
+template <int I> __device__ __forceinline__ float bound() {
+    constexpr float NF4[16] = {
+        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+        -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+        0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+        0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+    constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
+    if constexpr (!FP4) return (NF4[I] + NF4[I + 1]) / 2;
+    else if constexpr (I == 7) return 0.0f;
+    else if constexpr (I < 7) return (SIZES[7 - I] + SIZES[6 - I]) / -2;
+    else return (SIZES[I - 8] + SIZES[I - 7]) / 2;
+}
+
+__device__ __forceinline__ unsigned code_of(float share) {
+    const bool a = share > bound<7>();
+    float middle = a ? bound<11>() : bound<3>();
+    const bool b = share > middle;
+    middle = a ? (b ? bound<13>() : bound<9>()) : (b ? bound<5>() : bound<1>());
+    const bool c = share > middle;
+    const float high = b ? (c ? bound<14>() : bound<12>()) : (c ? bound<10>() : bound<8>());
+    const float low = b ? (c ? bound<6>() : bound<4>()) : (c ? bound<2>() : bound<0>());
+    const unsigned place = b * 4 + c * 2 + (share > (a ? high : low));
+    return FP4 ? (a ? 0x32547618u : 0x09efcdabu) >> place * 4 & 15 : a * 8 + place;  // by levels
+}
+
+KERNEL(THREADS, 1536 / THREADS) nf4_quantize(const T *__restrict__ w,
+                                             unsigned char *__restrict__ packed,
+                                             float *__restrict__ absmax, long long size) {
+    __shared__ unsigned tops[THREADS / 32];
+    const int own = threadIdx.x % GROUP;
+    const long long block = (long long)blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
+    const long long first = block * BLOCK, start = first + own * CHUNK;
+    const int left = (int)min(max(size - start, -1ll), 2ll * BLOCK);
+    w += start;
+    packed += start / 2;
+
+    float v[DEPTH][CHUNK];
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++)
+#pragma unroll
+        for (int j = 0; j < CHUNK; j += LANES) {
+            const int at = k * GROUP * CHUNK + j;
+            load(reinterpret_cast<float (&)[LANES]>(v[k][j]), w + at, left - at);
+        }
+    unsigned top = 0;
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++)
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, __float_as_uint(v[k][j]) & 0x7fffffffu);
+#pragma unroll
+    for (int d = min(GROUP, 32) / 2; d > 0; d /= 2)
+        top = max(top, __shfl_xor_sync(0xffffffffu, top, d));
+    if constexpr (GROUP > 32) {
+        if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < GROUP / 32; i++)
+            top = max(top, tops[threadIdx.x / GROUP * (GROUP / 32) + i]);
+    }
+    if (first >= size) return;
+
+    const bool divides = first + BLOCK > size;
+    if (own == 0) absmax[block] = __uint_as_float(divides ? max(top, LEAST) : top);
+    const float unit = top > LARGE ? 0.25f : 1.0f, most = __uint_as_float(top) * unit;
+    float by = top < NORMAL ? 0.0f : __frcp_rn(most);
+    if (divides || top > LARGE) {
+#pragma unroll
+        for (int k = 0; k < DEPTH; k++)
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const float scaled = v[k][j] * unit, share = scaled * by;
+                v[k][j] = divides ? fmaf(fmaf(-share, most, scaled), by, share) : scaled;
+            }
+        by = divides ? 1.0f : by;
+    }
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {
+        const int at = k * GROUP * CHUNK;
+        Vector<unsigned char, CHUNK / 2> codes;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j += 2)
+            codes.at[j / 2] = code_of(v[k][j] * by) << 4 | code_of(v[k][j + 1] * by);
+        if (at + CHUNK <= left) {
+            put(packed + at / 2, codes);
+        } else {
+#pragma unroll
+            for (int j = 0; j < CHUNK; j += 2)
+                if (at + j < left) packed[at / 2 + j / 2] = codes.at[j / 2];
+        }
+    }
+}

@@ -1,6 +1,7 @@
 """GGUF files, read back by the package that llama.cpp's own converter writes them with."""
 
 import json
+import shutil
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -15,12 +16,14 @@ from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.gguf import TYPES
+from unsloth_cupy.ops.quantized.weight import Quantized
 
 from .exported import byte_level, make, read, write_tokenizer
 from .peers import CONFIGS, LLAMA3, SIZES
 
 gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "quant"
 PLAIN = {  # a model of each family, as llama.cpp computes it
     "llama": CONFIGS["llama biases"],
     "llama3": CONFIGS["llama llama3"],
@@ -293,6 +296,37 @@ def test_adapters_are_merged(dora: bool, tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense["blk.2.attn_q.weight"], rotated[reordered(32, 8)])
 
 
+@pytest.mark.parametrize("name", ["llama_nf4_double", "qwen3_nf4"])
+def test_quantized_weights_are_written_as_they_are_dequantized(name: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name, tmp_path / "m")
+    model = models.load(tmp_path / "m")
+    write_tokenizer(tmp_path / "m", byte_level(model.config.vocab))
+    models.export_gguf(model, tmp_path / "model.gguf", kind="f32")
+    models.export_gguf(tmp_path / "m", tmp_path / "folder.gguf", kind="f32")
+    weight = model.parameters["model.layers.1.mlp.down_proj.weight"]
+    assert isinstance(weight, Quantized)
+    for file in ("model.gguf", "folder.gguf"):
+        made = read(tmp_path / file)[1]["blk.1.ffn_down.weight"]
+        np.testing.assert_array_equal(made, weight.dequantize("float32"))
+
+
+def test_an_adapter_of_a_quantized_model(tmp_path: Path) -> None:
+    model = make(tmp_path / "m", WIDE)
+    models.quantize(model, "nf4", least=0)
+    model.add_adapter(4, targets=["down_proj"])
+    array = next(
+        a for name, a in model.adapter.parameters.items() if name.endswith("lora_B.weight")
+    )
+    array[...] = 0.1
+    models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    kept = model.parameters["model.layers.0.mlp.up_proj.weight"].dequantize()
+    model.merge_adapter()
+    dense = read(tmp_path / "m.gguf")[1]
+    merged = model.parameters["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(dense["blk.0.ffn_down.weight"], merged)
+    np.testing.assert_array_equal(dense["blk.0.ffn_up.weight"], kept)
+
+
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     make(tmp_path / "m", WIDE | {"num_hidden_layers": 12, "vocab_size": 1200})
     largest, whole = 4 * 1200 * 256, (tmp_path / "m" / "model.safetensors").stat().st_size
@@ -305,6 +339,46 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert largest < peak < 2.5 * largest
+
+
+def test_chunks_of_rows_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is never float32 as a whole, where it is bfloat16."""
+    make(tmp_path / "m", WIDE | {"vocab_size": 4096}, dtype="bfloat16")
+    models.export_gguf(tmp_path / "m", tmp_path / "whole.gguf", kind="q8_0")
+    monkeypatch.setattr("unsloth_cupy.models.gguf._types.CHUNK", 3000)
+    tracemalloc.start()
+    try:
+        models.export_gguf(tmp_path / "m", tmp_path / "chunks.gguf", kind="q8_0")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "chunks.gguf").read_bytes()
+    assert peak < 4 * 4096 * 256, "as stored and as written: 2 and 1.06 bytes a number"
+
+
+@pytest.mark.parametrize(("kind", "number"), [("q8_0", 5e6), ("q4_0", -4e5)])
+def test_scales_are_what_must_fit(kind: str, number: float, tmp_path: Path) -> None:
+    """A block of 8 bits holds 127 times the largest float16."""
+    model = make(tmp_path / "m", "llama")
+    model.parameters["model.layers.2.mlp.up_proj.weight"][3, 5] = number
+    models.export_gguf(model, tmp_path / "m.gguf", kind=kind)
+    assert read(tmp_path / "m.gguf")[1]["blk.2.ffn_up.weight"][3, 5] == pytest.approx(number, 1e-3)
+
+
+@pytest.mark.parametrize(("layers", "length"), [(45, 16), (46, 8)])
+def test_scores_of_the_gemma_of_27b(layers: int, length: int, tmp_path: Path) -> None:
+    """Of 46 layers llama.cpp scales scores by hidden / heads, in place of the length of a head."""
+    model, _, _, dense, _ = exported(tmp_path, PLAIN["gemma2"] | {"num_hidden_layers": layers})
+    weight = model.parameters["model.layers.9.self_attn.q_proj.weight"]
+    np.testing.assert_allclose(dense["blk.9.attn_q.weight"], weight * (length / 20) ** 0.5, 1e-6)
+
+
+def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
+    model = make(tmp_path / "m", "llama")
+    (tmp_path / "m" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    for name, given in (("model", model), ("folder", tmp_path / "m")):
+        models.export_gguf(given, tmp_path / f"{name}.gguf", tokenizer=tmp_path)
+    assert read(tmp_path / "folder.gguf")[0] == read(tmp_path / "model.gguf")[0]
 
 
 def test_what_llama_cpp_does_otherwise_is_said(tmp_path: Path) -> None:
@@ -412,6 +486,30 @@ def test_a_full_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         models.export_gguf(model, tmp_path / "m.gguf")
 
 
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("2048 requested and 512 written")
+
+    make(tmp_path / "m", "llama")
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
+    with pytest.raises(ConfigError, match=r"m\.gguf cannot be written: .* make room on its disk"):
+        models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_bar_on_a_terminal(
+    progress: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make(tmp_path / "m", "llama")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", progress=progress)
+    assert ("m.gguf: 100%" in capsys.readouterr().err) is progress
+
+
 def test_a_name_that_llama_cpp_takes_for_another_model_is_left_out(tmp_path: Path) -> None:
     for name in ("my-Phi-3-mini", "phi"):
         make(tmp_path / name, "phi3")
@@ -427,7 +525,7 @@ def test_command(tmp_path: Path) -> None:
     def run(*arguments: object) -> click.testing.Result:
         return click.testing.CliRunner().invoke(group, ["export", *map(str, arguments)])
 
-    done = run(tmp_path / "m", tmp_path / "m.gguf", "--type", "q8_0")
+    done = run(tmp_path / "m", tmp_path / "m.gguf", "--type", "Q8_0")
     assert done.exit_code == 0, done.output
     assert done.output.startswith(f"{tmp_path / 'm.gguf'}: ")
     assert "20 q8_0, 3 f16, 7 f32" in done.output

@@ -90,6 +90,20 @@ def test_logits_and_greedy_tokens(name: str, tmp_path: Path) -> None:
     assert loaded.greedy(tokens[0, :8]) == made[0].tolist()
 
 
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_as_many_layers_as_the_models_of_27b(name: str, layers: int, tmp_path: Path) -> None:
+    """Of those llama.cpp scales scores otherwise."""
+    config = CONFIGS[name] | {"num_hidden_layers": layers}
+    if "layer_types" in config:
+        config["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+    model = make(tmp_path / "m", config)
+    models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    tokens = np.random.default_rng(0).integers(3, 97, (1, 12))
+    made = Loaded(tmp_path / "m.gguf").logits(tokens[0])
+    room = 1e-2  # GELU is rounded in each layer
+    np.testing.assert_allclose(made, model.logits(tokens)[0], rtol=0, atol=room)
+
+
 def test_long_factors_beyond_the_original_context(tmp_path: Path) -> None:
     model = make(tmp_path / "m", FAMILIES["phi3 longrope"])
     models.export_gguf(model, tmp_path / "m.gguf", kind="f32")

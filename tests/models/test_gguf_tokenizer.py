@@ -67,6 +67,7 @@ def characters() -> Values:
 def test_tokens_types_and_merges(tmp_path: Path) -> None:
     values = byte_level(97)
     size = len(values["model"]["vocab"])
+    values["model"]["unk_token"] = "<pad>"  # which is a special token here
     spare = {"id": 40, "content": "<tool>", "special": False, "lstrip": True, "rstrip": False,
              "single_word": False, "normalized": True}  # fmt: skip
     values["added_tokens"].append(spare)
@@ -93,6 +94,21 @@ def test_tokens_around_a_text(single: str, begin: bool, end: bool, tmp_path: Pat
     assert (found["add_bos_token"], found["add_eos_token"]) == (begin, end)
     assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
     assert found["padding_token_id"] == 0  # config.json's, as there are no settings
+
+
+def test_what_stands_around_a_text_goes_before_the_settings(tmp_path: Path) -> None:
+    """Lengths of an earlier call, which some files keep, mean nothing."""
+    values = byte_level(97) | {
+        "post_processor": around("</s> $A <pad>"),
+        "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0,
+                       "direction": "Right"},
+        "padding": {"strategy": {"Fixed": 8}, "direction": "Left", "pad_id": 1, "pad_token": "<s>",
+                    "pad_type_id": 0, "pad_to_multiple_of": None},
+    }  # fmt: skip
+    found, notes = said(tmp_path, values, bos_token="<s>", eos_token="</s>")
+    assert [found[f"{role}_token_id"] for role in ("bos", "eos", "eot")] == [2, 0, 2]
+    assert found["add_bos_token"] is found["add_eos_token"] is True
+    assert notes == ()
 
 
 def test_a_vocabulary_without_the_letter_that_is_tried(tmp_path: Path) -> None:
@@ -160,9 +176,11 @@ DIGITS = [{"type": "Digits", "individual_digits": True}, BYTES]
         (split(LLAMA3), True, "llama-bpe"),
         (split(LLAMA3), False, "dbrx"),
         (split(LLAMA3.replace("{1,3}", "")), False, "qwen2"),
+        ([split(LLAMA3)[0] | {"behavior": "Removed", "invert": True}, BYTES | {"use_regex": False}],
+         False, "dbrx"),
         (DIGITS, False, "smollm"),
     ],
-)
+)  # fmt: skip
 def test_rules_that_cut_words(steps: list[Values], whole: bool, name: str, tmp_path: Path) -> None:
     values = byte_level(97)
     values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
@@ -175,13 +193,19 @@ def test_rules_that_cut_words(steps: list[Values], whole: bool, name: str, tmp_p
 
 def test_characters_with_bytes(tmp_path: Path) -> None:
     """Scores fall in the order of the merges; tokens that none makes come last."""
-    found, notes = said(tmp_path, characters())
+    values = characters()
+    values["model"]["vocab"]["he"] = 12
+    values["model"]["merges"] += ["h e", "t he"]  # the second to make "the"
+    values["added_tokens"].append(values["added_tokens"][1] | {
+        "id": 20, "content": "\u2581\u2581", "special": False})  # fmt: skip
+    found, notes = said(tmp_path, values)
+    assert (found["tokens"][20], found["token_type"][20]) == ("  ", USER)
     assert (found["model"], found["pre"], found["add_space_prefix"]) == ("llama", "default", True)
     texts = found["tokens"][:12]
     assert texts == ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", *"thea", "th", "the", "\u2581the"]
     assert found["token_type"][:5] == [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL]
-    assert found["scores"][9:12] == [0.0, -1.0, -2.0]
-    assert {*found["scores"][:9]} == {-3.0}
+    assert found["scores"][9:13] == [0.0, -1.0, -2.0, -3.0]
+    assert {*found["scores"][:9], *found["scores"][13:]} == {-5.0}
     assert "merges" not in found
     assert notes == ()
 
@@ -237,6 +261,9 @@ def without(values: Values, key: str, value: Any) -> Values:
          "adds a space before a text"),
         (byte_level, "pre_tokenizer", {"type": "Sequence", "pretokenizers": split("x+")},
          "cuts texts by 'x\\+'; llama.cpp has no tokenizer like it"),
+        (byte_level, "pre_tokenizer",
+         {"type": "Sequence", "pretokenizers": [split(LLAMA3)[0] | {"invert": True}, split("")[1]]},
+         "cuts texts by 'Split, ByteLevel'"),
         (byte_level, "model.ignore_merges", True, "takes words that are tokens whole"),
         (characters, "normalizer", None, "leaves the spaces of a text as they are"),
         (characters, "normalizer", {"type": "NFKC"}, r"changes texts \(NFKC\)"),

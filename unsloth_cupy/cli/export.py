@@ -13,8 +13,8 @@ from .options import FILE, NewFile
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("file", metavar="FILE.gguf", type=NewFile())
 @click.option(
-    "--type", "kind", type=click.Choice(TYPES), default="f16", show_default=True,
-    help="Of the matrices; vectors stay f32.",
+    "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), default="f16",
+    show_default=True, help="Of the matrices; vectors stay f32.",
 )  # fmt: skip
 @click.option(
     "--tokenizer",

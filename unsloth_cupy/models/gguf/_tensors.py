@@ -66,8 +66,8 @@ def _names(config: Config, known: Architecture) -> Callable[[str], str]:
 
 
 def _type(name: str, shape: tuple[int, ...], kind: Kind) -> Type:
-    """Return the type of a tensor: vectors and norms stay whole, odd rows become float16."""
-    if len(shape) == 1 or name.endswith("_norm.weight"):
+    """Return the type of a tensor: vectors stay float32, odd rows become float16."""
+    if len(shape) == 1:
         return Type.F32
     chosen = kind.type
     if kind.tables is not None and name in ("token_embd.weight", "output.weight"):

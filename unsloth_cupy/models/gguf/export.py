@@ -15,6 +15,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import absent, check_room, path_of, written_beside
 from ...machine import format_bytes
+from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapter import Adapter
 from ..adapter_base import base_of
@@ -200,8 +201,7 @@ def _merging(adapter: Adapter | None, read: Callable[[str], Any]) -> "Read":
         array = read(name)
         if adapter is not None:
             array = adapter.merge(name, array)
-        dense = array.dequantize(FLOAT32) if hasattr(array, "dequantize") else array
-        return to_numpy(dense)
+        return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
     return merged
 
@@ -265,8 +265,17 @@ def _write(
         ) as bar:  # fmt: skip
             for tensor in made:
                 data = packed(tensor.name, tensor.read(), tensor.type)
-                out.write_tensor_data(data)
+                _put(out, data, path)
                 bar.update(data.nbytes)
+
+
+def _put(out: Any, data: Array, path: Path) -> None:
+    """Write the bytes of a tensor; raise a ConfigError where that is not done."""
+    try:
+        out.write_tensor_data(data)
+    except OSError as error:  # NumPy tells how much was written, and not why that was not all
+        why = error.strerror or error
+        raise ConfigError(f"{path} cannot be written: {why}; make room on its disk") from None
 
 
 def _add(out: Any, key: str, value: Any) -> None:

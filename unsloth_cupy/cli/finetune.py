@@ -23,7 +23,7 @@ from ..finetune.text import Text, read_text
 from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
-from .options import FILE, ConfigFile, Device, Number, Size, option
+from .options import FILE, QUANTIZE, ConfigFile, Device, Number, Size, option
 
 STEPS = 1200
 DTYPES = ("float32", "bfloat16", "float16")
@@ -50,6 +50,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 )
 @option("--save-dtype", click.Choice(DTYPES), "Of the weights that the run ends with.", "float32")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
+@option("--quantize", QUANTIZE, "Keep the model in fewer bits, as nf4; with --lora.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks, twice: less memory.")
@@ -83,6 +84,7 @@ def finetune(
     dtype: str,
     save_dtype: str,
     lora: int | None,
+    quantize: str | None,
     accumulate: int,
     checkpoint_every: int | None,
     chunked_mlp: bool,
@@ -123,12 +125,14 @@ def finetune(
         )
     if lora is not None and source is None:
         raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
+    if quantize is not None and source is None:
+        raise ConfigError("--quantize is for a model that exists; name its MODEL_FOLDER")
     rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
     ends = steps or STEPS
     plan = Settings(
         ends, rate, weight_decay, max_norm, seed, evaluate_every or math.ceil(ends / 10),
         save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
-        **({} if config is None else config.rest),
+        quantize=quantize, **({} if config is None else config.rest),
     )  # fmt: skip
     run: RunFolder | None = None
     with stop_request() as stop:

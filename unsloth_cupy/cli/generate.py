@@ -17,7 +17,7 @@ from ..finetune.run_folder import load_model, model_folder
 from ..finetune.streaming import stream_text
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
-from .options import FILE, Device, Number, Words, option, utf8
+from .options import FILE, QUANTIZE, Device, Number, Words, option, utf8
 
 if TYPE_CHECKING:
     pass
@@ -45,6 +45,7 @@ Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments kn
 )  # fmt: skip
 @click.option("--chat", is_flag=True, help="PROMPT is a question, put by the model's template.")
 @option("--system", Words(), "What the model is told before the questions of --chat.")
+@option("--quantize", QUANTIZE, "Keep the weights in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 def generate(
     folder: Path,
@@ -52,6 +53,7 @@ def generate(
     stop: tuple[str, ...],
     chat: bool,
     system: str | None,
+    quantize: str | None,
     device: str | None,
     **options: Any,
 ) -> None:
@@ -73,7 +75,7 @@ def generate(
     asked = "" if talk else _prompt(prompt)
     told = [] if system is None else [{"role": "system", "content": system}]
     with on_device("generate", device):
-        model = load_model(source, device=device)
+        model = load_model(source, device=device, quantize=quantize)
         write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
         with blas_threads(model.config.hidden):
             if talk:

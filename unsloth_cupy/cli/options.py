@@ -11,9 +11,11 @@ import click
 
 from ..errors import ConfigError
 from ..finetune.training_config import read_training_config
+from ..models.quantized import KINDS
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
+QUANTIZE = click.Choice([*KINDS])
 
 
 class Number(click.FloatRange):

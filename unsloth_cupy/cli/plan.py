@@ -9,18 +9,19 @@ import click
 
 from .. import machine
 from ..errors import ConfigError
-from ..finetune.limit import check_tokens
+from ..finetune.limit import check_tokens, quantized_kind
 from ..finetune.run_folder import model_folder, model_without_weights
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
 from ..models.adapter_base import base_of
-from .options import FILE, NewPicture, option
+from .options import FILE, QUANTIZE, NewPicture, option
 from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
 GB = 2**30
 LARGEST = 4  # workspaces of ops that are shown
+RANK = 16  # of the adapters that are compared
 TOKENS = 2048  # in a row, as long as a model has positions for them
 HOLDS = {
     "weights": "what the model computes with, adapters too",
@@ -41,6 +42,7 @@ HOLDS = {
 @option("--optimizer", click.Choice(OPTIMIZERS), "none: no optimizer.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
+@option("--quantize", QUANTIZE, "Keep the model in fewer bits; with --lora.")
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks of rows, and again.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
@@ -54,6 +56,7 @@ def plan(
     optimizer: str,
     state_bits: str,
     lora: int | None,
+    quantize: str | None,
     checkpoint_every: int | None,
     chunked_mlp: bool,
     accumulate: int,
@@ -71,7 +74,8 @@ def plan(
     folder = None if config.is_file() else model_folder(config)
     path = config if folder is None else (base_of(folder) or folder) / "config.json"
     values = read_json(path)
-    adapter = None if folder is None else model_without_weights(folder)[1]
+    adapter, stored = (None, None) if folder is None else model_without_weights(folder)[1:]
+    quantize = quantized_kind(folder, quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
         raise ConfigError(f"{folder} holds an adapter, which is planned as it is; leave --lora out")
     options = {
@@ -80,6 +84,7 @@ def plan(
         "state_bits": int(state_bits),
         "rank": lora,
         "adapter": adapter,
+        "quantization": quantize,
         "checkpoint_every": checkpoint_every,
         "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
@@ -90,6 +95,9 @@ def plan(
     def planned(rows: int, length: int) -> MemoryPlan:
         return plan_memory(values, batch=rows, tokens=length, **options)  # type: ignore[arg-type]
 
+    def otherwise(**changes: Any) -> MemoryPlan:
+        return plan_memory(values, batch=batch, tokens=tokens, **{**options, **changes})  # type: ignore[arg-type]
+
     try:
         positions = parse(values).positions
         tokens = min(TOKENS, positions) if tokens is None else tokens
@@ -97,12 +105,14 @@ def plan(
         made = planned(batch, tokens)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    told = {
-        "lora": lora, "checkpoint every": checkpoint_every, "accumulate": accumulate,
-        "state bits": int(state_bits),
-    }  # fmt: skip
-    plain = {"lora": None, "checkpoint every": None, "accumulate": 1, "state bits": 32}
-    also = "".join(f", {name} {value}" for name, value in told.items() if value != plain[name])
+    told: dict[str, tuple[Any, Any]] = {  # what it is, and what goes without saying
+        "lora": (lora, None),
+        "quantized to": (quantize, None),
+        "checkpoint every": (checkpoint_every, None),
+        "accumulate": (accumulate, 1),
+        "state bits": (int(state_bits), 32),
+    }
+    also = "".join(f", {name} {value}" for name, (value, plain) in told.items() if value != plain)
     also += ", chunked MLP" * chunked_mlp
     also += "" if adapter is None else f", the adapter in {folder}"
     title = f"{path}: {batch} x {tokens} tokens, {dtype}{also}"
@@ -110,6 +120,8 @@ def plan(
     console.print(ledger(made, title))
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, tokens, positions, here))
+    if adapter is None and stored is None and optimizer != "none":
+        console.print(ways(otherwise, lora or RANK, quantize or "nf4", here))
     if plot is not None:
         draw_timeline(plot, made, title)
         console.print(f"timeline: {plot}", markup=False)
@@ -140,6 +152,30 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     moment = plan.moments[plan.peak]
     where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
     table.add_row("total", "", format_bytes(plan.total), where)
+    return table
+
+
+def ways(planned: Callable[..., MemoryPlan], rank: int, kind: str, here: int | None) -> Any:
+    """Return the table of what the same step takes where all weights learn, or adapters alone."""
+    from rich.table import Table
+
+    table = Table(title="the same step by what learns", title_justify="left")
+    table.add_column("")
+    table.add_column("a step", justify="right")
+    table.add_column("smallest card", justify="right")
+    sizes = [(f"{size} GB", size * GB) for size in CARDS]
+    sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
+    for told, changes in (
+        ("all weights", {"rank": None, "quantization": None}),
+        (f"--lora {rank}", {"rank": rank, "quantization": None, "chunked_mlp": False}),
+        (
+            f"--quantize {kind} --lora {rank}",
+            {"rank": rank, "quantization": kind, "chunked_mlp": False},
+        ),
+    ):
+        total = planned(**changes).total
+        fits = [(size, name) for name, size in sizes if total <= size]
+        table.add_row(told, format_bytes(total), min(fits)[1] if fits else "-")
     return table
 
 

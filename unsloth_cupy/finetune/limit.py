@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
     device: str | None
     exists: bool  # the model: adapters may be added
     adapter: "Adapter | None" = None  # that it has
+    quantized: str | None = None  # the kind of its weights
 
     def planned(self, plan: "Settings", **changes: Any) -> MemoryPlan:
         """Return what a step takes, or would take with some changes."""
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
             "state_bits": plan.state_bits,
             "rank": None if self.adapter else plan.lora,
             "adapter": self.adapter,
+            "quantization": self.quantized,
             "checkpoint_every": plan.checkpoint or plan.checkpoint_every,
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
@@ -54,6 +56,19 @@ def check_tokens(tokens: int, positions: int) -> None:
     """Raise a ConfigError for rows that are longer than a model has positions."""
     if tokens > positions:
         raise ConfigError(f"--tokens {tokens} is more than the {positions} positions of the model")
+
+
+def quantized_kind(
+    source: Any, wanted: str | None, lora: int | None, adapter: Any, stored: str | None
+) -> str | None:
+    """Return what the model's weights are quantized to; raise where nothing could be learned."""
+    if wanted is not None and stored is not None:
+        raise ConfigError(f"{source} is quantized already, as {stored}; leave --quantize out")
+    kind = stored or wanted
+    if kind is not None and adapter is None and lora is None:
+        why = "--quantize" if stored is None else f"{source} is quantized, which"
+        raise ConfigError(f"{why} freezes the weights: add --lora, as in --lora 16")
+    return kind
 
 
 def within(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:

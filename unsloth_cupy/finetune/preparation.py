@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
 from .lessons import Shape, of_records, of_text
-from .limit import Memory, Sizes, check_tokens, within
+from .limit import Memory, Sizes, check_tokens, quantized_kind, within
 from .new_model import SIZES, small_llama
 from .progress import reading
 from .records import Records
@@ -56,10 +56,11 @@ def prepare(
         special = CHATML_TOKENS if chatty else ()
         tokenizer = train_tokenizer(shown(text), size["vocabulary"], special)
         values = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
-        config, adapter = parse(values), None
+        config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(folder)
-        config, adapter = model_without_weights(folder)
+        config, adapter, kind = model_without_weights(folder)
+        kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
         if adds and adapter is not None:
             raise ConfigError(f"{source} holds adapters, which go on to learn; leave --lora out")
     check_tokens(request.tokens, config.positions)
@@ -72,12 +73,12 @@ def prepare(
         lessons = of_records(text, tokenizer, config, shape, plan.seed, chat)
     there, device = source is not None, request.device
     rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
-    sizes = Sizes(config, *rows, device, there, adapter)
+    sizes = Sizes(config, *rows, device, there, adapter, kind)
     memory = Memory(within(sizes, plan, request.limit), request.limit, device)
     if folder is None:
         model = models.create(values, seed=plan.seed, dtype="float32", device=device)
     else:
-        model = load_model(folder, dtype="float32", device=device)
+        model = load_model(folder, dtype="float32", device=device, quantize=plan.quantize)
         if adds and plan.lora is not None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):

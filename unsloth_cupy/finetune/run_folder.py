@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
@@ -166,24 +166,34 @@ class RunFolder:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def load_model(folder: Path, dtype: str | None = None, device: str | None = None) -> "Transformer":
+def load_model(folder: Path, **options: Any) -> "Transformer":
     """Return the model of a folder; that of an adapter names the folder of its base."""
     from .. import models
 
     base = base_of(folder)
     if base is None:
-        return models.load(folder, dtype=dtype, device=device)
-    return models.load(base, dtype=dtype, device=device, lora=folder)
+        return models.load(folder, **options)
+    return models.load(base, lora=folder, **options)
 
 
-def model_without_weights(folder: Path) -> "tuple[Config, Adapter | None]":
+class Facts(NamedTuple):
+    """What is known of a model without its weights."""
+
+    config: "Config"
+    adapter: "Adapter | None"
+    quantized: str | None  # the kind of its quantized weights
+
+
+def model_without_weights(folder: Path) -> Facts:
     """Return the config of a folder's model, and its adapter if it has one."""
     from ..models.adapter_folder import read_adapter
     from ..models.folder import read_config
+    from ..models.quantized_weights import kind_told
 
     base = base_of(folder)
-    config, _ = read_config(base or folder)
-    return config, None if base is None else read_adapter(folder, config, FLOAT32)
+    config, texts = read_config(base or folder)
+    adapter = None if base is None else read_adapter(folder, config, FLOAT32)
+    return Facts(config, adapter, kind_told(texts["config.json"]))
 
 
 def model_folder(path: Path) -> Path:

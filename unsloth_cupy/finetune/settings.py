@@ -37,6 +37,7 @@ class Settings(NamedTuple):
     offload: bool = False
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
+    quantize: str | None = None
 
     @property
     def checkpoint(self) -> CheckpointConfig | None:

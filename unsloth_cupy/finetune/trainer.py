@@ -21,6 +21,7 @@ from ..machine import peak_memory
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
 from ..ops.common.faults import check_errors
+from ..ops.quantized.weight import held_arrays
 from ..placement import placed, to_numpy
 from ..training.find_nan import NonFiniteError, find_nan, fine
 from ..training.gradients import measure_gradients, sum_gradients
@@ -94,7 +95,7 @@ class Trainer:
         needed = (2 - bool(self.step)) * (weights + averages) + weights
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, self.masters, states)
-        held = [array for named in arrays for array in named.values()]
+        held = [array for named in arrays for _, array in held_arrays(named)]
         with (
             Progress(self.step, steps) as progress,
             self.memory.watched(held),

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.dtypes import Stored
 from ..core.op import OPS
+from ..ops.quantized.weight import held_arrays
 from ..training import tape
 from .estimate import PARTS, MemoryEstimate
 from .planned import Planned
@@ -108,7 +110,7 @@ class Ledger:
 
     def enter(self, part: int, named: Mapping[str, Any]) -> None:
         """Say to which part arrays belong, and to which layers by their names."""
-        for name, array in named.items():
+        for name, array in held_arrays(named):
             if isinstance(array, Planned):
                 self.parts[array.memory.number] = part
                 self.layers[array.memory.number] = _layer_of(name)
@@ -135,9 +137,10 @@ class Ledger:
         """Find the part of what an op has taken: results, gradients among them, and the rest."""
         weights = set()
         for operand, value in zip(op.contract.inputs, values, strict=True):
-            if isinstance(value, Planned) and self.parts[value.memory.number] == WEIGHTS:
+            home = value.home if isinstance(value, Stored) else value
+            if isinstance(home, Planned) and self.parts[home.memory.number] == WEIGHTS:
                 weights.add(operand.name)
-                self.layer = self.layers[value.memory.number]
+                self.layer = self.layers[home.memory.number]
         if op.__name__.startswith(HEAD):
             self.layer = "head"
         found = result if type(result) is tuple else (result,)

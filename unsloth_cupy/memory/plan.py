@@ -7,7 +7,7 @@ What trains also plans: the model, its tape and the optimizer run on arrays that
 (``planned.py``), and a ledger enters what they take and let go of.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ def plan_memory(
     accumulate: int = 1,
     chunked_mlp: bool = False,
     adapter: "Adapter | None" = None,
+    quantization: str | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Return what a step of training holds, op by op, from a step on shapes alone.
@@ -80,6 +81,8 @@ def plan_memory(
         Whether ``swiglu_mlp`` computes the MLPs, by chunks of rows.
     adapter : Adapter, optional
         ``model.adapter``, in place of a rank: trained as it is, on the layers that it has.
+    quantization : str, optional
+        Of the linear layers, as ``models.quantize`` names it; with a rank or an adapter.
     device : str
         cuda counts what kernels take, in the pieces of CuPy's pool; cpu what NumPy allocates.
 
@@ -97,6 +100,7 @@ def plan_memory(
     """
     from ..models.config import Config
     from ..models.parse import parse
+    from ..models.quantized import quantizing
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
@@ -112,6 +116,9 @@ def plan_memory(
             raise ConfigError(f"plan_memory: {name}={value!r}; choose from {', '.join(known)}")
     if rank is not None and adapter is not None:
         raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
+    if quantization is not None and rank is None and adapter is None:
+        cure = "quantized weights are frozen: pass a rank too, as in rank=16"
+        raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")
     parsed = config if isinstance(config, Config) else parse(config)
     parts = checkpoint_every
     if parts is not None and not isinstance(parts, CheckpointConfig):
@@ -121,7 +128,9 @@ def plan_memory(
     ledger = Ledger(granule)
     with keeping(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
         given = _new_adapter(parsed, rank) if rank is not None else adapter
-        model, steps = _trained(ledger, parsed, arrays, kind, optimizer, state_bits, given)
+        codes = None if quantization is None else quantizing("plan_memory", quantization)
+        given_to = (ledger, parsed, arrays, kind, optimizer, state_bits, given, codes)
+        model, steps = _trained(*given_to)
         model.chunked_mlp = chunked_mlp
         ledger.begin()
 
@@ -174,6 +183,7 @@ def _trained(
     optimizer: str,
     state_bits: int,
     adapter: "Adapter | None",
+    codes: Callable[[str, Any], Any] | None,
 ) -> "tuple[Transformer, AdamW | None]":
     """Return a model as it is before a step, and its optimizer."""
     from ..models.adapter import Adapter
@@ -187,6 +197,9 @@ def _trained(
 
     learns_all = adapter is None and optimizer != "none"
     parameters = made(config.shapes(), narrow=not learns_all, all_axes=optimizer == "none")
+    if codes is not None:
+        for name in parameters:
+            parameters[name] = codes(name, parameters[name])
     ledger.enter(WEIGHTS, parameters)
     model = Transformer(config, parameters, {})
     if adapter is not None:

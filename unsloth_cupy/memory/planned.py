@@ -195,6 +195,10 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         """Return an array of a dtype."""
         return self if not copy and self.dtype == dtype else self.of(self.shape, dtype)
 
+    def view(self, dtype: Any) -> Any:
+        """Return the same memory as numbers of another dtype, along the last axis."""
+        return self._view(self.form.view(dtype))
+
     def copy(self, *_: Any) -> Any:
         """Return a packed copy."""
         return self.of(self.shape, self.dtype)

@@ -81,7 +81,7 @@ def load(
         )
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
-    make = None if quantize is None else quantizing(quantize, config)
+    make = None if quantize is None else quantizing("load", quantize)
     with on_device("load", device) as place:
         parameters, layout = read_tensors(path, config, wanted, keeping(place, make))
         model = Transformer(config, parameters, texts, layout)

@@ -19,7 +19,6 @@ from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.weight import Quantized
 
 if TYPE_CHECKING:
-    from .config import Config
     from .transformer import Transformer
 
 KINDS: Mapping[str, Callable[[Array], Quantized]] = {
@@ -127,7 +126,7 @@ def quantize(
     report = QuantizationReport(kind)
     for name in [*model.parameters]:
         array: Any = model.parameters[name]
-        reason = left_dense(name, array.shape, skip, least, model.config)
+        reason = left_dense(name, array.shape, skip, least)
         if reason:
             report.rows.append(Row(name, array.nbytes, array.nbytes, 0.0, 0.0, reason))
             continue
@@ -155,9 +154,7 @@ def maker_of(
     return KINDS[kind]
 
 
-def left_dense(
-    name: str, shape: Sequence[int], skip: Sequence[str], least: int, config: "Config"
-) -> str:
+def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int) -> str:
     """Return why a weight stays as it is; nothing for one that is to be quantized."""
     if len(shape) != 2:
         return "not a matrix"
@@ -177,15 +174,15 @@ def _named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quan
         raise type(error)(f"{name}: {error}") from None
 
 
-def quantizing(kind: str, config: "Config") -> Callable[[str, Array], Any]:
+def quantizing(call: str, kind: str) -> Callable[[str, Any], Any]:
     """Return what quantizes the weights of a model, by name, and leaves the others."""
-    maker = maker_of("load", kind)
+    maker = maker_of(call, kind)
 
     def kept(name: str, array: Any) -> Any:
         if isinstance(array, Stored):
-            problem = f"load(quantize={kind!r}): {name} is quantized already"
+            problem = f"{call}: {name} is quantized already"
             raise ConfigError(f"{problem}; leave quantize out, or load the dense weights")
-        dense = left_dense(name, array.shape, SKIP, LEAST, config)
+        dense = left_dense(name, array.shape, SKIP, LEAST)
         return array if dense else _named(maker, name, array)
 
     return kept

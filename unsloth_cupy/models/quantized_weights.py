@@ -8,7 +8,7 @@ and what config.json says of them, as ``quantization_config``.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..core.dtypes import Array, Stored
@@ -101,10 +101,10 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def held_arrays(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays that parameters are kept in, each with the name of its parameter."""
-    for name, value in named.items():
-        if isinstance(value, Quantized):
-            yield from ((name, array) for array in value.held().values())
-        else:
-            yield name, value
+def kind_told(config: Mapping[str, Any]) -> str | None:
+    """Return the kind of the quantized weights that a config.json tells of, if it does."""
+    facts = config.get(TOLD) or {}
+    if not facts.get("load_in_4bit"):
+        return None
+    kind = str(facts.get("bnb_4bit_quant_type", "fp4"))
+    return f"{kind}-double" if kind == "nf4" and facts.get("bnb_4bit_use_double_quant") else kind

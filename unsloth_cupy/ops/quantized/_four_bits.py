@@ -15,6 +15,7 @@ import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
+from ...core.stand_in import representative_steps
 from ...placement import placed
 
 NF4_LEVELS = (
@@ -58,7 +59,7 @@ def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
     blocks, codes = -(-flat.size // block), empty((flat.size + flat.size % 2,), np.uint8, like=w)
     absmax, whole = empty((blocks,), FLOAT32, like=w), flat.size // block
     rows = max(1, STEP // block)
-    for top in range(0, whole, rows):
+    for top in representative_steps(w, range(0, whole, rows)):
         stop = min(top + rows, whole)
         part = flat[top * block : stop * block].reshape(-1, block)
         absmax[top:stop] = size = np.abs(part).max(axis=1)
@@ -100,7 +101,7 @@ def decode(
         places = slice(left // 2, (left + width) // 2)
         codes = packed.reshape(len(packed) // max(1, inputs // 2), inputs // 2)[rows, places]
         pairs = placed(format_of(fp4).pairs.view(np.complex64)[:, 0], packed)
-        values = pairs[codes].view(np.float32)
+        values = pairs[codes.astype(np.intp)].view(np.float32)  # as indices would become
     else:
         values = _one_by_one(packed, _indices(packed, rows, columns, inputs), fp4)
     if inputs % block == left % block == width % block == 0:

@@ -9,7 +9,7 @@ for dy W, so that every result is one sum, rounded once, and no whole dense weig
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -185,3 +185,12 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
     row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(w)))
     value = float(w[row, column])
     raise RangeError(f"{call}: w[{row}, {column}] is {value}; every weight must be finite")
+
+
+def held_arrays(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays that parameters are kept in, each with the name of its parameter."""
+    for name, value in named.items():
+        if isinstance(value, Quantized):
+            yield from ((name, array) for array in value.held().values())
+        else:
+            yield name, value

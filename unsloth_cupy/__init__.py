@@ -79,8 +79,12 @@ from .ops.quantized.nf4 import Nf4 as Nf4
 from .ops.quantized.nf4 import nf4_linear as nf4_linear
 from .ops.quantized.nf4 import nf4_quantize as nf4_quantize
 from .ops.quantized.ternary import Ternary as Ternary
+from .ops.quantized.bit_linear import bit_linear as bit_linear
+from .ops.quantized.bit_linear import bit_linear_backward as bit_linear_backward
+from .ops.quantized.bit_linear import bit_linear_forward as bit_linear_forward
 from .ops.quantized.ternary_linear import ternary_linear as ternary_linear
 from .ops.quantized.ternary_quantize import ternary_quantize as ternary_quantize
+from .ops.quantized.ternary_scores import ternary_scores as ternary_scores
 
 # Losses
 from .ops.losses.cross_entropy import cross_entropy as cross_entropy

@@ -43,8 +43,12 @@ COMPOSED = {
     "attention_layer": ["linear", "rope_qk", "attention_forward"],
     "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
     "lora_linears": ["lora_down", "lora_up"],
+    "nf4_linear": ["linear"],
 }
-NOTHING = {"rope_tables": "it takes no array, and a model calls it once"}
+NOTHING = {
+    "rope_tables": "it takes no array, and a model calls it once",
+    "ternary_quantize": "it reads what it finds on the host, and a model calls it once",
+}
 
 
 def chosen(*names: str) -> list[Op[..., Any]]:
@@ -101,6 +105,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "matrices": (scale.heads,),
         **dict.fromkeys(("height", "width"), scale.dim),
         "signs": 2,
+        **dict.fromkeys(("q_rows", "k_rows"), tokens),
         "groups": 1,
         "key": np.s_[1:],
         "exponent": 2.0,
@@ -135,6 +140,8 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         # codes 1 and -1 in half of the bits each, and never both
         "ternary_linear_forward.planes": lambda: _planes(rng, scale.hidden, scale.hidden),
         "ternary_dense_.planes": lambda: _planes(rng, tokens, scale.hidden),
+        "ternary_scores_forward.q": lambda: _planes(rng, tokens, scale.hidden),
+        "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
         # no logarithm of what is negative, no sum or quotient whose size is that of rounding

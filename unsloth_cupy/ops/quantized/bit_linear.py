@@ -1,0 +1,137 @@
+"""The linear layer of BitNet b1.58, as it is trained.
+
+y = scale_x w_scale * (round(x / scale_x) round(w / w_scale)^T) + bias
+
+scale_x = max(|x|) / 127 of each row, at least 1e-5 / 127        w_scale = mean(|w|), at least 1e-5
+rounded to integers, of w to -1, 0 and 1        the gradient of both roundings is 1
+
+Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits, 2024.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty
+from ...core.dtypes import FLOAT32, Array
+from ...core.op import op
+from ...core.stand_in import representative_steps
+from ..common.columns import row_sum
+from ..common.gemm import gemm
+from ..linear.linear import flat
+
+LEAST = 1e-5  # what the scales count as at least, as BitNet has it
+LARGEST = 127
+CHUNK = 2**22  # values of a weight whose codes are there at a time
+
+
+def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
+    """Multiply rows of 8 bits by a weight of -1, 0 and 1, both rounded on the way.
+
+    Parameters
+    ----------
+    x : (*rows, inputs) float
+        Each row is rounded to integers -127 .. 127 times a scale.
+    weight : (outputs, inputs) float
+        As it is trained; rounded to -1, 0 and 1 times the mean of its size.
+    bias : (outputs,) dtype of x or float32, optional
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+        Products of integers, which are exact, times the scales.  Gradients pass straight through
+        both roundings: ``dx = dy @ w``, ``dweight = dy.T @ x``, of x and w as they were rounded.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The arrays do not fit each other; the message shows the whole call.
+    """
+    y, _ = bit_linear_forward(x, weight, bias)
+    return y
+
+
+@op(
+    "x(*rows, inputs), weight(outputs, inputs), bias?(outputs): param"
+    " -> y(*rows, outputs), w_scale(1): stat",
+    widen=False,
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+)
+def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Array]:
+    """Return y as bit_linear does, and the scale of the weight."""
+    outputs, wide = len(weight), np.promote_types(x.dtype, FLOAT32)
+    codes, scales = _rows(flat(x))
+    w_scale = _weight_scale(weight)
+    y = empty((len(codes), outputs), x.dtype, like=x)
+    factor = scales * w_scale
+    for part in _chunks(weight, outputs, weight.shape[1]):
+        sums = gemm(codes, _codes(weight[part], w_scale).T, dtype=wide)
+        sums *= factor
+        if bias is not None:
+            sums += bias[part]
+        y[:, part] = sums
+    return y.reshape(*x.shape[:-1], outputs), w_scale
+
+
+@bit_linear_forward.gradient(widen=False)
+def bit_linear_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    w_scale: Array,
+    *,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
+    rows, wide = flat(dy), np.promote_types(x.dtype, FLOAT32)
+    dx = dweight = dbias = None
+    if wanted is None or "x" in wanted:
+        made = empty((len(rows), x.shape[-1]), x.dtype, like=x)
+        for part in _chunks(weight, x.shape[-1], len(weight)):
+            sums = gemm(rows, _codes(weight[:, part], w_scale), dtype=wide)
+            sums *= w_scale
+            made[:, part] = sums
+        dx = made.reshape(x.shape)
+    if wanted is None or "weight" in wanted:
+        codes, scales = _rows(flat(x))
+        dweight = gemm(rows.T, (codes.astype(wide) * scales).astype(x.dtype, copy=False))
+    if bias is not None and (wanted is None or "bias" in wanted):
+        dbias = row_sum(rows, bias.dtype)
+    return dx, dweight, dbias
+
+
+bit_linear_backward.facts["operations"] = lambda a: 4 * a["x"].size * a["weight"].shape[0]
+
+
+def _chunks(weight: Any, length: int, other: int) -> Any:
+    """Return slices of an axis of the weight, beside another."""
+    step = max(1, CHUNK // max(1, other))
+    starts = representative_steps(weight, range(0, length, step))
+    return (slice(start, min(start + step, length)) for start in starts)
+
+
+def _rows(rows: Any) -> tuple[Array, Array]:
+    """Return rows as integers -127 .. 127 in their own dtype, which holds them, and the scales."""
+    wide: Any = np.promote_types(rows.dtype, FLOAT32)
+    x = rows.astype(wide, copy=False)
+    top = np.abs(x).max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True)
+    top = np.maximum(top, wide.type(LEAST))
+    codes = np.rint(x * (wide.type(LARGEST) / top))
+    return codes.astype(rows.dtype, copy=False), top / wide.type(LARGEST)
+
+
+def _weight_scale(weight: Any) -> Array:
+    """Return the mean of |w|, as an array of one."""
+    wide: Any = np.promote_types(weight.dtype, FLOAT32)
+    total = np.zeros_like(weight, dtype=wide, shape=1)
+    for part in _chunks(weight, len(weight), weight.shape[1]):
+        total += np.abs(weight[part]).sum(dtype=wide)
+    return np.maximum(total / wide.type(max(1, weight.size)), wide.type(LEAST))
+
+
+def _codes(weight: Any, w_scale: Any) -> Array:
+    """Return -1, 0 and 1 in the dtype of the weight."""
+    codes = np.rint(weight.astype(w_scale.dtype, copy=False) * (1 / w_scale))
+    return np.clip(codes, -1, 1).astype(weight.dtype, copy=False)

@@ -1,0 +1,104 @@
+"""Products of ternary rows, by counting bits.
+
+s[i, j] = q_scale[i] * k_scale[j] * sum over d of q[i, d] k[j, d]
+
+The sum is an integer: of the columns where both codes are not 0, those whose signs agree less those
+whose signs differ.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import empty, lanes
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ...errors import ConfigError, DTypeError, ShapeError
+from ..common.gemm import gemm
+from ._planes import WORD, codes_of, row_blocks
+from .ternary import Ternary
+
+SIDE = 16  # threads of a block along either axis
+FEW = 16  # rows of q, for which a thread has one of them
+
+
+def ternary_scores(q: Any, k: Any) -> Array:
+    """Multiply every row of q by every row of k: integers, times both scales.
+
+    Parameters
+    ----------
+    q : Ternary
+        (q rows, inputs), with a scale a tensor or row.
+    k : Ternary
+        (k rows, inputs), alike.
+
+    Returns
+    -------
+    scores : (q rows, k rows) float32
+        Each one rounded product of an exact integer and the scales.
+
+    Raises
+    ------
+    DTypeError
+        q or k is not a Ternary.
+    ConfigError
+        One has a scale a group.
+    ShapeError
+        Their rows differ in length.
+    """
+    for name, each in (("q", q), ("k", k)):
+        if not isinstance(each, Ternary):
+            given = f"{name} is {type(each).__name__}, not a Ternary"
+            raise DTypeError(f"ternary_scores: {given}; pass ternary_quantize({name}, per='row')")
+        if each.group is not None:
+            problem = f"{name} has a scale for {each.group} columns"
+            raise ConfigError(f"ternary_scores: {problem}; quantize it per='row' or 'tensor'")
+    if q.shape[1] != k.shape[1]:
+        raise ShapeError(
+            f"ternary_scores: q is {q.shape} and k is {k.shape}; their rows must be of one length",
+            expected=q.shape[1],
+            actual=k.shape[1],
+        )
+    scales = (each.scales[:, 0].astype(np.float32, copy=False) for each in (q, k))
+    return ternary_scores_forward(q.planes, k.planes, *scales)
+
+
+@op(
+    "q(q_rows, signs, bytes): byte, k(k_rows, signs, bytes): byte, q_scale(q_rows|1),"
+    " k_scale(k_rows|1) -> scores(q_rows, k_rows)",
+    no_gradient="codes are integers",
+    operations=lambda a: 16 * a["q"].size // 2 * len(a["k"]),
+)
+def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Array:
+    """Return the scores of planes, and of a scale a row or one in all."""
+    columns, wide = q.shape[2] * 8, q_scale.dtype
+    scores = empty((len(q), len(k)), wide, like=q_scale)
+    rows = codes_of(q, columns).astype(wide)
+    for part in row_blocks(len(k), columns):
+        gemm(rows, codes_of(k[part], columns).astype(wide).T, out=scores[:, part])
+    scores *= q_scale[:, None] * k_scale
+    return scores
+
+
+@ternary_scores_forward.kernel
+def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
+    words = q.shape[2] * 8 // WORD
+    if q.shape[2] % 4 or lanes(q.shape[2], q, k) < 4:
+        return NotImplemented
+    scores = empty((len(q), len(k)), q_scale.dtype, like=q_scale)
+    own = 1 if len(q) <= FEW else 4
+    kernel = load("ternary_scores.cu", "ternary_scores", q, _constants(q_scale.dtype, own))
+    tiles = -(-len(q) // (SIDE * own))
+    kernel[-(-len(k) // (SIDE * 4)) * tiles, SIDE * SIDE](
+        *(q, k, q_scale, k_scale, scores, len(q), len(k), words, tiles),
+        *(int(len(q_scale) > 1), int(len(k_scale) > 1)),
+    )
+    return scores
+
+
+@cache
+def _constants(dtype: Any, own: int) -> Constants:
+    return Constants(T=dtype, OWN=own)

@@ -143,6 +143,14 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "ternary_scores_forward.q": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
+        **dict.fromkeys(
+            ("nf4_dequantize_.packed", "nf4_product_.packed"),
+            lambda: rng.integers(0, 256, scale.hidden**2 // 2, np.uint8),
+        ),
+        **dict.fromkeys(
+            ("nf4_dequantize_.absmax", "nf4_product_.absmax"),
+            lambda: rng.random(scale.hidden**2 // 64) * scale.hidden**-0.5,
+        ),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
         # no logarithm of what is negative, no sum or quotient whose size is that of rounding
         **dict.fromkeys(

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...core.arrays import empty
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ...errors import ConfigError, DTypeError
@@ -20,8 +21,9 @@ from ..common import dynamic_codes
 from ..linear.linear import linear
 from . import _four_bits
 from ._state import array_of, json_of
+from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
 from .nf4_quantize import nf4_quantize_forward
-from .weight import Quantized, check_finite, checked_weight
+from .weight import Quantized, check_finite, checked_weight, on_gpu
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "fp4")
@@ -88,6 +90,7 @@ class Nf4(Quantized):
     """
 
     KIND = "nf4"
+    _absmax: Any
 
     def __init__(
         self,
@@ -105,7 +108,10 @@ class Nf4(Quantized):
         self.packed = self.home = packed
         self.shape, self.block, self.kind, self.dtype = shape, block, kind, np.dtype(dtype)
         self.absmax_codes, self.absmax_scale = absmax_codes, absmax_scale
-        self.absmax_offset, self._absmax = absmax_offset, absmax
+        self.absmax_offset, self._absmax = absmax_offset, absmax  # as kernels read it
+        if absmax_scale is not None and absmax_offset is not None:
+            self._absmax = double_absmax(absmax_scale, absmax_offset)
+            self.absmax_scale = self._absmax[SCALES:]
 
     @property
     def double(self) -> bool:
@@ -115,10 +121,7 @@ class Nf4(Quantized):
     @property
     def absmax(self) -> Array:
         """The largest size of each block, in float32."""
-        if self._absmax is not None:
-            return self._absmax
-        values = dynamic_codes.decode(self.absmax_codes, self.absmax_scale, signed=True)
-        return values + np.float32(self.absmax_offset)
+        return sizes_of(self._absmax, self.absmax_codes)
 
     def held(self) -> dict[str, Any]:
         """Return the arrays that the weight is kept in, by name."""
@@ -128,9 +131,14 @@ class Nf4(Quantized):
         return {"packed": self.packed, **scales}
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
-        fp4 = self.kind == "fp4"
-        given = (self.packed, self.absmax, rows, columns, self.shape[1], self.block, fp4)
-        return _four_bits.decode(*given).astype(dtype, copy=False)
+        inputs, fp4 = self.shape[1], self.kind == "fp4"
+        if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):
+            given = (self.packed, self.absmax, rows, columns, inputs, self.block, fp4)
+            return _four_bits.decode(*given).astype(dtype, copy=False)
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        w, start = empty(shape, dtype, like=self.packed), rows.start * inputs + columns.start
+        held = w, self.packed, self._absmax, self.absmax_codes
+        return nf4_dequantize_(*held, columns=inputs, start=start, block=self.block, fp4=fp4)
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that bitsandbytes writes, by what follows a layer's name there."""

@@ -1,0 +1,64 @@
+// A part of a weight of 4 bits as a dense one.
+//
+//   w[r, c] = level[code] * absmax of the block of the value at start + r * columns + c
+//
+//   traffic     values * (sizeof(T) + 1 / 2) + blocks * 4, or * 1 with DOUBLE
+//   constants   T         dtype of w
+//               LANES     values of one access, and of one absmax: the part begins, and its rows lie
+//                         apart, by multiples
+//               THREADS   of a block
+//               FP4       the levels are those of FP4
+//               DOUBLE    absmax is kept in 8 bits
+//
+//   The trick: the 16 levels lie in 16 banks of shared memory, so that lanes which read different
+//   ones do not wait for each other, and those that read one share it.
+#include "common/four_bits.cuh"
+#include "common/vector.cuh"
+
+constexpr int DEPTH = 4;  // accesses of a thread, all under way together
+constexpr int BYTES = LANES < 2 ? 1 : LANES / 2;
+
+KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
+    T *__restrict__ w, const unsigned char *__restrict__ packed,
+    const float *__restrict__ absmax, const unsigned char *__restrict__ codes, long long start,
+    long long apart, long long width, unsigned tiles, int shift) {
+    __shared__ float levels[16];
+    if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
+    const long long row = blockIdx.x / tiles;
+    const long long column =
+        ((long long)(blockIdx.x % tiles) * DEPTH * THREADS + threadIdx.x) * LANES;
+    const long long place = start + row * apart + column;
+    const int left = (int)min(width - column, (long long)DEPTH * THREADS * LANES);
+    w += row * width + column;
+
+    Vector<unsigned char, BYTES> pairs[DEPTH];
+    float size[DEPTH];
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {
+        const int at = k * THREADS * LANES;
+        if (at >= left) continue;
+        const unsigned char *from = packed + (place + at) / 2;
+        if (at + LANES <= left) {
+            fetch(pairs[k], from);
+        } else {
+#pragma unroll
+            for (int j = 0; j < LANES; j += 2)
+                if (at + j < left) pairs[k].at[j / 2] = from[j / 2];
+        }
+        size[k] = absmax_of<DOUBLE>((unsigned)((place + at) >> shift), absmax, codes);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < DEPTH; k++) {
+        const int at = k * THREADS * LANES;
+        if (at >= left) continue;
+        float value[LANES];
+#pragma unroll
+        for (int j = 0; j < LANES; j++) {
+            const bool low = LANES > 1 ? j % 2 : (place + at) % 2;
+            const unsigned pair = pairs[k].at[j / 2];
+            value[j] = levels[low ? pair & 15 : pair >> 4] * size[k];
+        }
+        store(w + at, value, left - at);
+    }
+}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..core.dtypes import BFLOAT16
 from ..core.frameworks import cupy
@@ -56,8 +57,8 @@ def array_of(tensor: Any) -> Any:
 
 
 def _seen(tensor: Any) -> Any:
-    if in_group():  # fully_shard frees whole weights, which .numpy() would forbid for good
-        return np.from_dlpack(tensor.resolve_neg())  # with the signs that a view may flip
+    if in_group():  # fully_shard frees whole weights: .numpy() forbids it, of a twin here
+        tensor = from_dlpack(to_dlpack(tensor.resolve_neg()))  # with signs that a view may flip
     return tensor.numpy()
 
 
@@ -97,7 +98,7 @@ def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
             return _view(array, array.data.ptr - operand.data.ptr, tensor)
     owner = getattr(array.data.mem, "_owner", None)
     if not isinstance(owner, torch.Tensor):
-        return torch.utils.dlpack.from_dlpack(array)
+        return from_dlpack(array)
     size = array.itemsize
     start, steps = array.data.ptr - owner.data_ptr(), [s // size for s in array.strides]
     made = torch.empty(0, dtype=TORCH[array.dtype], device=owner.device)

@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy: as many processes as co
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # tests: more are the suite
+FEW = 4  # cases of a class, which every run takes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,12 +60,22 @@ def emulates_a_case(item: pytest.Item) -> bool:
 
 
 def sampled(items: list[pytest.Item], day: int) -> list[pytest.Item]:
-    """Return one emulated test of each case, its dtypes in turn, in whatever order tests come."""
+    """Return one emulated test of each case, its dtypes in turn, in whatever order tests come.
+
+    Of the cases of a class that has many, every second one: six runs take each in every dtype.
+    """
     emulated = sorted(filter(emulates_a_case, items), key=lambda item: item.nodeid)
-    cases: dict[tuple[type, str], list[pytest.Item]] = {}
+    classes: dict[type, dict[str, list[pytest.Item]]] = {}
     for item in emulated:
-        cases.setdefault((item.cls, item.callspec.params["case"].label), []).append(item)
-    return [dtypes[(day + n) % len(dtypes)] for n, dtypes in enumerate(cases.values())]
+        cases = classes.setdefault(item.cls, {})
+        cases.setdefault(item.callspec.params["case"].label, []).append(item)
+    found = []
+    for cases in classes.values():
+        step = 2 if len(cases) > FEW else 1
+        for n, dtypes in enumerate(cases.values()):
+            if (n + day) % step == 0:
+                found.append(dtypes[(day + n) % len(dtypes)])
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from . import sample
-from .conftest import sampled
+from .conftest import FEW, sampled
 from .parity import KernelParity
 
 TESTS = Path(__file__).parent
@@ -29,23 +29,27 @@ def emulated(cls: type, label: str, dtype: str) -> Any:
     )
 
 
-def test_the_order_of_tests_changes_no_sample() -> None:
-    """As where pytest-randomly shuffles them before."""
+@pytest.mark.parametrize("count", [FEW, FEW + 1])
+def test_the_order_of_tests_changes_no_sample(count: int) -> None:
+    """As where pytest-randomly shuffles them before; of many cases a run takes every second."""
     classes = [type(name, (KernelParity,), {}) for name in ("TestA", "TestB")]
     items = [
-        emulated(cls, label, dtype)
+        emulated(cls, str(label), dtype)
         for cls in classes
-        for label in ("one", "two", "three")
+        for label in range(count)
         for dtype in ("float16", "bfloat16", "float32")
     ]
     for day in range(6):
         first = {item.nodeid for item in sampled(items, day)}
-        assert len(first) == 6  # one of each case
+        assert len(first) in (
+            (2 * count,) if count <= FEW else (2 * (count // 2), 2 * (count // 2 + 1))
+        )
         for seed in range(3):
             shuffled = random.Random(seed).sample(items, len(items))
             assert {item.nodeid for item in sampled(shuffled, day)} == first
-    three = [item.nodeid for day in range(3) for item in sampled(items, day)]
-    assert sorted(three) == sorted(item.nodeid for item in items)  # each takes its turn
+    days = 3 if count <= FEW else 6
+    taken = [item.nodeid for day in range(days) for item in sampled(items, day)]
+    assert sorted(taken) == sorted(item.nodeid for item in items)  # each takes its turn
 
 
 def test_no_test_reads_the_calendar() -> None:

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
 
 from unsloth_cupy.interop.huggingface import PatchCallback, patch, unpatch  # noqa: E402
+from unsloth_cupy.interop.huggingface._changes import own_forward  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
 from .families import check, model_of, step, texts  # noqa: E402
@@ -197,7 +198,7 @@ def test_shards_of_fully_shard_are_whole_where_ops_read_them(tmp_path):
         ({"use_rslora": True, "lora_alpha": 3}, 14),
         ({"lora_bias": True}, 0),
         ({"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}, 0),
-        ({"modules_to_save": ["lm_head"]}, 14),
+        ({"modules_to_save": ["lm_head", "norm"]}, 14),
         ({"target_modules": ["lm_head", "q_proj"]}, 3),
     ],
     ids=["plain", "dora", "rslora", "biases", "variant", "saved-head", "adapted-head"],
@@ -219,6 +220,7 @@ def test_adapters_of_peft(options, layers, when):
         unpatch(adapted)
         plain = step(adapted)
     check(found, plain, adapted, "left")
+    assert all(map(own_forward, adapted.modules()))
 
 
 @quiet
@@ -322,6 +324,10 @@ def test_hooks_of_accelerate_come_before_or_after():
     unpatch(model)
     near(step(model), plain, rtol=0)
     hooks.remove_hook_from_submodules(model)
+    near(step(model), plain, rtol=0)
+    assert not patch(model).left
+    near(step(model), plain)
+    unpatch(model)
     near(step(model), plain, rtol=0)
 
 

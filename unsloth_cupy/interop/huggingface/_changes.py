@@ -55,6 +55,16 @@ class Changes(list[Change]):
             elif place:
                 vars(owner)[place] = before
 
+    def undo(self, model: nn.Module) -> None:
+        """Undo all, of modules too that were copied since, as peft copies those that it saves."""
+        ours = {c.now.__func__ for c in self if isinstance(c.now, types.MethodType)}
+        self.since(0)
+        for module in model.modules():
+            place = place_of(module)
+            held = vars(module).get(place)
+            if isinstance(held, types.MethodType) and held.__func__ in ours:
+                vars(module)[place] = types.MethodType(type(module).forward, module)
+
     def check(self, wrapped: Any) -> None:
         """Raise where somebody else has changed the same since; ``wrapped`` may be."""
         last = {(id(change.owner), change.name): change for change in self}
@@ -73,6 +83,5 @@ def place_of(module: nn.Module) -> str:
 
 def own_forward(module: nn.Module) -> bool:
     """Say whether a module computes what its class says, and nobody has replaced that."""
-    if HOOKED in vars(module):
-        return vars(module)[HOOKED] == types.MethodType(type(module).forward, module)
-    return "forward" not in vars(module)
+    own = types.MethodType(type(module).forward, module)  # accelerate's hooks leave it there
+    return vars(module).get(place_of(module), own) == own

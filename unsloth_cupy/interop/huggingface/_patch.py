@@ -81,7 +81,7 @@ def unpatch(model: Any) -> None:
     changes: Changes | None = vars(inner).get(MARK)
     if changes is not None:
         changes.check(wrapped=inner)  # its forward does nothing without the loss's state
-        changes.since(0)
+        changes.undo(inner)
         del vars(inner)[MARK]
 
 

@@ -78,6 +78,8 @@ class Case:
         assert shape is not None, f"{self.label}: give a size to every axis of {operand}"
         if operand.kind == "bool":
             return rng.random(shape) < 0.7
+        if operand.kind == "code":
+            return rng.integers(-127, 128, shape, np.int8)
         if operand.kind == "int":
             return rng.integers(0, self.both[operand.below or ""], shape)
         return rng.standard_normal(shape)

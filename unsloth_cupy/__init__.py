@@ -74,6 +74,9 @@ from .ops.linear.lora_linears import LoraLayer as LoraLayer
 from .ops.linear.lora_linears import lora_linears as lora_linears
 
 # Quantized
+from .ops.quantized.int8 import Int8 as Int8
+from .ops.quantized.int8 import int8_weight as int8_weight
+from .ops.quantized.int8_linear import int8_linear as int8_linear
 from .ops.quantized.int8_quantize import int8_quantize as int8_quantize
 from .ops.quantized.nf4 import Nf4 as Nf4
 from .ops.quantized.nf4 import nf4_linear as nf4_linear

@@ -42,6 +42,7 @@ def forward_ops() -> list[str]:
 COMPOSED = {
     "attention_layer": ["linear", "rope_qk", "attention_forward"],
     "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
+    "int8_weight": ["int8_quantize_forward"],
     "lora_linears": ["lora_down", "lora_up"],
     "nf4_linear": ["linear"],
 }
@@ -90,6 +91,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "inputs": scale.hidden,
         "outputs": scale.hidden,
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
+        "few": 4,
         "half": scale.dim // 2,
         "value_dim": scale.dim,
         "batch": 1,
@@ -261,6 +263,8 @@ def _random(operand: Operand, known: dict[str, Any], rng: np.random.Generator) -
     shape = shape_of(operand, known) or ()
     if operand.kind == "bool":
         return rng.random(shape) < 0.7
+    if operand.kind == "code":
+        return rng.integers(-127, 128, shape, np.int8)
     if operand.kind == "int":
         return rng.integers(0, known[operand.below or ""], shape)
     array = rng.standard_normal(shape, np.float32)

@@ -15,6 +15,7 @@ from ..core.dtypes import FLOAT32, Array, Stored
 from ..core.gpu import at
 from ..errors import ConfigError
 from ..machine import format_bytes
+from ..ops.quantized.int8 import int8_weight
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.weight import Quantized
 
@@ -25,6 +26,7 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
     "nf4": nf4_quantize,
     "nf4-double": partial(nf4_quantize, double=True),
     "fp4": partial(nf4_quantize, kind="fp4"),
+    "int8": int8_weight,
 }
 SKIP = ("embed", "norm", "lm_head")
 LEAST = 1024  # values: what is smaller saves nothing
@@ -102,7 +104,7 @@ def quantize(
     ----------
     model : Transformer
     kind : str
-        nf4, nf4-double (absmax in 8 bits too) or fp4.
+        nf4, nf4-double (absmax in 8 bits too), fp4 or int8.
     skip : sequence of str
         Weights whose names hold one of these words stay as they are.
     least : int

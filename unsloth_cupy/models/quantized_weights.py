@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core.dtypes import Array, Stored
 from ..errors import ConfigError, GradientError
+from ..ops.quantized.int8 import Int8
 from ..ops.quantized.nf4 import Nf4
 from ..ops.quantized.weight import Quantized
 
@@ -22,6 +23,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
         r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map"
         r"|quant_state\.bitsandbytes__(nf4|fp4))$"
     ),
+    Int8: re.compile(r"(SCB|weight_format)$"),
 }
 TOLD = "quantization_config"
 

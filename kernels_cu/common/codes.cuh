@@ -1,0 +1,24 @@
+// Integers of eight bits as floats.
+#pragma once
+#include "common/vector.cuh"
+
+// Four neighbours of a word.  A byte b, 128 higher, is the tail of 2^23 + b + 128: two instructions
+// each, of those that run at full speed, as conversions do not.
+__device__ __forceinline__ void widen_four(float *to, unsigned word) {
+    word ^= 0x80808080u;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        to[j] = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7540 + j)) - 8388736.0f;
+}
+
+template <int LANES>
+__device__ __forceinline__ void widen_codes(float (&to)[LANES],
+                                            const Vector<signed char, LANES> &from) {
+    if constexpr (LANES % 4 == 0) {
+#pragma unroll
+        for (int j = 0; j < LANES; j += 4)
+            widen_four(to + j, *reinterpret_cast<const unsigned *>(&from.at[j]));
+    } else {
+        widen(to, from);
+    }
+}

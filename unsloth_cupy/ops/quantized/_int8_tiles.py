@@ -1,0 +1,87 @@
+"""Tiles of a product of integers of eight bits.
+
+bytes = stages * (rows + outputs) * pitch        pitch: depth, and 16 where it fills no bank line
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from ...core.source import Constants
+from ...core.target import Limits
+
+
+class Tiles(NamedTuple):
+    """What a block works on: rows, outputs, inputs of a stage; stages; warps down and right."""
+
+    rows: int
+    outputs: int
+    depth: int
+    stages: int
+    down: int
+    right: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.down * self.right
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a block."""
+        pitch = self.depth if self.depth % 128 == 0 else self.depth + 16
+        return self.stages * (self.rows + self.outputs) * pitch
+
+
+# By rows up to which they are used.  Each of these fits twice into 99 KiB.
+#
+#   16     reading the weight bounds it: narrow tiles, so that blocks are many, and 24 KB of each on
+#          their way: as much as an H200 needs of an SM
+#   64     one tile of rows: the weight is read once
+#   more   a warp has 32 x 64 sums, which are 64 registers, and reads 12 bytes a product of 64
+TABLE = (
+    (16, Tiles(16, 32, 256, 3, 1, 2)),
+    (64, Tiles(64, 64, 128, 3, 2, 2)),
+    (2**63, Tiles(128, 128, 64, 2, 4, 2)),
+)
+
+
+@cache
+def resolve(rows: int, outputs: int, limits: Limits) -> Tiles:
+    """Return the tiles for so many rows; those of 64 where larger ones would not fill the GPU."""
+    for most, tiles in TABLE[:-1]:
+        if rows <= most:
+            return tiles
+    large = TABLE[-1][1]
+    blocks = -(-rows // large.rows) * -(-outputs // large.outputs)
+    return large if blocks >= limits.processors else TABLE[-2][1]
+
+
+@cache
+def constants(
+    tiles: Tiles, dtype: Any, absmax: Any, wide: bool, outliers: bool, pairs: bool
+) -> Constants:
+    """Return the constants of int8_linear.cu.
+
+    Two blocks, so that one copies while the other multiplies; one of the largest, where outliers or
+    copies byte by byte take the registers of the other.
+    """
+    return Constants(
+        T=dtype,
+        A=absmax,
+        TILE_ROWS=tiles.rows,
+        TILE_OUTPUTS=tiles.outputs,
+        DEPTH=tiles.depth,
+        STAGES=tiles.stages,
+        DOWN=tiles.down,
+        RIGHT=tiles.right,
+        RESIDENT=1 if tiles.threads == 256 and (outliers or not wide) else 2,
+        WIDE=wide,
+        OUTLIERS=outliers,
+        PAIRS=pairs,
+    )
+
+
+@cache
+def outlier_constants(dtype: Any) -> Constants:
+    """Return the constants of int8_outliers.cu."""
+    return Constants(T=dtype)

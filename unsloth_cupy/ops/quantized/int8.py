@@ -1,0 +1,138 @@
+"""Weights of eight bits: those of bitsandbytes, codes and a scale for each row.
+
+w = codes * absmax / 127
+
+Dettmers and others, LLM.int8(), 2022.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from ...core.arrays import empty, packed
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
+from ...errors import ConfigError
+from ...placement import placed, to_numpy
+from ._state import array_of
+from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
+from .int8_quantize import INT8, int8_quantize_forward
+from .weight import Quantized, check_finite, checked_weight, on_gpu
+
+
+def int8_weight(w: Array) -> "Int8":
+    """Quantize a weight to eight bits: each row is integers -127 .. 127 times a scale.
+
+    Parameters
+    ----------
+    w : (outputs, inputs) float
+
+    Returns
+    -------
+    weight : Int8
+        Where w is; its codes and absmax are those of bitsandbytes.
+
+    Raises
+    ------
+    RangeError
+        A value is not finite; the message names its place.
+    ShapeError, DTypeError
+        w is not a matrix of floats, or is quantized already.
+    """
+    checked_weight("int8_weight", w)
+    values = w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
+    codes, _, absmax = int8_quantize_forward(values)
+    check_finite("int8_weight", w, absmax)
+    return Int8(codes, absmax, dtype=w.dtype)
+
+
+class Int8(Quantized):
+    """A frozen weight of eight bits: see ``Quantized`` for what products and listings ask of it.
+
+    ``linear`` and its relatives compute with x as it is; ``int8_linear`` rounds x too.
+
+    Attributes
+    ----------
+    codes : (outputs, inputs) int8
+        -127 .. 127.
+    absmax : (outputs,) float32
+        The greatest size of each row, which a code of 127 stands for.
+
+    Notes
+    -----
+    Of products on a GPU, 1 to 16 rows read the codes once, as they lie: the weight is all that such
+    a product waits for.  More rows multiply chunks of the weight that are dequantized into L2:
+    tensor cores would wait for codes that become floats inside of a product, again for each tile
+    of rows.
+    """
+
+    KIND = "int8"
+
+    def __init__(self, codes: Array, absmax: Array, *, dtype: Any = FLOAT32) -> None:
+        self.codes = self.home = packed(codes)
+        self.absmax, self.dtype = absmax, np.dtype(dtype)
+        self.shape = (int(codes.shape[0]), int(codes.shape[1]))
+
+    def held(self) -> dict[str, Any]:
+        """Return the arrays that the weight is kept in, by name."""
+        return {"codes": self.codes, "absmax": self.absmax}
+
+    def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
+        codes = self.codes[rows, columns]
+        made = empty(codes.shape, dtype, like=self.codes)
+        int8_dequantize_(made, codes, self.absmax[rows])
+        return made
+
+    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
+        if len(x) > MOST_ROWS or not on_gpu(x) or x.dtype not in KERNEL_DTYPES:
+            return False
+        if not out.flags.c_contiguous or out.dtype not in (x.dtype, FLOAT32):
+            return False
+        int8_few_rows_(x, self.codes, self.absmax, out, add=add)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the arrays that bitsandbytes writes to a file, by the ends of their names."""
+        rows = placed(np.zeros((), np.uint8), self.codes)  # how the codes lie: row by row
+        return {"weight": self.codes, "SCB": self.absmax, "weight_format": rows}
+
+    def told(self, dtype: str) -> dict[str, Any]:
+        """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
+        facts = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
+        return {**facts, "llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}
+
+    def requantized(self, w: Array) -> Self:
+        """Return another matrix of the same shape, quantized as this one is."""
+        made: Any = int8_weight(w)
+        return made
+
+    def moved(self, place: Callable[[Any], Any]) -> Self:
+        """Return the same weight, its arrays put elsewhere."""
+        return type(self)(place(self.codes), place(self.absmax), dtype=self.dtype)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], dtype: Any = FLOAT32) -> Self:
+        """Return the weight of arrays that ``state`` gave, or that bitsandbytes wrote.
+
+        A file does not say what dtype the weight had: ``dtype`` does.
+
+        Raises
+        ------
+        ConfigError
+            An array is missing, or is not of the shape, the dtype or the values that the others
+            ask for; the message names it.
+        """
+        call = "Int8.from_state"
+        codes: Any = state.get("weight")
+        if getattr(codes, "ndim", 2) != 2:
+            raise ConfigError(f"{call}: weight is {tuple(codes.shape)}; it must have 2 axes")
+        shape = tuple(getattr(codes, "shape", (0, 0)))
+        codes = array_of(call, state, "weight", shape, INT8)
+        absmax = array_of(call, state, "SCB", shape[:1], FLOAT32)
+        if to_numpy(state.get("weight_format", np.zeros(()))).any():
+            raise ConfigError(f"{call}: codes do not lie row by row; save them by a newer program")
+        if bool((absmax < 0).any()):
+            raise ConfigError(f"{call}: SCB holds a negative number; it must hold sizes of rows")
+        if bool((codes == -128).any()):
+            raise ConfigError(f"{call}: weight holds -128; codes are in -127 .. 127")
+        return cls(codes, absmax, dtype=float_dtype(call, dtype))

@@ -1,5 +1,6 @@
 """Ternary weights: how they are quantized, and every form that they are kept in."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,28 @@ def test_bytes_at_most_a_seventh_of_float16() -> None:
         assert made.nbytes * 7.5 <= 64 * 1024 * 2
 
 
+def test_a_scale_by_hand() -> None:
+    w = weight(3, 40)
+    for per in ("tensor", "row"):
+        made = ternary_quantize(w, method="manual", per=per, threshold=0.5, scale=0.75)
+        np.testing.assert_array_equal(made.dequantize(), np.sign(w) * (np.abs(w) > 0.5) * 0.75)
+
+
+def test_bitnet_layers_are_written_as_they_were_read() -> None:
+    packed = np.random.default_rng(0).integers(0, 81, (3, 8)).astype(np.uint8)
+    packed = sum((packed // 3**i % 3) << np.uint8(2 * i) for i in range(4))
+    layer = {"weight": packed, "weight_scale": np.array([1.5], BFLOAT16)}
+    made = Ternary.from_state(layer)
+    assert (made.shape, made.dtype, made.activations) == ((12, 8), BFLOAT16, "int8")
+    written = made.state()
+    assert written.keys() == layer.keys()
+    for name, array in layer.items():
+        assert written[name].dtype == array.dtype
+        np.testing.assert_array_equal(written[name], array)
+    again = made.requantized(made.dequantize("float32"))
+    assert again.activations == "int8"
+
+
 def test_zeros_and_nothing() -> None:
     for method, options in METHODS.items():
         for per in ("tensor", "row", "group"):
@@ -322,14 +345,25 @@ def test_wrong_codes_scales_and_states() -> None:
     with pytest.raises(ShapeError, match="codes are float64"):
         Ternary.from_codes(np.ones((3, 5)), 1.0)
     state = Ternary.from_codes(codes, 1.0).state()
-    with pytest.raises(ShapeError, match=r"planes are uint8 \(3, 2, 4\)"):
-        Ternary.from_state(state | {"form": np.array([4, 5, 0])})
-    with pytest.raises(ConfigError, match="a state holds"):
-        Ternary.from_state({"planes": state["planes"]})
-    beyond = state["planes"].copy()
-    beyond[1, 0, 3] = 128
-    with pytest.raises(RangeError, match="beyond the last of 5 columns"):
-        Ternary.from_state(state | {"planes": beyond})
+    form = json.loads(bytes(state["weight_form"]))
+    told = lambda **facts: np.frombuffer(json.dumps(form | facts).encode(), np.uint8)  # noqa: E731
+    for wrong, words in (
+        ({"weight_form": told(shape=[4, 6])}, r"weight is \(1, 5\) uint8; it must be \(1, 6\)"),
+        ({"weight_form": told(shape=[3])}, r"shape \[3\] is not that of a matrix"),
+        ({"weight_form": told(dtype="int4")}, "dtype='int4'"),
+        ({"weight_form": told(activations="int4")}, "activations='int4'"),
+        ({"weight_form": state["weight"][0]}, "is not JSON in bytes"),
+        ({"weight": state["weight"].astype(np.int8)}, "weight is .* int8; it must be"),
+        ({"weight_scale": np.array([np.nan], np.float32)}, "holds a number that is not finite"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Ternary.from_state(state | wrong)
+    with pytest.raises(ConfigError, match="weight_scale is missing among weight"):
+        Ternary.from_state({"weight": state["weight"]})
+    with pytest.raises(RangeError, match=r"field \[0, 0\] of bitnet is 3"):
+        Ternary.from_state(state | {"weight": np.full((1, 5), 255, np.uint8)})
+    with pytest.raises(ShapeError, match=r"scale is \(2, 1\)"):
+        Ternary.from_state(state | {"weight_scale": np.ones((2, 1), np.float32)})
     for row, column, value in ((3, 0, 1), (0, 5, 1), (-1, 0, 1), (0, 0, 2)):
         with pytest.raises(RangeError, match=r"Ternary\.set"):
             Ternary.from_codes(codes, 1.0).set(row, column, value)

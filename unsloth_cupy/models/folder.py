@@ -50,9 +50,9 @@ def load(
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None or "cpu": NumPy.
     quantize : str, optional
-        nf4, nf4-double, fp4 or int8: linear layers are quantized as they are read, by
+        nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized as they are read, by
         ``models.quantize``'s rules; None keeps what the folder holds, which may be what
-        transformers saved with bitsandbytes.
+        transformers saved with bitsandbytes, or packed layers of BitNet.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
         What is stored in a dtype other than the model's is read as float32.

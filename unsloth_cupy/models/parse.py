@@ -18,7 +18,7 @@ ACTIVATIONS = {
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
 OF_BOTH = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
-QUANTIZED = ("bitsandbytes",)  # what quantization_config may name as its method
+QUANTIZED = ("bitsandbytes", "bitnet")  # what quantization_config may name as its method
 UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
 }
@@ -87,7 +87,10 @@ def parse(values: Mapping[str, Any]) -> Config:
     facts = values.get("quantization_config")
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in QUANTIZED):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
-        raise ConfigError(f"config: quantization_config is not one of {QUANTIZED[0]}; {cure}")
+        known = " or ".join(QUANTIZED)
+        raise ConfigError(f"config: quantization_config is not one of {known}; {cure}")
+    if facts and facts.get("quant_method") == "bitnet":
+        _check_bitnet(facts)
     for key, cure in UNSUPPORTED.items():
         if values.get(key):
             raise ConfigError(f"config: {key} is set; {cure}")
@@ -161,6 +164,18 @@ def _obeyed(read: Reader, key: str) -> float | None:
     if number == 0:
         raise ConfigError(f"config: {key} is 0; it must be positive, or null to leave it out")
     return number
+
+
+def _check_bitnet(facts: Mapping[str, Any]) -> None:
+    """Raise unless layers of BitNet are packed, and their scales to be multiplied by."""
+    known = {"linear_class": "autobitlinear", "quantization_mode": "offline", "use_rms_norm": False}
+    default = {"linear_class": "bitlinear", "quantization_mode": "offline", "use_rms_norm": False}
+    for key, value in known.items():
+        if (given := facts.get(key, default[key])) != value:
+            raise ConfigError(
+                f"config: quantization_config of bitnet has {key}={given!r}; layers are read of"
+                f" {key}={value!r} alone"
+            )
 
 
 def _activation(read: Reader) -> str:

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..machine import format_bytes
 from ..ops.quantized.int8 import int8_weight
 from ..ops.quantized.nf4 import nf4_quantize
+from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
     "nf4-double": partial(nf4_quantize, double=True),
     "fp4": partial(nf4_quantize, kind="fp4"),
     "int8": int8_weight,
+    "ternary": ternary_quantize,
 }
 SKIP = ("embed", "norm", "lm_head")
 LEAST = 1024  # values: what is smaller saves nothing
@@ -104,7 +106,7 @@ def quantize(
     ----------
     model : Transformer
     kind : str
-        nf4, nf4-double (absmax in 8 bits too), fp4 or int8.
+        nf4, nf4-double (absmax in 8 bits too), fp4, int8 or ternary (one scale, by absmean).
     skip : sequence of str
         Weights whose names hold one of these words stay as they are.
     least : int

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..core.dtypes import Array, Stored
-from ..errors import ConfigError, GradientError
+from ..errors import ConfigError, GradientError, RangeError, ShapeError
 from ..ops.quantized.int8 import Int8
 from ..ops.quantized.nf4 import Nf4
+from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 
 # what may follow a layer's name beside weight and bias, of each class of weights
@@ -24,8 +25,10 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
         r"|quant_state\.bitsandbytes__(nf4|fp4))$"
     ),
     Int8: re.compile(r"(SCB|weight_format)$"),
+    Ternary: re.compile(r"weight_(scale|form)$"),
 }
 TOLD = "quantization_config"
+LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # what it calls the layers that stay dense
 
 
 class Part(NamedTuple):
@@ -53,7 +56,7 @@ def assembled(
     """Return the weight of a checkpoint's parts, in a dtype to compute in; None: the stored one."""
     try:
         made = kind.from_state(state)
-    except ConfigError as error:
+    except (ConfigError, RangeError, ShapeError) as error:
         raise ConfigError(f"tensor {name!r}: {error}") from None
     if made.shape != tuple(shape):
         problem = f"tensor {name!r} is a quantized {made.shape}"
@@ -88,10 +91,8 @@ def told(config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str) -
     matrices = {n.removesuffix(".weight") for n, value in parameters.items() if value.ndim == 2}
     dense = matrices - {n.removesuffix(".weight") for n in made}
     left = sorted(dense - {"model.embed_tokens", "lm_head"})  # a head stays dense without a word
-    return {
-        **plain,
-        TOLD: {**facts[0], "llm_int8_skip_modules": [*left, "lm_head"] if left else None},
-    }
+    key = LEFT_DENSE.get(facts[0]["quant_method"], "llm_int8_skip_modules")
+    return {**plain, TOLD: {**facts[0], key: [*left, "lm_head"] if left else None}}
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +107,8 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 def kind_told(config: Mapping[str, Any]) -> str | None:
     """Return the kind of the quantized weights that a config.json tells of, if it does."""
     facts = config.get(TOLD) or {}
+    if facts.get("quant_method") == "bitnet":
+        return Ternary.KIND
     if not facts.get("load_in_4bit"):
         return None
     kind = str(facts.get("bnb_4bit_quant_type", "fp4"))

@@ -40,3 +40,13 @@ def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[s
     if not isinstance(facts, dict):
         raise ConfigError(f"{call}: {name} says {facts!r}; it must hold facts by name")
     return facts
+
+
+def shape_told(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the shape of a matrix that facts tell; raise where they tell none."""
+    shape = facts.get("shape")
+    listed = isinstance(shape, list | tuple) and len(shape) == 2
+    if not listed or not all(type(size) is int and size >= 0 for size in shape or ()):
+        raise ConfigError(f"{call}: shape {shape!r} is not that of a matrix")
+    rows, columns = shape or (0, 0)
+    return rows, columns

@@ -199,6 +199,8 @@ class ByteForms:
         scale: Any = None,
         dtype: Any = FLOAT32,
         like: Any = None,
+        group: int | None = None,
+        activations: str | None = None,
     ) -> Self:
         """Return the matrix of bytes in a layout of ``pack``.
 
@@ -213,6 +215,8 @@ class ByteForms:
             What it computes in.
         like : array, optional
             Where it lives.
+        group, activations : optional
+            As of ``Ternary``.
 
         Raises
         ------
@@ -222,7 +226,7 @@ class ByteForms:
             They hold what is no code, or a scale that is NaN.
         """
         planes, found = _unpacked(data, layout, shape)
-        group = GGUF if found is not None else None
+        group = GGUF if found is not None else group
         if found is None:
             found = np.ones((), np.float32) if scale is None else scale
         elif scale is not None:
@@ -231,4 +235,4 @@ class ByteForms:
             planes = placed(planes, like)
             found = placed(found, like) if isinstance(found, np.ndarray) else found
         made: Any = cls
-        return made(planes, found, shape, group=group, dtype=dtype)
+        return made(planes, found, shape, group=group, dtype=dtype, activations=activations)

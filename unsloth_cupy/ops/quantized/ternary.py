@@ -10,7 +10,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.op import OPS
 from ...errors import ConfigError, RangeError, ShapeError
-from ...placement import check_library, placed, to_numpy
+from ...placement import check_library, placed
 from ._planes import (
     MARKED_BYTES,
     WORD,
@@ -25,17 +25,20 @@ from ._planes import (
     row_bytes,
     spread,
 )
-from ._ternary_bytes import ByteForms, check_planes
+from ._ternary_bytes import ByteForms
+from ._ternary_rules import parts_of
 from ._ternary_sparse import SparseForms
+from ._ternary_state import FolderForm
 from .ternary_dense import dense_part
 from .weight import Quantized, on_gpu
 
+ACTIVATIONS = (None, "int8")
 FEW = 16  # rows, for which a kernel reads the planes; more take dense chunks
 GROUP_STEP = 128  # columns of a group are a multiple of it, where that kernel runs
 SKIPPED = 1 / 8  # of the marked parts of rows are 0, where marks cost less than what they save
 
 
-class Ternary(ByteForms, SparseForms, Quantized):
+class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     """A frozen weight (outputs, inputs): codes -1, 0 and 1, and a scale a tensor, row or group.
 
     Parameters
@@ -51,6 +54,8 @@ class Ternary(ByteForms, SparseForms, Quantized):
         What it computes in.
     errors : (mean, largest), optional
         Of ``abs(w - codes * scale)``, for ``statistics``.
+    activations : str, optional
+        ``"int8"``: products round rows to 8 bits, as BitNet's do.
 
     Raises
     ------
@@ -71,15 +76,19 @@ class Ternary(ByteForms, SparseForms, Quantized):
         group: int | None = None,
         dtype: Any = FLOAT32,
         errors: tuple[float, float] | None = None,
+        activations: str | None = None,
     ) -> None:
         rows, columns = self.shape = (int(shape[0]), int(shape[1]))
         self.dtype, self.group, self.planes = float_dtype("Ternary", dtype), group, planes
         self.home = planes
-        self._errors = errors
+        self._errors, self.activations = errors, activations
         self._counts: tuple[int, int] | None
         check_library("Ternary: planes", planes)
         if group is not None:
             check_group("Ternary", group)
+        if activations not in ACTIVATIONS:
+            problem = f"Ternary: activations={activations!r}; choose None or 'int8'"
+            raise ConfigError(problem)
         wanted = (rows, 2, row_bytes(columns))
         if planes.shape != wanted or planes.dtype != np.uint8:
             raise ShapeError(
@@ -104,9 +113,7 @@ class Ternary(ByteForms, SparseForms, Quantized):
         kernel = on_gpu(x) and x.dtype in KERNEL_DTYPES and 0 < len(x) <= FEW
         if not kernel or (self.group or GROUP_STEP) % GROUP_STEP or 0 in self.shape:
             return False
-        scale = self.scales.astype(FLOAT32, copy=False)
-        multiply: Any = OPS["ternary_linear_forward"]
-        y = multiply(x, self.planes, scale, self.marks, group=self.group or GROUP_STEP)
+        y = self._multiplied(x)
         out[...] = out + y if add else y
         return True
 
@@ -231,29 +238,22 @@ class Ternary(ByteForms, SparseForms, Quantized):
             self._mark()
         return self
 
-    def state(self) -> dict[str, Any]:
-        """Return all it is made of as arrays by name."""
-        numbers = np.array([*self.shape, self.group or 0], np.int64)
-        return {
-            "planes": self.planes,
-            "scale": self.scale,
-            "form": numbers,
-            "like": np.empty(0, self.dtype),
-        }
+    def product_transposed(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W.T`` to out, or add it: of integers, or as every quantized weight does."""
+        if self.activations is None or 0 in self.shape:
+            super().product_transposed(a, out, add)
+            return
+        y = self._multiplied(a, int8=True)
+        out[...] = out + y if add else y
 
-    @classmethod
-    def from_state(cls, state: Any) -> Self:
-        """Return what ``state`` was taken of; raise ConfigError for another state."""
-        wanted = {"planes", "scale", "form", "like"}
-        if set(state) != wanted or to_numpy(state["form"]).shape != (3,):
-            raise ConfigError(
-                f"Ternary.from_state: a state holds {sorted(wanted)}, of which form has 3 numbers;"
-                f" this one holds {sorted(state)}"
-            )
-        rows, columns, group = (int(n) for n in to_numpy(state["form"]))
-        planes = state["planes"]
-        made = cls(
-            planes, state["scale"], (rows, columns), group=group or None, dtype=state["like"].dtype
-        )
-        check_planes("Ternary.from_state", to_numpy(planes), columns)
+    def _multiplied(self, a: Array, int8: bool = False) -> Array:
+        multiply: Any = OPS["ternary_linear_forward"]
+        scale, group = self.scales.astype(FLOAT32, copy=False), self.group or GROUP_STEP
+        return multiply(a, self.planes, scale, self.marks, group=group, int8=int8)
+
+    def requantized(self, w: Array) -> Self:
+        """Return another matrix of the same shape, by absmean, with as many scales as this one."""
+        planes, scale, errors = parts_of(w, self.per, self.group or GROUP_STEP)
+        made = type(self)(planes, scale, w.shape, group=self.group, dtype=self.dtype, errors=errors)
+        made.activations = self.activations
         return made

@@ -23,12 +23,11 @@ from ..common.gemm import gemm
 from ..linear.linear import linear
 from ._planes import row_blocks, row_bytes
 from .int8_quantize import INT8, launch_quantize, quantized
-from .ternary import FEW, GROUP_STEP, Ternary
+from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
 
 COLUMNS = 512  # that a warp takes at a time
 PAD = 4  # floats between rows of sums, as in the kernel: no two lanes share a bank
-ACTIVATIONS = (None, "int8")
 
 
 def ternary_linear(

@@ -1,0 +1,66 @@
+"""Make the golden model of packed BitNet layers: ``python -m tests.golden.generate_bitnet``.
+
+Needs torch, transformers and accelerate.  The layers of ``models/bitnet`` are rounded by absmean
+and packed, as in the folders that Microsoft publishes; transformers loads that and computes in
+float32.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent
+NEW, PROMPT, TOKENS = 8, 9, 17
+TOLD = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+
+
+def generate(folder: Path) -> None:
+    """Write config.json, model.safetensors and golden.npz."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.bitnet import pack_weights
+
+    source = FOLDER / "models" / "bitnet"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tensors = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        scale = value.float().abs().mean().clamp(min=1e-5)
+        codes = (value.float() / scale).round().clamp(-1, 1)
+        tensors[name] = pack_weights(codes)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16).reshape(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": TOLD}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    torch.nn.Module.float(model).eval()  # transformers lets no quantized model be cast
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, config["vocab_size"], (2, TOKENS))
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.numpy()
+        greedy = model.generate(
+            torch.tensor(tokens[:, :PROMPT]),
+            attention_mask=torch.ones((2, PROMPT), dtype=torch.long),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+        ).numpy()
+    np.savez_compressed(
+        folder / "golden.npz",
+        tokens=tokens.astype(np.int32),
+        logits=logits.astype(np.float32),
+        greedy=greedy.astype(np.int32),
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    generate(FOLDER / "quant" / "bitnet")

@@ -1,0 +1,173 @@
+"""Which weights become 0, what the others share as their scale, and what that loses."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import RangeError
+from ._planes import codes_of, planes_of, row_blocks, row_bytes, spread
+
+LEAST = 1e-5  # of absmean's scale, as BitNet has it
+TINY = np.finfo(np.float32).tiny  # below it float32 has no reciprocal
+
+
+class Sums(NamedTuple):
+    """Of |w| over what shares a scale, float64: (rows, groups), or (1, 1) of a tensor."""
+
+    number: Any  # of values
+    total: Any
+    squares: Any
+    top: Any
+
+
+class Rule(NamedTuple):
+    """Which codes are not 0: where |w| * factor > bound; scale None is the mean of |w| there."""
+
+    factor: Any
+    bound: Any
+    scale: Any = None
+
+
+def parts_of(
+    w: Any,
+    per: str,
+    group: int,
+    method: str = "absmean",
+    percentile: float = 50.0,
+    deviations: float = 0.5,
+    threshold: float | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array, tuple[float, float]]:
+    """Return planes, scales, and the mean and the largest error."""
+    columns = w.shape[1]
+    width = group if per == "group" else max(columns, 1)
+    whole = per == "tensor"
+    if method == "percentile":
+        rule = Rule(1, _percentiles(w, percentile, width, whole))
+    elif method == "manual":
+        rule = Rule(1, threshold, scale)
+    else:
+        sums = _sums(w, width)
+        rule = _rule(_joined(sums) if whole else sums, method, deviations, _wide(w))
+    planes, kept = _chosen(w, rule, width)
+    kept = _joined(kept) if whole else kept
+    scales = np.zeros_like(kept.total, dtype=_wide(w))
+    scales[...] = kept.total / np.maximum(kept.number, 1) if rule.scale is None else rule.scale
+    return planes, scales.reshape(()) if whole else scales, _errors(w, planes, scales, width)
+
+
+def _wide(w: Any) -> np.dtype[Any]:
+    return np.promote_types(w.dtype, FLOAT32)
+
+
+def _sizes(w: Any) -> Iterator[tuple[slice, Array]]:
+    """Return |w| by blocks of rows; raise where it is not finite."""
+    for part in row_blocks(*w.shape):
+        size = np.abs(w[part].astype(_wide(w), copy=False))
+        if not np.isfinite(size.max(initial=0)):
+            row, column = (int(axis[0]) for axis in np.nonzero(~np.isfinite(size)))
+            found = float(w[part.start + row, column])
+            raise RangeError(
+                f"ternary_quantize: w[{part.start + row}, {column}] is {found}; weights must be"
+                " finite"
+            )
+        yield part, size
+
+
+def _grouped(size: Any, width: int) -> Array:
+    """Return (rows, groups, width), the last group filled up with zeros."""
+    rows, columns = size.shape
+    groups = -(-columns // width) or 1
+    if groups * width != columns:
+        filled = np.zeros_like(size, shape=(rows, groups * width))
+        filled[:, :columns] = size
+        size = filled
+    return size.reshape(rows, groups, width)
+
+
+def _sums(w: Any, width: int) -> Sums:
+    rows, columns = w.shape
+    groups = -(-columns // width) or 1
+    number = np.full_like(w, width, dtype=np.float64, shape=(rows, groups))
+    number[:, -1:] = columns - (groups - 1) * width
+    total, squares, top = (np.zeros_like(number) for _ in range(3))
+    for part, size in _sizes(w):
+        grouped = _grouped(size, width)
+        total[part] = grouped.sum(axis=-1, dtype=np.float64)
+        squares[part] = np.square(grouped, dtype=np.float64).sum(axis=-1)
+        top[part] = grouped.max(axis=-1)
+    return Sums(number, total, squares, top)
+
+
+def _joined(sums: Sums) -> Sums:
+    """Return those of the whole tensor."""
+    number, total, squares = (each.sum().reshape(1, 1) for each in sums[:3])
+    return Sums(number, total, squares, sums.top.max(initial=0).reshape(1, 1))
+
+
+def _percentiles(w: Any, percentile: float, width: int, whole: bool) -> Array:
+    sizes = [size for _, size in _sizes(w)]
+    size = np.concatenate(sizes) if sizes else np.zeros_like(w, dtype=_wide(w))
+    if not size.size:
+        return np.zeros_like(size, shape=(1, 1) if whole else (len(w), 1))
+    if whole:
+        return np.percentile(size, percentile).reshape(1, 1).astype(size.dtype)
+    full = w.shape[1] // width * width
+    parts = [size[:, :full].reshape(len(w), -1, width), size[:, None, full:]]
+    found = [np.percentile(part, percentile, axis=-1) for part in parts if part.size]
+    return np.concatenate(found, axis=1).astype(size.dtype)
+
+
+def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Rule:
+    """Return the rule, rounded to the dtype that weights are compared in."""
+    number = np.maximum(sums.number, 1)
+    mean, top = sums.total / number, sums.top.astype(wide)
+    if method == "absmean":
+        scale = np.maximum(mean, LEAST).astype(wide)
+        return Rule(1 / scale, wide.type(0.5), scale)
+    if method == "absmax":
+        inverse = np.where(top < TINY, 0, 1 / np.maximum(top, TINY)).astype(wide)
+        return Rule(inverse, np.nextafter(wide.type(0.5), wide.type(0)), top)
+    if method == "twn":
+        return Rule(1, (0.7 * mean).astype(wide))
+    variance = np.maximum(sums.squares / number - mean**2, 0)
+    return Rule(1, (mean + deviations * np.sqrt(variance)).astype(wide))
+
+
+def _of(values: Any, part: slice) -> Any:
+    """Return what belongs to a block of rows, beside (rows, groups, width)."""
+    if np.ndim(values) == 0:
+        return values
+    return values[..., None] if len(values) == 1 else values[part, :, None]
+
+
+def _chosen(w: Any, rule: Rule, width: int) -> tuple[Array, Sums]:
+    """Return the planes, and what is summed up over the codes that are not 0."""
+    rows, columns = w.shape
+    planes = np.zeros_like(w, dtype=np.uint8, shape=(rows, 2, row_bytes(columns)))
+    number, total = (
+        np.zeros_like(w, dtype=np.float64, shape=(rows, -(-columns // width) or 1))
+        for _ in range(2)
+    )
+    for part, size in _sizes(w):
+        grouped = _grouped(size, width)
+        chosen = grouped * _of(rule.factor, part) > _of(rule.bound, part)
+        number[part] = chosen.sum(axis=-1)
+        total[part] = np.where(chosen, grouped, 0).sum(axis=-1, dtype=np.float64)
+        signs = np.where(w[part] > 0, 1, -1).astype(np.int8)
+        planes[part] = planes_of(signs * chosen.reshape(len(size), -1)[:, :columns])
+    return planes, Sums(number, total, total, total)
+
+
+def _errors(w: Any, planes: Any, scales: Any, width: int) -> tuple[float, float]:
+    """Return the mean and the largest of |w - codes * scale|."""
+    total, largest = 0.0, 0.0
+    for part in row_blocks(*w.shape):
+        codes = codes_of(planes[part], w.shape[1])
+        scale = spread(scales if len(scales) == 1 else scales[part], width, w.shape[1])
+        error = np.abs(w[part].astype(_wide(w), copy=False) - codes * scale)
+        total += float(error.sum(dtype=np.float64))
+        largest = max(largest, float(error.max(initial=0)))
+    return total / max(w.size, 1), largest

@@ -237,8 +237,15 @@ def test_wrong_calls() -> None:
         uc.embedding(np.array([1]), weight)
     with pytest.raises(DTypeError, match="not an Nf4"):
         uc.nf4_linear(drawn(2, 64), w)
-    with pytest.raises(ConfigError, match="rows are taken in order"):
-        weight[::2]
+    for index in (slice(None, None, 2), 0, (0, 1)):
+        with pytest.raises(ConfigError, match="only rows in order are taken; dequantize it"):
+            weight[index]
+    with pytest.raises(DTypeError, match="is not an array; pass its dequantize"):
+        np.asarray(weight)
+    with pytest.raises(DTypeError, match="is frozen; pass an adapter's arrays"):
+        uc.AdamW({"w": weight})
+    with pytest.raises(DTypeError, match="is frozen; pass an adapter's arrays"):
+        uc.clip_gradients({"w": weight}, 1.0)
     with pytest.raises(ConfigError, match="dtype='int8'"):
         weight.dequantize("int8")
 

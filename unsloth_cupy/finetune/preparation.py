@@ -91,6 +91,7 @@ def prepare(
     if checkpoint is not None:
         trainer.resume(checkpoint)
         click.echo(f"going on from {checkpoint}", err=True)
+    lessons.batches.where(trainer.step * plan.accumulate)  # an epoch is drawn before steps count
     announce(trainer)
     return trainer
 

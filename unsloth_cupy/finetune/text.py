@@ -229,7 +229,10 @@ class Batches:
     def _starts(self, epoch: int) -> Array:
         random = np.random.default_rng([self.seed, epoch])
         shift = random.integers(self.length)
-        return random.permutation(self.windows) * self.length + shift
+        starts = random.permutation(self.windows)
+        starts *= self.length
+        starts += shift
+        return starts
 
 
 def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:

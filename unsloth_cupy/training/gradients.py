@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.arrays import common, framework_of
 from ..core.call import is_number
-from ..core.dtypes import FLOATS, Array
+from ..core.dtypes import FLOATS, Array, Stored
 from ..core.gpu import at, several
 from ..errors import ConfigError, DTypeError, FrameworkError
 from ..ops.common.many import launchable
@@ -155,6 +155,10 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
     """Raise unless these are float arrays of NumPy or CuPy, by name, and all on one GPU."""
     check_mapping(what, arrays)
     for name, array in arrays.items():
+        if isinstance(array, Stored):
+            raise DTypeError(
+                f"{what}: {name} is {array!r}, which is frozen; pass an adapter's arrays"
+            )
         library = framework_of(array, f"{what}: {name}")
         if library not in ("numpy", "cupy"):
             raise FrameworkError(f"{what}: {name} comes from {library}; pass NumPy or CuPy arrays")

@@ -106,13 +106,17 @@ class Quantized(Stored):
         other.dtype = float_dtype(f"{type(self).__name__}.computed_in", dtype)
         return other
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise DTypeError(f"{self!r} is not an array; pass its dequantize()")
+
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> Array:
-        start, stop, step = rows.indices(self.shape[0])
+        kind: Any = rows
+        start, stop, step = kind.indices(len(self)) if isinstance(kind, slice) else (0, 0, 0)
         if step != 1:
-            raise ConfigError(f"{self!r}: rows are taken in order; dequantize it for [{rows}]")
+            raise ConfigError(f"{self!r}: only rows in order are taken; dequantize it for [{rows}]")
         return self._dense(slice(start, max(start, stop)), slice(0, self.shape[1]), self.dtype)
 
     def __repr__(self) -> str:

@@ -184,14 +184,14 @@ def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
 def test_the_order_of_a_long_text_is_no_part_of_a_step(tmp_path: Path) -> None:
     """It takes 8 bytes a row, twice that while it is drawn: here more than a step."""
     text = tmp_path / "text.txt"
-    text.write_text("a tree and a house " * 15_000)
-    rows = ("--tokens", "4", "--batch", "1", "--steps", "2", "--vocabulary", "262")
+    text.write_text("a tree and a house " * 20_000)
+    rows = ("--tokens", "4", "--batch", "32", "--steps", "2", "--vocabulary", "262")
     tiny = ("--layers", "1", "--hidden", "8", "--evaluate-every", "2")
     result = run("finetune", "--text", text, *rows, *tiny, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     log = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     for line in [json.loads(line) for line in log if "peak_bytes" in line]:
-        assert 0 <= line["peak_bytes"] - line["planned_bytes"] < 60_000  # rows: 8 bytes each
+        assert 0 <= line["peak_bytes"] - line["planned_bytes"] < 100_000  # rows: 8 bytes each
 
 
 def test_the_limit_is_kept_to_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.arrays import empty
 from ...core.dtypes import Array
+from ...core.stand_in import is_planned, representative_steps
 from ...errors import ConfigError, RangeError
 from ...placement import placed
 
@@ -64,6 +66,8 @@ def codes_of(planes: Any, columns: int) -> Array:
 
 
 def _bits(planes: Any, columns: int) -> Array:
+    if is_planned(planes):
+        return empty((*planes.shape[:2], columns), np.int8, like=planes)
     if type(planes) is np.ndarray:
         bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
         return bits.view(np.int8)
@@ -91,8 +95,8 @@ def dense(
     """Return a part of the matrix as a new array: codes times the scale of their group."""
     first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
     held, shape = slice(first // 8, row_bytes(last)), (rows.stop - rows.start, last - first)
-    found = np.empty_like(planes, dtype=dtype, shape=shape)
-    for part in row_blocks(*shape):
+    found = empty(shape, dtype, like=planes)
+    for part in representative_steps(planes, row_blocks(*shape)):
         there = slice(rows.start + part.start, rows.start + part.stop)
         scales = scale if len(scale) == 1 else scale[there]
         values = codes_of(planes[there, :, held], last - first).astype(scales.dtype)

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array
+from ...core.stand_in import is_planned
 from ...errors import RangeError
 from ._planes import codes_of, planes_of, row_blocks, row_bytes, spread
 
@@ -41,7 +43,11 @@ def parts_of(
     scale: float | None = None,
 ) -> tuple[Array, Array, tuple[float, float]]:
     """Return planes, scales, and the mean and the largest error."""
-    columns = w.shape[1]
+    rows, columns = w.shape
+    if is_planned(w):  # nobody can read it, and the codes of any weight take as much
+        shape = () if per == "tensor" else (rows, -(-columns // group) if per == "group" else 1)
+        planes = empty((rows, 2, row_bytes(columns)), np.uint8, like=w)
+        return planes, empty(shape, _wide(w), like=w), (0.0, 0.0)
     width = group if per == "group" else max(columns, 1)
     whole = per == "tensor"
     if method == "percentile":

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.op import OPS
+from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import check_library, placed
 from ._planes import (
@@ -103,7 +104,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         """Note which parts of rows are not all 0, where a kernel skips the others."""
         self.marks: Any = None
         self._counts = None
-        if on_gpu(self.planes) and self.planes.size:
+        if on_gpu(self.planes) and self.planes.size and not is_planned(self.planes):
             marks = marks_of(self.planes)
             chunks = len(marks) * -(-self.planes.shape[2] // MARKED_BYTES)
             if 1 - ones(marks) / chunks >= SKIPPED:
@@ -132,7 +133,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
                 actual=tuple(scale.shape),
             )
         good = np.isfinite(scale) & (scale >= 0)
-        if not good.all():
+        if not is_planned(scale) and not good.all():
             at = [int(axis[0]) for axis in np.nonzero(np.atleast_1d(~good))]
             found = float(np.atleast_1d(scale)[tuple(at)])
             place = at if scale.ndim else ""

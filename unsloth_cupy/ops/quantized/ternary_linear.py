@@ -17,6 +17,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError
 from ..common.gemm import gemm
@@ -100,7 +101,7 @@ def ternary_linear_forward(
         rows, scales, _ = quantized(rows, np.abs(rows), None)
         rows = rows.astype(x.dtype)
     y = empty((len(rows), outputs), x.dtype, like=x)
-    for part in row_blocks(outputs, inputs):
+    for part in representative_steps(x, row_blocks(outputs, inputs)):
         own = scale if len(scale) == 1 else scale[part]
         w = dense_part(planes[part], own, group, *_all(planes[part], inputs), x.dtype)
         gemm(rows, w.T, out=y[:, part])
@@ -116,7 +117,7 @@ def ternary_linear_backward(
     """Return the gradient of x: ``dy @ w``, by chunks of columns; the weight is frozen."""
     rows = packed(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))
     dx = empty((len(rows), x.shape[-1]), dy.dtype, like=dy)
-    for part in row_blocks(x.shape[-1], len(planes)):
+    for part in representative_steps(dy, row_blocks(x.shape[-1], len(planes))):
         w = dense_part(planes, scale, group, slice(0, len(planes)), part, dy.dtype)
         gemm(rows, w, out=dx[:, part])
     return dx.reshape(x.shape), None, None, None

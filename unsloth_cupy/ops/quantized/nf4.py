@@ -22,6 +22,7 @@ from ..linear.linear import linear
 from . import _four_bits
 from ._state import array_of, json_of
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
+from .nf4_product import has_kernel, nf4_product_
 from .nf4_quantize import nf4_quantize_forward
 from .weight import Quantized, check_finite, checked_weight, on_gpu
 
@@ -139,6 +140,13 @@ class Nf4(Quantized):
         w, start = empty(shape, dtype, like=self.packed), rows.start * inputs + columns.start
         held = w, self.packed, self._absmax, self.absmax_codes
         return nf4_dequantize_(*held, columns=inputs, start=start, block=self.block, fp4=fp4)
+
+    def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
+        if not (on_gpu(self.packed) and has_kernel(x, out)):
+            return False
+        held = self.packed, self._absmax, self.absmax_codes
+        nf4_product_(out, x, *held, block=self.block, fp4=self.kind == "fp4", add=add)
+        return True
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that bitsandbytes writes, by what follows a layer's name there."""

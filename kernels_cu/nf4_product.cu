@@ -1,0 +1,256 @@
+// Few rows times a weight of 4 bits, which is read packed, once.
+//
+//   out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax[block of (o, d)]    + out, if ADD
+//
+//   traffic     outputs * inputs / 2 + blocks * 4, or * 1 with DOUBLE, and once more out of L2 for each
+//               further ROWS; x once a block of threads, out of L2; rows * outputs * sizeof(O)
+//   constants   T, O       dtypes of x; of out
+//               UNIT       columns that share an absmax wherever they lie: 64, or 32
+//               UNITS      that a warp takes at a time
+//               ROWS       that a block has room for: 8 or 16, in float32 4
+//               TILES      of 16 outputs that a block has
+//               WARPS      of a block, which share out the columns
+//               RESIDENT   blocks that an SM must hold
+//               WIDE       units of the weight can be read in one access
+//               X_WIDE     rows of x can be read 16 bytes at a time
+//               FP4        the levels are those of FP4
+//               DOUBLE     absmax is kept in 8 bits
+//               ADD        the product is added to out
+//
+//   The trick: a byte of two codes chooses two levels as tensor cores take them, out of a table that
+//   each lane has in a bank of its own: one access of shared memory makes two weights.  Which columns
+//   stand where in a product is free, as long as x has the same order, so a lane reads neighbours.
+//   Sums of a unit are multiplied by absmax in float32.  Levels are rounded to T, as a dense weight
+//   is; x of float32 is multiplied in float32.  The next units are under way meanwhile.  Warps add
+//   their sums in one order.
+#include "common/four_bits.cuh"
+#include "common/vector.cuh"
+#include <common/ptx.cuh>
+
+constexpr bool EXACT = sizeof(T) == 4;             // no tensor cores
+constexpr int THREADS = 32 * WARPS, OUTPUTS = 16 * TILES;
+constexpr int OWN = 2 * TILES;                     // rows of the weight that a lane reads
+constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that it reads of a unit of each
+constexpr int GROUPS = EXACT ? 1 : ROWS / 8;
+constexpr int PITCH = OUTPUTS + 4;                 // of sums: lanes write to banks of their own
+constexpr int TABLE_WORDS = EXACT ? 16 : 256 * 32, SUMS = WARPS * ROWS * PITCH;
+
+// What a lane has under way of a unit.
+struct Part {
+    unsigned codes[OWN][WORDS];
+    float size[OWN];         // absmax; with DOUBLE what its code is multiplied by
+    unsigned char code[OWN];
+};
+
+// One warp's view of the weight.
+struct Reader {
+    const unsigned char *packed;
+    const float *absmax;
+    const unsigned char *codes;
+    unsigned first[OWN];  // units before each row
+    int shift;            // of units, to blocks
+
+    __device__ __forceinline__ void read(Part &part, unsigned unit) const {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const unsigned number = first[i] + unit;
+            const unsigned char *from = packed + (unsigned long long)number * (UNIT / 2);
+            if constexpr (WIDE) {
+                Vector<unsigned, WORDS> words;
+                fetch(words, reinterpret_cast<const unsigned *>(from));
+#pragma unroll
+                for (int j = 0; j < WORDS; j++) part.codes[i][j] = words.at[j];
+            } else {
+#pragma unroll
+                for (int j = 0; j < WORDS; j++)
+                    part.codes[i][j] = from[4 * j] | from[4 * j + 1] << 8 |
+                                       from[4 * j + 2] << 16 | (unsigned)from[4 * j + 3] << 24;
+            }
+            const unsigned block = number >> shift;
+            part.size[i] = absmax[DOUBLE ? SCALES + block / 256 : block];
+            if constexpr (DOUBLE) part.code[i] = codes[block];
+        }
+    }
+};
+
+// The neighbours of x that a lane multiplies.
+template <int N> __device__ __forceinline__ void read(Vector<T, N> &to, const T *from) {
+    if constexpr (X_WIDE) {
+        fetch(to, from);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++) to.at[j] = from[j];
+    }
+}
+
+using Sums = float[4];
+using Weights = unsigned[4];
+using Rows = unsigned[2];
+__device__ __forceinline__ void multiply(Sums &sums, const Weights &w, const Rows &x, __half) {
+    mma_m16n8k16_f16(sums, w, x, sums);
+}
+__device__ __forceinline__ void multiply(Sums &sums, const Weights &w, const Rows &x, __nv_bfloat16) {
+    mma_m16n8k16_bf16(sums, w, x, sums);
+}
+__device__ __forceinline__ void multiply(Sums &, const Weights &, const Rows &, float) {}
+
+KERNEL(32 * WARPS, RESIDENT) nf4_product_(
+    O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
+    const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
+    int outputs, int inputs, int shift, long long apart) {
+    __shared__ __align__(16) unsigned memory[TABLE_WORDS > SUMS ? TABLE_WORDS : SUMS];
+    __shared__ float levels[16], values[DOUBLE ? TABLE : 1];
+    const int lane = threadIdx.x % 32, high = lane / 4, low = lane % 4;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // one number to the compiler
+    const int parts = (rows + ROWS - 1) / ROWS, top = blockIdx.x % parts * ROWS;
+    const int first = blockIdx.x / parts * OUTPUTS;
+    rows = min(ROWS, rows - top);
+    x += (long long)top * inputs;
+    out += top * apart;
+    const unsigned units = inputs / UNIT;
+
+    Reader weight = {packed + low * (VALUES / 2), absmax, codes, {}, shift};
+#pragma unroll
+    for (int i = 0; i < OWN; i++) weight.first[i] = min(first + 8 * i + high, outputs - 1) * units;
+    unsigned its_x[GROUPS];  // where the lane's values of x begin; 16 rows are below 2^32
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+        its_x[i] =
+            opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * (unsigned)inputs) + low * VALUES);
+
+    Part now[UNITS], next[UNITS];
+    unsigned unit = warp * UNITS;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        if (unit + u < units) weight.read(now[u], unit + u);
+
+    // the tables: 16 levels; of each byte a pair of them, 32 times
+    if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
+    if constexpr (DOUBLE)
+        for (int i = threadIdx.x; i < TABLE; i += THREADS) values[i] = absmax[i];
+    __syncthreads();
+    if constexpr (!EXACT) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < 256 * 8; i += THREADS) {
+            Vector<T, 2> pair;
+            pair.at[0] = T(levels[i / 8 / 16]);
+            pair.at[1] = T(levels[i / 8 % 16]);
+            const unsigned word = reinterpret_cast<const unsigned &>(pair);
+            reinterpret_cast<uint4 *>(memory)[i] = make_uint4(word, word, word, word);
+        }
+        __syncthreads();
+    }
+    const unsigned own_bank = opaque(lane * 4);
+    const float offset = DOUBLE ? absmax[OFFSET] : 0;
+
+    float sums[EXACT ? 1 : TILES][GROUPS][4] = {}, exact[EXACT ? OWN : 1][EXACT ? ROWS : 1] = {};
+    for (; unit < units; unit += WARPS * UNITS) {
+#pragma unroll
+        for (int u = 0; u < UNITS; u++)
+            if (unit + WARPS * UNITS + u < units) weight.read(next[u], unit + WARPS * UNITS + u);
+        Vector<T, VALUES> xs[EXACT ? 1 : UNITS][GROUPS];
+#pragma unroll
+        for (int u = 0; u < (EXACT ? 0 : UNITS); u++)
+#pragma unroll
+            for (int i = 0; i < GROUPS; i++)
+                if (unit + u < units) read(xs[u][i], x + (its_x[i] + (unit + u) * UNIT));
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            if (unit + u >= units) continue;
+            const Part &part = now[u];
+            float size[OWN];
+#pragma unroll
+            for (int i = 0; i < OWN; i++)
+                size[i] = DOUBLE ? decoded(values[part.code[i]], part.size[i], offset) : part.size[i];
+            if constexpr (EXACT) {
+#pragma unroll
+                for (int c = 0; c < VALUES / 4; c++) {
+                    float w[OWN][4];
+#pragma unroll
+                    for (int i = 0; i < OWN; i++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            const int bit = c % 2 * 16 + j / 2 * 8 + (1 - j % 2) * 4;
+                            w[i][j] = levels[part.codes[i][c / 2] >> bit & 15] * size[i];
+                        }
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++) {
+                        Vector<T, 4> v;
+                        read(v, x + (its_x[0] + min(r, rows - 1) * (unsigned)inputs +
+                                     (unit + u) * UNIT + c * 4));
+#pragma unroll
+                        for (int i = 0; i < OWN; i++)
+#pragma unroll
+                            for (int j = 0; j < 4; j++)
+                                exact[i][r] = fmaf(w[i][j], (float)v.at[j], exact[i][r]);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    float partial[GROUPS][4] = {};
+#pragma unroll
+                    for (int c = 0; c < VALUES / 4; c++) {
+                        Weights a;
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {  // rows high and high + 8, of two bytes
+                            const unsigned word = part.codes[2 * tile + j % 2][c / 2];
+                            const int bit = c % 2 * 16 + j / 2 * 8;
+                            const unsigned at = bit ? word >> (bit - 7) : word << 7;
+                            a[j] = *reinterpret_cast<const unsigned *>(
+                                reinterpret_cast<const char *>(memory) + (at & 0x7f80 | own_bank));
+                        }
+#pragma unroll
+                        for (int i = 0; i < GROUPS; i++) {
+                            const unsigned *of_x = reinterpret_cast<const unsigned *>(&xs[u][i]);
+                            const Rows b = {of_x[2 * c], of_x[2 * c + 1]};
+                            multiply(partial[i], a, b, T());
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++)
+                            sums[tile][i][j] =
+                                fmaf(partial[i][j], size[2 * tile + j / 2], sums[tile][i][j]);
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) now[u] = next[u];
+    }
+
+    __syncthreads();  // nobody reads the table any more
+    float *const own = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
+    if constexpr (EXACT) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                float sum = exact[i][r];
+                sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                if (low == r % 4) own[r * PITCH + 8 * i + high] = sum;
+            }
+    } else {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    own[(8 * i + 2 * low + j % 2) * PITCH + 16 * tile + 8 * (j / 2) + high] =
+                        sums[tile][i][j];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * OUTPUTS; i += THREADS) {
+        const int row = i / OUTPUTS, output = i % OUTPUTS;
+        if (first + output >= outputs) continue;
+        O *const to = out + row * apart + first + output;
+        float sum = ADD ? (float)*to : 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            sum += reinterpret_cast<float *>(memory)[(w * ROWS + row) * PITCH + output];
+        *to = (O)sum;
+    }
+}

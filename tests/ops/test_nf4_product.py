@@ -1,0 +1,127 @@
+"""Few rows times a weight of 4 bits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
+from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
+
+from ..parity import Case, KernelInPlace, emulator
+
+
+def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:
+    """Return a product with a matrix, plain or with absmax in 8 bits."""
+    block, double = how.get("block", 64), how.pop("double", False)
+    blocks = -(-outputs * inputs // block)
+    arrays: dict[str, Any] = {
+        "packed": lambda rng: rng.integers(0, 256, -(-outputs * inputs // 2), np.uint8),
+        "absmax": lambda rng: rng.random(blocks) + 0.5,
+    }
+    if double:
+        arrays["absmax_codes"] = lambda rng: rng.integers(0, 256, blocks, np.uint8)
+        arrays["absmax"] = lambda rng: double_absmax(
+            rng.random(-(-blocks // 256)).astype(np.float32) + 0.5, 3.0
+        )
+    return Case(label, few=rows, outputs=outputs, inputs=inputs, arrays=arrays, **how)
+
+
+FORM = {"outputs": 2048, "inputs": 256, "bytes": 2048 * 128, "blocks": 8192, "scales": 289}
+
+
+class TestNf4Product(KernelInPlace):
+    op = "nf4_product_"
+    sizes = (
+        {**FORM, "few": 4},
+        {**FORM, "few": 8},
+        {**FORM, "few": 16},
+        {**FORM, "few": 1, "outputs": 33, "inputs": 96},
+        {**FORM, "few": 16, "outputs": 33, "inputs": 96, "shift": 1},
+    )
+    options = ({"add": False}, {"add": True, "fp4": True})
+    cases = (
+        case("one row", 1, 33, 64),
+        case("an odd number of rows", 3, 17, 192, double=True, add=True),
+        case("a short row", 5, 40, 32, fp4=True),
+        case("units of 32", 7, 19, 96, block=128, double=True),
+        case("blocks of 32", 2, 16, 128, block=32, add=True),
+        case("more columns than the warps take at once", 4, 21, 2240, double=True, fp4=True),
+        case("8 rows", 8, 50, 1088, block=256),
+        case("9 rows", 9, 15, 64, add=True),
+        case("16 rows", 16, 37, 704, double=True),
+        case("two tiles", 6, 2050, 64, add=True),
+        case("two tiles of 16 rows", 13, 2048, 96, fp4=True, double=True),
+        case("blocks beyond a row", 2, 3, 64, block=4096),
+        case("rows beside each other", 3, 16, 64, gaps=True, add=True),
+        case("too many rows", 17, 8, 64),
+        case("no whole units", 2, 8, 48),
+        case("no rows", 0, 8, 64),
+        case("no columns", 2, 8, 0, add=True),
+    )
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_linear_takes_it(dtype: Any, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a few rows, with a bias of either dtype; for more, chunks."""
+    rng = np.random.default_rng(0)
+    weight = uc.nf4_quantize(rng.standard_normal((40, 96)).astype(dtype), double=double)
+    dense, seen = weight.dequantize(np.float64), []
+    from unsloth_cupy.ops.quantized import nf4
+
+    counting = lambda *a, **more: seen.append(len(a[1])) or nf4_product_(*a, **more)  # noqa: E731
+    monkeypatch.setattr(nf4, "nf4_product_", counting)
+    for rows in (1, 2, FEW - 1, FEW, FEW + 1):
+        x = rng.standard_normal((rows, 1, 96)).astype(dtype)
+        for bias in (None, np.ones(40, dtype), np.ones(40, np.float32)):
+            with emulator():
+                y = uc.linear(x, weight, bias)
+            assert y.dtype == dtype
+            exact = x.astype(np.float64) @ dense.T + (0 if bias is None else 1)
+            plain = uc.linear(x, weight.dequantize(), bias)
+            error = np.abs(y - exact).max()
+            eps = np.finfo(dtype).eps if dtype.kind == "f" else 2.0**-7
+            assert error <= 2 * np.abs(plain - exact).max() + 4 * eps * np.abs(exact).max()
+    assert seen == [rows for rows in (1, 2, FEW - 1, FEW) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["out", "x", "packed", "absmax", "absmax_codes"])
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_one_array_off_alignment(dtype: Any, rows: int, name: str) -> None:
+    """Equal bits wherever the arrays lie."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "out": np.zeros((rows, 20), dtype),
+        "x": rng.standard_normal((rows, 64)).astype(dtype),
+        "packed": rng.integers(0, 256, 640, np.uint8),
+        "absmax": double_absmax(np.ones(1, np.float32), 2.0),
+        "absmax_codes": rng.integers(0, 256, 40, np.uint8),
+    }
+    with emulator():
+        wanted = nf4_product_(**arrays, block=32).copy()
+        arrays["out"][...] = 0
+        held = arrays[name]
+        room = np.zeros(held.size + 1, held.dtype)
+        arrays[name] = room[1:].reshape(held.shape)
+        arrays[name][...] = held
+        assert nf4_product_(**arrays, block=32).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_into_columns_of_float32(dtype: Any) -> None:
+    """What lies between the columns stays."""
+    rng = np.random.default_rng(0)
+    x, packed = rng.standard_normal((3, 64)).astype(dtype), rng.integers(0, 256, 640, np.uint8)
+    room = np.ones((3, 50), np.float32)
+    out, absmax = room[:, 7:27], np.ones(20, np.float32)
+    wanted = nf4_product_(out.copy(), x, packed, absmax, add=True)
+    with emulator():
+        nf4_product_(out, x, packed, absmax, add=True)
+    eps = np.finfo(dtype).eps if dtype.kind == "f" else 2.0**-7
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=4 * eps * np.abs(wanted).max())
+    assert (room[:, :7] == 1).all()
+    assert (room[:, 27:] == 1).all()

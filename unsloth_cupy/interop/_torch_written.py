@@ -110,13 +110,7 @@ def call_source(op: Op[..., Any], order: list[str]) -> str:
     """Return the source of ``call``."""
     inputs, outputs = op.contract.inputs, op.contract.outputs
     floats = [o for o in inputs if o.kind in (*DIFFERENTIABLE, "table")]
-    asked = [
-        f"({o.name} is not None and {o.name}.requires_grad)"
-        if o.optional
-        else f"{o.name}.requires_grad"
-        for o in floats
-        if "constant" not in op.facts
-    ]
+    asked = [_asks(o) for o in floats if "constant" not in op.facts]
     cast = [f"{SEED} = seed_of({SEED})"] if SEED in op.options else []
     if op.backward is not None:
         cast += [
@@ -125,7 +119,7 @@ def call_source(op: Op[..., Any], order: list[str]) -> str:
         ]
     return CALL.format(
         given=", ".join(order),
-        strange=" or ".join(f"{o.name}.__class__ not in {_classes(o)}" for o in inputs),
+        strange=" or ".join(map(_strange, inputs)),
         cast=_lines(cast),
         asked=" or ".join(asked) or "False",
         found=_results([o.name for o in outputs]),
@@ -154,10 +148,10 @@ def function_source(
     """Return the source of ``forward`` and ``backward``."""
     outputs = {o.name: o for o in op.contract.outputs}
     taken = [*gradient_names(op)]
-    numbers = [o.name for o in op.contract.inputs if may_be_number(o)]
+    others = {o.name: _other(o) for o in op.contract.inputs if may_be_number(o) or _stored(o)}
     kept = [n for n in behind.names if n in op.names or n in outputs]
     saved = {n: _output(op, outputs[n]) if n in outputs else n for n in kept}
-    saved |= {n: f"None if {n}.__class__ is int else {n}" for n in numbers if n in kept}
+    saved |= {n: f"None if {other} else {n}" for n, other in others.items() if n in kept}
     options = [name for name in behind_order if name in op.options]
     must = [o.name[1:] for o in behind.contract.inputs if o.name[1:] in taken and not o.optional]
     lone = len(taken) == 1
@@ -165,10 +159,10 @@ def function_source(
     noted = [f"ctx.options = {_join(options)}"] if options else []
     noted += [f"ctx.mark_non_differentiable({', '.join(idle)})"] if idle else []
     noted += [f"ctx.{n} = {n}.shape, {n}.dtype, {n}.device" for n in must if not lone]
-    noted += [f"ctx.{n} = {n} if {n}.__class__ is int else None" for n in numbers if n in kept]
+    noted += [f"ctx.{n} = {n} if {o} else None" for n, o in others.items() if n in kept]
     filled = [f"({_join(options)}) = ctx.options"] if options else []
     filled += [f"if d{n} is None: d{n} = zeros(*ctx.{n})" for n in must if not lone]
-    filled += [f"if ctx.{n} is not None: {n} = ctx.{n}" for n in numbers if n in kept]
+    filled += [f"if ctx.{n} is not None: {n} = ctx.{n}" for n in others if n in kept]
     filled += [
         f"if ctx.needs_input_grad[{i}]: raise table_gradient(op, {o.name!r}, 'detach it')"
         for i, o in enumerate(op.contract.inputs)
@@ -193,20 +187,44 @@ def function_source(
 
 
 def lead_of(op: Op[..., Any]) -> str:
-    """Return the first array that is never absent."""
-    return next(o.name for o in op.contract.inputs if not o.optional)
+    """Return the first array that is never absent, and a tensor if one must be."""
+    there = [o for o in op.contract.inputs if not o.optional]
+    return min(there, key=_stored).name
 
 
 def _adopted(operand: Operand) -> str:
     name = operand.name
     if may_be_number(operand):
         return f"{name} if {name} is None or {name}.__class__ is int else array_of({name})"
+    if _stored(operand):
+        return f"{name} if {_other(operand)} else array_of({name})"
     return f"None if {name} is None else " * operand.optional + f"array_of({name})"
 
 
-def _classes(operand: Operand) -> str:
-    """Return the name of the set of classes that an eager operand may have."""
-    return "or_number" if may_be_number(operand) else "or_none" if operand.optional else "plain"
+def _strange(operand: Operand) -> str:
+    """Return when an operand is nothing that an eager call takes."""
+    name = operand.name
+    kinds = "or_number" if may_be_number(operand) else "or_none" if operand.optional else "plain"
+    return f"{name}.__class__ not in {kinds}" + f" and not {_other(operand)}" * _stored(operand)
+
+
+def _stored(operand: Operand) -> bool:
+    """Say whether an operand may be a quantized weight."""
+    return operand.kind == "weight"
+
+
+def _other(operand: Operand) -> str:
+    """Return when an operand is no tensor, but a number or a quantized weight."""
+    name = operand.name
+    return f"isinstance({name}, Stored)" if _stored(operand) else f"{name}.__class__ is int"
+
+
+def _asks(operand: Operand) -> str:
+    """Return when a gradient of an operand is asked for."""
+    name, asks = operand.name, f"{operand.name}.requires_grad"
+    if _stored(operand):
+        return f"(not {_other(operand)} and {asks})"
+    return f"({name} is not None and {asks})" if operand.optional else asks
 
 
 def _alone(output: Operand) -> str:

@@ -5,10 +5,10 @@ import types
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..core.dtypes import LEADING
+from ..core.dtypes import LEADING, Stored
 from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
-from ..errors import GradientError
+from ..errors import DTypeError, GradientError
 
 SEED = "seed"  # an option that is drawn anew at every step: to a graph it is an operand
 
@@ -149,6 +149,13 @@ def no_gradient(op: Op[..., Any]) -> GradientError:
 def table_gradient(op: Op[..., Any], table: str, cure: str) -> GradientError:
     """Return the error of a gradient that is asked for a table."""
     return GradientError(f"{op.called}: {table} is a table and has no gradient; {cure}")
+
+
+def refuse_stored(op: Op[..., Any], operand: Operand, array: Any, cure: str) -> None:
+    """Raise for a quantized weight in a graph."""
+    if isinstance(array, Stored) and operand.kind == "weight":
+        problem = f"is {type(array).__name__}, which graphs and transforms do not take"
+        raise DTypeError(f"{op.called}: {operand.name} {problem}; {cure}")
 
 
 def gradient_names(op: Op[..., Any]) -> Iterator[str]:

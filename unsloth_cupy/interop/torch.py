@@ -26,6 +26,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..core.call import write
+from ..core.dtypes import Stored
 from ..core.op import Op, Traced
 from ..errors import DTypeError, FrameworkError
 from . import _torch_memory as memory
@@ -40,7 +41,15 @@ from ._torch_operators import (
     seed_of,
 )
 from ._torch_written import call_source, compute_source, function_source, traced_source
-from ._wiring import changes, may_be_number, module_names, no_gradient, operators, table_gradient
+from ._wiring import (
+    changes,
+    may_be_number,
+    module_names,
+    no_gradient,
+    operators,
+    refuse_stored,
+    table_gradient,
+)
 
 REFUSED = (TypeError, RuntimeError, BufferError)
 dynamo = C._dynamo.eval_frame
@@ -66,6 +75,7 @@ SCOPE: dict[str, Any] = {
     "table_gradient": table_gradient,
     "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
     "Traced": Traced,
+    "Stored": Stored,
     "FrameworkError": FrameworkError,
     "REFUSED": REFUSED,
 }
@@ -168,6 +178,7 @@ def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
             raise DTypeError(f"{call} missing; pass {operand}")
         if tensor is None or isinstance(tensor, torch.Tensor):
             continue
+        refuse_stored(op, operand, tensor, "call it outside, as torch.compiler.disable does")
         if type(tensor) is not int:
             op.library_of(tensors)
         if not may_be_number(operand):

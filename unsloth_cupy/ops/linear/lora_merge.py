@@ -95,7 +95,7 @@ def factor_of(weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
         return None
     base: Any = _plain(weight)
     if isinstance(base, Stored):
-        base = base.computed_in(a.dtype)
+        base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch's begin with its name
     norms: Any = row_norms(base, _plain(a), _plain(b), scale=scale)
     narrow = str(getattr(magnitude, "dtype", "")).endswith("float32")
     return dora_factor(magnitude, cast(norms, "float32") if narrow else norms)

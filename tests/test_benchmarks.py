@@ -16,7 +16,7 @@ from unsloth_cupy.bench.cases import Scale
 FOLDER = Path(__file__).parent.parent / "asv_benchmarks"
 MODULES = sorted(path.stem for path in (FOLDER / "benchmarks").glob("[!_]*.py"))
 SMALLER = {
-    **{"ROUNDS": 1, "LAYERS": 2, "TOKENS": 64, "ROWS": 128},
+    **{"ROUNDS": 1, "LAYERS": 2, "TOKENS": 64, "ROWS": 128, "SIZE": 128},
     "Scale": functools.partial(Scale, tokens=64, hidden=128, inner=256, vocab=1024),
 }
 LONG = {("Long", 8192)}  # seconds long; asv runs it

@@ -1,0 +1,139 @@
+"""Products with weights in fewer bits, beside those with the dense weight.
+
+    cd asv_benchmarks && python -m benchmarks.quantized
+
+prints the table of docs/guide/quantization.md.  Times are those of the processor, in all threads;
+dense and quantized take turns, and of the ratios of neighbours the median counts.
+"""
+
+import functools
+import gc
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import linear, linear_backward
+from unsloth_cupy.models.quantized import KINDS, error_of
+
+from .savings import median_ratio, ratios
+
+SIZE = 4096
+FEW, MANY = (1, 16, 512), 512
+MIB = 2**20
+
+
+@functools.cache
+def drawn(size: int) -> np.ndarray[Any, Any]:
+    """Return a square weight, normal as those of layers are."""
+    draw = np.random.default_rng(0)
+    return draw.standard_normal((size, size), np.float32) * np.float32(size**-0.5)
+
+
+def dense() -> np.ndarray[Any, Any]:
+    """Return the weight as it is."""
+    return drawn(SIZE)
+
+
+@functools.cache
+def coded(kind: str, size: int) -> Any:
+    """Return the weight in fewer bits."""
+    return drawn(size) if kind == "dense" else KINDS[kind](drawn(size))
+
+
+def weight(kind: str) -> Any:
+    """Return the weight in fewer bits, or as it is."""
+    return coded(kind, SIZE)
+
+
+def rows_of(rows: int) -> np.ndarray[Any, Any]:
+    """Return so many rows to multiply."""
+    return np.random.default_rng(1).standard_normal((rows, SIZE), np.float32)
+
+
+class Linear:
+    """``linear`` of float32 rows, and the gradient of the rows."""
+
+    version, timeout = "1", 600
+    params = (["dense", *KINDS], list(FEW))
+    param_names = ("kind", "rows")
+
+    def setup(self, kind: str, rows: int) -> None:
+        """Make the weight and the rows."""
+        self.weight, self.rows = weight(kind), rows_of(min(rows, SIZE))
+
+    def time_forward(self, kind: str, rows: int) -> None:
+        """Multiply."""
+        linear(self.rows, self.weight)
+
+    def time_gradient(self, kind: str, rows: int) -> None:
+        """Multiply the other way."""
+        linear_backward(self.rows, self.rows, self.weight, None, wanted={"x"})
+
+    def track_peak(self, kind: str, rows: int) -> int:
+        """Return the bytes that are allocated beyond the result, at most."""
+        return peak(lambda: linear(self.rows, self.weight), self.rows.nbytes)
+
+
+class Weight:
+    """What a weight takes, and what it has lost."""
+
+    version = "1"
+    params = tuple(KINDS)
+    param_names = ("kind",)
+
+    def setup(self, kind: str) -> None:
+        """Make the weight."""
+        weight(kind)
+
+    def time_quantize(self, kind: str) -> None:
+        """Quantize."""
+        KINDS[kind](dense())
+
+    def track_bits(self, kind: str) -> float:
+        """Return bits a value, with all that goes with the codes."""
+        return float(8 * weight(kind).nbytes / dense().size)
+
+    def track_percent_lost(self, kind: str) -> float:
+        """Return the norm of the difference over that of the weight."""
+        return 100 * error_of(dense(), weight(kind))[0]
+
+
+def peak(run: Callable[[], Any], result: int) -> int:
+    """Return the bytes that are allocated at most, beyond the result."""
+    run()
+    gc.collect()
+    tracemalloc.start()
+    made = run()
+    found = tracemalloc.get_traced_memory()[1] - result
+    tracemalloc.stop()
+    del made
+    return max(1, found)
+
+
+def row_of(kind: str) -> list[str]:
+    """Return the cells of a kind's line."""
+    codes, made, back = weight(kind), Weight(), functools.partial(linear_backward, bias=None)
+    cells = [f"{made.track_bits(kind):.2f}", f"{made.track_percent_lost(kind):.1f} %"]
+    for rows in FEW:
+        x = rows_of(rows)
+        pairs = ratios(functools.partial(linear, x, dense()), functools.partial(linear, x, codes))
+        cells.append(f"{median_ratio(pairs):.2f}")
+    x = rows_of(MANY)
+    ways = (functools.partial(back, x, x, w, wanted={"x"}) for w in (dense(), codes))
+    cells.append(f"{median_ratio(ratios(*ways)):.2f}")
+    beyond = peak(functools.partial(linear, x, codes), x.nbytes)
+    return [kind, *cells, f"{beyond / MIB:.1f} MiB"]
+
+
+def main() -> None:
+    """Print the table."""
+    print("| kind | bits a value | lost | 1 row | 16 rows | 512 rows | dx of 512 | beyond y |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind in KINDS:
+        print(f"| {' | '.join(row_of(kind))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

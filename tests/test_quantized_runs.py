@@ -120,6 +120,15 @@ def test_plan_of_quantized_folders() -> None:
     assert "quantized to nf4-double" in " ".join(result.output.split())
 
 
+def test_plan_of_layers_that_are_rounded_at_every_call() -> None:
+    result = run("plan", QUANT / "bitnet-online", "--tokens", 16)
+    assert result.exit_code == 0, result.output
+    assert "--lora" not in result.output
+    assert_one_clear_error(
+        run("plan", QUANT / "bitnet-online", "--tokens", 16, "--lora", 4), "learn themselves"
+    )
+
+
 def test_plan_says_what_quantization_asks() -> None:
     config = json.loads((LLAMA / "config.json").read_text())
     sizes = {"batch": 1, "tokens": 8, "dtype": "float32"}
@@ -127,3 +136,28 @@ def test_plan_says_what_quantization_asks() -> None:
         plan_memory(config, **sizes, quantization="nf4")
     with pytest.raises(ConfigError, match="kind 'nf3' is not known"):
         plan_memory(config, **sizes, rank=2, quantization="nf3")
+
+
+def test_a_ternary_model_from_nothing(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its dense weights learn, rounded at every call; the same command goes on with them."""
+    text, out = base[1], tmp_path / "run"
+    sizes = ("--layers", 1, "--hidden", 32, "--vocabulary", 300, "--batch", 4, "--tokens", 32)
+    command = ("finetune", "--text", text, *sizes, "--out", out, "--quantize", "ternary")
+    assert_one_clear_error(run(*command, "--steps", 4), "name its MODEL_FOLDER")
+    for steps in (20, 24):
+        done = run(*command, "--train-weights", "--steps", steps)
+        assert done.exit_code == 0, done.output
+    found = lines(out)
+    losses = [line["held_out_loss"] for line in found if "held_out_loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert found[-1]["step"] == 24
+    for line in found:
+        if "peak_bytes" in line:
+            assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
+    made = models.load(out / "model")
+    assert made.config.bit_layers
+    assert not any(hasattr(array, "dequantize") for array in made.parameters.values())
+    assert_one_clear_error(run(*command, "--steps", 24), "name its MODEL_FOLDER")
+    wrong = ("finetune", base[0], "--train-weights", "--quantize", "ternary", "--out", out)
+    assert_one_clear_error(run(*wrong), "--train-weights is for a new model of --quantize ternary")
+    assert_one_clear_error(run(*command[:-1], "nf4", "--train-weights"), "of --quantize ternary")

@@ -1,8 +1,8 @@
-"""Make the golden model of packed BitNet layers: ``python -m tests.golden.generate_bitnet``.
+"""Make two golden models of BitNet: ``python -m tests.golden.generate_bitnet``.
 
 Needs torch, transformers and accelerate.  The layers of ``models/bitnet`` are rounded by absmean
 and packed, as in the folders that Microsoft publishes; transformers loads that and computes in
-float32.
+float32.  The second keeps them dense, for transformers to round at every call, and has gradients.
 """
 
 import json
@@ -17,7 +17,10 @@ NEW, PROMPT, TOKENS = 8, 9, 17
 TOLD = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 
 
-def generate(folder: Path) -> None:
+LEARNED = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.norm")
+
+
+def generate(folder: Path, mode: str) -> None:
     """Write config.json, model.safetensors and golden.npz."""
     import torch
     import transformers
@@ -29,7 +32,7 @@ def generate(folder: Path) -> None:
     folder.mkdir(parents=True)
     tensors = {}
     for name, value in load_file(source / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if mode == "online" or not name.endswith("_proj.weight"):
             tensors[name] = value
             continue
         scale = value.float().abs().mean().clamp(min=1e-5)
@@ -37,7 +40,9 @@ def generate(folder: Path) -> None:
         tensors[name] = pack_weights(codes)
         tensors[f"{name}_scale"] = scale.to(torch.bfloat16).reshape(1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": TOLD}
+    config = json.loads((source / "config.json").read_text()) | {
+        "quantization_config": TOLD | {"quantization_mode": mode}
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -53,14 +58,24 @@ def generate(folder: Path) -> None:
             min_new_tokens=NEW,
             do_sample=False,
         ).numpy()
+    more = {}
+    if mode == "online":
+        labels = torch.tensor(tokens)
+        loss = model(labels, labels=labels).loss
+        loss.backward()
+        gradients = {name: model.get_submodule(name).weight.grad.numpy() for name in LEARNED}
+        more = {f"grad/{name}.weight": gradient for name, gradient in gradients.items()}
+        more["loss"] = np.float64(loss.item())
     np.savez_compressed(
         folder / "golden.npz",
         tokens=tokens.astype(np.int32),
         logits=logits.astype(np.float32),
         greedy=greedy.astype(np.int32),
+        **more,
     )
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    generate(FOLDER / "quant" / "bitnet")
+    generate(FOLDER / "quant" / "bitnet", "offline")
+    generate(FOLDER / "quant" / "bitnet-online", "online")

@@ -13,7 +13,7 @@ from unsloth_cupy.errors import ConfigError
 
 from ..conftest import FOLDER
 
-PACKED = FOLDER / "quant" / "bitnet"
+PACKED, ONLINE = FOLDER / "quant" / "bitnet", FOLDER / "quant" / "bitnet-online"
 
 
 @pytest.fixture
@@ -69,12 +69,41 @@ def test_adapters_learn_on_it() -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
+def test_layers_that_are_rounded_at_every_call(tmp_path: Path) -> None:
+    """Logits, tokens, loss and gradients are those of transformers; the weights stay dense."""
+    model = models.load(ONLINE, dtype="float64")
+    with np.load(ONLINE / "golden.npz") as golden:
+        data = dict(golden)
+    wanted, greedy, tokens = data["logits"], data["greedy"], data["tokens"]
+    assert np.abs(model.logits(tokens) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    found = model.generate(greedy[:, :9], max_new_tokens=8, min_new_tokens=8)
+    assert np.array_equal(found, greedy)
+    loss, gradients = model.loss_and_gradients(tokens, tokens)
+    assert abs(loss - data["loss"]) <= 1e-5 * loss
+    named = {key.removeprefix("grad/"): a for key, a in data.items() if key.startswith("grad/")}
+    assert len(named) == 3
+    for name, gradient in named.items():
+        assert np.abs(gradients[name] - gradient).max() <= 1e-4 * np.abs(gradient).max(), name
+    stored = models.load(ONLINE)
+    stored.save(tmp_path / "again")
+    told = [json.loads((f / "config.json").read_text()) for f in (ONLINE, tmp_path / "again")]
+    assert told[0]["quantization_config"] == told[1]["quantization_config"]
+    before, after = (load_file(f / "model.safetensors") for f in (ONLINE, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    with pytest.raises(ConfigError, match="rounded at every call, and learn themselves"):
+        stored.add_adapter(2)
+
+
 def test_wrong_folders(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     told = config["quantization_config"]
     for change, words in (
-        ({"linear_class": "bitlinear"}, "has linear_class='bitlinear'; layers are read of"),
-        ({"quantization_mode": "online"}, "quantization_mode='online'"),
+        ({"linear_class": "bitlinear"}, "has linear_class='bitlinear'; only 'autobitlinear' is"),
+        ({"quantization_mode": "off"}, "quantization_mode='off'; only 'offline' or 'online'"),
+        (
+            {"quantization_mode": "online", "modules_to_not_convert": ["q_proj"]},
+            r"modules_to_not_convert=\['q_proj'\]; only None",
+        ),
         ({"use_rms_norm": True}, "use_rms_norm=True"),
     ):
         text = json.dumps(config | {"quantization_config": told | change})

@@ -51,6 +51,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--save-dtype", click.Choice(DTYPES), "Of the weights that the run ends with.", "float32")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
 @option("--quantize", QUANTIZE, "Keep the model in fewer bits, as nf4; with --lora.")
+@click.option("--train-weights", is_flag=True, help="Of a new model with --quantize ternary.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks, twice: less memory.")
@@ -85,6 +86,7 @@ def finetune(
     save_dtype: str,
     lora: int | None,
     quantize: str | None,
+    train_weights: bool,
     accumulate: int,
     checkpoint_every: int | None,
     chunked_mlp: bool,
@@ -115,7 +117,7 @@ def finetune(
     pack = by_lines and pack is not False
     request = Request(
         model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device,
-        limit_memory, epochs, evaluate_every,
+        limit_memory, epochs, evaluate_every, train_weights,
     )  # fmt: skip
     source = None if model is None else model_folder(model)
     if source is not None and (layers or hidden or vocabulary):
@@ -125,20 +127,24 @@ def finetune(
         )
     if lora is not None and source is None:
         raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
-    if quantize is not None and source is None:
+    if train_weights and (quantize != "ternary" or source is not None):
+        raise ConfigError("--train-weights is for a new model of --quantize ternary; leave it out")
+    if quantize is not None and source is None and not train_weights:
         raise ConfigError("--quantize is for a model that exists; name its MODEL_FOLDER")
+    kind = None if train_weights else quantize  # of weights that are frozen
     rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
     ends = steps or STEPS
     plan = Settings(
         ends, rate, weight_decay, max_norm, seed, evaluate_every or math.ceil(ends / 10),
         save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
-        quantize=quantize, **({} if config is None else config.rest),
+        quantize=kind, **({} if config is None else config.rest),
     )  # fmt: skip
     run: RunFolder | None = None
     with stop_request() as stop:
         try:
             words = read_records(text) if text is not None and by_lines else read_text(text)
-            name = f"{'small-llama' if model is None else model.resolve().name}-{words.name}"
+            new = "small-bitnet" if train_weights else "small-llama"
+            name = f"{new if model is None else model.resolve().name}-{words.name}"
             run = RunFolder(out or Path("runs") / name)
             asked = asked_for(run, request, plan, words, source)
             with on_device("finetune", device), run.claimed(asked):
@@ -171,6 +177,7 @@ def asked_for(
         more["pack"] = request.pack
     if source is None:
         more |= {key: getattr(request, key) or SIZES[key] for key in SIZES}
+        more |= {"quantize": "ternary"} if request.train_weights else {}
     if request.epochs is not None:
         more |= {"steps": None, "epochs": request.epochs, "evaluate_every": request.evaluate_every}
     return settings_of(plan, text, source, base, **more)

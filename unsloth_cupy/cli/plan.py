@@ -120,7 +120,8 @@ def plan(
     console.print(ledger(made, title))
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, tokens, positions, here))
-    if adapter is None and stored is None and optimizer != "none":
+    adapts = adapter is None and stored is None and not parse(values).bit_layers
+    if adapts and optimizer != "none":
         console.print(ways(otherwise, lora or RANK, quantize or "nf4", here))
     if plot is not None:
         draw_timeline(plot, made, title)

@@ -14,6 +14,13 @@ TOKENIZER = {
     "padding_side": "left",
     "clean_up_tokenization_spaces": False,
 }
+# quantization_config of a model whose layers are rounded to -1, 0 and 1 at every call
+ONLINE = {
+    "quant_method": "bitnet",
+    "linear_class": "autobitlinear",
+    "quantization_mode": "online",
+    "modules_to_not_convert": ["lm_head"],
+}
 SIZES = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 
 

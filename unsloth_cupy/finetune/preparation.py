@@ -13,7 +13,7 @@ from ..models.parse import parse
 from .chat import CHATML_TOKENS, Chat
 from .lessons import Shape, of_records, of_text
 from .limit import Memory, Sizes, check_tokens, quantized_kind, within
-from .new_model import SIZES, small_llama
+from .new_model import ONLINE, SIZES, small_llama
 from .progress import reading
 from .records import Records
 from .results import announce
@@ -40,6 +40,7 @@ class Request(NamedTuple):
     limit: int | None
     epochs: float | None = None
     evaluate_every: int | None = None
+    train_weights: bool = False  # of a new model whose layers are rounded as BitNet's
 
 
 def prepare(
@@ -56,6 +57,7 @@ def prepare(
         special = CHATML_TOKENS if chatty else ()
         tokenizer = train_tokenizer(shown(text), size["vocabulary"], special)
         values = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
+        values |= {"quantization_config": ONLINE} if request.train_weights else {}
         config, adapter, kind = parse(values), None, None
     else:
         tokenizer = load_tokenizer(folder)
@@ -71,7 +73,7 @@ def prepare(
     )  # fmt: skip
     if isinstance(text, Records):  # lines may be shorter than rows: first, how long they are
         lessons = of_records(text, tokenizer, config, shape, plan.seed, chat)
-    there, device = source is not None, request.device
+    there, device = source is not None and not config.bit_layers, request.device
     rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
     sizes = Sizes(config, *rows, device, there, adapter, kind)
     memory = Memory(within(sizes, plan, request.limit), request.limit, device)

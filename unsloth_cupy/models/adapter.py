@@ -219,6 +219,9 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
 
 def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
     """Return the linear layers of the blocks, and the shapes of their weights."""
+    if config.bit_layers:
+        problem = "the layers of this model are rounded at every call, and learn themselves"
+        raise ConfigError(f"an adapter has no place: {problem}; train its weights")
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in config.shapes().items()

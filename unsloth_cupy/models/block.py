@@ -30,6 +30,7 @@ from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
+from ..ops.quantized.bit_linear import bit_linear
 from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
@@ -136,7 +137,10 @@ def _project(call: Call, x: Any, *names: str) -> list[Any]:
     parameters = call.parameters
     if call.adapter is not None:
         return call.adapter.linears(parameters, names, x, call.seed)
-    return [linear(x, parameters[f"{n}.weight"], parameters.get(f"{n}.bias")) for n in names]
+    layers = [(parameters[f"{name}.weight"], parameters.get(f"{name}.bias")) for name in names]
+    if call.config.bit_layers:
+        return [bit_linear(x, weight, bias=bias) for weight, bias in layers]
+    return [linear(x, weight, bias) for weight, bias in layers]
 
 
 def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
@@ -243,7 +247,9 @@ def check_chunked(config: Config, adapter: Adapter | None) -> None:
     """Raise a ConfigError unless ``swiglu_mlp`` can be the MLP of such a model."""
     adapted = [] if adapter is None else [name for name in adapter.scales if ".mlp." in name]
     kind = f"the MLP of a {config.model_type} model"
-    if config.activation != "silu":
+    if config.bit_layers:
+        problem = f"{kind} is rounded as BitNet's"
+    elif config.activation != "silu":
         problem = f"{kind} has the activation {config.activation}, not silu"
     elif config.sub_norms or config.mlp_bias:
         problem = f"{kind} has {'a norm' if config.sub_norms else 'biases'} inside"

@@ -89,8 +89,6 @@ def parse(values: Mapping[str, Any]) -> Config:
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
         known = " or ".join(QUANTIZED)
         raise ConfigError(f"config: quantization_config is not one of {known}; {cure}")
-    if facts and facts.get("quant_method") == "bitnet":
-        _check_bitnet(facts)
     for key, cure in UNSUPPORTED.items():
         if values.get(key):
             raise ConfigError(f"config: {key} is set; {cure}")
@@ -136,6 +134,7 @@ def parse(values: Mapping[str, Any]) -> Config:
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=model_type == "llama" and read.flag("mlp_bias"),
         fused=family.fused,
+        bit_layers=_bit_layers(facts or {}),
         sub_norms=family.sub_norms,
         tied=read.flag("tie_word_embeddings"),
         initializer_range=read.number("initializer_range"),
@@ -166,16 +165,26 @@ def _obeyed(read: Reader, key: str) -> float | None:
     return number
 
 
-def _check_bitnet(facts: Mapping[str, Any]) -> None:
-    """Raise unless layers of BitNet are packed, and their scales to be multiplied by."""
-    known = {"linear_class": "autobitlinear", "quantization_mode": "offline", "use_rms_norm": False}
-    default = {"linear_class": "bitlinear", "quantization_mode": "offline", "use_rms_norm": False}
-    for key, value in known.items():
-        if (given := facts.get(key, default[key])) != value:
+def _bit_layers(facts: Mapping[str, Any]) -> bool:
+    """Return whether dense layers are rounded at every call; raise for what is not known."""
+    if facts.get("quant_method") != "bitnet":
+        return False
+    online = facts.get("quantization_mode", "offline") == "online"
+    left = facts.get("modules_to_not_convert")
+    known = {
+        "linear_class": ("autobitlinear",),
+        "quantization_mode": ("offline", "online"),
+        "use_rms_norm": (False, None),
+        **({"modules_to_not_convert": (None, [], ["lm_head"])} if online else {}),
+    }
+    default = {"linear_class": "bitlinear", "quantization_mode": "offline"}
+    for key, values in known.items():
+        if (given := facts.get(key, default.get(key))) not in values:
+            listed = " or ".join(map(repr, values))
             raise ConfigError(
-                f"config: quantization_config of bitnet has {key}={given!r}; layers are read of"
-                f" {key}={value!r} alone"
+                f"config: quantization_config of bitnet has {key}={given!r}; only {listed} is read"
             )
+    return online and left in (None, [], ["lm_head"])
 
 
 def _activation(read: Reader) -> str:

@@ -80,7 +80,7 @@ def told(config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str) -
     ConfigError
         Weights of two kinds are quantized, which no config.json says.
     """
-    plain = {key: value for key, value in config.items() if key != TOLD}
+    plain = {key: value for key, value in config.items() if key != TOLD or online(config)}
     plain |= dict.fromkeys({"dtype", "torch_dtype"} & plain.keys(), dtype)
     made = {n: value for n, value in parameters.items() if isinstance(value, Quantized)}
     if not made:
@@ -104,11 +104,16 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def online(config: Mapping[str, Any]) -> bool:
+    """Say whether dense weights are rounded at every call, as a config.json of BitNet tells."""
+    return (config.get(TOLD) or {}).get("quantization_mode") == "online"
+
+
 def kind_told(config: Mapping[str, Any]) -> str | None:
     """Return the kind of the quantized weights that a config.json tells of, if it does."""
     facts = config.get(TOLD) or {}
     if facts.get("quant_method") == "bitnet":
-        return Ternary.KIND
+        return None if online(config) else Ternary.KIND
     if not facts.get("load_in_4bit"):
         return None
     kind = str(facts.get("bnb_4bit_quant_type", "fp4"))

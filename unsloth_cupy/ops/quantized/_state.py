@@ -11,6 +11,13 @@ from ...errors import ConfigError
 from ...placement import to_numpy
 
 
+def named(call: str, state: Any) -> Mapping[str, Any]:
+    """Return a state; raise unless it is arrays by name."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"{call}: state is {type(state).__name__}; pass arrays by name")
+    return state
+
+
 def array_of(
     call: str, state: Mapping[str, Any], name: str, shape: tuple[int, ...], dtype: Any
 ) -> Array:
@@ -30,7 +37,7 @@ def array_of(
 
 def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the facts that the one array of these names says as JSON in bytes."""
-    name = next((name for name in names if name in state), None)
+    name = next((name for name in names if name in named(call, state)), None)
     if name is None:
         raise ConfigError(f"{call}: none of {' and '.join(names)} is among {', '.join(state)}")
     try:

@@ -102,7 +102,8 @@ def _sums(w: Any, width: int) -> Sums:
     for part, size in _sizes(w):
         grouped = _grouped(size, width)
         total[part] = grouped.sum(axis=-1, dtype=np.float64)
-        squares[part] = np.square(grouped, dtype=np.float64).sum(axis=-1)
+        with np.errstate(over="ignore"):  # of float64 alone; mean_std then has no threshold
+            squares[part] = np.square(grouped, dtype=np.float64).sum(axis=-1)
         top[part] = grouped.max(axis=-1)
     return Sums(number, total, squares, top)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...placement import placed, to_numpy
-from ._state import array_of, json_of, shape_told
+from ._state import array_of, json_of, named, shape_told
 
 
 class FolderForm:
@@ -55,7 +55,8 @@ class FolderForm:
         RangeError
             A code or a scale is none.
         """
-        call, weight, scale = "Ternary.from_state", state.get("weight"), state.get("weight_scale")
+        call = "Ternary.from_state"
+        weight, scale = (named(call, state).get(name) for name in ("weight", "weight_scale"))
         if weight is None or scale is None or getattr(weight, "ndim", 0) != 2:
             there = ", ".join(map(str, state))
             raise ConfigError(f"{call}: weight, a matrix, or weight_scale is missing among {there}")

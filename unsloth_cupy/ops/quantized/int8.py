@@ -14,7 +14,7 @@ from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...errors import ConfigError
 from ...placement import placed, to_numpy
-from ._state import array_of
+from ._state import array_of, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .int8_quantize import INT8, int8_quantize_forward
 from .weight import Quantized, check_finite, checked_weight, on_gpu
@@ -39,10 +39,9 @@ def int8_weight(w: Array) -> "Int8":
     ShapeError, DTypeError
         w is not a matrix of floats, or is quantized already.
     """
-    checked_weight("int8_weight", w)
-    values = w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
+    values = checked_weight("int8_weight", w)
     codes, _, absmax = int8_quantize_forward(values)
-    check_finite("int8_weight", w, absmax)
+    check_finite("int8_weight", values, absmax)
     return Int8(codes, absmax, dtype=w.dtype)
 
 
@@ -123,7 +122,7 @@ class Int8(Quantized):
             ask for; the message names it.
         """
         call = "Int8.from_state"
-        codes: Any = state.get("weight")
+        codes: Any = named(call, state).get("weight")
         if getattr(codes, "ndim", 2) != 2:
             raise ConfigError(f"{call}: weight is {tuple(codes.shape)}; it must have 2 axes")
         shape = tuple(getattr(codes, "shape", (0, 0)))

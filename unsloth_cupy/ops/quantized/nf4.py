@@ -62,10 +62,9 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     """
     call = "nf4_quantize"
     _check_format(call, block, kind)
-    checked_weight(call, w)
-    values = w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
+    values = checked_weight(call, w)
     packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
-    check_finite(call, w, absmax)
+    check_finite(call, values, absmax)
     given: dict[str, Any] = {"absmax": absmax}
     if double:
         offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()

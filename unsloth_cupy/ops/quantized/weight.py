@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ...core.dtypes import FLOATS, Array, Stored, float_dtype
+from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_dtype
 from ...core.stand_in import is_planned, representative_steps
 from ...core.target import target_of
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
+from ...placement import check_library
 from ..common.gemm import gemm
 
 CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of dense values, by whether a GPU reads them
@@ -169,17 +170,22 @@ def on_gpu(array: Any) -> bool:
 
 
 def checked_weight(call: str, w: Any) -> Array:
-    """Return what is to be quantized: a matrix of floats; raise for anything else."""
+    """Return what is to be quantized, a matrix of floats, in float32 or 16 bits; or raise.
+
+    What float32 does not hold of float64 is infinite.
+    """
     if isinstance(w, Stored):
         raise DTypeError(f"{call}: w is quantized already: {w!r}; pass the dense weight")
-    if getattr(w, "dtype", None) not in FLOATS:
-        given = getattr(w, "dtype", type(w).__name__)
+    check_library(f"{call}: w", w)
+    if w.dtype not in FLOATS:
+        given = w.dtype
         problem = f"{call}: w is {given}; pass an array of {', '.join(d.name for d in FLOATS)}"
         raise DTypeError(problem, expected=FLOATS, actual=given)
     if w.ndim != 2:
         problem = f"{call}: w has shape {tuple(w.shape)}; pass a matrix (outputs, inputs)"
         raise ShapeError(problem, expected=("outputs", "inputs"), actual=tuple(w.shape))
-    return w
+    with np.errstate(over="ignore"):
+        return w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
 
 
 def check_finite(call: str, w: Array, extremes: Array) -> None:
@@ -188,7 +194,7 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
         return
     row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(w)))
     value = float(w[row, column])
-    raise RangeError(f"{call}: w[{row}, {column}] is {value}; every weight must be finite")
+    raise RangeError(f"{call}: w[{row}, {column}] is {value}; all must be finite in float32")
 
 
 def held_arrays(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

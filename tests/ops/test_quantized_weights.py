@@ -1,0 +1,113 @@
+"""What every quantized weight takes and refuses alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import FLOATS
+from unsloth_cupy.errors import (
+    ConfigError,
+    DTypeError,
+    RangeError,
+    ShapeError,
+    UnslothCupyError,
+)
+from unsloth_cupy.models.quantized import KINDS
+from unsloth_cupy.ops.quantized.weight import Quantized
+
+EVERY = pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
+Make = Callable[[Any], Quantized]
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@EVERY
+def test_where_a_dense_weight_lies_changes_nothing(quantize: Make) -> None:
+    w = drawn(12, 128)
+    wanted = quantize(w[::2].copy()).dequantize()
+    shifted = np.zeros(6 * 128 + 1, np.float32)[1:].reshape(6, 128)
+    shifted[...] = w[::2]
+    shifted.flags.writeable = False
+    for view in (w[::2], np.asfortranarray(w[::2]), shifted):
+        assert np.array_equal(quantize(view).dequantize(), wanted)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_float_dtype(quantize: Make, dtype: Any) -> None:
+    w = drawn(8, 64).astype(dtype)
+    weight = quantize(w)
+    assert weight.dtype == weight.dequantize().dtype == dtype
+    plain = quantize(w.astype(np.float32)).dequantize()
+    assert np.array_equal(weight.dequantize("float32"), plain.astype(dtype).astype(np.float32)) or (
+        np.array_equal(weight.dequantize("float32"), plain)
+    )
+    for one in FLOATS:
+        assert uc.linear(np.ones((3, 64), one), weight).dtype == one
+
+
+@EVERY
+def test_attention_layer(quantize: Make) -> None:
+    q, k, v, o = (quantize(drawn(n, 64, seed=n)) for n in (64, 32, 32, 64))
+    dense = [weight.dequantize() for weight in (q, k, v, o)]
+    x, dy = drawn(2, 5, 64), drawn(2, 5, 64, seed=1)
+    made, wanted = (uc.attention_layer(x, *w, heads=4) for w in ((q, k, v, o), dense))
+    assert np.abs(made - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    tape = uc.Tape()
+    var = tape.watch(x)
+    (dx,) = tape.gradients(uc.attention_layer(var, q, k, v, o, heads=4), [var], dy)
+    wanted = uc.attention_layer_backward(dy, x, *dense, heads=4)[0]
+    assert np.abs(dx - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+@EVERY
+def test_states(quantize: Make) -> None:
+    weight = quantize(drawn(8, 64))
+    again = type(weight).from_state(weight.state())
+    assert np.array_equal(again.dequantize(), weight.dequantize())
+    assert again.nbytes == weight.nbytes == sum(a.nbytes for a in weight.held().values())
+    for bad in (None, 3, [1], {}):
+        with pytest.raises(ConfigError):
+            type(weight).from_state(bad)
+    for name in weight.state():
+        less = {key: array for key, array in weight.state().items() if key != name}
+        try:
+            found = type(weight).from_state(less)
+        except UnslothCupyError:
+            continue
+        assert np.array_equal(found.dequantize(), weight.dequantize()), f"{name} is not missed"
+
+
+@EVERY
+def test_wrong_weights(quantize: Make) -> None:
+    for bad in ([[1.0, 2.0]], None, 3):
+        with pytest.raises(DTypeError, match=r"is not an array"):
+            quantize(bad)
+    with pytest.raises(DTypeError, match="int64"):
+        quantize(np.ones((4, 64), np.int64))
+    for shape in ((64,), (2, 4, 64), ()):
+        with pytest.raises(ShapeError, match=r"\(outputs, inputs\)"):
+            quantize(np.ones(shape, np.float32))
+    with pytest.raises((ConfigError, DTypeError), match="quantized already"):
+        quantize(quantize(drawn(4, 64)))
+    for value in (np.nan, np.inf, -np.inf):
+        w = drawn(5, 70)
+        w[2, 69] = w[4, 3] = value
+        with pytest.raises(RangeError, match=rf"w\[2, 69\] is {value}"):
+            quantize(w)
+
+
+@EVERY
+def test_beyond_float32(quantize: Make) -> None:
+    """A float64 weight that is too large is refused, or kept: nothing turns infinite in silence."""
+    w = np.full((2, 64), 1e300)
+    try:
+        told = "w[0, 0]" if np.isfinite(quantize(w).dequantize()).all() else "infinite"
+    except RangeError as error:
+        told = str(error)
+    assert "w[0, 0]" in told

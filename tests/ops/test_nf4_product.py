@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.memory.ledger import Ledger
+from unsloth_cupy.memory.planned import Planned, PlannedOnHost, keeping
+from unsloth_cupy.ops.quantized import nf4
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
 
+from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelInPlace, emulator
 
 
@@ -70,7 +74,6 @@ def test_linear_takes_it(dtype: Any, double: bool, monkeypatch: pytest.MonkeyPat
     rng = np.random.default_rng(0)
     weight = uc.nf4_quantize(rng.standard_normal((40, 96)).astype(dtype), double=double)
     dense, seen = weight.dequantize(np.float64), []
-    from unsloth_cupy.ops.quantized import nf4
 
     counting = lambda *a, **more: seen.append(len(a[1])) or nf4_product_(*a, **more)  # noqa: E731
     monkeypatch.setattr(nf4, "nf4_product_", counting)
@@ -125,3 +128,62 @@ def test_into_columns_of_float32(dtype: Any) -> None:
     np.testing.assert_allclose(out, wanted, rtol=0, atol=4 * eps * np.abs(wanted).max())
     assert (room[:, :7] == 1).all()
     assert (room[:, 27:] == 1).all()
+
+
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1, 512])
+@pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
+@pytest.mark.parametrize(
+    ("kind", "rest"), [(Planned, 16), (PlannedOnHost, 16)], ids=["gpu", "host"]
+)
+def test_no_dense_copy_is_planned(kind: Any, rest: int, double: bool, rows: int) -> None:
+    """Forward and dx of a layer hold the result and 16 MiB at most; few rows on a GPU nothing."""
+    outputs, inputs, chunk = 8192, 8192, 16 * 2**20
+    packed, blocks = kind.of((outputs * inputs // 2,), np.uint8), outputs * inputs // 64
+    given: dict[str, Any] = {"absmax": kind.of((blocks,), np.float32)}
+    if double:
+        given = {"absmax_codes": kind.of((blocks,), np.uint8), "absmax_offset": 0.5}
+        given["absmax_scale"] = kind.of((blocks // 256,), np.float32)
+    weight = uc.Nf4(packed, (outputs, inputs), dtype=BFLOAT16, **given)
+    x, dy = kind.of((rows, inputs), BFLOAT16), kind.of((rows, outputs), BFLOAT16)
+
+    def spent(run: Any) -> int:
+        ledger = Ledger(1)
+        with keeping(ledger):
+            result = run()
+        held = [0]
+        for number in ledger.changes:
+            size = ledger.sizes[number if number >= 0 else ~number]
+            held.append(held[-1] + (size if number >= 0 else -size))
+        return max(held) - result.nbytes
+
+    few = kind is Planned and rows <= FEW
+    limit = 0 if few else chunk
+    assert spent(lambda: uc.linear(x, weight)) <= limit
+    assert spent(lambda: uc.linear_backward(dy, x, weight, None, wanted={"x"})[0]) <= chunk
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_random_schedules(seed: int) -> None:
+    """Any order of threads and blocks gives equal bits."""
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((40, 640)), rng.standard_normal((5, 640)).astype(np.float16)
+
+    def found() -> list[bytes]:
+        weight = uc.nf4_quantize(w.astype(np.float16), double=True, block=1024)
+        return [weight.packed.tobytes(), weight[3:9].tobytes(), uc.linear(x, weight).tobytes()]
+
+    with emulator():
+        wanted = found()
+    with emulator(seed=seed):
+        assert found() == wanted
+
+
+def test_codes_move_once_and_no_bank_waits() -> None:
+    rng = np.random.default_rng(0)
+    x, out = rng.standard_normal((1, 1024)).astype(np.float16), np.zeros((1, 64), np.float16)
+    packed, absmax = rng.integers(0, 256, 32768, np.uint8), np.ones(1024, np.float32)
+    with emulator(), counted() as traffic:
+        nf4_product_(out, x, packed, absmax)
+    assert traffic.of("shared").efficiency == 1
+    codes = [line for line in traffic if line.space == "global" and line.bytes == packed.nbytes]
+    assert [line.moved * 32 for line in codes] == [packed.nbytes]

@@ -51,7 +51,6 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
 #pragma unroll
     for (int k = 0; k < DEPTH; k++) {
         const int at = k * THREADS * LANES;
-        if (at >= left) continue;
         float value[LANES];
 #pragma unroll
         for (int j = 0; j < LANES; j++) {

@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply(Sums &, const Weights &, const Rows &, 
 KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     O *out, const T *__restrict__ x, const unsigned char *__restrict__ packed,
     const float *__restrict__ absmax, const unsigned char *__restrict__ codes, int rows,
-    int outputs, int inputs, int shift, long long apart) {
+    int outputs, int inputs, int shift, unsigned x_apart, long long apart) {
     __shared__ __align__(16) unsigned memory[TABLE_WORDS > SUMS ? TABLE_WORDS : SUMS];
     __shared__ float levels[16], values[DOUBLE ? TABLE : 1];
     const int lane = threadIdx.x % 32, high = lane / 4, low = lane % 4;
@@ -105,7 +105,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     const int parts = (rows + ROWS - 1) / ROWS, top = blockIdx.x % parts * ROWS;
     const int first = blockIdx.x / parts * OUTPUTS;
     rows = min(ROWS, rows - top);
-    x += (long long)top * inputs;
+    x += (unsigned long long)top * x_apart;
     out += top * apart;
     const unsigned units = inputs / UNIT;
 
@@ -116,7 +116,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
         its_x[i] =
-            opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * (unsigned)inputs) + low * VALUES);
+            opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_apart) + low * VALUES);
 
     Part now[UNITS], next[UNITS];
     unsigned unit = warp * UNITS;
@@ -176,8 +176,8 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         Vector<T, 4> v;
-                        read(v, x + (its_x[0] + min(r, rows - 1) * (unsigned)inputs +
-                                     (unit + u) * UNIT + c * 4));
+                        read(v, x + (its_x[0] + min(r, rows - 1) * x_apart + (unit + u) * UNIT +
+                                     c * 4));
 #pragma unroll
                         for (int i = 0; i < OWN; i++)
 #pragma unroll

@@ -7,6 +7,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, keeping
 from unsloth_cupy.ops.quantized import nf4
@@ -14,7 +15,7 @@ from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
 
 from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelInPlace, emulator
+from ..parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
 
 
 def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:
@@ -22,7 +23,7 @@ def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:
     block, double = how.get("block", 64), how.pop("double", False)
     blocks = -(-outputs * inputs // block)
     arrays: dict[str, Any] = {
-        "packed": lambda rng: rng.integers(0, 256, -(-outputs * inputs // 2), np.uint8),
+        "packed": lambda rng: rng.integers(0, 256, outputs * inputs // 2, np.uint8),
         "absmax": lambda rng: rng.random(blocks) + 0.5,
     }
     if double:
@@ -65,6 +66,21 @@ class TestNf4Product(KernelInPlace):
         case("no rows", 0, 8, 64),
         case("no columns", 2, 8, 0, add=True),
     )
+
+
+class TestNf4ProductOffAlignment(KernelInPlace):
+    """No array begins where one access could read more than one of its values."""
+
+    op = "nf4_product_"
+    cases = (
+        case("units of 64", 3, 33, 128),
+        case("units of 32", 11, 20, 96, double=True, add=True),
+    )
+
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        """As on whole addresses."""
+        _compare_kernels(OPS[self.op], case, dtype, self._emulated, _shifted, self.sides)
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])

@@ -74,10 +74,13 @@ def _launch(
     whole = all(a is None or a.flags.c_contiguous for a in (packed, absmax, absmax_codes))
     if not (whole and has_kernel(x, out)):
         return NotImplemented
-    x = in_order(x)
+    size = x.dtype.itemsize
+    if x.strides[1] != size or not 0 < x.strides[0] < 2**28:  # a kernel counts in 32 bits
+        x = in_order(x)
+    x_apart = x.strides[0] // size
     (rows, outputs), inputs = out.shape, x.shape[1]
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
-    wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(inputs, x) * x.dtype.itemsize == 16
+    wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_apart, x) * size == 16
     double = absmax_codes is not None
     chosen = _constants(
         x.dtype, out.dtype, unit, rows, outputs >= MANY_OUTPUTS, wide, x_wide, fp4, double, add
@@ -86,8 +89,8 @@ def _launch(
     apart = out.strides[0] // out.dtype.itemsize
     blocks = -(-outputs // (16 * chosen["TILES"])) * -(-rows // chosen["ROWS"])
     kernel[blocks, 32 * WARPS](
-        *(spanned(out), x, packed, absmax, absmax_codes, rows, outputs, inputs),
-        *((block // unit).bit_length() - 1, apart),
+        *(spanned(out), spanned(x), packed, absmax, absmax_codes, rows, outputs, inputs),
+        *((block // unit).bit_length() - 1, x_apart, apart),
     )
     return out
 

@@ -72,7 +72,7 @@ def _sizes(w: Any) -> Iterator[tuple[slice, Array]]:
     """Return |w| by blocks of rows; raise where it is not finite."""
     for part in row_blocks(*w.shape):
         size = np.abs(w[part].astype(_wide(w), copy=False))
-        if not np.isfinite(size.max(initial=0)):
+        if size.size and not np.isfinite(size.max()):
             row, column = (int(axis[0]) for axis in np.nonzero(~np.isfinite(size)))
             found = float(w[part.start + row, column])
             raise RangeError(
@@ -110,8 +110,9 @@ def _sums(w: Any, width: int) -> Sums:
 
 def _joined(sums: Sums) -> Sums:
     """Return those of the whole tensor."""
+    top = sums.top.max() if sums.top.size else sums.top.sum()
     number, total, squares = (each.sum().reshape(1, 1) for each in sums[:3])
-    return Sums(number, total, squares, sums.top.max(initial=0).reshape(1, 1))
+    return Sums(number, total, squares, top.reshape(1, 1))
 
 
 def _percentiles(w: Any, percentile: float, width: int, whole: bool) -> Array:
@@ -176,5 +177,5 @@ def _errors(w: Any, planes: Any, scales: Any, width: int) -> tuple[float, float]
         scale = spread(scales if len(scales) == 1 else scales[part], width, w.shape[1])
         error = np.abs(w[part].astype(_wide(w), copy=False) - codes * scale)
         total += float(error.sum(dtype=np.float64))
-        largest = max(largest, float(error.max(initial=0)))
+        largest = max(largest, float(error.max()) if error.size else 0.0)
     return total / max(w.size, 1), largest

@@ -41,7 +41,8 @@ class Ell(NamedTuple):
         values = self.codes * _scale_at(self.scale, self.group, self.columns)
         y = np.empty((len(rows), self.shape[0]), rows.dtype)
         for output in range(self.shape[0]):
-            y[:, output] = rows[:, self.columns[output]] @ values[output].astype(rows.dtype)
+            own = rows[:, self.columns[output]], values[output].astype(rows.dtype)
+            y[:, output] = np.einsum("nd,d->n", *own)
         return _shaped(y, x, self.shape)
 
 
@@ -81,7 +82,7 @@ class Runs(NamedTuple):
                 codes = self.codes[first:last][np.searchsorted(ends, begins, side="right")]
                 scale = _scale_at(self.scale, self.group, begins[None], output)[0]
                 sums = np.add.reduceat(rows, begins, axis=1)
-                y[:, output] = sums @ (codes * scale).astype(rows.dtype)
+                y[:, output] = np.einsum("nd,d->n", sums, (codes * scale).astype(rows.dtype))
         return _shaped(y, x, self.shape)
 
 

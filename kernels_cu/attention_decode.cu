@@ -7,6 +7,8 @@
 //               chunk, rows * (VALUE_DIM + 4) floats
 //   constants   those of common/attention.cuh, and
 //               T, S             dtypes of q, k, v and out; of sinks
+//               C, O             dtypes of k and v: signed char where they are codes of eight bits,
+//                                else T; of block_mask: float where it is scales, else bool
 //               G, PAGED, PAGE   dtype of page_table; keys lie in pages, of so many tokens
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
 //               WARPS, RESIDENT  of a block; blocks that an SM must hold
@@ -14,12 +16,19 @@
 //               CHUNK            keys of a block
 //               FAN              parts that a block merges
 //
+//   codes       k = scale * code, v alike, a scale a token and head.  The ring holds codes, half as
+//               many bytes; a warp widens a tile of them before its products.  Those of k are exact
+//               in T, and their scales meet the scores; values are rounded to T, as they would be
+//               in a cache of T.  There is no block_mask then: in its place come the scales, of all
+//               k and, `values` later, of all v.
+//
 //   The trick: the query heads that share a key head are rows of one product, so a key is read
 //   once for all of them.  Chunks begin at fixed keys and are merged in their order, FAN by the last
 //   block of these to arrive, and what it finds in the same way: no block has many to read.  What a
 //   sequence gets does not depend on the batch around it, on the room behind its keys, or on pages.
 //   Each warp has a ring of its own and waits for no other.
 #include "common/attention.cuh"
+#include "common/codes.cuh"
 #include "common/vector.cuh"
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
@@ -27,7 +36,11 @@ constexpr bool KEPT = sizeof(T) == 2 && DIM <= 128;  // queries stay in register
 constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(VALUE_DIM) / 8;
 using KeyTile = Tile<T, padded(DIM)>;  // also of queries
 using ValueTile = Tile<T, padded(VALUE_DIM)>;
-constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
+constexpr bool CODES = sizeof(C) == 1;
+constexpr int BOTH = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);  // a tile of keys and values
+constexpr int STAGE = CODES ? TILE_KEYS * (DIM + VALUE_DIM) / (int)sizeof(T) : BOTH;
+constexpr int RING = 2 * STAGE + (CODES ? BOTH : 0);  // of a warp
+static_assert(!CODES || (DIM % 16 == 0 && VALUE_DIM % 16 == 0 && !BLOCK_MASK), "16 codes a copy");
 constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
 static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
 constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may lie in several pages
@@ -59,8 +72,8 @@ __device__ __forceinline__ Merged merged(const float *row, int column, int parts
 
 // Begin to copy a warp's TILE_KEYS rows, of which `count` exist.  The row of a token is token *
 // kv_heads of `from`; tokens are neighbours from `token` on or, SCATTERED, lane i knows row i's.
-template <int USED, int COLUMNS>
-__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from, unsigned token,
+template <int USED, int COLUMNS, class E>
+__device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token,
                                        int count, int kv_heads) {
     constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
     static_assert(TILE_KEYS * CHUNKS % 32 == 0, "a warp copies whole turns");
@@ -70,7 +83,7 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
         const int i = first % CHUNKS + threadIdx.x % 32, chunk = i % CHUNKS;
         const int row = first / CHUNKS + i / CHUNKS;
         bool there = COLUMNS == USED || chunk * WIDTH < USED;
-        const T *real = from + chunk * WIDTH;
+        const E *real = from + chunk * WIDTH;
         if constexpr (SCATTERED) {
             const unsigned own = __shfl_sync(0xffffffffu, token, row);
             there &= own != NOWHERE;
@@ -83,28 +96,74 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const T *from
     }
 }
 
+// The same of codes, which lie row behind row.
+template <int USED, class E>
+__device__ __forceinline__ void gather_codes(signed char *to, const E *from, unsigned token,
+                                             int count, int kv_heads) {
+    constexpr int CHUNKS = USED / 16;
+    const unsigned pitch = kv_heads * USED;
+#pragma unroll 4
+    for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
+        const int i = first + threadIdx.x % 32, row = min(i / CHUNKS, TILE_KEYS - 1);
+        const unsigned own = SCATTERED ? __shfl_sync(0xffffffffu, token, row) : token + row;
+        const bool there = SCATTERED ? own != NOWHERE : row < count;
+        if (TILE_KEYS * CHUNKS % 32 != 0 && i >= TILE_KEYS * CHUNKS) continue;
+        cp_async_16(to + i * 16,
+                    from + (there ? (unsigned long long)own * pitch : 0) + i % CHUNKS * 16, there);
+    }
+}
+
+// Codes of a warp's tile as values: times the scale of their row, which lane `row` knows, if SCALED.
+template <int USED, bool SCALED, int COLUMNS>
+__device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const signed char *from,
+                                           float scale) {
+    constexpr int CHUNKS = Tile<T, COLUMNS>::CHUNKS, WIDTH = Tile<T, COLUMNS>::CHUNK;
+#pragma unroll 4
+    for (int first = 0; first < TILE_KEYS * CHUNKS; first += 32) {
+        const int i = first + threadIdx.x % 32, row = i / CHUNKS, chunk = i % CHUNKS;
+        const float factor = SCALED ? __shfl_sync(0xffffffffu, scale, row) : 1.0f;
+        Vector<signed char, WIDTH> codes;
+        float value[WIDTH] = {};
+        if (COLUMNS == USED || chunk * WIDTH < USED) {
+            fetch(codes, from + row * USED + chunk * WIDTH);
+            widen_codes(value, codes);
+        }
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) value[j] *= factor;
+        store(to.at(row, chunk), value);
+    }
+}
+
+// What the last parameter but one is.
+__device__ __forceinline__ const bool *tiles_of(const bool *block_mask) { return block_mask; }
+__device__ __forceinline__ const bool *tiles_of(const float *) { return nullptr; }
+__device__ __forceinline__ const float *scales_of(const float *scales) { return scales; }
+__device__ __forceinline__ const float *scales_of(const bool *) { return nullptr; }
+
 struct Call {
     Options options;
     int chunks, slots;     // of a sequence: that the grid holds, of parts
     int row_pages, pages;  // of page_table, of k
     long long apart;       // tokens from the first key of a batch to that of the next, if not PAGED
+    long long values;      // of codes: scales of k before the first of v
 };
 
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
 //            for each FAN of these, and so on; arrived, (sequences, slots), finds zeros and leaves
 //            zeros: a counter wraps at the last to arrive
 KERNEL(32 * WARPS, RESIDENT) attention_decode(
-    const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+    const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
     float *__restrict__ lse, float *parts, unsigned *arrived,
     const L *__restrict__ key_lengths, const P *__restrict__ starts, const bool *__restrict__ mask,
-    const B *__restrict__ bias, const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const B *__restrict__ bias, const A *__restrict__ alibi, const O *__restrict__ block_mask,
     const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
     __shared__ bool last;
     const KeyTile query_tile{memory};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    T *const ring = memory + ROWS * KeyTile::PITCH + warp * 2 * STAGE;
+    T *const ring = memory + ROWS * KeyTile::PITCH + warp * RING;
+    const float *scales = scales_of(block_mask);
 
     const int heads = call.options.heads, kv_heads = call.options.kv_heads;
     const int queries = call.options.queries, keys = call.options.keys, chunks = call.chunks;
@@ -113,8 +172,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const int rows = min(ROWS, group * queries - first_row);
     const int chunk_of_all = blockIdx.x / row_blocks, head_of_all = chunk_of_all / chunks;
     const int kv_head = head_of_all % kv_heads, batch = head_of_all / kv_heads;
-    const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, block_mask}, queries,
-                        keys, batch);
+    const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, tiles_of(block_mask)},
+                        queries, keys, batch);
 
     // this block's chunk, of those that some row sees; one block is there in any case
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
@@ -143,7 +202,10 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     if constexpr (!PAGED) {
         k += batch * call.apart * kv_heads * DIM;
         v += batch * call.apart * kv_heads * VALUE_DIM;
+        if constexpr (CODES) scales += batch * call.apart * kv_heads;
     }
+    if constexpr (CODES) scales += kv_head;
+    float key_scales[2] = {}, value_scales[2] = {};  // of codes: of row `lane` of both stages
     auto find = [&](int key) {  // the token where this key lies
         if constexpr (!PAGED) return (unsigned)key;
         const long long number = page_table[(long long)batch * call.row_pages + key / PAGE];
@@ -151,13 +213,28 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     };
     auto load = [&](int first, int stage) {
         if (first >= end) return;
-        const KeyTile to{ring + stage * STAGE};
-        const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
         const int key = first + (SCATTERED ? lane : 0);
         const unsigned token = SCATTERED && (lane >= TILE_KEYS || key >= end) ? NOWHERE : find(key);
         const int count = token == NOWHERE ? 0 : end - first;
-        gather<DIM>(to, k, token, count, kv_heads);
-        gather<VALUE_DIM>(values, v, token, count, kv_heads);
+        if constexpr (CODES) {
+            signed char *const to = reinterpret_cast<signed char *>(ring + stage * STAGE);
+            gather_codes<DIM>(to, k, token, count, kv_heads);
+            gather_codes<VALUE_DIM>(to + TILE_KEYS * DIM, v, token, count, kv_heads);
+            const bool there = SCATTERED ? token != NOWHERE : lane < min(count, TILE_KEYS);
+            const float *const own =
+                scales + (unsigned long long)(token + (SCATTERED ? 0 : lane)) * kv_heads;
+            const float of_key = there ? own[0] : 0, of_value = there ? own[call.values] : 0;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {  // registers have no index
+                key_scales[i] = i == stage ? of_key : key_scales[i];
+                value_scales[i] = i == stage ? of_value : value_scales[i];
+            }
+        } else {
+            const KeyTile to{ring + stage * STAGE};
+            const ValueTile values{to.start + TILE_KEYS * KeyTile::PITCH};
+            gather<DIM>(to, k, token, count, kv_heads);
+            gather<VALUE_DIM>(values, v, token, count, kv_heads);
+        }
     };
 
     for (int i = threadIdx.x; i < ROWS * KeyTile::CHUNKS; i += THREADS) {
@@ -195,10 +272,28 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     for (int stage = 0; here < end; stage ^= 1) {
         cp_async_wait<1>();
         __syncwarp();  // this tile is there for all lanes
-        const KeyTile key_tile{ring + stage * STAGE};
+        const KeyTile key_tile{ring + (CODES ? 2 : stage) * STAGE};
         const ValueTile value_tile{key_tile.start + TILE_KEYS * KeyTile::PITCH};
+        if constexpr (CODES) {
+            const signed char *const from =
+                reinterpret_cast<const signed char *>(ring + stage * STAGE);
+            widen_tile<DIM, false>(key_tile, from, 0);
+            widen_tile<VALUE_DIM, true>(value_tile, from + TILE_KEYS * DIM,
+                                        stage == 0 ? value_scales[0] : value_scales[1]);
+            __syncwarp();  // the tile is there for all lanes
+        }
         float s[1][PARTS][4];
         product_abt<KEPT>(s, kept, query_tile, 0, key_tile);
+        if constexpr (CODES) {
+            const float own = stage == 0 ? key_scales[0] : key_scales[1];
+#pragma unroll
+            for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float scale = __shfl_sync(0xffffffffu, own, lane % 4 * 2 + n * 8 + e);
+                    s[0][n][e] *= scale, s[0][n][2 + e] *= scale;
+                }
+        }
 
         const bool edge = scores.some(top_query, bottom_query, here, here + TILE_KEYS - 1);
         bool moved = false;

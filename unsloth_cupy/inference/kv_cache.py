@@ -4,7 +4,7 @@
     k, v = cache.append(layer, k, v)        all keys and values of this layer, old and new
 
 Bytes: 2 * layers * batch * slots * kv_heads * dim * itemsize, where slots is capacity, or
-sinks + window where that is less.
+sinks + window where that is less; of int8, dim + 4 for dim * itemsize.
 """
 
 import math
@@ -18,15 +18,16 @@ from ..core.call import checked, is_integer
 from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..machine import check_bytes
-from ..ops.attention.kv_append import kv_append_
 from ..placement import at_home, check_library, full_like, home_of
+from .codes import STORED, check_new, scale_bytes, scales_like
+from .storage import Storage
 
 MOST_LAYERS = 10_000
 
 
 @at_home("real")
 @checked
-class KVCache:
+class KVCache(Storage):
     """Keys and values of every layer, filled from the left.
 
     Parameters
@@ -34,7 +35,7 @@ class KVCache:
     layers, batch, capacity, kv_heads, dim : int
         Sizes; capacity is the largest number of tokens a row can hold.
     dtype : dtype or its name
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64; or int8: codes, and a scale a token and head.
     like : array, optional
         The cache lives where this array lives; NumPy where absent.
     window : int, None, or one of them for each layer
@@ -48,6 +49,8 @@ class KVCache:
     keys, values : list of (batch, slots, kv_heads, dim) dtype
         The storage of each layer.  Token p lies in slot p; with a window and from slot sinks on,
         the slots are a ring.
+    scales : list of (2, batch, slots, kv_heads) float32, or None
+        Of int8, what the codes of keys, and of values, are multiplied by.
     real : (batch, tokens) bool
         Which tokens are not padding; a model notes it here and attention obeys it later.
     padded : bool
@@ -83,7 +86,7 @@ class KVCache:
                 f"sizes must be integers, none of them negative, nor layers above {MOST_LAYERS}"
             )
             raise ConfigError(f"KVCache{shape}: {problem}")
-        kind = float_dtype("KVCache", dtype)
+        kind = float_dtype("KVCache", dtype, STORED)
         each: Any = window
         windows = [*each] if isinstance(each, tuple | list) else [each] * layers
         whole = all(w is None or is_integer(w, 1) for w in windows)
@@ -100,9 +103,11 @@ class KVCache:
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
-        held = sum(map(math.prod, shapes))
-        check_bytes(f"KVCache{shape}", 2 * held * kind.itemsize, place)
+        heads = [math.prod(each[:-1]) for each in shapes]
+        held = 2 * sum(heads) * dim * kind.itemsize + scale_bytes(kind, sum(heads))
+        check_bytes(f"KVCache{shape}", held, place)
         self.keys, self.values = ([arrays.empty(s, kind, place) for s in shapes] for _ in "kv")
+        self.scales = [scales_like(kind, (2, *each[:-1]), place) for each in shapes]
         self.shape, self.dtype = (batch, kv_heads, dim), kind
         self.real = arrays.empty((batch, capacity), np.dtype(bool), place)
         self.filled = [0] * layers
@@ -137,12 +142,12 @@ class KVCache:
         ----------
         layer : int
             0 .. layers - 1.
-        k, v : (batch, tokens, kv_heads, dim) dtype of the cache
+        k, v : (batch, tokens, kv_heads, dim) dtype of the cache, or floats into one of int8
             Of the new tokens.
 
         Returns
         -------
-        k, v : (batch, keys, kv_heads, dim)
+        k, v : (batch, keys, kv_heads, dim) dtype of k
             All tokens of this layer, in order; with a window the sinks and, before each of the new
             tokens, ``window - 1`` others: after a single one, what the cache holds.  Valid until
             the next ``append``, ``reorder`` or ``reset``; they may be views of the storage.
@@ -154,25 +159,19 @@ class KVCache:
         ShapeError, DTypeError, FrameworkError
             k or v do not fit the storage.
         """
-        self._check_layer("append", layer)
-        check_new("KVCache.append", "batch", self.shape[0], k, v, self.keys[layer])
-        self.check_room(k.shape[1], layer)
-        keys, values, start = self.keys[layer], self.values[layer], self.filled[layer]
+        self.check_append("append", layer, k, v)
+        slots, start = self.keys[layer].shape[1], self.filled[layer]
         stop = start + k.shape[1]
-        together = None
-        if stop > keys.shape[1]:  # some token goes, but these may see it still
+        together: Any = None
+        if stop > slots:  # some token goes, but these may see it still
             old = self._slots(layer, start - int(self.windows[layer] or 0) + 1, start)
-            together = (
-                (k, v)
-                if start == 0
-                else tuple(
-                    np.concatenate([*(storage[:, part] for part in old), new], axis=1)
-                    for storage, new in ((keys, k), (values, v))
-                )
-            )
-        kv_append_(k, v, keys, values, start=start, sinks=min(self.sinks, keys.shape[1]))
-        self.filled[layer] = stop
-        return together or (keys[:, :stop], values[:, :stop])  # type: ignore[return-value]
+            parts = [self._held(layer, part, k.dtype) for part in old]
+            together = (k, v)
+            if start:
+                pairs = zip(*parts, (k, v), strict=True)
+                together = tuple(np.concatenate(each, axis=1) for each in pairs)
+        self._store(layer, k, v)
+        return together or self._held(layer, slice(0, stop), k.dtype)
 
     def _slots(self, layer: int, first: int, stop: int) -> list[slice]:
         """Return where the sinks and the tokens first .. stop - 1 lie, in order."""
@@ -275,25 +274,18 @@ class KVCache:
         for keys, values, filled in zip(self.keys, self.values, self.filled, strict=True):
             for storage in (keys, values):  # one at a time: the copy stays small
                 storage[:, :filled] = storage[index, :filled]
+        for scales, filled in zip(self.scales, self.filled, strict=True):
+            if scales is not None:
+                scales[:, :, :filled] = scales[:, index, :filled]
         self.real[...] = self.real[index]
+
+    def check_append(self, call: str, layer: int, k: Any, v: Any) -> None:
+        """Raise unless there is such a layer, and room in it for these keys and values."""
+        self._check_layer(call, layer)
+        check_new(f"KVCache.{call}", "batch", self.shape[0], k, v, self.keys[layer])
+        self.check_room(k.shape[1], layer)
 
     def _check_layer(self, call: str, layer: Any) -> None:
         if not is_integer(layer) or layer >= len(self.keys):
             last = len(self.keys) - 1
             raise RangeError(f"KVCache.{call}: layer {layer} is not in 0 .. {last}")
-
-
-def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:
-    """Raise unless k and v are (rows, tokens, kv_heads, dim) of the storage's library and dtype."""
-    arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
-    kv_heads, dim = storage.shape[2:]
-    tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
-    for name, array in (("k", k), ("v", v)):
-        shape = getattr(array, "shape", None)
-        if shape != (rows, tokens, kv_heads, dim):
-            wanted = f"({axis}={rows}, tokens, kv_heads={kv_heads}, dim={dim})"
-            problem = f"{call}: {name} is {shape}; it must be {wanted}"
-            raise ShapeError(problem, expected=(rows, "tokens", kv_heads, dim), actual=shape)
-        if array.dtype != storage.dtype:
-            cure = f"make the cache with dtype={array.dtype.name!r}"
-            raise DTypeError(f"{call}: {name} is {array.dtype}, not {storage.dtype}; {cure}")

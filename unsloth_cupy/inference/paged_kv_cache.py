@@ -21,8 +21,9 @@ from ..core.dtypes import Array, float_dtype
 from ..errors import ConfigError, DeviceMemoryError, RangeError
 from ..machine import check_bytes
 from ..ops.attention.kv_append import kv_append_paged_
+from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import at_home, home_of, placed
-from .kv_cache import check_new
+from .codes import STORED, check_new, scale_bytes, scales_like
 
 
 @at_home("keys")
@@ -35,7 +36,7 @@ class PagedKVCache:
     layers, pages, page, kv_heads, dim : int
         Sizes; any page size from 1.
     dtype : dtype or its name
-        float16, bfloat16, float32 or float64.
+        float16, bfloat16, float32 or float64; or int8: codes, and a scale a token and head.
     like : array, optional
         The cache lives where this array lives; NumPy where absent.
 
@@ -43,6 +44,9 @@ class PagedKVCache:
     ----------
     keys, values : (layers, pages, page, kv_heads, dim) dtype
         The storage; a sequence has the same pages in every layer.
+    scales : (layers, 2, pages, page, kv_heads) float32, or None
+        Of int8, what the codes of keys, and of values, are multiplied by: ``attention_paged``
+        takes those of a layer.
 
     Raises
     ------
@@ -71,11 +75,13 @@ class PagedKVCache:
         if not all(map(is_integer, shape)) or page == 0:
             cure = "sizes must be integers, none of them negative, nor page be 0"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
-        kind = float_dtype("PagedKVCache", dtype)
+        kind = float_dtype("PagedKVCache", dtype, STORED)
         place = home_of("PagedKVCache", like)
-        check_bytes(f"PagedKVCache{shape}", 2 * math.prod(shape) * kind.itemsize, place)
+        held = 2 * math.prod(shape) * kind.itemsize + scale_bytes(kind, math.prod(shape[:-1]))
+        check_bytes(f"PagedKVCache{shape}", held, place)
         self.keys = arrays.empty(shape, kind, place)
         self.values = arrays.empty(shape, kind, place)
+        self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
         self.uses = [0] * pages  # sequences that have a page
         self.free_pages = list(range(pages))[::-1]
         self.tables: dict[int, list[int]] = {}  # pages of a sequence
@@ -115,7 +121,7 @@ class PagedKVCache:
             0 .. layers - 1.
         sequences : sequence of int
             As ``allocate`` and ``fork`` return them, each once.
-        k, v : (sequences, tokens, kv_heads, dim) dtype of the cache
+        k, v : (sequences, tokens, kv_heads, dim) dtype of the cache, or floats into one of int8
             Of the new tokens.
 
         Returns
@@ -140,7 +146,11 @@ class PagedKVCache:
         starts = [self.filled[sequence][layer] for sequence in sequences]
         self._make_room(sequences, starts, k.shape[1])
         table, first = self.page_table(sequences), self._placed(starts)
-        kv_append_paged_(k, v, self.keys[layer], self.values[layer], table, first)
+        stored = self.keys[layer], self.values[layer]
+        if self.scales is None:
+            kv_append_paged_(k, v, *stored, table, first)
+        else:
+            kv_append_int8_(k, v, *stored, self.scales[layer], table, first)
         for sequence in sequences:
             self.filled[sequence][layer] += k.shape[1]
         return self.keys[layer], self.values[layer]
@@ -219,6 +229,8 @@ class PagedKVCache:
             old, table[index] = table[index], self._take()
             for storage in (self.keys, self.values):
                 storage[:, table[index]] = storage[:, old]
+            if self.scales is not None:
+                self.scales[:, :, table[index]] = self.scales[:, :, old]
             self._leave(old)
         for sequence, start in zip(sequences, starts, strict=True):
             while len(self.tables[sequence]) * page < start + new:

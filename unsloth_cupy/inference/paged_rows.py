@@ -101,4 +101,5 @@ class PagedRows:
             return attention(q, k, v, **options)
         table = self.cache.page_table(self.sequences)
         lengths = self.cache.lengths(self.sequences, layer)
-        return attention_paged(q, k_pages, v_pages, table, lengths, **options)
+        scales = None if self.cache.scales is None else self.cache.scales[layer]
+        return attention_paged(q, k_pages, v_pages, table, lengths, scales=scales, **options)

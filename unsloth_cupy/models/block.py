@@ -179,16 +179,18 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     else:
         q, k = rope_qk(q, k, cos, sin, call.positions)
     window, mask, lengths = config.window_of(layer), call.mask, None
+    held = call.cache
+    in_codes = isinstance(held, KVCache) and mask is None and held.reads_codes(layer, tokens)
     if call.append is not None:  # its slots hold what one query sees, in any order
         k, v, mask, lengths = call.append(layer, k, v)
         window = None
-    elif isinstance(call.cache, KVCache):
-        k, v = call.cache.append(layer, k, v)
-        window, mask = _remembered(call.cache, layer, tokens, window, mask)
+    elif isinstance(held, KVCache) and not in_codes:
+        k, v = held.append(layer, k, v)
+        window, mask = _remembered(held, layer, tokens, window, mask)
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
-    if isinstance(call.cache, PagedRows):
-        out = call.cache.attend(layer, q, k, v, **options)
+    if held is not None and (isinstance(held, PagedRows) or in_codes):
+        out = held.attend(layer, q, k, v, **options)
     elif call.offsets is not None:
         q, k, v = (each.reshape(batch * tokens, *each.shape[2:]) for each in (q, k, v))
         out = attention_varlen(q, k, v, call.offsets, call.offsets, **options)

@@ -38,7 +38,8 @@ class Tiles(NamedTuple):
         """Return how many blocks of this size an SM is to hold: up to 8 warps, or 12 in fours.
 
         As many as memory lets in leave the compiler all registers that these do not need.  With
-        eight, never more: addresses of a page and of a mask together would spill those of twelve.
+        eight, never more: addresses of a page and of a mask together would spill those of twelve,
+        as would those of codes and of their scales.
         """
         most = 3 if self.warps == 4 and not eight else 8 // self.warps
         return max(1, min(shared // (size + STATIC), most))
@@ -86,12 +87,17 @@ def constants(tiles: Tiles, **named: Any) -> Constants:
 
 
 def launch_decode(
-    q: Array, k: Array, v: Array, options: Options, page_table: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    page_table: Array | None = None,
+    scales: Array | None = None,
 ) -> Any:
     """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
 
     With page_table, k and v are pages, and there are key_lengths.  Else they may be a part of the
-    tokens of longer arrays.
+    tokens of longer arrays.  With scales, of each token and head of k and of v, these are codes.
     """
     batch, queries, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
@@ -103,17 +109,23 @@ def launch_decode(
     tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
     if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
         return NotImplemented
+    by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
+    spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128  # all registers
+    if scales is not None and (dim % 16 or value_dim % 16 or spills):
+        return NotImplemented
     k, v, apart = batch_stride(k, v)
     (q,) = in_chunks(q)
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
-    by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
+    eight = (by_pair and page_table is not None) or scales is not None
     named = constants(
         tiles,
-        RESIDENT=tiles.resident(size, there.shared, by_pair and page_table is not None),
+        RESIDENT=tiles.resident(size, there.shared, eight),
         S=q.dtype if sinks is None else sinks.dtype,
         G=np.dtype("int32") if page_table is None else page_table.dtype,
         PAGED=page_table is not None,
         PAGE=1 if page_table is None else page,
+        C=q.dtype if scales is None else k.dtype,
+        O=np.dtype(bool) if scales is None else scales.dtype,
         **call.constants,
     )
     left, right = options.reach
@@ -134,8 +146,10 @@ def launch_decode(
     kernel = load("attention_decode.cu", "attention_decode", q, named)
     numbers = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": apart}
     numbers |= {"row_pages": keys // page, "pages": pages}
+    numbers["values"] = 0 if scales is None else scales.size // 2
+    operands = call.operands if scales is None else (*call.operands[:-1], scales)
     kernel[sequences * chunks, 32 * tiles.warps, size](
-        *(q, k, v, page_table, sinks, out, lse, parts, arrived, *call.operands, numbers)
+        *(q, k, v, page_table, sinks, out, lse, parts, arrived, *operands, numbers)
     )
     return out, lse
 

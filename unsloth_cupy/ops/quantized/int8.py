@@ -14,9 +14,10 @@ from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...errors import ConfigError
 from ...placement import placed, to_numpy
+from ..common.codes import INT8
 from ._state import array_of, named
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
-from .int8_quantize import INT8, int8_quantize_forward
+from .int8_quantize import int8_quantize_forward
 from .weight import Quantized, check_finite, checked_weight, on_gpu
 
 

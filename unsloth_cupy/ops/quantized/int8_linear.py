@@ -19,11 +19,12 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError
+from ..common.codes import quantized
 from ..common.gemm import gemm
 from ._int8_tiles import constants, outlier_constants, resolve
 from .int8 import Int8
 from .int8_product import scales_of
-from .int8_quantize import launch_quantize, quantized
+from .int8_quantize import launch_quantize
 
 EXACT = 1024  # products of two codes whose sum a float32 holds exactly
 PART = 4096  # rows of the weight that are floats at a time

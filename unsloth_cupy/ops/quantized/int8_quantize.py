@@ -8,20 +8,17 @@ Dettmers and others, LLM.int8(), 2022; codes and absmax are those of bitsandbyte
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from ...core.arrays import empty, lanes
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...core.target import limits
+from ..common.codes import INT8, quantized
 from ..common.rows import spread
 from ..common.strides import row_layout
 
 HELD = 24  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
-TINY = 2.0**-119  # 127 / TINY is finite in float32
-INT8, FLOAT32 = np.dtype("int8"), np.dtype("float32")
 
 
 def int8_quantize(x: Array) -> tuple[Array, Array]:
@@ -54,25 +51,7 @@ def int8_quantize(x: Array) -> tuple[Array, Array]:
 )
 def int8_quantize_forward(x: Array) -> tuple[Array, Array, Array]:
     """Return codes and scales as int8_quantize does, and the greatest size of each row."""
-    return quantized(x, np.abs(x), None)
-
-
-def quantized(x: Array, size: Array, outliers: Array | None) -> tuple[Array, Array, Array]:
-    """Return codes, scales and absmax of rows whose values have such a size.
-
-    Columns that are ``outliers`` have codes of 0.
-    """
-    kind = x.dtype.type
-    some = x.shape[-1] > 0
-    absmax = size.max(axis=-1) if some else np.zeros(x.shape[:-1], x.dtype, like=x)
-    broken = ~(absmax <= np.finfo(x.dtype).max)
-    absmax = np.where(absmax < kind(TINY), kind(0), absmax)
-    none = broken | (absmax == 0)
-    factor = np.where(none, kind(0), kind(127) / np.where(none, kind(1), absmax))
-    hidden = broken[..., None] if outliers is None else broken[..., None] | outliers
-    codes = np.rint(np.where(hidden, kind(0), x) * factor[..., None])
-    absmax = np.where(broken, kind(np.nan), absmax)
-    return codes.astype(INT8), absmax / kind(127), absmax
+    return quantized(x)
 
 
 @int8_quantize_forward.kernel(strided=("x",))

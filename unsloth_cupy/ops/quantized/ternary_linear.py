@@ -20,10 +20,11 @@ from ...core.source import Constants
 from ...core.stand_in import representative_steps
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError
+from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
 from ..linear.linear import linear
 from ._planes import row_blocks, row_bytes
-from .int8_quantize import INT8, launch_quantize, quantized
+from .int8_quantize import launch_quantize
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
 

@@ -1,0 +1,103 @@
+// New keys and values into a cache of integers of eight bits, in place, with a scale a token and head.
+//
+//   absmax = max |k[b, i, h]|      codes = round(k * (127 / absmax))      scale = absmax / 127
+//
+//   keys[b, slot(start + i), h] = codes, scales[0, b, slot(start + i), h] = scale; values alike, in
+//   scales[1]; slots, and pages, as in kv_append.cu
+//
+//   traffic     2 * batch * tokens * kv_heads * (DIM * (sizeof(T) + 1) + 4)
+//   constants   T            dtype of k and v
+//               P, G         dtypes of starts and of page_table
+//               DIM          values of a head
+//               LANES        values of one access: 16 bytes, or what DIM and the addresses are
+//                            multiples of
+//               ROW_THREADS  threads that share a head: a power of two up to 32
+//               THREADS      of a block
+//               PAGED        tokens lie in pages of page_table
+//
+//   The trick: one launch for both, which reads a head once and keeps it as it lies in memory.  A
+//   head with NaN or infinity has NaN for its scale, and codes of 0.
+#include "common/math.cuh"
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
+
+constexpr int STEP = ROW_THREADS * LANES, DEPTH = (DIM + STEP - 1) / STEP;
+constexpr float TINY = 1.504632769052528e-36f;  // 2^-119: 127 / TINY is finite
+constexpr float LARGEST = 3.402823466e38f;
+
+// k_row .. v_token  values between neighbouring rows, and tokens of a row, of k and v
+// pages, slots      of the cache, without pages batch and slots; row_pages of page_table
+struct Cache {
+    long long start, count, tokens, kv_heads, pages, slots, sinks, row_pages;
+    long long k_row, k_token, v_row, v_token;
+};
+
+KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v,
+                                signed char *__restrict__ keys, signed char *__restrict__ values,
+                                float *__restrict__ scales, const G *__restrict__ page_table,
+                                const P *__restrict__ starts, const __grid_constant__ Cache call) {
+    constexpr int GROUPS = THREADS / ROW_THREADS;
+    const long long each = call.count * call.kv_heads;
+    const long long group = (long long)blockIdx.x * GROUPS + threadIdx.x / ROW_THREADS;
+    const bool second = group >= each;  // a head of v
+    const long long own = second ? group - each : group;
+    const long long token = own / call.kv_heads, head = own % call.kv_heads;
+    const long long row = token / call.tokens, at = token % call.tokens;
+    const int first = threadIdx.x % ROW_THREADS * LANES;
+
+    long long slot = -1;  // of all tokens of the cache
+    if (own < each) {
+        const long long start = starts == nullptr ? call.start : (long long)starts[row];
+        const long long position = start + at;
+        if constexpr (PAGED) {
+            const long long index = position / call.slots;
+            if (position >= 0 && index < call.row_pages) {
+                const long long page = page_table[row * call.row_pages + index];
+                if (page >= 0 && page < call.pages)
+                    slot = page * call.slots + position % call.slots;
+            }
+        } else {
+            const long long ring = call.slots - call.sinks;
+            slot = position;
+            if (position >= call.sinks)  // a later token may take its slot
+                slot = position < start + call.tokens - ring
+                           ? -1
+                           : call.sinks + (position - call.sinks) % ring;
+            slot = slot < 0 ? -1 : row * call.slots + slot;
+        }
+    }
+    const T *const from = (second ? v + row * call.v_row + at * call.v_token
+                                  : k + row * call.k_row + at * call.k_token) +
+                          head * DIM + first;
+    Vector<T, LANES> kept[DEPTH];
+    float top = 0;
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+        if (slot < 0 || first + i * STEP >= DIM) continue;
+        fetch(kept[i], from + i * STEP);
+#pragma unroll
+        for (int j = 0; j < LANES; j++) {
+            const float size = fabsf((float)kept[i].at[j]);
+            top = fmaxf(top, size <= LARGEST ? size : __uint_as_float(0x7f800000u));  // NaN too
+        }
+    }
+    top = group_max<ROW_THREADS>(top);
+    if (slot < 0) return;
+    const bool broken = top > LARGEST;
+    top = top < TINY ? 0.0f : top;
+    const float factor = broken || top == 0 ? 0.0f : __fdiv_rn(127.0f, top);
+    const long long place = slot * call.kv_heads + head;
+    signed char *const to = (second ? values : keys) + place * DIM + first;
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+        if (first + i * STEP >= DIM) continue;
+        Vector<signed char, LANES> code;
+#pragma unroll
+        for (int j = 0; j < LANES; j++)
+            code.at[j] = broken ? 0 : (signed char)__float2int_rn((float)kept[i].at[j] * factor);
+        put(to + i * STEP, code);
+    }
+    if (first == 0)
+        scales[(second ? call.pages * call.slots * call.kv_heads : 0) + place] =
+            broken ? __uint_as_float(0x7fc00000u) : divided_by<127>(top);
+}

@@ -1,0 +1,54 @@
+"""What caches of integers of eight bits share: their dtypes, their checks, and how they are read.
+
+k = scale * code        a scale a token and head
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..core import arrays
+from ..core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
+from ..errors import DTypeError, ShapeError
+
+INT8 = np.dtype("int8")
+STORED = (*FLOATS, INT8)  # what a cache may be kept in
+
+
+def scale_bytes(kind: np.dtype[Any], heads: int) -> int:
+    """Return the bytes of the scales of so many keys of a head, and of as many values."""
+    return 2 * 4 * heads if kind == INT8 else 0
+
+
+def scales_like(kind: np.dtype[Any], shape: tuple[int, ...], like: Any) -> Any:
+    """Return room for the scales of a cache of this shape; None where it holds floats."""
+    return arrays.empty(shape, FLOAT32, like) if kind == INT8 else None
+
+
+def read(codes: Array, scales: Array, dtype: Any) -> Array:
+    """Return keys or values as floats: (..., dim) codes times (...) scales, rounded once."""
+    with np.errstate(over="ignore"):  # what float16 cannot hold is infinite, as on a GPU
+        found: Array = (codes * scales[..., None]).astype(dtype, copy=False)
+    return found
+
+
+def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:
+    """Raise unless k and v are (rows, tokens, kv_heads, dim) of the storage's library and dtype.
+
+    Into codes of eight bits go floats of one dtype, but for float64.
+    """
+    arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
+    kv_heads, dim = storage.shape[2:]
+    tokens = k.shape[1] if getattr(k, "ndim", 0) > 1 else 0
+    for name, array in (("k", k), ("v", v)):
+        shape = getattr(array, "shape", None)
+        if shape != (rows, tokens, kv_heads, dim):
+            wanted = f"({axis}={rows}, tokens, kv_heads={kv_heads}, dim={dim})"
+            problem = f"{call}: {name} is {shape}; it must be {wanted}"
+            raise ShapeError(problem, expected=(rows, "tokens", kv_heads, dim), actual=shape)
+        if storage.dtype == INT8 and (array.dtype not in KERNEL_DTYPES or array.dtype != k.dtype):
+            cure = "pass k and v of one dtype: float16, bfloat16 or float32"
+            raise DTypeError(f"{call}: {name} is {array.dtype}, for a cache of int8; {cure}")
+        if storage.dtype not in (INT8, array.dtype):
+            cure = f"make the cache with dtype={array.dtype.name!r}"
+            raise DTypeError(f"{call}: {name} is {array.dtype}, not {storage.dtype}; {cure}")

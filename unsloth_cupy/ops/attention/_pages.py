@@ -1,0 +1,127 @@
+"""Attention over pages, of floats or of codes: what both ops share."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import packed
+from ...core.dtypes import Array
+from ...errors import RangeError, ShapeError
+from ._blocks import four_axes
+from ._decode import launch_decode
+from ._options import TILE, Options
+from ._scores import Scores
+from .attention import attend
+
+OPERANDS = (
+    "page_table(batch, max_pages): int,"
+    " lengths(batch): int, alibi?(batch?, heads): param, sinks?(heads): param,"
+    " mask?(batch|1, heads|1, queries|1, keys|1): bool,"
+    " bias?(batch|1, heads|1, queries|1, keys|1): param, query_start?(batch?): int"
+)
+
+
+def attend_pages(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    options: Options,
+    scales: Array | None = None,
+) -> tuple[Array, Array]:
+    """Return out and lse over pages, times the scales of each token and head where there are."""
+    page = k_pages.shape[1]
+    wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
+    q = q.astype(wide)
+    starts_of_all = getattr(options.query_start, "ndim", 0) == 1
+
+    def gathered(which: int, pages: Array, table: Array) -> Array:
+        values = pages[table].astype(wide)
+        if scales is not None:
+            values *= scales[which][table][..., None].astype(wide)
+        return values.reshape(len(table), table.shape[1] * page, *pages.shape[2:])
+
+    def part(batch: slice, table: Array, exist: Array | None) -> tuple[Array, Array]:
+        """Attend over the pages of a table, or over its first tokens where that is known."""
+        k, v = (gathered(i, pages, table) for i, pages in enumerate((k_pages, v_pages)))
+        start: Any = options.query_start
+        if exist is None:
+            k, v = k[:, : int(lengths[batch.start])], v[:, : int(lengths[batch.start])]
+            start = start[batch.start] if starts_of_all else start
+        shared = {name: getattr(options, name) for name in ("mask", "bias", "block_mask")}
+        own = {name: _of(batch, four_axes(array)) for name, array in shared.items()}
+        own["bias"] = None if options.bias is None else own["bias"].astype(wide)
+        alibi = options.alibi
+        own["alibi"] = alibi if alibi is None or alibi.ndim == 1 else alibi[batch]
+        own |= {"key_lengths": exist, "query_start": start}
+        return attend(Scores(q[batch], k, v, options._replace(**own), batch.start or 0))
+
+    if type(q) is not np.ndarray:  # reading lengths would stall a device: gather every page
+        used = np.arange(page_table.shape[1], like=q) * page < lengths[:, None]
+        return part(slice(None), np.where(used, page_table, 0), lengths)
+    _check(page_table, lengths, k_pages.shape)
+    out = np.empty((*q.shape[:3], v_pages.shape[3]), wide)
+    lse = np.empty((q.shape[0], q.shape[2], q.shape[1]), wide)
+    for b, length in enumerate(lengths.tolist()):
+        one = slice(b, b + 1)
+        out[one], lse[one] = part(one, page_table[one, : math.ceil(length / max(page, 1))], None)
+    return out, lse
+
+
+def launch_pages(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    scales: Array | None,
+    **optional: Any,
+) -> Any:
+    """Launch the kernel over pages, of codes where there are scales."""
+    options = Options(**{n: packed(a) if hasattr(a, "dtype") else a for n, a in optional.items()})
+    held = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
+    if not all(array.flags.c_contiguous for array in held):
+        return NotImplemented  # packing would copy the cache
+    options = options._replace(key_lengths=packed(lengths))
+    return launch_decode(packed(q), k_pages, v_pages, options, packed(page_table), scales)
+
+
+def _of(batch: slice, array: Any) -> Any:
+    """Return what a batch has of an array that all may share."""
+    return array if array is None or len(array) == 1 else array[batch]
+
+
+def check_keys(k_pages: Array, page_table: Array, mask: Any, bias: Any, block_mask: Any) -> None:
+    """Raise ShapeError where an array is not for as many keys: no signature tells a product."""
+    keys = page_table.shape[1] * k_pages.shape[1]
+    fitting_of = ("mask", mask, {1, keys}), ("bias", bias, {1, keys})
+    for name, array, fitting in (*fitting_of, ("block_mask", block_mask, {-(-keys // TILE)})):
+        if array is not None and array.ndim and array.shape[-1] not in fitting:
+            problem = f"{name} of shape {array.shape} has {array.shape[-1]} for keys"
+            cure = " or ".join(map(str, sorted(fitting)))
+            raise ShapeError(
+                f"attention_paged: {problem}; it must be {cure}: a row of page_table"
+                f" has room for {keys} keys",
+                expected=tuple(sorted(fitting)),
+                actual=array.shape[-1],
+            )
+
+
+def _check(page_table: Array, lengths: Array, shape: tuple[int, ...]) -> None:
+    """Raise RangeError where lengths or pages that are used lie outside the cache."""
+    pages, page = shape[:2]
+    room = page_table.shape[1] * page
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= room:
+        found = f"lengths holds {lengths.min()} .. {lengths.max()}"
+        raise RangeError(
+            f"attention_paged: {found}; it must be in 0 .. {room}, the pages of a row of page_table"
+        )
+    used = np.arange(page_table.shape[1]) * page < lengths[:, None]
+    outside = used & ((page_table < 0) | (page_table >= pages))
+    if outside.any():
+        bad = page_table[outside][0]
+        raise RangeError(
+            f"attention_paged: page_table holds {bad}; it must be in 0 .. {pages - 1}, the pages"
+        )

@@ -1,0 +1,74 @@
+"""Attention over a cache of integers of eight bits, in pages.
+
+k[b, i] = scales[0, n, j] * k_pages[n, j]        n = page_table[b, i // page], j = i % page
+
+and values alike, with scales[1]: a scale a token and head.
+"""
+
+from typing import Any
+
+from ...core.dtypes import Array
+from ...core.op import op
+from ._options import Options, Window, check_options
+from ._pages import OPERANDS, attend_pages, check_keys, launch_pages
+
+
+@op(
+    "q(batch, queries, heads, dim), k_pages(pages, page, kv_heads, dim): code,"
+    " v_pages(pages, page, kv_heads, value_dim): code, scales(2, pages, page, kv_heads): stat,"
+    f" {OPERANDS}"
+    " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
+    " where heads % kv_heads",
+    widen=False,  # a cache is large: only what is read is widened
+    no_gradient="it reads a cache of pages, which only inference has",
+)
+def attention_paged_int8_forward(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    scales: Array,
+    page_table: Array,
+    lengths: Array,
+    *,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    query_start: Array | int | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Array, Array]:
+    """Return out and lse as attention_paged_forward does, of keys and values times their scales.
+
+    Its kernel is that of few queries.  There is none for heads that are no multiple of 16 wide, nor
+    for float32 heads wider than 128 with mask, bias or dropout.
+    """
+    hiding = mask, bias, alibi, sinks, None, query_start, None
+    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    return attend_pages(q, k_pages, v_pages, page_table, lengths, options, scales)
+
+
+@attention_paged_int8_forward.kernel
+def _launch(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    scales: Array,
+    page_table: Array,
+    lengths: Array,
+    **optional: Any,
+) -> Any:
+    return launch_pages(q, k_pages, v_pages, page_table, lengths, scales, **optional)
+
+
+attention_paged_int8_forward.called = "attention_paged"  # in messages: with scales, it calls this
+attention_paged_int8_forward.require(check_options)
+
+
+@attention_paged_int8_forward.require
+def _check_keys(k_pages: Array, page_table: Array, mask: Any, bias: Any) -> None:
+    check_keys(k_pages, page_table, mask, bias, None)

@@ -1,0 +1,110 @@
+"""New keys and values into a cache of integers of eight bits, in place.
+
+codes = round(k * (127 / absmax))        scale = absmax / 127        absmax = max |k[b, i, h]|
+
+A token and head has a scale of its own, so that what is cached never changes.  Slots of a cache in
+order, a ring with a window, are those of ``kv_append_``.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...core.arrays import lanes, packed
+from ...core.dtypes import Array
+from ...core.kernel import load
+from ...core.op import op
+from ...core.source import Constants
+from ..common.codes import quantized
+from ..common.strides import token_strides
+from .kv_append import NEW, kv_append_, kv_append_paged_
+
+THREADS = 128
+
+
+@op(
+    f"{NEW}, keys(pages, page, kv_heads, dim): code, values(pages, page, kv_heads, dim): code,"
+    " scales(2, pages, page, kv_heads): stat, page_table?(batch, row_pages): int,"
+    " starts?(batch): int -> all_scales(2, pages, page, kv_heads): stat",
+    widen=False,
+    no_gradient="it changes a cache, which only inference has",
+    traffic=lambda a: 2 * a["k"].nbytes + 2 * a["k"].size,  # it changes keys and values
+)
+def kv_append_int8_(
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    scales: Array,
+    page_table: Array | None = None,
+    starts: Array | None = None,
+    *,
+    start: int = 0,
+    sinks: int = 0,
+) -> Array:
+    """Write codes and scales of k and v, whose first token stands at start, or at starts[b].
+
+    Without a page_table, pages are the rows of a batch, and page the slots of each.
+    """
+    wide = np.promote_types(k.dtype, np.float32)
+    both = [quantized(array.astype(wide))[:2] for array in (k, v)]
+    append: Any = kv_append_.definition
+    more: dict[str, Any] = {"starts": starts, "start": start, "sinks": sinks}
+    if page_table is not None:
+        append, more = kv_append_paged_.definition, {"page_table": page_table, "starts": starts}
+    (k_codes, k_scales), (v_codes, v_scales) = both
+    append(k_codes, v_codes, keys, values, **more)
+    append(k_scales[..., None], v_scales[..., None], *(s[..., None] for s in scales), **more)
+    return scales
+
+
+@kv_append_int8_.kernel
+def _launch(
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    scales: Array,
+    page_table: Array | None,
+    starts: Array | None,
+    start: int,
+    sinks: int,
+) -> Any:
+    if not all(array.flags.c_contiguous for array in (keys, values, scales)):
+        return NotImplemented
+    page_table, starts = packed(page_table), packed(starts)
+    (batch, tokens, kv_heads, dim), (pages, slots) = k.shape, keys.shape[:2]
+    (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
+    wide = lanes(math.gcd(dim, *k_strides, *v_strides), k, v, keys, values)
+    plain = np.dtype("int32")
+    dtypes = k.dtype, getattr(starts, "dtype", plain), getattr(page_table, "dtype", plain)
+    chosen = _constants(dtypes, dim, wide, page_table is not None)
+    kernel = load("kv_append_int8.cu", "kv_append_int8_", k, chosen)
+    numbers = {"start": start, "count": batch * tokens, "tokens": tokens, "kv_heads": kv_heads}
+    numbers |= {"pages": pages, "slots": slots, "sinks": sinks}
+    numbers["row_pages"] = 0 if page_table is None else page_table.shape[1]
+    strides = zip(("k_row", "k_token", "v_row", "v_token"), k_strides + v_strides, strict=True)
+    groups = 2 * batch * tokens * kv_heads
+    kernel[-(-groups * chosen["ROW_THREADS"] // THREADS), THREADS](
+        *(k, v, keys, values, scales, page_table, starts, numbers | dict(strides))
+    )
+    return scales
+
+
+@cache
+def _constants(dtypes: tuple[Any, ...], dim: int, lanes: int, paged: bool) -> Constants:
+    """Return the constants of kv_append_int8.cu; 128 threads, for a step of one row is small."""
+    threads = min(32, 1 << (-(-dim // lanes) - 1).bit_length())
+    k, starts, table = dtypes
+    return Constants(
+        T=k,
+        P=starts,
+        G=table,
+        DIM=dim,
+        LANES=lanes,
+        ROW_THREADS=threads,
+        THREADS=THREADS,
+        PAGED=paged,
+    )

@@ -10,12 +10,13 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.memory.ledger import Ledger
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, keeping
-from unsloth_cupy.ops.quantized import nf4
+from unsloth_cupy.ops.quantized import nf4, nf4_dequantize, nf4_product
 from unsloth_cupy.ops.quantized.nf4_dequantize import double_absmax
 from unsloth_cupy.ops.quantized.nf4_product import FEW, nf4_product_
 
 from ..cuda_on_cpu.traffic import counted
 from ..parity import Case, KernelInPlace, _compare_kernels, _shifted, emulator
+from ..stand_in import gpu
 
 
 def case(label: str, rows: int, outputs: int, inputs: int, **how: Any) -> Case:
@@ -203,3 +204,45 @@ def test_codes_move_once_and_no_bank_waits() -> None:
     assert traffic.of("shared").efficiency == 1
     codes = [line for line in traffic if line.space == "global" and line.bytes == packed.nbytes]
     assert [line.moved * 32 for line in codes] == [packed.nbytes]
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
+def test_a_layer_on_a_gpu_starts_kernels_alone(double: bool) -> None:
+    """No value is read or sent, so that a graph can hold the call; few rows take one kernel."""
+    with gpu("90") as machine:
+        machine.strict = False  # while the weight is made
+        blocks = 4096 * 64
+        given: dict[str, Any] = {"absmax": machine.array((blocks,), "float32")}
+        if double:
+            scale = machine.array((blocks // 256,), "float32")
+            given = {"absmax_codes": machine.array((blocks,), "uint8"), "absmax_scale": scale}
+            given["absmax_offset"] = 0.5
+        packed = machine.array((4096 * 2048,), "uint8")
+        weight = uc.Nf4(packed, (4096, 4096), dtype="float16", **given)
+        machine.strict = True
+        machine.functions.clear()
+        for rows, kernels, products in (
+            (FEW, ["nf4_product_"], 0),
+            (FEW + 1, ["nf4_dequantize_"] * 2, 2),
+        ):
+            x = machine.array((rows, 4096), "float16")
+            for _ in range(3):  # the third is replayed
+                machine.launches.clear()
+                machine.products.clear()
+                uc.linear(x, weight, machine.array((4096,), "float16"))
+                assert [launch.kernel for launch in machine.launches] == kernels
+                assert len(machine.products) == products
+        assert not machine.functions
+
+
+@pytest.mark.parametrize(("rows", "module"), [(3, nf4_product), (FEW + 1, nf4_dequantize)])
+def test_the_third_call_is_replayed(
+    rows: int, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, loads = uc.nf4_quantize(np.ones((40, 64), np.float16), double=True), []
+    real = module.load
+    monkeypatch.setattr(module, "load", lambda *how: loads.append(how) or real(*how))
+    with emulator():
+        for _ in range(4):
+            uc.linear(np.ones((rows, 64), np.float16), weight)
+    assert len(loads) == 2

@@ -53,10 +53,10 @@ def nf4_product_(
 def has_kernel(x: Array, out: Array) -> bool:
     """Say whether the kernel multiplies these rows: a few, of whole units, side by side in out."""
     known = x.dtype in KERNEL_DTYPES and out.dtype in (x.dtype, FLOAT32)
-    size = out.dtype.itemsize
-    dense = out.shape[1] == 1 or out.strides[1] == size
-    apart = len(out) == 1 or (out.strides[0] >= out.shape[1] * size and out.strides[0] % size == 0)
-    few = 0 < len(x) <= FEW
+    size, (rows, outputs), (down, right) = out.dtype.itemsize, out.shape, out.strides
+    dense = outputs == 1 or right == size
+    apart = rows == 1 or (down >= outputs * size and down % size == 0)
+    few = 0 < rows <= FEW
     return known and few and dense and apart and x.shape[1] % UNITS[-1] == 0
 
 

@@ -50,7 +50,7 @@ GRAIN = 512  # bytes: CuPy's pool rounds up to them
 WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}  # sizes are values
 METHODS = {
     *("all", "argmax", "astype", "clip", "copy", "cumsum", "fill", "max", "mean", "min", "ravel"),
-    *("reshape", "sum", "swapaxes", "transpose"),
+    *("reshape", "sum", "swapaxes", "transpose", "view"),
 }
 
 

@@ -31,15 +31,21 @@ from unsloth_cupy import (
     compute_copies,
     cross_entropy,
     find_nan,
+    int8_linear,
+    int8_weight,
     linear,
     lora_linears,
     measure_gradients,
     memory_pool,
     models,
     multiply,
+    nf4_linear,
+    nf4_quantize,
     placement,
     rms_norm,
     rope_tables,
+    ternary_linear,
+    ternary_quantize,
 )
 from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core.op import OPS
@@ -241,6 +247,15 @@ def counts(place: Callable[..., Any]) -> Any:
     return y
 
 
+def quantizes(place: Callable[..., Any]) -> Any:
+    w, x = place(np.ones((32, 64), "f")), place(np.ones((2, 64), "f"))
+    made = [nf4_quantize(w, double=True), int8_weight(w), ternary_quantize(w)]
+    found = [linear(x, weight) for weight in made]
+    found += [nf4_linear(x, made[0]), int8_linear(x, made[1]), ternary_linear(x, made[2])]
+    found += [weight.dequantize() for weight in made]
+    return found, [array for weight in made for array in weight.held().values()]
+
+
 def models_learn(place: Callable[..., Any]) -> Any:
     model = models.create(CONFIG, seed=0, dtype="float16", device=f"cuda:{FAR}")
     assert_far(model.parameters)
@@ -297,6 +312,7 @@ USES = {
     layers: "attention_layer attention_layer_backward lora_linears LoraLayer rope_tables"
     " MultiHeadAttention",
     casts: "Autocast cast compute_copies",
+    quantizes: "Nf4 Int8 Ternary nf4_quantize nf4_linear int8_weight ternary_quantize",
     reports: "check_errors",
     counts: "memory_pool MemoryPool",
     models_learn: "CheckpointConfig",

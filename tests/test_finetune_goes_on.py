@@ -360,7 +360,8 @@ def test_a_config_is_the_models_before_its_weights_are_read(finished: Path, tmp_
     model.add_adapter(2, seed=0, base=str(folder))
     model.save_adapter(tmp_path / "adapter")
     for path in (folder, tmp_path / "adapter"):
-        config, adapter = model_without_weights(path)
+        config, adapter, quantized = model_without_weights(path)
+        assert quantized is None
         assert config == model.config
         assert (config.end_tokens, config.pad_token) == ((7, 9), 8)
         assert (adapter is None) == (path == folder)

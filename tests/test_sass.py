@@ -21,6 +21,7 @@ except LookupError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
+INTEGERS = r"IMMA\.16832\.S8"
 COPY = r"LDGSTS\.E.*128"  # to shared memory, of 16 bytes
 
 
@@ -47,6 +48,18 @@ OTHERS = {
     "lora_gradients": (COPY, PRODUCT),
     "loss_scaler": (),  # three numbers
     "embedding_starts": (),  # one index a thread
+    "int8_dequantize_": (WRITE,),  # codes take a half or a quarter of the bytes
+    "int8_few_rows_": (READ,),  # a sum is one number
+    "int8_linear": (COPY, INTEGERS),
+    "int8_outliers": (),  # a warp reads 32 neighbouring columns
+    "int8_outlier_list": (),  # one flag a thread
+    "int8_quantize": (READ,),  # codes take a half or a quarter of the bytes
+    "nf4_quantize": (READ,),  # codes take a quarter or an eighth
+    "nf4_dequantize_": (WRITE,),
+    "nf4_product_": (READ, PRODUCT),
+    "ternary_dense_": (WRITE,),  # two bits make a value
+    "ternary_linear": (READ,),  # and a product: see wanted
+    "ternary_scores": ("POPC",),
     "column_sum": (),  # a warp reads 32 neighbouring columns of float32: 128 bytes all the same
 }
 
@@ -57,6 +70,8 @@ def whole(variant: Variant) -> bool:
     size = SIZES[given.get("T", "float")]
     if given.get("RAGGED") == "true" and int(given["COLUMNS"]) * size < 16:
         return False  # all accesses are cut
+    if "false" in (given.get("WIDE"), given.get("X_WIDE")):
+        return False
     return int(given.get("LANES", 16 // size)) * size == 16
 
 
@@ -81,6 +96,8 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     if "KINDS" in given:
         return many(kernel, given)
     shown = OTHERS.get(kernel, (READ, WRITE))
+    if kernel == "ternary_linear":
+        shown = READ, INTEGERS if given["X"] == "signed char" else PRODUCT
     if given.get("T") == "float":
         shown = tuple(name for name in shown if name != PRODUCT)  # FMAs, for accuracy
     narrow = {"cast": "U", "cross_entropy_backward": "G", "cross_entropy_over_": "G"}.get(kernel)

@@ -410,7 +410,7 @@ def test_wrong_layouts() -> None:
     data, runs = matrix(2, 256, 0.5).pack("gguf_tq2_0"), made.to_runs()
     with pytest.raises(ConfigError, match="brings its scales"):
         Ternary.unpack(data, "gguf_tq2_0", (2, 256), scale=1.0)
-    with pytest.raises(ShapeError, match="do not fill rows"):
+    with pytest.raises(ShapeError, match="do not fill 2 rows"):
         Ternary.from_runs(runs._replace(lengths=runs.lengths[:-1], codes=runs.codes[:-1]))
     with pytest.raises(ShapeError, match="its last axis must be 77"):
         made.to_ell().product(np.ones((2, 76)))

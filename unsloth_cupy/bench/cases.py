@@ -109,6 +109,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "signs": 2,
         **dict.fromkeys(("q_rows", "k_rows"), tokens),
         "groups": 1,
+        "int8": True,  # of many rows, which a kernel multiplies as integers alone
         "key": np.s_[1:],
         "exponent": 2.0,
         "factor": 0.5,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..core.call import checked
-from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, Array, Stored
+from ..core.dtypes import BFLOAT16, FLOATS, KERNEL_DTYPES, LEADING, Array, Stored
 from ..core.op import OPS, Op
 from ..errors import ConfigError, DTypeError
 from ..ops.elements.cast import cast
@@ -192,7 +192,8 @@ def autocast_ops() -> dict[str, Op[..., Any]]:
 
 def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
     held = getattr(value.value if isinstance(value, Var) else value, "dtype", None)
-    return cast(value, dtype) if kind == "float" and held in KERNEL_DTYPES else value
+    fits = kind in LEADING and not isinstance(value, Stored)
+    return cast(value, dtype) if fits and held in KERNEL_DTYPES else value
 
 
 @at_first

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse
 
 from ...core.dtypes import FLOAT32, Array
-from ...errors import ConfigError, ShapeError
+from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import to_numpy
 from ._planes import spread
 
@@ -168,9 +168,15 @@ class SparseForms:
         columns = np.asarray(ell.columns)
         inside = (columns >= 0) & (columns < ell.shape[1])
         if columns.shape != np.shape(ell.codes) or len(columns) != ell.shape[0]:
-            raise ShapeError("Ternary.from_ell: columns and codes must both be (outputs, width)")
+            found = columns.shape, np.shape(ell.codes)
+            problem = f"columns are {found[0]} and codes {found[1]}; both must be (outputs, width)"
+            raise ShapeError(f"Ternary.from_ell: {problem}", expected=len(columns), actual=found)
         if not inside.all():
-            raise ShapeError(f"Ternary.from_ell: a column lies outside 0 .. {ell.shape[1] - 1}")
+            problem = f"a column lies outside 0 .. {ell.shape[1] - 1}"
+            outside = int(columns[~inside][0])
+            raise RangeError(
+                f"Ternary.from_ell: {problem}", expected=range(ell.shape[1]), actual=outside
+            )
         codes = np.zeros(ell.shape, np.int8)
         rows, slots = np.nonzero(ell.codes)
         codes[rows, columns[rows, slots]] = ell.codes[rows, slots]
@@ -196,7 +202,9 @@ class SparseForms:
         ends = np.concatenate([[0], np.cumsum(runs.lengths, dtype=np.int64)])
         fits = len(runs.starts) == rows + 1 and runs.starts[-1] == len(runs.lengths)
         if not (fits and (ends[runs.starts] == columns * np.arange(rows + 1)).all()):
-            raise ShapeError(f"Ternary.from_runs: the runs do not fill rows of {columns} columns")
+            problem = f"the runs do not fill {rows} rows of {columns} columns"
+            wanted, filled = rows * columns, int(ends[-1])
+            raise ShapeError(f"Ternary.from_runs: {problem}", expected=wanted, actual=filled)
         codes = np.repeat(runs.codes, runs.lengths).reshape(runs.shape)
         return cls.from_codes(codes, runs.scale, group=runs.group, dtype=runs.dtype)
 

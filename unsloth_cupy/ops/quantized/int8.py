@@ -12,6 +12,7 @@ import numpy as np
 
 from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
+from ...core.gpu import at
 from ...errors import ConfigError
 from ...placement import placed, to_numpy
 from ..common.codes import INT8
@@ -40,10 +41,11 @@ def int8_weight(w: Array) -> "Int8":
     ShapeError, DTypeError
         w is not a matrix of floats, or is quantized already.
     """
-    values = checked_weight("int8_weight", w)
-    codes, _, absmax = int8_quantize_forward(values)
-    check_finite("int8_weight", values, absmax)
-    return Int8(codes, absmax, dtype=w.dtype)
+    with at(w):
+        values = checked_weight("int8_weight", w)
+        codes, _, absmax = int8_quantize_forward(values)
+        check_finite("int8_weight", values, absmax)
+        return Int8(codes, absmax, dtype=w.dtype)
 
 
 class Int8(Quantized):

@@ -15,6 +15,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
+from ...core.gpu import at
 from ...errors import ConfigError, DTypeError
 from ...placement import placed
 from ..common import dynamic_codes
@@ -62,15 +63,19 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     """
     call = "nf4_quantize"
     _check_format(call, block, kind)
-    values = checked_weight(call, w)
-    packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
-    check_finite(call, values, absmax)
-    given: dict[str, Any] = {"absmax": absmax}
-    if double:
-        offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()
-        codes, scale = dynamic_codes.encode(absmax - offset, signed=True)
-        given = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": float(offset)}
-    return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **given)
+    with at(w):
+        values = checked_weight(call, w)
+        packed, absmax = nf4_quantize_forward(values, block=block, fp4=kind == "fp4")
+        check_finite(call, values, absmax)
+        given = _in_8_bits(absmax) if double else {"absmax": absmax}
+        return Nf4(packed, tuple(w.shape), block=block, kind=kind, dtype=w.dtype, **given)
+
+
+def _in_8_bits(absmax: Array) -> dict[str, Any]:
+    """Return what keeps the largest sizes in a byte each, and a scale of 256 blocks."""
+    offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()
+    codes, scale = dynamic_codes.encode(absmax - offset, signed=True)
+    return {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": float(offset)}
 
 
 class Nf4(Quantized):

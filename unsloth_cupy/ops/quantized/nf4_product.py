@@ -47,7 +47,7 @@ def nf4_product_(
     whole = slice(0, outputs), slice(0, inputs)
     sizes = sizes_of(absmax, absmax_codes)
     w = _four_bits.decode(packed, sizes, *whole, inputs, block, fp4)
-    return gemm(x, w.T, out=out, add=add)
+    return gemm(x, w.astype(x.dtype, copy=False).T, out=out, add=add)
 
 
 def has_kernel(x: Array, out: Array) -> bool:

@@ -149,7 +149,9 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         if codes.ndim != 2 or codes.dtype.kind not in "iub":
             raise ShapeError(
                 f"Ternary.from_codes: codes are {codes.dtype} {codes.shape}; they must be integers,"
-                " (outputs, inputs)"
+                " (outputs, inputs)",
+                expected=("outputs", "inputs"),
+                actual=tuple(codes.shape),
             )
         check_codes("Ternary.from_codes", codes)
         return cls(planes_of(codes), scale, codes.shape, group=group, dtype=dtype)

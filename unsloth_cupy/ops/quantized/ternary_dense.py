@@ -56,11 +56,11 @@ def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group:
         return NotImplemented
     whole = columns % EIGHT == 0 and lanes(columns, w) * w.dtype.itemsize == 16
     chosen = _constants(w.dtype, scale.dtype, EIGHT if whole else 1, groups > 1)
-    eighths = len(w) * -(-columns // EIGHT)
+    eighths = w.shape[0] * -(-columns // EIGHT)
     kernel = load("ternary_dense.cu", "ternary_dense_", w, chosen)
     kernel[-(-eighths // THREADS), THREADS](
         *(w, planes, scale, eighths, columns, row, column, held, group, groups),
-        int(len(scale) > 1),
+        int(scale.shape[0] > 1),
     )
     return w
 

@@ -139,14 +139,19 @@ def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None
         )
     groups = scale.shape[-1]
     if groups > 1 and groups != -(-x.shape[-1] // max(group, 1)):
-        raise ShapeError(f"{call}: scale has {groups} groups; they are not of {group} columns")
+        problem = f"{call}: scale has {groups} groups; they are not of {group} columns"
+        raise ShapeError(problem, expected=-(-x.shape[-1] // max(group, 1)), actual=groups)
 
 
 @ternary_linear_forward.kernel
 def _launch(
     x: Array, planes: Array, scale: Array, marks: Array | None, group: int, int8: bool
 ) -> Any:
-    outputs, (inputs, groups), held = len(planes), (x.shape[-1], scale.shape[1]), planes.shape[2]
+    outputs, (inputs, groups), held = (
+        planes.shape[0],
+        (x.shape[-1], scale.shape[1]),
+        planes.shape[2],
+    )
     rows = x.size // inputs
     aligned = lanes(held, planes)
     apart = (rows > FEW and not int8) or (groups > 1 and group % GROUP_STEP != 0)
@@ -166,7 +171,7 @@ def _launch(
     kernel = load("ternary_linear.cu", "ternary_linear", x, chosen)
     kernel[-(-outputs // (16 * wm)) * tiles, 32 * wm * wk, shared](
         *(values, factors, planes, scale, marks, y, rows, inputs, outputs, held // 4),
-        *(group, groups, int(len(scale) > 1), tiles),
+        *(group, groups, int(scale.shape[0] > 1), tiles),
     )
     return y
 

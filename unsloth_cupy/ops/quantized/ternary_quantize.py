@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 from ...core.dtypes import FLOATS, Array
+from ...core.gpu import at
 from ...errors import ConfigError, DTypeError, ShapeError
 from ...placement import check_library
 from ._planes import check_group
@@ -77,9 +78,10 @@ def ternary_quantize(
     _check(w, per, group)
     _check_method(method, percentile, deviations, threshold, scale)
     options = percentile, deviations, threshold, scale
-    planes, scales, errors = parts_of(w, per, group, method, *options)
     own = group if per == "group" else None
-    return Ternary(planes, scales, w.shape, group=own, dtype=w.dtype, errors=errors)
+    with at(w):
+        planes, scales, errors = parts_of(w, per, group, method, *options)
+        return Ternary(planes, scales, w.shape, group=own, dtype=w.dtype, errors=errors)
 
 
 # ---- what is asked ------------------------------------------------------------------------------

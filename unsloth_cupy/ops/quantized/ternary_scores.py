@@ -88,13 +88,13 @@ def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
     words = q.shape[2] * 8 // WORD
     if q.shape[2] % 4 or lanes(q.shape[2], q, k) < 4:
         return NotImplemented
-    scores = empty((len(q), len(k)), q_scale.dtype, like=q_scale)
-    own = 1 if len(q) <= FEW else 4
+    scores = empty((q.shape[0], k.shape[0]), q_scale.dtype, like=q_scale)
+    own = 1 if q.shape[0] <= FEW else 4
     kernel = load("ternary_scores.cu", "ternary_scores", q, _constants(q_scale.dtype, own))
-    tiles = -(-len(q) // (SIDE * own))
-    kernel[-(-len(k) // (SIDE * 4)) * tiles, SIDE * SIDE](
-        *(q, k, q_scale, k_scale, scores, len(q), len(k), words, tiles),
-        *(int(len(q_scale) > 1), int(len(k_scale) > 1)),
+    tiles = -(-q.shape[0] // (SIDE * own))
+    kernel[-(-k.shape[0] // (SIDE * 4)) * tiles, SIDE * SIDE](
+        *(q, k, q_scale, k_scale, scores, q.shape[0], k.shape[0], words, tiles),
+        *(int(q_scale.shape[0] > 1), int(k_scale.shape[0] > 1)),
     )
     return scores
 

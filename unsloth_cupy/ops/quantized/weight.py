@@ -18,13 +18,14 @@ from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_
 from ...core.stand_in import is_planned, representative_steps
 from ...core.target import target_of
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
-from ...placement import check_library
+from ...placement import at_home, check_library
 from ..common.gemm import gemm
 
 CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of dense values, by whether a GPU reads them
 CHUNK_STEP = 64  # rows or columns of a chunk are a multiple of it, where there are so many
 
 
+@at_home("home")
 class Quantized(Stored):
     """A frozen matrix (outputs, inputs) in few bits: what ``Nf4`` and its like have in common.
 

@@ -19,7 +19,11 @@ from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.source import source_root
 
 # Modules whose names are not repeated in the package itself.
-MODULES = {"unsloth_cupy.models": "Models", "unsloth_cupy.errors": "Errors"}
+MODULES = {
+    "unsloth_cupy.models": "Models",
+    "unsloth_cupy.parallel": "Many devices",
+    "unsloth_cupy.errors": "Errors",
+}
 PARTS = ("_forward", "_backward")
 
 

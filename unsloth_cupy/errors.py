@@ -64,3 +64,17 @@ class DeviceMemoryError(UnslothCupyError, MemoryError):
     def __init__(self, message: str = "", required: int = 0, available: int = 0) -> None:
         super().__init__(message, expected=available, actual=required)
         self.required, self.available = required, available
+
+
+class CommunicationError(UnslothCupyError, RuntimeError):
+    """A rank did not come to an exchange, or ranks do not agree about it.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that did not come, or whose call differs from the others'.
+    """
+
+    def __init__(self, message: str = "", *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -1,0 +1,157 @@
+"""What ranks exchange: one protocol, and the communicator of a process that is alone.
+
+A sum over ranks is made in the order of the ranks, in float32 where arrays have 16 bits, so that
+every rank, and every run, has equal bits.
+"""
+
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ..core.call import is_integer
+from ..core.dtypes import FLOAT32
+from ..errors import ConfigError, ShapeError
+
+Reduction = Literal["sum", "max"]
+
+
+class Communicator(Protocol):
+    """Ranks that exchange arrays; all of them make the same calls in the same order.
+
+    Attributes
+    ----------
+    rank, size : int
+        The number of this process, from 0, and how many there are.
+    """
+
+    rank: int
+    size: int
+
+    def split(self, color: int) -> "Communicator":
+        """Return a communicator of the ranks that passed the same color, in their order."""
+
+    def all_reduce(self, x: Any, op: Reduction = "sum") -> Any:
+        """Return the sum, or the largest, of the arrays of all ranks, element by element."""
+
+    def all_gather(self, x: Any, axis: int = 0) -> Any:
+        """Return the arrays of all ranks end to end; they may differ in size along the axis."""
+
+    def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
+        """Return this rank's part of the sum over ranks, divided along an axis as by ``part``."""
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        """Return the array of rank root; the others pass one of its shape and dtype."""
+
+    def send(self, x: Any, to: int) -> None:
+        """Send an array to another rank."""
+
+    def receive(self, out: Any, source: int) -> Any:
+        """Write the array that another rank sends to ``out``, and return it."""
+
+    def exchange(self, x: Any, to: int, out: Any, source: int) -> Any:
+        """Send x to one rank and receive ``out`` from another, both at once."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+
+
+class SingleCommunicator:
+    """The communicator of one process: what it exchanges are copies of its own arrays."""
+
+    rank, size = 0, 1
+
+    def split(self, color: int) -> "SingleCommunicator":
+        """Return a communicator of one."""
+        check_color(color)
+        return self
+
+    def all_reduce(self, x: Any, op: Reduction = "sum") -> Any:
+        """Return a copy."""
+        check_reduction(op)
+        return x.copy()
+
+    def all_gather(self, x: Any, axis: int = 0) -> Any:
+        """Return a copy."""
+        check_axis("all_gather", x, axis)
+        return x.copy()
+
+    def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
+        """Return a copy."""
+        check_axis("reduce_scatter", x, axis)
+        return x.copy()
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        """Return a copy."""
+        check_rank(self, "broadcast", root)
+        return x.copy()
+
+    def send(self, x: Any, to: int) -> None:
+        """Raise: there is nobody else."""
+        check_rank(self, "send", to, other=True)
+
+    def receive(self, out: Any, source: int) -> Any:
+        """Raise: there is nobody else."""
+        check_rank(self, "receive", source, other=True)
+
+    def exchange(self, x: Any, to: int, out: Any, source: int) -> Any:
+        """Copy x to ``out``."""
+        check_rank(self, "exchange", to)
+        check_rank(self, "exchange", source)
+        out[...] = x
+        return out
+
+    def barrier(self) -> None:
+        """Return."""
+
+
+def part(size: int, comm: Communicator, rank: int | None = None) -> slice:
+    """Return which of ``size`` elements a rank holds: this one where none is named.
+
+    Parts differ by one element at most; the first ranks hold the larger ones.
+    """
+    rank = comm.rank if rank is None else rank
+    each, more = divmod(size, comm.size)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+def along(axis: int, where: slice) -> tuple[slice, ...]:
+    """Return the key of a part along an axis that is not negative."""
+    return (slice(None),) * axis + (where,)
+
+
+def sum_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype that arrays are summed in: of 32 bits for floats of 16."""
+    dtype = np.dtype(dtype)
+    narrow = dtype.itemsize < FLOAT32.itemsize and dtype.kind not in "iub"
+    return FLOAT32 if narrow else dtype
+
+
+def check_axis(call: str, x: Any, axis: int) -> int:
+    """Return the axis counted from the first; raise ShapeError where x has none such."""
+    if not is_integer(axis, -x.ndim) or axis >= x.ndim:
+        problem = f"{call}(axis={axis!r}) is not an axis of x{tuple(x.shape)}"
+        legal = range(-x.ndim, x.ndim)
+        cure = f"pass one in {-x.ndim} .. {x.ndim - 1}"
+        raise ShapeError(f"{problem}; {cure}", expected=legal, actual=axis)
+    return axis % x.ndim
+
+
+def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False) -> None:
+    """Raise ConfigError for what is not a rank, or not another one where ``other``."""
+    if not is_integer(rank) or not 0 <= rank < comm.size or (other and rank == comm.rank):
+        kind = "another rank" if other else "a rank"
+        cure = f"there are {comm.size}, from 0, and this is {comm.rank}"
+        raise ConfigError(f"{call}: {rank!r} is not {kind}; {cure}")
+
+
+def check_reduction(op: str) -> None:
+    """Raise ConfigError for what is not a reduction."""
+    if op not in ("sum", "max"):
+        raise ConfigError(f"all_reduce(op={op!r}) is not a reduction; choose 'sum' or 'max'")
+
+
+def check_color(color: int) -> None:
+    """Raise ConfigError for what is not a color."""
+    if not is_integer(color) or not 0 <= color < 2**31:
+        raise ConfigError(f"split(color={color!r}) is not a color; pass an integer from 0 on")

@@ -77,7 +77,8 @@ def _row(
         kernel = call.mapped(lambda a: a.copy()).launches()
         ran_as = f"{'kernel' if kernel else 'definition'} on {gpu}"
     in_place = call.op.__name__.endswith("_")  # what it writes over is moved twice
-    moved = traffic(call, (call.mapped(lambda a: a.copy()) if in_place else call).run())
+    outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
+    moved = traffic(call, outputs)
     seconds, runs = clock([call, *others.values()])
     lead = next(a for a in call.arrays.values() if a is not None)
     return {
@@ -89,7 +90,7 @@ def _row(
         "microseconds": seconds[0] * 1e6,
         "runs": runs,
         "bytes": moved,
-        "operations": count(call.arrays) if (count := call.op.facts.get("operations")) else 0,
+        "operations": operations(call, outputs),
         "gb_per_s": moved / seconds[0] / 1e9 if moved else None,
         "peers": {name: s * 1e6 for name, s in zip(others, seconds[1:], strict=True)},
     }, notes
@@ -110,5 +111,12 @@ def traffic(call: Call, outputs: dict[str, Any]) -> int:
     return sum(read.values()) + sum(written.values()) if written else 0
 
 
+def operations(call: Call, outputs: dict[str, Any]) -> int:
+    """Return the operations of a call's products: a multiplication and an addition are two."""
+    count: Callable[[dict[str, Any]], int] | None = call.op.facts.get("operations")
+    return 0 if count is None else int(count(call.options | call.arrays | outputs))
+
+
 def _address(array: Any) -> int:
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    place = getattr(array, "ctypes", None)
+    return int(array.data.ptr if place is None else place.data)

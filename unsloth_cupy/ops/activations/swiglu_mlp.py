@@ -37,6 +37,12 @@ CHUNK_ROWS = 32  # of fewer rows a matrix product is no faster than its weights 
         nn.silu(nn.linear(t["x"], t["gate_weight"])) * nn.linear(t["x"], t["up_weight"]),
         t["down_weight"],
     ),  # products take 16-bit operands as they are
+    operations=lambda a: (
+        2
+        * a["x"].size
+        // a["x"].shape[-1]
+        * sum(a[n].size for n in ("gate_weight", "up_weight", "down_weight"))
+    ),
 )
 def swiglu_mlp(
     x: Array,
@@ -207,3 +213,10 @@ def _check(chunk: int | None) -> None:
 
 swiglu_mlp.require(_check)
 swiglu_mlp_backward.require(_check)
+
+
+swiglu_mlp_backward.facts["operations"] = lambda a: (  # gate and up again, then their gradients
+    2 * a["x"].size * a["gate_weight"].shape[0] * 2
+    + 2 * a["dy"].size * a["down_weight"].shape[1]
+    + 4 * a["x"].size * a["gate_weight"].shape[0] * (a.get("dx") is not None)
+)

@@ -80,7 +80,14 @@ def _tiled(b: Array, width: int) -> Array:
     return tiles.transpose(0, 3, 1, 2, 4)
 
 
-def operations(a: dict[str, Array]) -> int:
-    """Return the operations of q @ k.T and p @ v, where every query sees every key."""
+def operations(a: dict[str, Any]) -> int:
+    """Return the operations of q @ k.T and p @ v, of the keys that causal and window show."""
+    queries, keys = a["q"].shape[1], a["k"].shape[1]
     columns = a["q"].shape[3] + a["v"].shape[3]
-    return int(2 * a["q"].size // a["q"].shape[3] * a["k"].shape[1] * columns)
+    left, right = a.get("window") or (None, None)
+    right = 0 if a.get("causal") else right
+    at = np.arange(queries) + keys - queries
+    last = np.full(queries, keys - 1) if right is None else np.minimum(at + right, keys - 1)
+    first = 0 if left is None else np.maximum(at - left, 0)
+    pairs = int(np.maximum(last - first + 1, 0).sum())
+    return int(2 * a["q"].shape[0] * a["q"].shape[2] * pairs * columns)

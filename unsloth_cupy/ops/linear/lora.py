@@ -85,6 +85,9 @@ def lora_linear(
     " b(outputs, rank): param, bias?(outputs): param,"
     " factor?(outputs): param -> y(*rows, outputs), low(*rows, rank)",
     widen=False,  # products take 16-bit operands as they are
+    operations=lambda a: (
+        2 * a["x"].size // a["x"].shape[-1] * (a["weight"].size + a["a"].size + a["b"].size)
+    ),
 )
 def lora_linear_forward(
     x: Array,
@@ -211,3 +214,8 @@ def _dropped(rows: Array, dropout: float, seed: int | None) -> Array:
     number = np.arange(len(rows), like=rows)
     kept = philox.kept(int(seed or 0), dropout, (0 * number, 0 * number, number), 0, rows.shape[1])
     return times(rows * kept, 1 / (1 - dropout))
+
+
+lora_linear_backward.facts["operations"] = lambda a: (  # less those of the rank
+    2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
+)

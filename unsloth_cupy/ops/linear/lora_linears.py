@@ -126,6 +126,7 @@ def lora_down_backward(
     "x(*rows, inputs), weight(outputs, inputs): weight, low(*rows, rank),"
     " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs)",
     widen=False,
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],  # less those of the rank
 )
 def lora_up(
     x: Array,
@@ -182,3 +183,8 @@ def _split(columns: Array, factors: Sequence[Array | None]) -> list[Any]:
         parts.append(None if each is None else columns[..., start:stop])
         start = stop
     return parts
+
+
+lora_up_backward.facts["operations"] = lambda a: (  # less those of the rank
+    2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
+)

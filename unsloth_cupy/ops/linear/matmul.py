@@ -14,6 +14,7 @@ from ..common.gemm import gemm
 @op(
     "a(*matrices, height, inner), b(*matrices, inner, width) -> c(*matrices, height, width)",
     widen=False,  # products take 16-bit operands as they are
+    operations=lambda a: 2 * a["a"].size * a["b"].shape[-1],
 )
 def matmul(a: Array, b: Array) -> Array:
     """Multiply matrices: ``c = a @ b``.
@@ -55,3 +56,8 @@ def _batched(a: Array, b: Array) -> Array:
     a, b = (x.reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
     c = gemm(a, b)
     return c.reshape(*batch, *c.shape[-2:])
+
+
+matmul_backward.facts["operations"] = lambda a: (
+    2 * a["dc"].size * a["a"].shape[-1] * sum(a.get(n) is not None for n in ("da", "db"))
+)

@@ -80,6 +80,7 @@ def linear_cross_entropy(
     torch=lambda nn, t, o: nn.cross_entropy(
         nn.linear(t["x"], t["weight"]), t["labels"], reduction="none"
     ),  # products take 16-bit operands as they are
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
 def linear_cross_entropy_forward(
     x: Array,
@@ -168,3 +169,11 @@ def _launch_backward(
 
 linear_cross_entropy_forward.require(check_options)
 linear_cross_entropy_backward.require(check_options)
+
+
+linear_cross_entropy_backward.facts["operations"] = lambda a: (
+    2
+    * a["x"].size
+    * a["weight"].shape[0]
+    * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
+)

@@ -23,6 +23,12 @@ from ._rows import Options, check_labels, check_options, logit_gradients, losses
     "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat"
     " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
     widen=False,
+    operations=lambda a: (
+        2
+        * a["x"].size
+        * a["weight"].shape[0]
+        * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
+    ),
     no_gradient="it returns them",  # products take 16-bit operands as they are
 )
 def linear_cross_entropy_gradients(

@@ -24,7 +24,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import numpy as np
 
 from ..errors import RangeError
-from . import gpu
+from . import gpu, target
 from .arrays import common, native, packed, rounded
 from .call import bind, compile_call
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
@@ -150,7 +150,8 @@ class Op(Generic[P, R]):
             return functools.partial(elsewhere, library, self)
         if len(self.routes) >= KEPT_ROUTES:
             self.routes.clear()
-        run = self.routes[self.key(*arrays)] = self._prepare(library, arrays)
+        run = target.watch(self, arrays, self._prepare(library, arrays), False)
+        self.routes[self.key(*arrays)] = run
         return run
 
     def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
@@ -168,6 +169,7 @@ class Op(Generic[P, R]):
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not kernel or target_of(lead) is None:
             run = self._definition(bound, given, checks, type(lead))
+            run = target.watch(self, arrays, run, True)
             return run if host else gpu.on_one_device(self, lambda: run)
         defined = functools.partial(self._prepare, library, launch=False)
         made = functools.partial(replaying, self._launch(given, checks), defined, host)

@@ -1,12 +1,13 @@
 """Where kernels run: a target owns some arrays, and answers all that is asked of a machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import KernelError
 
 Launch = Callable[[Any, Any, tuple[Any, ...], int], None]  # (grid, block, arguments, shared)
+Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 
 class Limits(NamedTuple):
@@ -34,6 +35,12 @@ class Target(Protocol):
         """Return a new array, uninitialised, where an array of this target lives."""
 
 
+def unwatched(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
+    """Return how a new form of call is to run, or the definition inside of it: as it would."""
+    return run
+
+
+watch: Callable[[Any, Sequence[Any], Run, bool], Run] = unwatched  # others may stand here
 targets: tuple[Target, ...] = ()  # gpu.py enters the first
 
 

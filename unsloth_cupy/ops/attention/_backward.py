@@ -18,7 +18,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks
 from ._backward_tiles import Tiles, resolve
-from ._options import ANY, Options, kernel_options
+from ._options import ANY, Options, kernel_options, refused
 
 PADDING = 128  # rows of stats come in multiples of every kernel's tiles
 
@@ -109,7 +109,7 @@ def launch_backward(
     call = kernel_options(q, v, options)
     tiles = call and resolve(*shape, ANY if offsets else call.level, limits(q))
     if call is None or tiles is None:
-        return NotImplemented
+        return refused(q, v)
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     fold = call.constants["FOLD"]

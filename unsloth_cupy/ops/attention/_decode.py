@@ -16,7 +16,7 @@ from ...core.target import Limits, limits
 from ..common.counters import counters
 from ..common.strides import batch_stride, in_chunks
 from ._forward import launch_forward
-from ._options import FARTHEST, Options, kernel_options, row_bytes
+from ._options import FARTHEST, Options, kernel_options, refused, row_bytes
 from ._tiles import Table, rows_of
 
 FEW = 16  # queries up to which a call is bound by reading its keys
@@ -108,7 +108,7 @@ def launch_decode(
     tiles = call and resolve(q.dtype.itemsize, dim, value_dim, there)
     tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
     if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
-        return NotImplemented
+        return refused(q, v)
     by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
     spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128  # all registers
     if scales is not None and (dim % 16 or value_dim % 16 or spills):

@@ -13,7 +13,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import batch_stride, in_chunks
 from . import _tiles
-from ._options import CAUSAL, HIDING, Options, kernel_options
+from ._options import CAUSAL, HIDING, Options, kernel_options, refused
 from ._tiles import Tiles, resolve, slice_of
 
 
@@ -44,7 +44,7 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     start = _tiles.start
     tiles = call and resolve(size, dim, value_dim, level, limits(q), start)
     if call is None or tiles is None:
-        return NotImplemented
+        return refused(q, v)
     k, v, apart = batch_stride(k, v)
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)

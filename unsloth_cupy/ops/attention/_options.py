@@ -9,6 +9,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ..common import philox
+from ..common.no_kernel import no_kernel
 from ..common.strides import broadcast_strides
 
 Window = tuple[int | None, int | None]
@@ -67,6 +68,15 @@ class KernelOptions(NamedTuple):
     numbers: dict[str, Any]  # the fields of the struct Options
     level: int  # CAUSAL, HIDING or ANY
     scale: float
+
+
+def refused(q: Array, v: Array) -> Any:
+    """Return NotImplemented, and say why kernels of attention do not run a call."""
+    for name, dim in (("head dim", q.shape[-1]), ("value dim", v.shape[-1])):
+        if dim % 8:
+            return no_kernel(f"{name} {dim} is not a multiple of 8")
+    dims = f"head dim {q.shape[-1]} and value dim {v.shape[-1]} in {q.dtype}"
+    return no_kernel(f"{dims}, or so many tokens, have no tiles on this GPU")
 
 
 def kernel_options(

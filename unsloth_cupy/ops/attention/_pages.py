@@ -8,6 +8,7 @@ import numpy as np
 from ...core.arrays import packed
 from ...core.dtypes import Array
 from ...errors import RangeError, ShapeError
+from ..common.no_kernel import no_kernel
 from ._blocks import four_axes
 from ._decode import launch_decode
 from ._options import TILE, Options
@@ -83,7 +84,7 @@ def launch_pages(
     options = Options(**{n: packed(a) if hasattr(a, "dtype") else a for n, a in optional.items()})
     held = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
     if not all(array.flags.c_contiguous for array in held):
-        return NotImplemented  # packing would copy the cache
+        return no_kernel("k_pages or v_pages is not packed, and packing would copy the cache")
     options = options._replace(key_lengths=packed(lengths))
     return launch_decode(packed(q), k_pages, v_pages, options, packed(page_table), scales)
 

@@ -19,6 +19,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
 
 NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"
@@ -67,7 +68,7 @@ def _launch(
     k: Array, v: Array, keys: Array, values: Array, starts: Array | None, start: int, sinks: int
 ) -> Any:
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
-        return NotImplemented
+        return no_kernel("keys or values are not packed")
     starts = packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
@@ -122,7 +123,7 @@ def _launch_paged(
     k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array
 ) -> Any:
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
-        return NotImplemented
+        return no_kernel("k_pages or v_pages are not packed")
     page_table, starts = packed(page_table), packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)

@@ -18,6 +18,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ..common.codes import quantized
+from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
 from .kv_append import NEW, kv_append_, kv_append_paged_
 
@@ -73,7 +74,7 @@ def _launch(
     sinks: int,
 ) -> Any:
     if not all(array.flags.c_contiguous for array in (keys, values, scales)):
-        return NotImplemented
+        return no_kernel("keys, values or scales are not packed")
     page_table, starts = packed(page_table), packed(starts)
     (batch, tokens, kv_heads, dim), (pages, slots) = k.shape, keys.shape[:2]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)

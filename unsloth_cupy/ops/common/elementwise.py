@@ -8,6 +8,7 @@ from ...core.arrays import empty, lanes, packed
 from ...core.kernel import load
 from ...core.op import Op
 from ...core.source import Constants
+from .no_kernel import no_kernel
 from .strides import RowLayout, has_row_layout, row_layout
 
 
@@ -69,7 +70,7 @@ def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) 
         elif not has_row_layout(*arrays):
             arrays = [a if i in places else packed(a) for i, a in enumerate(arrays)]
             if not has_row_layout(*arrays):
-                return NotImplemented
+                return no_kernel("rows of the arrays lie with no one stride")
         scalars = [value for name, value in options.items() if name not in fixed]
         chosen = {constant: options[name] for constant, name in constants.items()}
         launch_rows(file, kernel, arrays, results, *scalars, **chosen)

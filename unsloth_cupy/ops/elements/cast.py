@@ -15,6 +15,7 @@ from ...core.op import Op, op
 from ...errors import ConfigError
 from ..common.elementwise import constants
 from ..common.in_place import check_changeable, in_one_piece
+from ..common.no_kernel import no_kernel
 
 
 def cast(x: Array, dtype: Any) -> Array:
@@ -131,6 +132,6 @@ def accumulate_over_(total: Array, x: Array) -> Array:
 @accumulate_over_.kernel
 def _launch_accumulate(total: Array, x: Array) -> Array:
     if not in_one_piece(total):
-        return NotImplemented
+        return no_kernel("total lies with gaps; pass it in one piece")
     _flat("accumulate", packed(x), total)
     return total

@@ -19,6 +19,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.stand_in import representative_steps
 from ..common.elementwise import constants
+from ..common.no_kernel import no_kernel
 
 BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache
 
@@ -110,7 +111,7 @@ def _launch(
 ) -> Array:
     arrays = parameter, gradient, mean, square
     if not all(array.flags.c_contiguous for array in arrays):
-        return NotImplemented
+        return no_kernel("an array is not packed")
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
     width = lanes(16 // parameter.dtype.itemsize, *arrays)

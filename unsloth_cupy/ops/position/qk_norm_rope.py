@@ -22,6 +22,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common import faults
 from ..common.columns import column_sums
+from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
 from ..norms.rms_norm import rms_norm_backward, rms_norm_forward
 from ..norms.rows import check_eps
@@ -170,7 +171,7 @@ def _launch_forward(
     interleaved: bool,
 ) -> tuple[Array, Array, Array, Array]:
     if q.shape[3] > 32 * VALUES:
-        return NotImplemented
+        return no_kernel(f"head dim {q.shape[3]} is above {32 * VALUES}")
     turned = [empty(x.shape, x.dtype, like=x) for x in (q, k)]
     rstd = [empty(x.shape[:3], np.float32, like=x) for x in (q, k)]
     arrays, constants, kernel, walk = _chosen(
@@ -262,7 +263,7 @@ def _launch_backward(
 ) -> tuple[Array, Array, Array, Array, None, None, None]:
     dim = q.shape[3]
     if dim > 32 * VALUES:
-        return NotImplemented
+        return no_kernel(f"head dim {dim} is above {32 * VALUES}")
     dq, dk = (empty(x.shape, x.dtype, like=x) for x in (q, k))
     dq_weight, dk_weight = (empty(w.shape, w.dtype, like=q) for w in (q_weight, k_weight))
     arrays, constants, kernel, walk = _chosen(

@@ -9,6 +9,7 @@ from ...core.arrays import packed
 from ...core.dtypes import Array
 from ...core.op import op
 from ..common.in_place import in_place, written_over
+from ..common.no_kernel import no_kernel
 from ..common.strides import head_strides
 from .rope import by_token, check_tables, launch_rope, rotated
 
@@ -98,7 +99,7 @@ def _launch_over(
     q: Array, k: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, Array]:
     if head_strides(q) is None or head_strides(k) is None:
-        return NotImplemented
+        return no_kernel("heads of q or k lie with gaps between their values")
     tables = packed(cos), packed(sin)
     return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)
 

@@ -14,6 +14,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ..common.gemm import gemm
+from ..common.no_kernel import no_kernel
 from ..common.strides import row_layout
 
 MOST_ROWS = 16  # that int8_few_rows_ takes
@@ -43,7 +44,7 @@ def int8_dequantize_(w: Array, codes: Array, absmax: Array) -> Array:
 @int8_dequantize_.kernel
 def _launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
     if not w.flags.c_contiguous:
-        return NotImplemented
+        return no_kernel("w is not packed")
     rows, inputs = w.shape
     (own_codes, own), layout = row_layout(codes, w)
     if not own.flags.c_contiguous:

@@ -19,6 +19,7 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("models", "parallel"),
     ("memory",),
     ("finetune", "bench"),
+    ("profiling",),
     ("__init__",),  # the public names; nothing but the command line may import them
     ("cli",),
     ("__main__",),

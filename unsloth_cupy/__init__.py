@@ -144,6 +144,10 @@ from .memory.plan import plan_memory as plan_memory
 from .memory.pool import MemoryPool as MemoryPool
 from .memory.pool import memory_pool as memory_pool
 
+# What a call does
+from .profiling.explain import explain as explain
+from .profiling.shapes import shape as shape
+
 # Training
 from .training.gradients import clip_gradients as clip_gradients
 from .training.gradients import measure_gradients as measure_gradients

@@ -8,6 +8,7 @@ from .._version import __version__
 from ..errors import UnslothCupyError
 from .bench import bench
 from .check import check
+from .explain import explain
 from .export import export
 from .finetune import finetune
 from .generate import generate
@@ -44,5 +45,5 @@ def group() -> None:
     """Train transformers on NumPy and CUDA, let them write, know the memory before."""
 
 
-for command in (info, check, bench, finetune, generate, plan, export):
+for command in (info, check, bench, finetune, generate, plan, explain, export):
     group.add_command(command)

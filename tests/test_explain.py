@@ -1,0 +1,195 @@
+"""What explain says of a call is what its launch does, and what the formulas of an op give."""
+
+import logging
+from typing import Any
+
+import click.testing
+import numpy as np
+import pytest
+
+from unsloth_cupy import attention, explain, linear, models, nf4_quantize, rms_norm, shape, softmax
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.core import target
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.profiling import watch
+from unsloth_cupy.profiling.cards import CARDS, card_of
+
+from .stand_in import gpu
+from .test_cli import LLAMA
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def heads(dim: int, count: int = 8, dtype: str = "bfloat16") -> Any:
+    return shape((1, 256, count, dim), dtype)
+
+
+def test_a_kernel_is_shown_as_it_is_launched() -> None:
+    """The stand-in for a GPU is launched for real, with the same grid, block and memory."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, 256, n, 64), np.float32) for n in (8, 2))
+    with gpu() as machine:
+        attention(*map(machine.place, (q, k, k)), causal=True)
+        launched = [(x.kernel, tuple(x.grid), tuple(x.block), x.shared) for x in machine.launches]
+        capability = machine.capability
+    found = explain(attention, q, k, k, causal=True, device=f"sm_{capability}")
+    (step,) = found.steps
+    assert step.kernel
+    assert [(x.kernel, x.grid, x.block, x.shared) for x in step.launches] == launched
+    assert step.launches[0].constants["DIM"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: explain(attention, *[heads(60)] * 3, device="h200"), "head dim 60 is not a mult"),
+        (lambda: explain(softmax, shape((4, 8), "float64"), device="h200"), "float64 has no ker"),
+        (lambda: explain(softmax, shape((0, 8), "float32"), device="h200"), "x has an empty axis"),
+        (lambda: explain(softmax, np.ones((4, 8))), "its arrays are NumPy's"),
+        (lambda: explain(linear, *[shape((8, 8), "float16")] * 2, device="l4"), "by cuBLAS"),
+    ],
+)
+def test_a_definition_says_why(call: Any, said: str) -> None:
+    (step,) = call().steps
+    assert not step.kernel
+    assert step.launches == ()
+    assert said in step.why
+    assert said in str(call())
+
+
+def test_floors_are_those_of_the_formulas() -> None:
+    x = shape((4096, 4096), "float16")
+    (step,) = explain(linear, x, x, device="h200").steps
+    assert step.operations == 2 * 4096**3
+    assert step.moved == 3 * 4096**2 * 2
+    assert step.bound == "products"
+    assert step.floor == pytest.approx(2 * 4096**3 / 989.5e12)
+    (step,) = explain(rms_norm, x, shape(4096, "float16"), device="h200").steps
+    assert step.moved == 2 * 4096**2 * 2 + 4096 * 2 + 4096 * 4
+    assert step.bound == "memory"
+    assert step.floor == pytest.approx(step.moved / 4800e9)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 2)}])
+def test_operations_count_the_pairs_that_are_seen(options: Any) -> None:
+    q, k = shape((2, 6, 4, 8), "float32"), shape((2, 9, 4, 8), "float32")
+    (step,) = explain(attention, q, k, k, **options, device="h200").steps
+    seen = np.ones((6, 9), bool)
+    distance = np.arange(9) - (np.arange(6)[:, None] + 3)
+    left, right = options.get("window", (9, 0 if "causal" in options else 9))
+    seen = (distance >= -left) & (distance <= right)
+    assert step.operations == 2 * 2 * 4 * seen.sum() * 16
+
+
+def test_a_step_is_grouped_by_op() -> None:
+    model = models.create(CONFIG, seed=0)
+    tokens = np.zeros((2, 64), np.int64)
+    found = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    assert len(found.ops["attention_backward"]) == 2
+    assert found.floor == pytest.approx(sum(step.floor or 0 for step in found.steps))
+    text = str(found)
+    assert text.count("attention_backward") == 1
+    assert "sum of floors" in text
+    products = sum(step.operations for step in found.ops["linear"])
+    assert products == 2 * 2 * 64 * sum(
+        array.size for name, array in model.parameters.items() if "proj" in name
+    )
+    assert np.isfinite(model.loss_and_gradients(tokens, tokens)[0]), "the model stays as it was"
+
+
+def test_a_frozen_weight_costs_no_product() -> None:
+    model = models.create(CONFIG, seed=0)
+    tokens = np.zeros((2, 64), np.int64)
+    whole = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    model.add_adapter(4, seed=0)
+    adapted = explain(model.loss_and_gradients, tokens, tokens, device="h200")
+    count = [sum(step.operations for step in each.steps) for each in (whole, adapted)]
+    assert count[1] < count[0]
+
+
+def test_a_quantized_weight_moves_its_codes() -> None:
+    weight = nf4_quantize(np.ones((256, 256), np.float32))
+    (step,) = explain(linear, np.ones((4, 256), np.float32), weight, device="h200").steps
+    assert step.moved == 2 * 4 * 256 * 4 + weight.nbytes
+    assert step.launches
+
+
+def test_nothing_of_it_stays() -> None:
+    before = {name: len(op.routes) for name, op in OPS.items()}, target.targets
+    explain(attention, *[heads(64)] * 3, device="a100")
+    assert ({name: len(op.routes) for name, op in OPS.items()}, target.targets) == before
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_cards_have_launches(name: str) -> None:
+    assert explain(attention, *[heads(128)] * 3, device=name.upper()).steps[0].launches
+
+
+def test_a_card_may_be_stated() -> None:
+    x = shape((1024, 1024), "float32")
+    stated = {"architecture": 86, "bandwidth": 1000, "products": 100, "products32": 10}
+    assert explain(softmax, x, device=stated).floor == pytest.approx(8 * 2**20 / 1e12)
+    assert explain(softmax, x, device=card_of(stated)).floor == pytest.approx(8 * 2**20 / 1e12)
+    assert explain(softmax, x, device="sm_86").floor is None
+    assert "no rates are known" in str(explain(softmax, x, device="sm_86"))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: explain(softmax, np.ones(4), device="h900"), "choose from a100"),
+        (lambda: explain(softmax, np.ones(4), device="sm_70"), "architecture is not one of 80"),
+        (lambda: explain(softmax, np.ones(4), device={"bandwidth": 1}), "architecture is not one"),
+        (lambda: explain(softmax, np.ones(4), device={"speed": 1}), "speed is not among name"),
+        (
+            lambda: explain(softmax, np.ones(4), device={"architecture": 80, "bandwidth": -1}),
+            "bandwidth is not a number above 0",
+        ),
+        (lambda: explain(softmax, shape((4, 4), "float32")), "a shape is on no device"),
+        (lambda: explain("softmax"), "function is not callable"),  # type: ignore[arg-type]
+        (lambda: shape((4, -1), "float32"), "sizes is not a tuple of integers"),
+        (lambda: shape((4, 1), "float8"), "dtype is not one of float16"),
+    ],
+)
+def test_what_makes_no_sense_is_named(call: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_errors_of_the_call_are_its_own() -> None:
+    with pytest.raises(ShapeError, match="attention"):
+        explain(attention, heads(64), heads(64, 3), heads(64, 3), device="h200")
+    assert watch._watchers == ()
+
+
+def test_a_definition_on_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch.warned.clear()
+    with caplog.at_level(logging.WARNING, "unsloth_cupy"), gpu() as machine:
+        machine.strict = False
+        x = machine.place(np.ones((2, 16, 2, 60), np.float32))
+        attention(x, x, x)
+        attention(x, x, x, causal=True)
+        linear(x, machine.place(np.ones((4, 60), np.float32)))
+        softmax(machine.place(np.ones((2, 16), np.float32)))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "attention runs its definition on the GPU: head dim 60 is not a multiple" in told[0]
+
+
+def run(*arguments: object) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(group, ["explain", *map(str, arguments)])
+
+
+def test_command() -> None:
+    said = run("attention", "--device", "rtx4090").output
+    assert "attention_forward of attention_forward.cu" in said
+    assert "RTX 4090" in said
+    assert "sum of floors" in run(LLAMA, "--tokens", 16, "--device", "l4").output
+    wrong = run("atention")
+    assert wrong.exit_code == 1
+    assert "did you mean attention" in wrong.output

@@ -1,0 +1,158 @@
+"""What ``explain`` returns: calls with their launches, and tables of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..machine import format_bytes
+from .cards import Card
+
+
+class Launch(NamedTuple):
+    """One start of a kernel; shared is the dynamic shared memory of a block, in bytes."""
+
+    kernel: str
+    file: str
+    constants: Mapping[str, str]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+
+    def __str__(self) -> str:
+        """Return it in a line."""
+        grid, block = (" x ".join(map(str, sizes)) for sizes in (self.grid, self.block))
+        shared = f", {format_bytes(self.shared)} of shared memory" if self.shared else ""
+        return f"{self.kernel} of {self.file}: grid {grid}, block {block}{shared}"
+
+
+class Step(NamedTuple):
+    """One call of an op.
+
+    ``arrays`` and ``allocated_bytes`` count what it allocates, results among it; ``moved`` the
+    bytes that it must move, ``operations`` those of its products; ``floor`` is in seconds, None
+    where no rate is known, and ``bound`` says which of the two it is: memory or products.
+    """
+
+    op: str
+    arguments: str
+    kernel: bool
+    why: str
+    launches: tuple[Launch, ...]
+    arrays: int
+    allocated_bytes: int
+    moved: int
+    operations: int
+    floor: float | None
+    bound: str
+
+    @property
+    def ran_as(self) -> str:
+        """Return kernel or definition."""
+        return "kernel" if self.kernel else "definition"
+
+    def __str__(self) -> str:
+        """Return the call as lines."""
+        rows = [("call", self.arguments), ("runs as", f"{self.ran_as}: {self.why}")]
+        for launch in self.launches:
+            rows.append(("launch", str(launch)))
+            if launch.constants:
+                named = ", ".join(f"{name}={value}" for name, value in launch.constants.items())
+                rows.append(("", named))
+        rows.append(("allocates", f"{self.arrays} arrays, {format_bytes(self.allocated_bytes)}"))
+        rows.append(("moves", f"{format_bytes(self.moved)} at least"))
+        rows.append(("operations", f"{self.operations:.4g} in products"))
+        if self.floor is not None:
+            rows.append(("floor", f"{time(self.floor)}, bound by {self.bound}"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.op, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call does; ``print`` shows it as a table.
+
+    Attributes
+    ----------
+    card : Card or None
+        The GPU that is spoken of; None where arrays are NumPy's.
+    steps : tuple of Step
+        One for every call of an op, in order.
+    """
+
+    card: Card | None
+    steps: tuple[Step, ...]
+
+    @property
+    def floor(self) -> float | None:
+        """Sum of the floors in seconds; None where no rate is known."""
+        floors = [step.floor for step in self.steps]
+        return sum(each for each in floors if each is not None) if None not in floors else None
+
+    @property
+    def ops(self) -> Mapping[str, Sequence[Step]]:
+        """The steps by op, those with the longest floors first."""
+        found: dict[str, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.op, []).append(step)
+        key = lambda pair: -sum(step.floor or step.moved for step in pair[1])  # noqa: E731
+        return dict(sorted(found.items(), key=key))
+
+    def __str__(self) -> str:
+        """Return one call in full, or a table of many by op."""
+        lines = [self._head()]
+        if len(self.steps) == 1:
+            return "\n".join([*lines, str(self.steps[0])])
+        whole, rows = self.floor, []
+        for op, steps in self.ops.items():
+            floor = sum(step.floor or 0.0 for step in steps)
+            row = [op, len(steps), "/".join(sorted({step.ran_as for step in steps}))]
+            row += [sum(len(step.launches) for step in steps)]
+            row += [format_bytes(sum(step.moved for step in steps))]
+            row += [f"{sum(step.operations for step in steps):.3g}"]
+            if whole is not None:
+                share = f"{floor / whole:.0%}" if whole else "-"
+                row += [time(floor), share, "/".join(sorted({step.bound for step in steps}))]
+            rows.append(row)
+        titles = ["op", "calls", "runs as", "launches", "moves", "operations"]
+        titles += ["floor", "share", "bound by"] if whole is not None else []
+        lines += aligned([titles, *rows])
+        reasons: dict[str, dict[str, None]] = {}
+        for step in self.steps:
+            if not step.kernel:
+                reasons.setdefault(step.why, {})[step.op] = None
+        lines += [f"definition: {why}: {', '.join(ops)}" for why, ops in reasons.items()]
+        if whole is not None:
+            lines.append(f"sum of floors: {time(whole)}, where every op reads from memory")
+        return "\n".join(lines)
+
+    def _head(self) -> str:
+        if self.card is None:
+            return "on the host"
+        card = self.card
+        rates = "no rates are known, so there are no floors"
+        if card.bandwidth is not None:
+            rates = f"{card.bandwidth:g} GB/s"
+            rates += f", products {card.products:g} TFLOP/s" if card.products else ""
+            rates += f", of float32 {card.products32:g}" if card.products32 else ""
+        return f"on {card.name}: sm_{card.architecture}, {card.processors} SMs, {rates}"
+
+
+def time(seconds: float) -> str:
+    """Return a time with its unit."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.2f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def aligned(rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return rows of cells as lines, words on the left and numbers on the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    number = [all(row[i][:1].isdigit() or row[i] == "-" for row in cells[1:]) for i in
+              range(len(widths))]  # fmt: skip
+    return [
+        "  ".join(
+            f"{c:>{w}}" if n else f"{c:<{w}}" for c, w, n in zip(row, widths, number, strict=True)
+        ).rstrip()
+        for row in cells
+    ]

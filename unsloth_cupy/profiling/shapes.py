@@ -1,0 +1,110 @@
+"""Arguments of a call, with planned arrays in place of those that are there or are described."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.call import is_integer
+from ..core.dtypes import FLOATS, KINDS, Stored
+from ..errors import ConfigError
+from ..models.transformer import Transformer
+
+DTYPES = {dtype.name: dtype for dtype in (*FLOATS, *(d for kind in KINDS.values() for d in kind))}
+
+
+class Shape(NamedTuple):
+    """What stands for an array in a call of ``explain``."""
+
+    sizes: tuple[int, ...]
+    dtype: Any
+
+
+def shape(sizes: Any, dtype: Any) -> Shape:
+    """Return what stands for an array in ``explain``: ``shape((1, 8192, 32, 128), "bfloat16")``.
+
+    Parameters
+    ----------
+    sizes : tuple of int
+        Of the axes; an integer is one axis.
+    dtype : dtype or its name
+        Of the elements.
+
+    Returns
+    -------
+    shape : Shape
+
+    Raises
+    ------
+    ConfigError
+        The sizes are not integers from 0 on, or the dtype is none that ops take.
+    """
+    given = sizes if isinstance(sizes, tuple | list) else (sizes,)
+    if not all(is_integer(size) for size in given):
+        raise ConfigError(f"shape({sizes!r}, {dtype!r}): sizes is not a tuple of integers >= 0")
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
+    name = name or str(dtype).rpartition(".")[2]
+    try:
+        name = name if name in DTYPES else np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ConfigError(f"shape({sizes!r}, {dtype!r}): dtype is not one of {known}")
+    return Shape(tuple(map(int, given)), DTYPES[name])
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Shape | Stored) or (
+        hasattr(value, "shape") and hasattr(value, "dtype")
+    )
+
+
+def arrays_of(value: Any) -> list[Any]:
+    """Return the arrays inside of arguments."""
+    if _is_array(value):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple):
+        return [array for each in inner for array in arrays_of(each)]
+    return []
+
+
+def placed(value: Any, kind: Any) -> Any:
+    """Return arguments with every array in them planned."""
+    if isinstance(value, Shape):
+        return kind.of(value.sizes, value.dtype)
+    if isinstance(value, Stored):
+        return twin_of(value, kind)
+    if _is_array(value) and not isinstance(value, np.generic | np.dtype):
+        return _like(value, kind)
+    if type(value) is dict:
+        return {name: placed(each, kind) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(placed(each, kind) for each in value)
+    return value
+
+
+def _like(array: Any, kind: Any) -> Any:
+    """Return a planned array that lies as a real one does, where it says how."""
+    made = kind.of(*shape(tuple(array.shape), array.dtype))
+    strides = getattr(array, "strides", None)
+    if isinstance(strides, tuple) and strides != made.strides:
+        lying = np.lib.stride_tricks.as_strided(made.form, made.shape, strides)
+        return kind._made(lying, made.memory)
+    return made
+
+
+def twin_of(owner: Any, kind: Any) -> Any:
+    """Return an object that computes as another, on planned arrays."""
+    if not isinstance(owner, Transformer):
+        twin = copy.copy(owner)
+        vars(twin).update({name: placed(value, kind) for name, value in vars(owner).items()})
+        return twin
+    made = Transformer(owner.config, placed(dict(owner.parameters), kind), owner.texts)
+    made.chunked_mlp = owner.chunked_mlp
+    if owner.adapter is not None:
+        made.adapter = copy.copy(owner.adapter)
+        made.adapter.parameters = placed(dict(owner.adapter.parameters), kind)
+    return made

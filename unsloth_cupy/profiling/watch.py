@@ -1,0 +1,114 @@
+"""Being told of every call of an op, for as long as somebody asks.
+
+While nobody does, a call is what it is without this module: a target that owns nothing stands among
+the targets inside of ``watching``, so that calls find routes of their own there, and no others.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from ..core import gpu, target
+from ..core.dtypes import KERNEL_DTYPES, Stored
+from ..core.op import OPS
+from ..core.target import Run, using
+from ..ops.common.no_kernel import reason_of
+
+LOGGER = logging.getLogger("unsloth_cupy")
+
+
+class Watcher(Protocol):
+    """What is told of calls."""
+
+    def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
+        """Return what runs in place of a call; or of its definition, with why that runs."""
+
+
+class Owner:
+    """A target that owns no array."""
+
+    def owns(self, array: Any) -> bool:
+        """Return False."""
+        return False
+
+
+_watchers: tuple[Watcher, ...] = ()
+warned: set[str] = set()  # names of ops
+
+
+@contextmanager
+def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
+    """Tell a watcher of all calls inside a ``with`` block; machine is a target for them."""
+    global _watchers  # noqa: PLW0603 -- as targets are
+    marker: Any = Owner() if machine is None else machine
+    _watchers = (*_watchers, watcher)
+    try:
+        with using(marker):
+            yield
+    finally:
+        _watchers = tuple(each for each in _watchers if each is not watcher)
+        for op in OPS.values():
+            for key in [key for key in list(op.routes) if marker in key[0]]:
+                op.routes.pop(key, None)
+
+
+def watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
+    """Return how a call runs: as it would, beside what the watchers do."""
+    why = None
+    if defined:
+        why = why_defined(op, arrays)
+        _warn(op, arrays, why)
+    for watcher in _watchers:
+        run = watcher.wrapped(op, run, why)
+    return run
+
+
+def by_products(op: Any) -> bool:
+    """Say whether an op is its definition on a GPU too: it multiplies by cuBLAS, or moves values.
+
+    ``widen=False`` tells: such a definition takes 16-bit operands as they are.
+    """
+    return op.launch is None and not op.widen
+
+
+def why_defined(op: Any, arrays: Sequence[Any]) -> str:
+    """Return why a call runs its definition."""
+    told = reason_of()
+    if not any(target.target_of(array) for array in arrays):
+        return "its arrays are NumPy's; kernels run on those of a GPU"
+    if op.launch is None:
+        if by_products(op):
+            return "it multiplies by cuBLAS or moves values, and needs no kernel"
+        return "the op has no kernel"
+    for name, array in zip(op.names, arrays, strict=True):
+        if array is not None and 0 in getattr(array, "shape", ()):
+            return f"{name} has an empty axis: {tuple(array.shape)}"
+    dtype = dtype_of(op, arrays)
+    if dtype not in KERNEL_DTYPES:
+        return f"{dtype} has no kernel; float16, bfloat16 and float32 have"
+    return told or "its kernel does not take arrays that lie so; pass packed ones"
+
+
+def dtype_of(op: Any, arrays: Sequence[Any]) -> Any:
+    """Return the dtype of a call: that of its first float operand, or else of its first."""
+    given = [
+        (operand.kind, array.dtype)
+        for operand, array in zip(op.contract.inputs, arrays, strict=True)
+        if hasattr(array, "dtype") and not isinstance(array, Stored)
+    ]
+    floats = [dtype for kind, dtype in given if kind == "float"]
+    return next(iter(floats or [dtype for _, dtype in given]), None)
+
+
+def _warn(op: Any, arrays: Sequence[Any], why: str) -> None:
+    """Say once of an op that it runs its definition on a GPU."""
+    if op.__name__ in warned or by_products(op) or "empty axis" in why:
+        return
+    if any(gpu.is_cupys(array.__class__) for array in arrays):
+        warned.add(op.__name__)
+        see = "unsloth_cupy.explain shows the call"
+        LOGGER.warning("%s runs its definition on the GPU: %s; %s", op.called, why, see)
+
+
+target.watch = watch

@@ -213,34 +213,3 @@ def test_gradients_agree_with_differences():
         return uc.lora_linear(x, weight, a, b, dropout=0.3, seed=2**64 - 1)
 
     assert torch.autograd.gradcheck(adapted, (draw(3, 4), draw(5, 4), draw(2, 4), draw(5, 2)))
-
-
-def on_quantized(x, base, a, b, magnitude):
-    y = uc.lora_linear(uc.linear(x, base), base, a, b, scale=0.5, magnitude=magnitude)
-    return uc.swiglu_mlp(y, base, base, base)
-
-
-def test_quantized_weights_stand_where_dense_ones_do():
-    quantized = uc.nf4_quantize(np.random.default_rng(0).standard_normal((64, 64), np.float32))
-    dense = torch.from_numpy(quantized.dequantize())
-    shapes = (3, 64), (4, 64), (64, 4), (64,)
-    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    x, a, b, magnitude = given
-    results = []
-    for base in (quantized, dense):
-        y = on_quantized(x, base, a, b, magnitude)
-        results.append([y, *torch.autograd.grad(y.square().sum(), given)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(
-            found, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max())
-        )
-    with torch.autocast("cpu", torch.bfloat16):
-        assert uc.linear(x, quantized).dtype is torch.bfloat16
-    outside = torch.compiler.disable(uc.linear)
-    compiled = torch.compile(lambda x: outside(x + 1, quantized) * 2, backend="aot_eager")
-    x = x.detach()
-    torch.testing.assert_close(compiled(x), uc.linear(x + 1, dense) * 2)
-    with pytest.raises(DTypeError, match="weight is Nf4, which graphs and transforms do not take"):
-        torch.func.grad(lambda x: uc.linear(x, quantized).sum())(x)
-    with pytest.raises(DTypeError, match="up is not a tensor but Nf4"):
-        uc.swiglu(x, quantized)

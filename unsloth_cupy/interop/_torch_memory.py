@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from ..core.dtypes import BFLOAT16
+from ..core.dtypes import BFLOAT16, Stored
 from ..core.frameworks import cupy
 from ..errors import FrameworkError
 
@@ -94,7 +94,8 @@ def _view(array: Any, offset: int, tensor: Any) -> Any:
 def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
     """Return a result of CuPy's as a tensor: torch's own memory as such, as it knows it."""
     for operand, tensor in zip(arrays, tensors, strict=True):
-        if hasattr(operand, "strides") and cupy().may_share_memory(array, operand):
+        own = hasattr(operand, "strides") and not isinstance(operand, Stored)
+        if own and cupy().may_share_memory(array, operand):
             return _view(array, array.data.ptr - operand.data.ptr, tensor)
     owner = getattr(array.data.mem, "_owner", None)
     if not isinstance(owner, torch.Tensor):

@@ -129,7 +129,7 @@ class Operator:
     def differentiated(self, *arguments: Any) -> Any:
         """Run behind autograd: record the call where a gradient is asked for."""
         if forward_ad._current_level >= 0:
-            self._refuse_tangents(arguments)
+            self.refuse_tangents(arguments)
         asked = torch.is_grad_enabled() and any(
             isinstance(each, torch.Tensor) and each.requires_grad for each in arguments
         )
@@ -142,7 +142,8 @@ class Operator:
         with C._AutoDispatchBelowAutograd():
             return self.door(*arguments)
 
-    def _refuse_tangents(self, arguments: Sequence[Any]) -> None:
+    def refuse_tangents(self, arguments: Sequence[Any]) -> None:
+        """Raise for a tensor that has a tangent."""
         unpack: Any = forward_ad.unpack_dual
         for each in arguments:
             if isinstance(each, torch.Tensor) and unpack(each).tangent is not None:

@@ -2,7 +2,8 @@
 
 ``compute`` runs the op on the memory of tensors.  ``forward`` and ``backward`` are those of a
 ``torch.autograd.Function``: what the backward op asks for is kept, and no more.  ``call`` chooses,
-and ``traced`` goes through ``torch.ops``.  All take arrays, then options, as the definition does.
+and ``traced`` goes through ``torch.ops``, or to ``outside`` with a quantized weight, which no graph
+holds.  All take arrays, then options, as the definition does.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from ..core.dtypes import DIFFERENTIABLE
 from ..core.op import Op
 from ..core.signature import Operand
 from ._torch_operators import Operator
-from ._wiring import SEED, gradient_names, is_gradient, may_be_number, needed
+from ._wiring import SEED, gradient_names, is_gradient, is_weight, may_be_number, needed
 
 COMPUTE = """
 def computed({given}):
@@ -23,7 +24,7 @@ def computed({given}):
     try:
         {found} = op({passed})
     except FrameworkError:
-        op.library_of(({tensors}))
+        check_together(({tensors}))
         raise
     arrays, tensors = ({arrays}), ({tensors})
     return {results}
@@ -41,6 +42,12 @@ def call({given}):
         or {strange}
     ):
         return traced({given})
+"""
+OUTSIDE = """
+def outside({given}):
+    check_outside(({tensors}))
+"""
+CHOICE = """
     {cast}
     if grad_enabled() and ({asked}):
         {found} = apply({given})
@@ -54,6 +61,8 @@ def traced({given}):
     for each in ({tensors}):
         if isinstance(each, Traced):  # a tape of the library's own records the call
             return each.run_op(op, [{tensors}], {{{options}}})
+    if {quantized}:
+        return outside({given})
     check(({tensors}))
     {found} = door({flat})
     return {graphed}
@@ -106,8 +115,8 @@ def compute_source(op: Op[..., Any], order: list[str]) -> str:
     )
 
 
-def call_source(op: Op[..., Any], order: list[str]) -> str:
-    """Return the source of ``call``."""
+def call_source(op: Op[..., Any], order: list[str], *, outside: bool = False) -> str:
+    """Return the source of ``call``, or of ``outside``."""
     inputs, outputs = op.contract.inputs, op.contract.outputs
     floats = [o for o in inputs if o.kind in (*DIFFERENTIABLE, "table")]
     asked = [_asks(o) for o in floats if "constant" not in op.facts]
@@ -117,8 +126,9 @@ def call_source(op: Op[..., Any], order: list[str]) -> str:
             "if autocast():",
             f"    {_join(op.names)} = cast(({_join(op.names)}), {lead_of(op)}.device.type)",
         ]
-    return CALL.format(
+    return ((OUTSIDE if outside else CALL) + CHOICE).format(
         given=", ".join(order),
+        tensors=_join(op.names),
         strange=" or ".join(map(_strange, inputs)),
         cast=_lines(cast),
         asked=" or ".join(asked) or "False",
@@ -134,6 +144,7 @@ def traced_source(operator: Operator) -> str:
     flat += [n if c.encode is None else f"encode_{n}({n})" for n, c in operator.codecs.items()]
     return TRACED.format(
         given=", ".join(operator.order),
+        quantized=" or ".join(_other(o) for o in op.contract.inputs if is_weight(o)) or "False",
         tensors=_join(op.names),
         options=_join(f"{n!r}: {n}" for n in operator.order if n in op.options),
         found=_results([o.name for o in outputs]),
@@ -148,7 +159,7 @@ def function_source(
     """Return the source of ``forward`` and ``backward``."""
     outputs = {o.name: o for o in op.contract.outputs}
     taken = [*gradient_names(op)]
-    others = {o.name: _other(o) for o in op.contract.inputs if may_be_number(o) or _stored(o)}
+    others = {o.name: _other(o) for o in op.contract.inputs if may_be_number(o) or is_weight(o)}
     kept = [n for n in behind.names if n in op.names or n in outputs]
     saved = {n: _output(op, outputs[n]) if n in outputs else n for n in kept}
     saved |= {n: f"None if {other} else {n}" for n, other in others.items() if n in kept}
@@ -189,14 +200,14 @@ def function_source(
 def lead_of(op: Op[..., Any]) -> str:
     """Return the first array that is never absent, and a tensor if one must be."""
     there = [o for o in op.contract.inputs if not o.optional]
-    return min(there, key=_stored).name
+    return min(there, key=is_weight).name
 
 
 def _adopted(operand: Operand) -> str:
     name = operand.name
     if may_be_number(operand):
         return f"{name} if {name} is None or {name}.__class__ is int else array_of({name})"
-    if _stored(operand):
+    if is_weight(operand):
         return f"{name} if {_other(operand)} else array_of({name})"
     return f"None if {name} is None else " * operand.optional + f"array_of({name})"
 
@@ -205,24 +216,19 @@ def _strange(operand: Operand) -> str:
     """Return when an operand is nothing that an eager call takes."""
     name = operand.name
     kinds = "or_number" if may_be_number(operand) else "or_none" if operand.optional else "plain"
-    return f"{name}.__class__ not in {kinds}" + f" and not {_other(operand)}" * _stored(operand)
-
-
-def _stored(operand: Operand) -> bool:
-    """Say whether an operand may be a quantized weight."""
-    return operand.kind == "weight"
+    return f"{name}.__class__ not in {kinds}" + f" and not {_other(operand)}" * is_weight(operand)
 
 
 def _other(operand: Operand) -> str:
     """Return when an operand is no tensor, but a number or a quantized weight."""
     name = operand.name
-    return f"isinstance({name}, Stored)" if _stored(operand) else f"{name}.__class__ is int"
+    return f"isinstance({name}, Stored)" if is_weight(operand) else f"{name}.__class__ is int"
 
 
 def _asks(operand: Operand) -> str:
     """Return when a gradient of an operand is asked for."""
     name, asks = operand.name, f"{operand.name}.requires_grad"
-    if _stored(operand):
+    if is_weight(operand):
         return f"(not {_other(operand)} and {asks})"
     return f"({name} is not None and {asks})" if operand.optional else asks
 

@@ -2,13 +2,15 @@
 
 import sys
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..core.dtypes import LEADING, Stored
 from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
-from ..errors import DTypeError, GradientError
+from ..errors import FrameworkError, GradientError
 
 SEED = "seed"  # an option that is drawn anew at every step: to a graph it is an operand
 
@@ -68,6 +70,30 @@ def _told(function: Any) -> str:
 def may_be_number(operand: Operand) -> bool:
     """Say whether a Python integer may be passed for an array."""
     return operand.kind == "int" and all(axis.endswith("?") for axis in operand.axes)
+
+
+def is_weight(operand: Operand) -> bool:
+    """Say whether an operand may be a quantized weight."""
+    return operand.kind == "weight"
+
+
+def check_places(op: Op[..., Any], arrays: Sequence[Any], place: str) -> None:
+    """Raise where a quantized weight is kept elsewhere than the arrays of a call, which are here.
+
+    Places are ``cpu``, and ``cuda:0`` and so on.
+    """
+    for name, array in zip(op.names, arrays, strict=True):
+        if isinstance(array, Stored):
+            home: Any = array.home
+            numpys = isinstance(home, np.ndarray)
+            kept = "cpu" if numpys else f"cuda:{home.device.id}"
+            if kept != place:
+                cure = "cupy.asarray" if numpys else "cupy.asnumpy"
+                raise FrameworkError(
+                    f"{op.called}: {name} is kept in arrays of {'NumPy' if numpys else 'CuPy'} on"
+                    f" {kept}, and the others are on {place}; bring them together, as by"
+                    f" {name}.moved({cure})"
+                )
 
 
 def is_product(op: Op[..., Any]) -> bool:
@@ -149,13 +175,6 @@ def no_gradient(op: Op[..., Any]) -> GradientError:
 def table_gradient(op: Op[..., Any], table: str, cure: str) -> GradientError:
     """Return the error of a gradient that is asked for a table."""
     return GradientError(f"{op.called}: {table} is a table and has no gradient; {cure}")
-
-
-def refuse_stored(op: Op[..., Any], operand: Operand, array: Any, cure: str) -> None:
-    """Raise for a quantized weight in a graph."""
-    if isinstance(array, Stored) and operand.kind == "weight":
-        problem = f"is {type(array).__name__}, which graphs and transforms do not take"
-        raise DTypeError(f"{op.called}: {operand.name} {problem}; {cure}")
 
 
 def gradient_names(op: Op[..., Any]) -> Iterator[str]:

@@ -36,7 +36,6 @@ from ._wiring import (
     may_be_number,
     module_names,
     no_gradient,
-    refuse_stored,
     same,
     table_gradient,
 )
@@ -95,7 +94,6 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
         elif isinstance(array, jax.Array):
             given[operand.name] = array
         elif array is not None:
-            refuse_stored(op, operand, array, "call it outside of jit and grad")
             op.library_of(arrays)  # names the library of each
     parameters = inspect.signature(op.definition).parameters
     for name, value in options.items():

@@ -43,11 +43,12 @@ from ._torch_operators import (
 from ._torch_written import call_source, compute_source, function_source, traced_source
 from ._wiring import (
     changes,
+    check_places,
+    is_weight,
     may_be_number,
     module_names,
     no_gradient,
     operators,
-    refuse_stored,
     table_gradient,
 )
 
@@ -56,6 +57,11 @@ dynamo = C._dynamo.eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NONE = type(None)
+PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+NO_GRAPH = (
+    "a quantized weight is in no graph of torch.compile(fullgraph=True), torch.export, torch.func"
+    " or torch.jit: call the op outside of them, or pass the tensor of weight.dequantize()"
+)
 SCOPE: dict[str, Any] = {
     "forward_ad": forward_ad,
     "compiling": compiling,
@@ -109,6 +115,7 @@ def _enter(op: Any) -> Callable[..., Any]:
         "check": functools.partial(_check, op),
         "cast": functools.partial(autocast, op, once=True),
         "traced": functools.partial(_registered, op),
+        "check_together": functools.partial(_check_together, op),
     }
     if changes(op):
         scope["array_of"] = memory.adopt
@@ -121,6 +128,11 @@ def _enter(op: Any) -> Callable[..., Any]:
         op.in_torch._torchdynamo_disable = True  # a graph is broken: it records no changes
         return op.in_torch
     _write("call", op, call_source(op, order))
+    if any(map(is_weight, op.contract.inputs)):
+        scope["check_outside"] = functools.partial(_check_outside, op)
+        _write("call outside of graphs", op, call_source(op, order, outside=True))
+        disabled = _untraced(scope["outside"])
+        disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, NO_GRAPH
     op.in_torch = scope["call"]
     if op.backward is not None:
         behind = op.backward
@@ -178,11 +190,32 @@ def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
             raise DTypeError(f"{call} missing; pass {operand}")
         if tensor is None or isinstance(tensor, torch.Tensor):
             continue
-        refuse_stored(op, operand, tensor, "call it outside, as torch.compiler.disable does")
+        if isinstance(tensor, Stored):
+            if is_weight(operand):
+                continue
+            raise DTypeError(f"{call} quantized; pass the tensor of {operand.name}.dequantize()")
         if type(tensor) is not int:
             op.library_of(tensors)
         if not may_be_number(operand):
             raise DTypeError(f"{call} not a tensor but {type(tensor).__name__}; pass a tensor")
+
+
+def _check_outside(op: Op[..., Any], tensors: Sequence[Any]) -> None:
+    """Raise for a call with a quantized weight that a graph or a transform would hold."""
+    _check(op, tensors)
+    dense = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if forward_ad._current_level >= 0:
+        register(op).refuse_tangents(dense)
+    strange = any(type(t).__torch_dispatch__ is not PLAIN_DISPATCH for t in dense)
+    if strange or functorch() or SCOPE["recording"]():
+        raise FrameworkError(f"{op.called}: {NO_GRAPH}")
+
+
+def _check_together(op: Op[..., Any], tensors: Sequence[Any]) -> None:
+    """Raise for arrays of several libraries or devices."""
+    op.library_of(tensors)
+    place = next(str(t.device) for t in tensors if isinstance(t, torch.Tensor))
+    check_places(op, tensors, place)
 
 
 def _refuse(op: Op[..., Any], adopt: Any, tensors: Sequence[Any], error: Exception) -> None:

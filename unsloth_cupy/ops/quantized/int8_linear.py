@@ -9,18 +9,20 @@ Dettmers and others, LLM.int8(), 2022.
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from ...core.arrays import empty, lanes, packed
+from ...core.arrays import empty, lanes, native, packed
+from ...core.call import checked
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
-from ...core.op import op
+from ...core.op import Traced, op
 from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError
 from ..common.codes import quantized
 from ..common.gemm import gemm
+from ..linear.linear import linear
 from ._int8_tiles import constants, outlier_constants, resolve
 from .int8 import Int8
 from .int8_product import scales_of
@@ -64,7 +66,9 @@ def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Ar
     if not isinstance(codes, Int8):
         given = f"weight is {type(weight).__name__}, not an Int8"
         raise DTypeError(f"int8_linear: {given}; pass int8_weight(weight), or call linear")
-    return int8_linear_forward(x, codes.codes, codes.absmax, threshold=threshold)
+    if native([x]) or isinstance(x, Traced):
+        return int8_linear_forward(x, codes.codes, codes.absmax, threshold=threshold)
+    return linear(x, cast(Any, Rounding(codes, threshold)))
 
 
 @op(
@@ -93,6 +97,23 @@ def int8_linear_forward(
     return y.reshape(*x.shape[:-1], outputs)
 
 
+@checked
+class Rounding(Int8):
+    """A weight by which products are those of ``int8_linear``, also in its relatives."""
+
+    CALL = "int8_linear"
+
+    def __init__(self, weight: Int8, threshold: float | None = None) -> None:
+        super().__init__(weight.codes, weight.absmax, dtype=weight.dtype)
+        self.threshold = threshold
+        _check_threshold(threshold)
+
+    def product_transposed(self, a: Array, out: Array, add: bool) -> None:
+        """Write ``a @ W.T`` to out, or add it; a is rounded."""
+        y = int8_linear_forward(a, self.codes, self.absmax, threshold=self.threshold)
+        out[...] = out + y if add else y
+
+
 def _exact(a: Array, b: Array, dtype: Any) -> Array:
     """Return ``a @ b.T`` of codes, summed exactly, by parts in float32; rounded once."""
     total = empty((len(a), len(b)), np.dtype("int32"), like=a)
@@ -109,12 +130,16 @@ def _exact(a: Array, b: Array, dtype: Any) -> Array:
 
 @int8_linear_forward.require
 def _check(x: Array, threshold: Any) -> None:
-    if threshold is not None and not threshold > 0:
-        cure = "pass a size above 0, such as 6.0, or None for no outliers"
-        raise ConfigError(f"int8_linear(threshold={threshold}): {cure}")
+    _check_threshold(threshold)
     if x.shape[-1] > MOST_INPUTS:
         problem = f"int8_linear: x has {x.shape[-1]} inputs, and 32 bits hold sums of {MOST_INPUTS}"
         raise ShapeError(f"{problem}; call linear", expected=MOST_INPUTS, actual=tuple(x.shape))
+
+
+def _check_threshold(threshold: Any) -> None:
+    if threshold is not None and not threshold > 0:
+        cure = "pass a size above 0, such as 6.0, or None for no outliers"
+        raise ConfigError(f"int8_linear(threshold={threshold}): {cure}")
 
 
 @int8_linear_forward.kernel

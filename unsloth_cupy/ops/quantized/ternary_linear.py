@@ -6,16 +6,17 @@ With activations of 8 bits, x[n] is rounded to integers times a scale, as int8_q
 y[n, o] = scale[o] * x_scale[n] * sum over d of integers; the gradient of x passes straight through.
 """
 
+import copy
 import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, lanes, packed
+from ...core.arrays import empty, lanes, native, packed
 from ...core.dtypes import Array
 from ...core.kernel import load
-from ...core.op import op
+from ...core.op import Traced, op
 from ...core.source import Constants
 from ...core.stand_in import representative_steps
 from ...core.target import limits
@@ -68,6 +69,10 @@ def ternary_linear(
         raise ConfigError(f"ternary_linear: activations={activations!r}; choose None or 'int8'")
     if activations is None:
         return linear(x, weight, bias)
+    if not (native([x]) or isinstance(x, Traced)):
+        held = copy.copy(held)
+        held.activations = activations
+        return linear(x, held, bias)
     scale = held.scales.astype(np.float32, copy=False)
     y = ternary_linear_forward(
         x, held.planes, scale, held.marks, group=held.group or GROUP_STEP, int8=True

@@ -255,14 +255,6 @@ def test_what_has_no_gradient_is_refused_and_not_zero(draw):
     assert not jax.grad(stopped)(cos).any()
 
 
-def test_quantized_weights_are_refused_where_calls_are_traced(draw):
-    base = uc.nf4_quantize(np.random.default_rng(0).standard_normal((8, 64), np.float32))
-    x = draw(2, 64)
-    assert np.allclose(uc.linear(x, base), x @ base.dequantize().T, atol=1e-5)
-    with pytest.raises(DTypeError, match=r"weight is Nf4, .*; call it outside of jit and grad"):
-        jax.jit(lambda x: uc.linear(x, base))(x)
-
-
 def test_a_call_that_does_not_fit_raises_before_anything_runs(draw):
     x, weight, labels = draw(2, 4), draw(4), jnp.array([0, 1])
     half, ours, mixed = weight.astype("float16"), np.ones((2, 4), "f"), "bring these to one: "

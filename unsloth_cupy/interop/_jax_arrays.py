@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.frameworks import Framework, adopted, cupy
 from ..errors import FrameworkError
+from ._wiring import check_places
 
 
 def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -39,7 +40,9 @@ def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
             cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
             raise FrameworkError(f"{op.called}: {name} lies on several devices; {cure}")
     op.library_of(arrays)
-    lead = next(array for array in arrays if isinstance(array, jax.Array))
+    lead: Any = next(array for array in arrays if isinstance(array, jax.Array))
+    on_host = lead.platform() == "cpu"
+    check_places(op, arrays, "cpu" if on_host else f"cuda:{lead.device.local_hardware_id}")
     with stream(lead):
         given = adopted(DIRECT, op.called, op.names, arrays)
         return _called(op, given, arrays, options, lead)

@@ -10,7 +10,7 @@ import numpy as np
 from ..core.dtypes import LEADING, Stored
 from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
-from ..errors import FrameworkError, GradientError
+from ..errors import DTypeError, FrameworkError, GradientError
 
 SEED = "seed"  # an option that is drawn anew at every step: to a graph it is an operand
 
@@ -75,6 +75,12 @@ def may_be_number(operand: Operand) -> bool:
 def is_weight(operand: Operand) -> bool:
     """Say whether an operand may be a quantized weight."""
     return operand.kind == "weight"
+
+
+def quantized(op: Op[..., Any], operand: Operand) -> DTypeError:
+    """Return the error of a quantized weight where an op asks for an array."""
+    name = operand.name
+    return DTypeError(f"{op.called}: {name} is quantized; pass an array of {name}.dequantize()")
 
 
 def check_places(op: Op[..., Any], arrays: Sequence[Any], place: str) -> None:

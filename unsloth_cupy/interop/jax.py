@@ -11,19 +11,21 @@ the op on XLA's own buffers, and whose gradient is the backward op.  In short:
     def swiglu(gate, up):
         return buffer_callback(run, form_of_y)(gate, up)
 
-Options are constants of a trace.  A seed may be an array: it is an operand then, and each step of
-a compiled function draws anew.
+Options are constants of a trace, and so are quantized weights.  A seed may be an array: it is an
+operand then, and each step of a compiled function draws anew.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..core.call import coerce_option, option_of
+from ..core.dtypes import Stored
 from ..core.op import INTEGER, Op, Traced
 from ..errors import ConfigError, GradientError
 from . import _jax_arrays as memory
@@ -33,15 +35,20 @@ from ._wiring import (
     changes,
     forms,
     gradient_names,
+    is_weight,
     may_be_number,
     module_names,
     no_gradient,
+    quantized,
     same,
     table_gradient,
 )
 
 KEPT = 4096  # functions of calls; beyond them all are made anew
 functions: dict[Any, Callable[..., Any]] = {}
+# of calls with a quantized weight, by the first of them: they die with it, as they hold no weight
+# but another object of the same attributes
+on_weights: WeakKeyDictionary[Stored, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 there: set[type[Any]] = {type(None)}  # classes of arrays that have values
 __getattr__, __dir__ = module_names(globals())
 
@@ -51,7 +58,7 @@ class Call(NamedTuple):
 
     op: Op[..., Any]
     names: tuple[str, ...]  # of the arrays; a seed that is one comes last
-    fixed: dict[str, Any]  # numbers that stand for arrays, then options
+    fixed: dict[str, Any]  # numbers and quantized weights, which are no operands; then options
 
 
 def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -87,12 +94,17 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
     if changes(op):
         problem = "changes its arguments, which JAX's arrays never do"
         raise ConfigError(f"{op.called} {problem}; call the function without the underscore")
-    given, fixed = {}, {}
+    given: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     for operand, array in zip(op.contract.inputs, arrays, strict=True):
         if type(array) is int and may_be_number(operand):
             fixed[operand.name] = array
         elif isinstance(array, jax.Array):
             given[operand.name] = array
+        elif isinstance(array, Stored):
+            if not is_weight(operand):
+                raise quantized(op, operand)
+            fixed[operand.name] = array
         elif array is not None:
             op.library_of(arrays)  # names the library of each
     parameters = inspect.signature(op.definition).parameters
@@ -125,12 +137,25 @@ def _checked_seed(op: Op[..., Any], seed: Any) -> Any:
 
 def differentiable(call: Call) -> Callable[..., Any]:
     """Return a function of the arrays of a call that returns its outputs by name."""
+    weights = {n: value for n, value in call.fixed.items() if isinstance(value, Stored)}
+    known = functions
+    if weights:
+        known = on_weights.setdefault(next(iter(weights.values())), {})
+        twins = {name: _twin(weight) for name, weight in weights.items()}
+        call = call._replace(fixed=call.fixed | twins)
     key = (call.op, call.names, *((name, _fixed(value)) for name, value in call.fixed.items()))
-    if key not in functions:
-        if len(functions) >= KEPT:
-            functions.clear()
-        functions[key] = _differentiable(call)
-    return functions[key]
+    if key not in known:
+        if len(known) >= KEPT:
+            known.clear()
+        known[key] = _differentiable(call)
+    return known[key]
+
+
+def _twin(weight: Stored) -> Stored:
+    """Return another object with all attributes of a weight, whose changes it sees too."""
+    twin = object.__new__(type(weight))
+    twin.__dict__ = weight.__dict__
+    return twin
 
 
 def _fixed(value: Any) -> Any:
@@ -139,6 +164,8 @@ def _fixed(value: Any) -> Any:
         return tuple(map(_fixed, value))
     if isinstance(value, slice):
         return slice, value.start, value.stop, value.step
+    if isinstance(value, Stored):
+        return Stored, id(value.__dict__)
     return value.__class__, value
 
 
@@ -170,6 +197,8 @@ def _differentiable(call: Call) -> Callable[..., Any]:
         return tuple(found.get(f"d{name}") for name in call.names)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
+    if any(isinstance(value, Stored) for value in call.fixed.values()):
+        return function  # a jit inside of another is kept when that is gone, and the weight with it
     return jax.jit(function)  # or each call outside of a jit traces anew
 
 
@@ -179,7 +208,7 @@ def _outputs(
     """Return the outputs of a traced call by name, None for those that are absent."""
     op, given = call.op, {name: array for name, array in arrays.items() if name != SEED}
     options = {SEED: 0} | call.fixed if SEED in arrays else call.fixed
-    asked = given | {name: INTEGER for name in op.names if name in call.fixed}
+    asked = given | {name: _form(call.fixed[name]) for name in op.names if name in call.fixed}
     found = forms(op, asked, options)
     make: Any = jax.ShapeDtypeStruct
     new = {
@@ -200,6 +229,11 @@ def _outputs(
     made = memory.alike(arrays | made, only=made)
     made |= {name: (given | made)[of] for name, of in same(op, given).items()}
     return dict.fromkeys(found) | made
+
+
+def _form(fixed: Any) -> Any:
+    """Return what stands for a number or a quantized weight where forms are asked."""
+    return fixed if isinstance(fixed, Stored) else INTEGER
 
 
 def _takes_rows(call: Call) -> bool:

@@ -49,6 +49,7 @@ from ._wiring import (
     module_names,
     no_gradient,
     operators,
+    quantized,
     table_gradient,
 )
 
@@ -193,7 +194,7 @@ def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
         if isinstance(tensor, Stored):
             if is_weight(operand):
                 continue
-            raise DTypeError(f"{call} quantized; pass the tensor of {operand.name}.dequantize()")
+            raise quantized(op, operand)
         if type(tensor) is not int:
             op.library_of(tensors)
         if not may_be_number(operand):

@@ -4,3 +4,12 @@ from .communicator import Communicator as Communicator
 from .communicator import SingleCommunicator as SingleCommunicator
 from .communicator import part as part
 from .mpi import MpiCommunicator as MpiCommunicator
+from .tensor import all_gather as all_gather
+from .tensor import all_reduce as all_reduce
+from .tensor import column_parallel_linear as column_parallel_linear
+from .tensor import reduce_scatter as reduce_scatter
+from .tensor import row_parallel_linear as row_parallel_linear
+from .tensor import shard as shard
+from .vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .vocabulary import vocab_parallel_embedding as vocab_parallel_embedding
+from .vocabulary import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy

@@ -1,0 +1,118 @@
+"""Layers divided among ranks equal those of one device: results and every gradient, in 1e-5."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import Tape, cross_entropy, embedding, linear, linear_cross_entropy
+from unsloth_cupy import parallel as many
+from unsloth_cupy.parallel import Communicator, MpiCommunicator, part, shard
+
+from .ranks import close
+
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def learned(function: Callable[..., Any], arrays: list[Any], seed: Any) -> list[Any]:
+    """Return the result of a function and the gradients of its arrays."""
+    tape = Tape()
+    watched = [tape.watch(array) for array in arrays]
+    y = function(*watched)
+    return [y.value, *tape.gradients(y, watched, seed)]
+
+
+def mlp(comm: Communicator) -> None:
+    """Two layers, 7 columns between them, which no number of ranks above 1 divides."""
+    arrays = [drawn(5, 3, 6), drawn(7, 6), drawn(7), drawn(4, 7), drawn(4)]
+    dy = drawn(5, 3, 4)
+
+    def alone(x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
+        return linear(linear(x, w, b), v) + c
+
+    def divided(x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
+        h = many.column_parallel_linear(x, shard(w, 0, comm), shard(b, 0, comm), comm=comm)
+        return many.row_parallel_linear(h, shard(v, 1, comm), c, comm=comm)
+
+    def along(x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
+        w, b, v = shard(w, 0, comm), shard(b, 0, comm), shard(v, 1, comm)
+        h = many.column_parallel_linear(shard(x, 1, comm), w, b, comm=comm, sequence_axis=1)
+        y = many.row_parallel_linear(h, v, c, comm=comm, sequence_axis=-2)
+        assert y.shape[1] == len(range(3)[part(3, comm)])
+        return many.all_gather(y, 1, comm)
+
+    wanted = learned(alone, arrays, dy)
+    for way in (divided, along):
+        for one, other in zip(learned(way, arrays, dy), wanted, strict=True):
+            close(one, other)
+
+
+def sums(comm: Communicator) -> None:
+    """A sum of what ranks hold: each gets the gradient of the sum, or of its part."""
+    parts, dy = [drawn(5, 2) for _ in range(comm.size)], drawn(5, 2)
+    x = parts[comm.rank]
+    y, dx = learned(lambda x: many.all_reduce(x, comm), [x], dy)
+    close(y, np.sum(parts, axis=0))
+    close(dx, dy)
+    own = part(5, comm)
+    y, dx = learned(lambda x: many.reduce_scatter(x, 0, comm), [x], dy[own])
+    close(y, np.sum(parts, axis=0)[own])
+    close(dx, dy)
+
+
+def vocabulary(comm: Communicator) -> None:
+    """Words that do not divide, and some that do; ignored rows; the options of a loss."""
+    for vocab in (11, 8):
+        table, x = drawn(vocab, 6), drawn(3, 5, 6)
+        tokens = RNG.integers(0, vocab, (3, 5))
+        lookups(comm, vocab, table, tokens, x)
+        tokens[0, :2] = -1
+        dloss = drawn(3, 5)
+        for options in ({}, {"z_loss": 0.3, "softcap": 2.0}):
+            losses(comm, vocab, [4 * x, table], tokens, dloss, options | {"ignore": -1})
+
+
+def lookups(comm: Communicator, vocab: int, table: Any, tokens: Any, dx: Any) -> None:
+    def divided(w: Any) -> Any:
+        return many.vocab_parallel_embedding(tokens, shard(w, 0, comm), vocab, comm=comm)
+
+    wanted = learned(lambda w: embedding(tokens, w), [table], dx)
+    for one, other in zip(learned(divided, [table], dx), wanted, strict=True):
+        close(one, other)
+
+
+def losses(comm, vocab, arrays, labels, dloss, options) -> None:
+    def head(x: Any, w: Any) -> Any:
+        return linear_cross_entropy(x, w, labels, **options)
+
+    def heads(x: Any, w: Any) -> Any:
+        return many.vocab_parallel_linear_cross_entropy(
+            x, shard(w, 0, comm), labels, vocab, comm=comm, max_bytes=100, **options
+        )
+
+    def whole(z: Any) -> Any:
+        return cross_entropy(z, labels, **options)
+
+    def columns(z: Any) -> Any:
+        return many.vocab_parallel_cross_entropy(
+            shard(z, -1, comm), labels, vocab, comm=comm, **options
+        )
+
+    logits = [4 * drawn(3, 5, vocab)]
+    for alone, divided, given in ((head, heads, arrays), (whole, columns, logits)):
+        wanted = learned(alone, given, dloss)
+        for one, other in zip(learned(divided, given, dloss), wanted, strict=True):
+            close(one, other)
+
+
+def all_checks(comm: Communicator) -> None:
+    for check in (mlp, sums, vocabulary):
+        check(comm)
+
+
+if __name__ == "__main__":
+    all_checks(MpiCommunicator(timeout=60, checked=True))

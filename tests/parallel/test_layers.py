@@ -1,0 +1,40 @@
+"""Layers divided among ranks equal those of one device."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
+from unsloth_cupy.parallel import (
+    SingleCommunicator,
+    vocab_parallel_embedding,
+    vocab_parallel_linear_cross_entropy,
+)
+
+from .layers import all_checks
+from .ranks import needs_mpi, run
+
+COMM = SingleCommunicator()
+TABLE = np.ones((4, 2), np.float32)
+
+
+def test_a_process_alone_has_all_layers() -> None:
+    all_checks(COMM)
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_equal_one_device(ranks: int) -> None:
+    done = run(ranks, "tests.parallel.layers")
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    tokens = np.array([0, 3])
+    with pytest.raises(ShapeError, match="4 words are not the part of 5"):
+        vocab_parallel_embedding(tokens, TABLE, 5, comm=COMM)
+    with pytest.raises(RangeError, match="holds 4"):
+        vocab_parallel_embedding(np.array([4]), TABLE, 4, comm=COMM)
+    with pytest.raises(RangeError, match="labels"):
+        vocab_parallel_linear_cross_entropy(TABLE[:2], TABLE, tokens + 1, 4, comm=COMM)
+    with pytest.raises(ConfigError, match="is not enough"):
+        vocab_parallel_embedding(tokens, TABLE[:0], 0, comm=COMM)

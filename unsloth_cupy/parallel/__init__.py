@@ -4,6 +4,8 @@ from .communicator import Communicator as Communicator
 from .communicator import SingleCommunicator as SingleCommunicator
 from .communicator import part as part
 from .mpi import MpiCommunicator as MpiCommunicator
+from .ring import ring_attention as ring_attention
+from .ring import ring_order as ring_order
 from .tensor import all_gather as all_gather
 from .tensor import all_reduce as all_reduce
 from .tensor import column_parallel_linear as column_parallel_linear

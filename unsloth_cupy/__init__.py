@@ -146,6 +146,7 @@ from .memory.pool import memory_pool as memory_pool
 
 # What a call does
 from .profiling.explain import explain as explain
+from .profiling.profile import profile as profile
 from .profiling.shapes import shape as shape
 
 # Training

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from ..bench.cases import Call
-from ..bench.timing import operations, traffic
 from ..core import gpu
 from ..core.stand_in import is_planned
 from ..core.target import Limits, Run
@@ -163,27 +161,23 @@ class Recorder:
                 result = run(arrays, options)
             finally:
                 self.depth = 0
-            self.steps.append(self.step(Call(op, given, options), result, self.sizes[before:]))
+            self.steps.append(self.step(op, given, options, result, self.sizes[before:]))
             return result
 
         return call if why is None else definition
 
-    def step(self, call: Call, result: Any, sizes: list[int]) -> Step:
+    def step(
+        self, op: Any, given: dict[str, Any], options: Any, result: Any, sizes: list[int]
+    ) -> Step:
         """Return what a call has done."""
-        op = call.op
-        results = result if type(result) is tuple else (result,)
-        pairs = zip(op.contract.outputs, results, strict=True)
-        outputs = {operand.name: array for operand, array in pairs if array is not None}
-        arrays = {name: a for name, a in call.arrays.items() if hasattr(a, "nbytes")}
-        plain = call._replace(arrays=arrays)
-        moved = traffic(plain, outputs)
-        if not moved and op.__name__.endswith("_") and "traffic" not in op.facts:
-            moved = sum(a.nbytes for a in (*arrays.values(), *outputs.values()))
-        count = operations(plain, outputs)
-        dtype = dtype_of(op, list(call.arrays.values()))
+        from .counts import counts
+
+        arrays = {name: a for name, a in given.items() if hasattr(a, "nbytes")}
+        moved, count = counts(op, given, options, result)
+        dtype = dtype_of(op, list(given.values()))
         floor, bound = self.floor(moved, count, dtype, op.__module__.split(".")[2:3])
         named = [f"{n}{tuple(a.shape)} {a.dtype}" for n, a in arrays.items()]
-        named += [f"{n}={value}" for n, value in call.options.items() if _says(value)]
+        named += [f"{n}={value}" for n, value in options.items() if _says(value)]
         why = self.defined[0] if self.defined else "its launch takes such arrays and options"
         return Step(
             op=op.__name__,

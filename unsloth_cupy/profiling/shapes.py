@@ -9,7 +9,6 @@ import numpy as np
 from ..core.call import is_integer
 from ..core.dtypes import FLOATS, KINDS, Stored
 from ..errors import ConfigError
-from ..models.transformer import Transformer
 
 DTYPES = {dtype.name: dtype for dtype in (*FLOATS, *(d for kind in KINDS.values() for d in kind))}
 
@@ -98,6 +97,8 @@ def _like(array: Any, kind: Any) -> Any:
 
 def twin_of(owner: Any, kind: Any) -> Any:
     """Return an object that computes as another, on planned arrays."""
+    from ..models.transformer import Transformer
+
     if not isinstance(owner, Transformer):
         twin = copy.copy(owner)
         vars(twin).update({name: placed(value, kind) for name, value in vars(owner).items()})

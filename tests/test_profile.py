@@ -1,0 +1,114 @@
+"""What profile sees of calls, and that nothing of it stays."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import AdamW, linear, models, profile, rms_norm, softmax
+from unsloth_cupy.core import target
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.errors import ConfigError, ShapeError
+
+from .parity import emulator
+from .test_explain import CONFIG
+
+ROOT = Path(__file__).parent.parent
+X = np.ones((4, 64), np.float32)
+
+
+def stepped(**options: Any) -> Any:
+    """Return the profile of a step of training of two layers."""
+    model = models.create(CONFIG, seed=0)
+    tokens = np.zeros((2, 16), np.int64)
+    steps = AdamW(model.parameters)
+    with profile(parameters=model.parameters, **options) as seen:
+        _, gradients = model.loss_and_gradients(tokens, tokens)
+        steps.step(gradients, lr=1e-3)
+    return seen
+
+
+def test_every_call_is_counted_with_its_bytes_and_operations() -> None:
+    softmax(X)
+    with profile() as seen:
+        for _ in range(3):
+            linear(X, np.ones((8, 64), np.float32))
+        softmax(X)
+    softmax(X)
+    assert [record.op for record in seen.records] == ["linear"] * 3 + ["softmax"]
+    first, *_, last = seen.records
+    assert first.operations == 2 * 4 * 64 * 8
+    assert first.moved == 4 * (4 * 64 + 8 * 64 + 4 * 8)
+    assert last.moved == 2 * X.nbytes
+    assert all(0 < record.own <= record.seconds for record in seen.records)
+    assert all(record.ran_as == "definition" for record in seen.records)
+    assert seen.table().count("linear") == 1
+
+
+def test_a_kernel_is_told_from_a_definition() -> None:
+    with emulator(check=False), profile() as seen:
+        for _ in range(4):  # recorded at the second call, replayed from the third
+            rms_norm(X, np.ones(64, np.float32))
+        rms_norm(X.astype(float), np.ones(64))
+    assert [record.ran_as for record in seen.records] == ["kernel"] * 4 + ["definition"]
+
+
+def test_a_step_has_phases_and_layers() -> None:
+    seen = stepped()
+    phases = {phase: {r.op for r in records} for (phase,), records in seen.grouped("phase").items()}
+    assert "attention_forward" in phases["forward"]
+    assert "attention_backward" in phases["backward"]
+    assert all(OPS[op].__module__.endswith("adamw") for op in phases["optimizer"])
+    places = {r.layer for r in seen.records if r.op == "attention_forward"}
+    assert places == {"layer 0", "layer 1"}
+    table = seen.table()
+    assert table.index("forward") < table.index("backward") < table.index("optimizer")
+    assert "layer 1" in table
+
+
+def test_the_trace_holds_every_call(tmp_path: Path) -> None:
+    seen = stepped()
+    seen.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events] == [record.op for record in seen.records]
+    assert all(e["ph"] == "X" and e["dur"] > 0 for e in events)
+    seen.plot(tmp_path / "time.svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["time.svg", "trace.json"]
+    with pytest.raises(ConfigError, match="the suffix is not one of png"):
+        seen.plot(tmp_path / "time.txt")
+
+
+def test_nothing_stays_behind_a_block() -> None:
+    softmax(X)
+    before = {name: [*op.routes] for name, op in OPS.items()}, target.targets
+    with pytest.raises(ShapeError), profile() as seen:  # noqa: PT012 -- what is there before it
+        softmax(X)
+        rms_norm(X, np.ones(3, np.float32))
+    assert ({name: [*op.routes] for name, op in OPS.items()}, target.targets) == before
+    assert [record.op for record in seen.records] == ["softmax"]
+
+
+def test_calls_of_other_threads_are_seen() -> None:
+    with profile() as seen:
+        threads = [threading.Thread(target=softmax, args=(X,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [record.op for record in seen.records] == ["softmax"] * 4
+
+
+def test_a_variable_profiles_a_program() -> None:
+    program = "import numpy as np, unsloth_cupy as u; u.softmax(np.ones((2, 4), np.float32))"
+    for value, said in (("1", True), ("0", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT,
+            env=os.environ | {"UNSLOTH_CUPY_PROFILE": value},
+        )  # fmt: skip
+        assert ("softmax" in done.stderr) == said

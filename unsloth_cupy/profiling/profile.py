@@ -1,0 +1,297 @@
+"""Where the time goes: every call of an op, timed inside of a ``with`` block.
+
+with profile() as seen:
+loss, gradients = model.loss_and_gradients(tokens, labels)
+print(seen.table())
+"""
+
+import atexit
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+from ..core import gpu
+from ..core.call import checked
+from ..core.op import OPS
+from ..core.target import Run
+from ..errors import ConfigError
+from ..files import path_of, written_beside
+from ..ops.quantized.weight import held_arrays
+from ..pictures import FORMATS, INK, SOFT, save_picture
+from .explanation import aligned
+from .explanation import time as written
+from .watch import watching
+
+PHASES = ("forward", "backward", "optimizer")
+COLOURS = dict(zip(PHASES, ("#3b6fb6", "#d1495b", "#5a9a68"), strict=True))
+
+
+class Record(NamedTuple):
+    """One call of an op: seconds since the block began, and what it took, all and by itself."""
+
+    op: str
+    phase: str
+    layer: str
+    ran_as: str
+    start: float
+    seconds: float
+    own: float
+    moved: int
+    operations: int
+    thread: int
+
+
+class Open:
+    """A call that runs: what the calls inside of it have taken, and how it runs."""
+
+    inner, ran_as = 0.0, "kernel"
+
+
+class Profile:
+    """The calls of a block, as ``profile`` gives them.
+
+    Attributes
+    ----------
+    records : list of Record
+        One for every call of an op, in the order in which they ended.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], nvtx: bool) -> None:
+        named = ((layer_of(name), array) for name, array in held_arrays(parameters))
+        self.names = {id(array): layer for layer, array in named}
+        self.nvtx = gpu.cupy().cuda.nvtx if nvtx else None
+        self.here = threading.local()
+        self.began = time.perf_counter()
+        self.ended: list[tuple[Record, Any]] = []  # with events of a GPU, or None
+        self.found: list[Record] | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """The calls so far; on a GPU the host waits for them."""
+        if self.found is None or len(self.found) != len(self.ended):
+            self.found = [timed(record, events) for record, events in self.ended]
+        return self.found
+
+    def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
+        """Return what runs in place of a call, or of the definition inside of one."""
+        from .counts import counts
+
+        name = op.__name__
+
+        def definition(arrays: list[Any], options: dict[str, Any]) -> Any:
+            self.here.calls[-1].ran_as = "definition"
+            return run(arrays, options)
+
+        def call(arrays: list[Any], options: dict[str, Any]) -> Any:
+            given = dict(zip(op.names, arrays, strict=True))
+            calls = self.here.__dict__.setdefault("calls", [])
+            calls.append(Open())
+            if self.nvtx is not None:
+                self.nvtx.RangePush(name)
+            begin, start = event(arrays), time.perf_counter()
+            try:
+                result = run(arrays, options)
+            finally:
+                seconds = time.perf_counter() - start
+                end = None if begin is None else event(arrays)
+                opened = calls.pop()
+                if self.nvtx is not None:
+                    self.nvtx.RangePop()
+            for outer in calls[-1:]:
+                outer.inner += seconds
+            counted = counts(op, given, options, result)
+            own, thread = seconds - opened.inner, threading.get_ident()
+            place = phase_of(name), self.layer(arrays), opened.ran_as
+            record = Record(name, *place, start - self.began, seconds, own, *counted, thread)
+            self.ended.append((record, None if end is None else (begin, end)))
+            return result
+
+        return call if why is None else definition
+
+    def layer(self, arrays: list[Any]) -> str:
+        """Return the layer of a call: that of the parameter that was used last."""
+        found = next((self.names[id(a)] for a in arrays if id(a) in self.names), None)
+        if found is not None:
+            self.here.layer = found
+        return str(getattr(self.here, "layer", ""))
+
+    def grouped(self, *fields: str) -> dict[tuple[str, ...], list[Record]]:
+        """Return the records by fields of theirs, those that take longest first."""
+        found: dict[tuple[str, ...], list[Record]] = {}
+        for record in self.records:
+            found.setdefault(tuple(getattr(record, name) for name in fields), []).append(record)
+        return dict(sorted(found.items(), key=lambda pair: -sum(r.own for r in pair[1])))
+
+    def table(self) -> str:
+        """Return the calls by phase and op, with rates; by layer too where layers are known.
+
+        The time of an op leaves out that of the ops that it calls.
+        """
+        if not self.records:
+            return "no op was called"
+        whole = sum(record.own for record in self.records) or 1.0
+        titles = ["phase", "op", "runs as", "calls", "time", "share", "GB/s", "TFLOP/s"]
+        rows: list[list[Any]] = []
+        for (phase, op), records in self.grouped("phase", "op").items():
+            own = sum(record.own for record in records)
+            ran_as = "/".join(sorted({record.ran_as for record in records}))
+            rates = [rate(sum(r.moved for r in records), own, 1e9)]
+            rates += [rate(sum(r.operations for r in records), own, 1e12)]
+            rows.append([phase, op, ran_as, len(records), written(own), f"{own / whole:.1%}"])
+            rows[-1] += rates
+        rows.sort(key=lambda row: PHASES.index(row[0]))
+        lines = [*aligned([titles, *rows]), f"all calls: {written(whole)}"]
+        if self.names:
+            layers = [
+                [layer or "-", phase, len(records), written(sum(r.own for r in records))]
+                for (layer, phase), records in self.grouped("layer", "phase").items()
+            ]
+            lines += ["", *aligned([["layer", "phase", "calls", "time"], *layers])]
+        return "\n".join(lines)
+
+    def save_trace(self, file: Any) -> None:
+        """Write the calls as JSON that Chrome and Perfetto open; the file is whole or not there."""
+        events = [
+            {
+                "name": record.op,
+                "cat": record.phase,
+                "ph": "X",
+                "ts": record.start * 1e6,
+                "dur": record.seconds * 1e6,
+                "pid": os.getpid(),
+                "tid": record.thread,
+                "args": {
+                    "runs as": record.ran_as,
+                    "layer": record.layer,
+                    "bytes": record.moved,
+                    "operations": record.operations,
+                },
+            }
+            for record in self.records
+        ]
+        with written_beside(path_of("save_trace", file)) as partial:
+            partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def plot(self, file: Any) -> None:
+        """Write a picture of the time by op: PNG, PDF or SVG, by the suffix."""
+        path = path_of("plot", file)
+        if path.suffix[1:].lower() not in FORMATS:
+            raise ConfigError(f"plot({str(file)!r}): the suffix is not one of {', '.join(FORMATS)}")
+        from matplotlib.figure import Figure
+
+        rows = [*self.grouped("phase", "op").items()][:20][::-1]
+        figure = Figure(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        times = [sum(record.own for record in records) * 1e3 for _, records in rows]
+        names, colours = [op for (_, op), _ in rows], [COLOURS[phase] for (phase, _), _ in rows]
+        axes.barh(range(len(rows)), times, color=colours)
+        axes.set_yticks(range(len(rows)), names)
+        axes.set_xlabel("ms", color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=SOFT)
+        save_picture(figure, path)
+
+
+@contextmanager
+@checked
+def profile(
+    *, nvtx: bool = False, parameters: Mapping[str, Any] | None = None
+) -> Iterator[Profile]:
+    """Time every call of an op inside a ``with`` block, on all threads.
+
+    On a GPU times are those between events of the device; for definitions on NumPy arrays they are
+    of the wall.  Outside of the block a call costs what it costs without it.
+
+    Parameters
+    ----------
+    nvtx : bool
+        Mark each call as a range of NVTX, which Nsight shows; needs CuPy.
+    parameters : {name: array}, optional
+        Of a model: they name the layers.
+
+    Returns
+    -------
+    seen : Profile
+        ``table()`` is text, ``save_trace(file)`` writes JSON for Perfetto, ``plot(file)`` a
+        picture, ``records`` holds the numbers.
+
+    Raises
+    ------
+    ConfigError
+        NVTX is asked for where there is no CuPy.
+    """
+    try:
+        seen = Profile(parameters or {}, nvtx)
+    except ImportError as error:
+        cure = "install unsloth-cupy[cuda12] or [cuda13], or leave it out"
+        raise ConfigError(f"profile(nvtx=True): NVTX comes with CuPy; {cure}") from error
+    with watching(seen):
+        yield seen
+
+
+def event(arrays: list[Any]) -> Any:
+    """Return an event on the stream of a GPU, recorded; None on the host or in a capture."""
+    if not any(gpu.is_cupys(array.__class__) for array in arrays):
+        return None
+    cuda = gpu.cupy().cuda
+    if cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr):
+        return None
+    made = cuda.Event()
+    made.record()
+    return made
+
+
+def timed(record: Record, events: Any) -> Record:
+    """Return a record with the time of the device, where it ran on one."""
+    if events is None:
+        return record
+    begin, end = events
+    end.synchronize()
+    seconds = gpu.cupy().cuda.get_elapsed_time(begin, end) / 1e3
+    own = seconds * record.own / record.seconds if record.seconds else seconds
+    return record._replace(seconds=seconds, own=own)
+
+
+def rate(count: int, seconds: float, unit: float) -> str:
+    """Return how many units a second a count is."""
+    return f"{count / seconds / unit:.3g}" if count and seconds else "-"
+
+
+def phase_of(name: str) -> str:
+    """Return which part of a step an op belongs to."""
+    if ".ops.optimizers." in OPS[name].__module__:
+        return "optimizer"
+    return "backward" if name in backward_ops() else "forward"
+
+
+@cache
+def backward_ops() -> frozenset[str]:
+    """Return the names of the ops that are backward ops of others."""
+    return frozenset(op.backward.__name__ for op in OPS.values() if op.backward is not None)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: layer 3, embedding or head."""
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    if number is not None:
+        return f"layer {number[1]}"
+    return "embedding" if "embed" in name else "head"
+
+
+def until_exit(write: Callable[[str], Any]) -> None:
+    """Profile from now on, and write the table when the program ends."""
+    block = profile()
+    seen = block.__enter__()
+    atexit.register(lambda: write(seen.table() + "\n"))
+    atexit.register(block.__exit__, None, None, None)
+
+
+if os.environ.get("UNSLOTH_CUPY_PROFILE") == "1":
+    until_exit(sys.stderr.write)

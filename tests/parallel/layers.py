@@ -7,7 +7,7 @@ import numpy as np
 
 from unsloth_cupy import Tape, cross_entropy, embedding, linear, linear_cross_entropy
 from unsloth_cupy import parallel as many
-from unsloth_cupy.parallel import Communicator, MpiCommunicator, part, shard
+from unsloth_cupy.parallel import Communicator, part, shard
 
 from .ranks import close
 
@@ -112,7 +112,3 @@ def losses(comm, vocab, arrays, labels, dloss, options) -> None:
 def all_checks(comm: Communicator) -> None:
     for check in (mlp, sums, vocabulary):
         check(comm)
-
-
-if __name__ == "__main__":
-    all_checks(MpiCommunicator(timeout=60, checked=True))

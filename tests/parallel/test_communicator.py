@@ -20,8 +20,8 @@ def test_a_process_alone_has_all_exchanges() -> None:
 
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ranks_exchange_what_numpy_says(ranks: int) -> None:
-    done = run(ranks, "tests.parallel.collectives")
+def test_ranks_equal_numpy_and_one_device(ranks: int) -> None:
+    done = run(ranks, "tests.parallel.everything")
     assert done.returncode == 0, done.stderr
 
 

@@ -11,7 +11,6 @@ from unsloth_cupy.parallel import (
 )
 
 from .layers import all_checks
-from .ranks import needs_mpi, run
 
 COMM = SingleCommunicator()
 TABLE = np.ones((4, 2), np.float32)
@@ -19,13 +18,6 @@ TABLE = np.ones((4, 2), np.float32)
 
 def test_a_process_alone_has_all_layers() -> None:
     all_checks(COMM)
-
-
-@needs_mpi
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_equal_one_device(ranks: int) -> None:
-    done = run(ranks, "tests.parallel.layers")
-    assert done.returncode == 0, done.stderr
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -6,19 +6,11 @@ import pytest
 from unsloth_cupy.errors import ShapeError
 from unsloth_cupy.parallel import SingleCommunicator, ring_attention, ring_order
 
-from .ranks import needs_mpi, run
 from .ring import all_checks
 
 
 def test_a_process_alone_has_it() -> None:
     all_checks(SingleCommunicator())
-
-
-@needs_mpi
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_equal_one_device(ranks: int) -> None:
-    done = run(ranks, "tests.parallel.ring")
-    assert done.returncode == 0, done.stderr
 
 
 def test_causal_ranks_see_as_many_pairs() -> None:

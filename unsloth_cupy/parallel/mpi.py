@@ -245,9 +245,10 @@ class MpiCommunicator:
         try:
             done = request.Test(status)
             got = status.Get_count(self._mpi.BYTE) if done else array.nbytes
+            source = status.Get_source()
         except self._mpi.Exception:  # it is too long
-            done, got = True, "more"
-        if done and status.Get_source() == rank and got != array.nbytes:
+            done, got, source = True, "more", rank
+        if done and source == rank and got != array.nbytes:
             cure = "try MpiCommunicator(checked=True), which compares calls"
             problem = f"{call}: rank {rank} sent {got} bytes where {array.nbytes} are asked for"
             raise CommunicationError(f"{problem}; {cure}", rank=rank)

@@ -1,0 +1,11 @@
+"""All checks in the ranks that MPI started; each is one start less of Python."""
+
+from unsloth_cupy.parallel import MpiCommunicator
+
+from . import collectives, layers, ring
+
+if __name__ == "__main__":
+    for checked in (False, True):
+        collectives.all_checks(MpiCommunicator(timeout=60, checked=checked))
+    for room in (layers, ring):
+        room.all_checks(MpiCommunicator(timeout=60, checked=True))

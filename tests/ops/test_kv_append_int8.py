@@ -7,6 +7,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.errors import ShapeError
 from unsloth_cupy.ops.attention.kv_append import kv_append_
 from unsloth_cupy.ops.attention.kv_append_int8 import kv_append_int8_
 
@@ -96,3 +97,11 @@ def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
     run()
     with emulator():
         run()
+
+
+def test_rows_of_the_cache_are_those_of_new_tokens() -> None:
+    """Without a page_table; a definition would repeat them, and a kernel write some."""
+    k = np.ones((1, 4, 2, 16), np.float32)
+    cache = np.zeros((3, 8, 2, 16), np.int8), np.zeros((3, 8, 2, 16), np.int8)
+    with pytest.raises(ShapeError, match="keys have 3 rows and k has 1; pass a page_table"):
+        kv_append_int8_(k, k, *cache, np.zeros((2, 3, 8, 2), np.float32))

@@ -146,6 +146,12 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "ternary_scores_forward.q": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
+        # slots of one row: there is no page_table
+        **dict.fromkeys(
+            ("kv_append_int8_.keys", "kv_append_int8_.values"),
+            lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.int8),
+        ),
+        "kv_append_int8_.scales": lambda: rng.random((2, 1, tokens, scale.kv_heads)),
         **dict.fromkeys(
             ("nf4_dequantize_.packed", "nf4_product_.packed"),
             lambda: rng.integers(0, 256, scale.hidden**2 // 2, np.uint8),

@@ -17,6 +17,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...errors import ShapeError
 from ..common.codes import quantized
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
@@ -59,6 +60,14 @@ def kv_append_int8_(
     append(k_codes, v_codes, keys, values, **more)
     append(k_scales[..., None], v_scales[..., None], *(s[..., None] for s in scales), **more)
     return scales
+
+
+@kv_append_int8_.require
+def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
+    if page_table is None and keys.shape[0] != k.shape[0]:
+        problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
+        wanted, given = k.shape[0], keys.shape[0]
+        raise ShapeError(f"{problem}; pass a page_table", expected=wanted, actual=given)
 
 
 @kv_append_int8_.kernel

@@ -324,6 +324,7 @@ NO_ARRAYS = {
     *("constant_schedule", "cosine_schedule", "linear_schedule", "format_bytes", "plan_memory"),
     *("estimate_attention_memory", "estimate_flash_attention_memory", "estimate_forward_memory"),
     *("estimate_training_memory", "DeviceMemoryError", "NonFiniteError"),
+    *("explain", "profile", "shape"),
 }
 
 

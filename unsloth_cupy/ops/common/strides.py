@@ -148,7 +148,7 @@ def in_chunks(*arrays: Any) -> tuple[Any, ...]:
 
 
 def _in_chunks(array: Any) -> bool:
-    return lanes(8, array) * array.itemsize == 16
+    return lanes(16, array) * array.itemsize == 16
 
 
 def broadcast_strides(array: Any, axes: int = 4) -> tuple[int, ...]:

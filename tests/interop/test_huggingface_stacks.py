@@ -41,6 +41,18 @@ def test_compiled_in_one_graph(family, scene):
 
 
 @quiet
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_with_breaks_in_all_layers(family):
+    torch._dynamo.reset()
+    model = model_of(family)
+    patch(model)
+    expected = step(model)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    near(step(model, call=torch.compile(model, backend="aot_eager")), expected)
+
+
+@quiet
 def test_dropout_of_attention_is_drawn_anew_in_a_graph_and_again_in_a_checkpoint():
     torch._dynamo.reset()
     model = model_of("llama", attention_dropout=0.5)

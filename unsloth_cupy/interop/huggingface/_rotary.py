@@ -4,6 +4,7 @@ Such a forward is copied with other globals, in which that function is an op's. 
 hands to the function is recorded once; the ways to read its tables are tried on that.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -30,16 +31,22 @@ def named(module: nn.Module) -> str | None:
     return known[0] if len(known) == 1 else None
 
 
-def with_function(module: nn.Module, function: Turn) -> Callable[..., Any]:
-    """Return a module's forward that calls another function to turn queries and keys."""
-    forward: Any = type(module).forward
-    scope = forward.__globals__ | {named(module): function}
+def with_function(forward: Any, name: str | None, function: Turn) -> Callable[..., Any]:
+    """Return a forward that calls another function to turn queries and keys."""
+    scope = forward.__globals__ | {name: function}
     del scope["__name__"]  # by which torch.compile would look the globals of the module up
+    code = forward.__code__.replace()  # what is compiled for the other is not looked up for this
     made: Any = types.FunctionType(
-        forward.__code__, scope, "forward", forward.__defaults__, forward.__closure__
+        code, scope, "forward", forward.__defaults__, forward.__closure__
     )
     made.__kwdefaults__, made.__signature__ = forward.__kwdefaults__, inspect.signature(forward)
     return made
+
+
+@functools.cache
+def turning(forward: Any, name: str | None, way: Way) -> Callable[..., Any]:
+    """Return a forward that turns by the op in a way: one for all layers, which compile alike."""
+    return with_function(forward, name, partial(way, rope_qk))
 
 
 def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
@@ -51,7 +58,7 @@ def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
         notes.append((function, given, options))
         return function(*given, **options)
 
-    changes.forward(module, with_function(module, noting))
+    changes.forward(module, with_function(forward, named(module), noting))
     return notes
 
 
@@ -64,7 +71,7 @@ def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> W
     for way in WAYS:
         turn = partial(way, rope_qk)
         if agree(partial(function, **options), partial(turn, **options), wide, torch.float32):
-            changes.forward(module, with_function(module, turn))
+            changes.forward(module, turning(type(module).forward, named(module), way))
             return way
     raise Refused(f"{function.__name__} turns in another way")
 

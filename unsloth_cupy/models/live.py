@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.dtypes import FLOATS, Array
+from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .config import Config
@@ -16,7 +16,8 @@ def from_torch(model: Any) -> Transformer:
     """Return a ``Transformer`` over the weights of a live model of transformers.
 
     Nothing is copied: both see the same memory, so that a change in place shows in both.  An
-    optimizer that makes new arrays, as ``parameters[name] = array`` does, parts them.
+    optimizer that makes new arrays, as ``parameters[name] = array`` does, parts them.  Layers of
+    bitsandbytes become an ``Nf4`` or ``Int8`` over their memory.
 
     Parameters
     ----------
@@ -32,8 +33,8 @@ def from_torch(model: Any) -> Transformer:
     FrameworkError
         This is not a model of transformers, or its weights are where no op can read them.
     ConfigError
-        Its type is not known, or its weights are not those of its config: quantized, or with
-        adapters, which ``merge_and_unload()`` makes part of them.
+        Its type is not known, or its weights are not those of its config: quantized by others than
+        bitsandbytes, or with adapters, which ``merge_and_unload()`` makes part of them.
     """
     if not hasattr(model, "config") or not hasattr(model, "named_parameters"):
         raise FrameworkError(
@@ -49,7 +50,8 @@ def from_torch(model: Any) -> Transformer:
         raise ConfigError(f"from_torch: {error}") from None
     texts["config.json"] = dict(text_config(texts["config.json"]))
     named = dict(model.named_parameters())
-    return Transformer(config, _checked(config, named), texts)
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
+    return Transformer(config, _checked(config, named, layers), texts)
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -58,29 +60,48 @@ def _plain(config: Any) -> dict[str, Any]:
     return found
 
 
-def _checked(config: Config, named: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the memory of the weights that a config asks for."""
+def _checked(
+    config: Config, named: Mapping[str, Any], layers: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Return the memory of the weights that a config asks for, given the layers that have them."""
     from .. import interop  # noqa: F401  # enters torch among the frameworks
 
     shapes = config.shapes()
     if strange := sorted(named.keys() - shapes.keys()) + sorted(shapes.keys() - named.keys()):
         known = "does not belong to" if strange[0] in named else "is missing in"
-        cure = "merge adapters (merge_and_unload) and pass the model with its head, unquantized"
+        cure = "merge adapters (merge_and_unload) and pass the model with its head"
         raise ConfigError(f"from_torch: {strange[0]} {known} a {config.model_type}; {cure}")
     arrays: dict[str, Array] = {}
     for name, shape in shapes.items():
-        weight = named[name].detach()
-        if tuple(weight.shape) != shape:
+        array: Any = _quantized(name, layers.get(name))
+        array = _dense(name, named[name].detach()) if array is None else array
+        if tuple(array.shape) != shape:
             raise ConfigError(
-                f"from_torch: {name} has the shape {tuple(weight.shape)}; its config says {shape}"
+                f"from_torch: {name} has the shape {tuple(array.shape)}; its config says {shape}"
             )
-        try:
-            arrays[name] = FRAMEWORKS["torch"].adopt(weight)
-        except (TypeError, RuntimeError, BufferError, NotImplementedError) as error:
-            cure = "load the weights on a CPU or a GPU first"
-            raise FrameworkError(f"from_torch: {name} is on {weight.device}; {cure}") from error
-    kinds = sorted({str(array.dtype) for array in arrays.values()})
-    if len(kinds) > 1 or arrays["model.norm.weight"].dtype not in FLOATS:
+        arrays[name] = array
+    dtype = arrays["model.norm.weight"].dtype
+    kinds = sorted({str(a.dtype) for a in arrays.values() if not isinstance(a, Stored)})
+    if len(kinds) > 1 or dtype not in FLOATS:
         cure = "bring them to one of float32, bfloat16 and float16: model.to(dtype)"
         raise ConfigError(f"from_torch: the weights are {' and '.join(kinds)}; {cure}")
-    return arrays
+    return {n: a.computed_in(dtype) if isinstance(a, Stored) else a for n, a in arrays.items()}
+
+
+def _dense(name: str, weight: Any) -> Any:
+    """Return the memory of a tensor."""
+    try:
+        return FRAMEWORKS["torch"].adopt(weight)
+    except (TypeError, RuntimeError, BufferError, NotImplementedError) as error:
+        cure = "load the weights on a CPU or a GPU first"
+        raise FrameworkError(f"from_torch: {name} is on {weight.device}; {cure}") from error
+
+
+def _quantized(name: str, layer: Any) -> Any:
+    """Return the weight of a layer of bitsandbytes, None for another layer."""
+    from ..interop.quantized_layers import kind_of, weight_of
+
+    try:
+        return None if kind_of(layer) is None else weight_of(layer)
+    except ConfigError as error:
+        raise ConfigError(f"from_torch: {name}: {error}") from None

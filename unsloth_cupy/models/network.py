@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core import arrays
 from ..core.call import is_integer
-from ..core.dtypes import FLOAT32, Array
+from ..core.dtypes import FLOAT32, Array, Stored
 from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
@@ -108,11 +108,15 @@ class Network:
         Raises
         ------
         ConfigError
-            There is an adapter, which would be lost.
+            There is an adapter, which would be lost, or a weight is quantized.
         """
         if self.adapter is not None:
             cure = "call merge_adapter() first, or set adapter = None"
             raise ConfigError(f"to_torch: the model has an adapter, which would be lost; {cure}")
+        frozen = next((n for n, w in self.parameters.items() if isinstance(w, Stored)), None)
+        if frozen is not None:
+            cure = "save(folder) writes what transformers loads, and dequantize() gives an array"
+            raise ConfigError(f"to_torch: {frozen} is quantized, and no tensor; {cure}")
         return to_torch(self.texts["config.json"], self.texts, self.parameters)
 
     def head(self, x: Array) -> Array:

@@ -1,0 +1,48 @@
+"""Tiny models of transformers whose layers are those of bitsandbytes."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from .families import model_of
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}  # blocks of 64 fill rows
+KINDS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-double": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.fixture
+def one_layout(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Keep bitsandbytes from packing weights anew for some CPUs; return the library."""
+    library = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    for module in (library.functional, library.nn.modules):
+        monkeypatch.setattr(module, "has_avx512bf16", lambda: False)
+    return library
+
+
+def quantized_model(folder: Any, kind: str, family: str = "llama", **options: Any) -> Any:
+    """Return a model that transformers quantizes as it reads a folder, which is written first."""
+    dtype = options.pop("dtype", torch.float32)
+    config = KINDS[kind] | options
+    if "load_in_4bit" in config:
+        config.setdefault("bnb_4bit_compute_dtype", dtype)
+    if not (folder / "config.json").exists():
+        model = model_of(family, **SIZES)
+        for weight in model.parameters():
+            weight.data = (
+                weight.data.half().float()
+            )  # as bitsandbytes reads what it rounds to 8 bits
+        model.save_pretrained(folder)
+    told = BitsAndBytesConfig(**config)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=told, dtype=dtype)
+    return model.train()

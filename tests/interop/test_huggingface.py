@@ -75,7 +75,7 @@ def test_parts_are_chosen(part):
     model = model_of("qwen3")
     before = step(model)
     report = patch(model, parts=[part])
-    expected = {} if part in ("lora", "qk_norm", "residual") else {part}
+    expected = {} if part in ("lora", "quantized", "qk_norm", "residual") else {part}
     assert {*report.taken} == {*expected}
     after = step(model)
     unpatch(model)

@@ -6,11 +6,12 @@ Functions that are put on modules hold constants alone, so that a deep copy call
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..quantized_layers import kind_of
 from ..torch import (
     embedding,
     geglu,
@@ -19,31 +20,12 @@ from ..torch import (
     rms_norm_forward,
     swiglu,
 )
-from ._trials import Refused, agree, draw
+from ._quantized import adapted_base, check, computed_in
+from ._trials import Candidate, Refused, agree, draw
 
 Forward = Callable[..., Any]
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
-
-
-class Candidate(NamedTuple):
-    """What may stand in for a forward; a trial calls the module with some parameters replaced."""
-
-    forwards: list[Forward]
-    sample: torch.Tensor
-    parameters: dict[str, torch.Tensor]
-    dtype: torch.dtype
-
-    def run(self, module: nn.Module) -> Any:
-        """Return what a module gives for the sample."""
-        caching: list[Any] = [m for m in module.modules() if hasattr(m, "_cache_clear")]
-        try:
-            for part in caching:  # peft's, of norms of weights that are replaced here
-                part._cache_clear()
-            return torch.func.functional_call(module, self.parameters, (self.sample,))
-        finally:
-            for part in caching:
-                part._cache_clear()
 
 
 def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
@@ -156,8 +138,12 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     if not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
         return None
     layer: Any = module
-    if type(layer.base_layer) is not nn.Linear:
-        raise Refused(f"around {type(layer.base_layer).__name__}, which is not a linear layer")
+    base: Any = layer.base_layer
+    frozen = kind_of(base) is not None
+    if frozen:
+        check(base)
+    elif type(base) is not nn.Linear:
+        raise Refused(f"around {type(base).__name__}, which is not a linear layer")
     if layer.lora_variant.keys() - layer.lora_magnitude_vector or any(layer.lora_bias.values()):
         raise Refused("a variant of LoRA, or one with biases")
     random = {
@@ -169,10 +155,10 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
         f"lora_magnitude_vector.{name}.weight": draw(*each.weight.shape, like=each.weight)
         for name, each in layer.lora_magnitude_vector.items()
     }
-    weight = layer.base_layer.weight
-    return Candidate(
-        [_adapted(type(layer).forward)], draw(2, layer.in_features, like=weight), random, dtype
-    )
+    sample = draw(2, layer.in_features).to(base.weight.device)
+    sample = sample.to(dtype if frozen else base.weight.dtype)
+    least = computed_in(base, dtype) if frozen else dtype
+    return Candidate([_adapted(type(layer).forward)], sample, random, least)
 
 
 def _adapted(plain: Forward) -> Forward:
@@ -181,19 +167,23 @@ def _adapted(plain: Forward) -> Forward:
         if len(active) != 1 or args or given or self.disable_adapters or self.merged:
             return plain(self, x, *args, **given)
         base, a, b = self.base_layer, self.lora_A[active[0]], self.lora_B[active[0]]
+        weight = base.weight if type(base) is nn.Linear else adapted_base(base, x)
+        if weight is None:
+            return plain(self, x)
         magnitude = None
         if active[0] in self.lora_magnitude_vector:
             magnitude = self.lora_magnitude_vector[active[0]].weight
         elif active[0] in self.lora_variant:
             return plain(self, x)
-        dora = magnitude is not None and magnitude.shape != base.weight.shape[:1]
-        if dora or a.weight.ndim != 2 or base.weight.ndim != 2:
+        dora = magnitude is not None and tuple(magnitude.shape) != tuple(weight.shape[:1])
+        if dora or a.weight.ndim != 2 or weight.ndim != 2:
             return plain(self, x)  # ZeRO holds them until their own forward
+        bias = base.bias if base.bias is None or weight is base.weight else base.bias.to(x.dtype)
         dropout = self.lora_dropout[active[0]]
         share = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0
         seed = torch.randint(2**62, ()) if share else None
         return lora_linear(
-            x, base.weight, a.weight, b.weight, scale=self.scaling[active[0]], bias=base.bias,
+            x, weight, a.weight, b.weight, scale=self.scaling[active[0]], bias=bias,
             magnitude=magnitude, dropout=share, seed=seed,
         )  # fmt: skip
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from ...errors import ConfigError, FrameworkError
 from . import _attention, _loss, _modules, _qk_norm, _residual, _rotary
 from ._changes import Changes, own_forward
+from ._quantized import quantized
 from ._report import Report
-from ._trials import Refused, Texts, at_rest, near
+from ._trials import Candidate, Refused, Texts, at_rest, near
 
 MARK = "_unsloth_cupy"
 ALONE = {
@@ -19,6 +20,7 @@ ALONE = {
     "mlp": _modules.mlp,
     "embedding": _modules.table,
     "lora": _modules.lora,
+    "quantized": quantized,
 }
 PARTS = (*ALONE, "rotary", "qk_norm", "attention", "residual", "loss")
 
@@ -35,9 +37,9 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     model : transformers.PreTrainedModel
         Or a module around one, such as a model of peft.
     parts : iterable of str, optional
-        Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``rotary``, ``qk_norm`` (norms of
-        queries and keys and their turn), ``attention``, ``residual`` (an addition and the norm
-        behind it) and ``loss``; all where absent.
+        Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``quantized`` (layers of bitsandbytes),
+        ``rotary``, ``qk_norm`` (norms of queries and keys and their turn), ``attention``,
+        ``residual`` (an addition and the norm behind it) and ``loss``; all where absent.
 
     Returns
     -------
@@ -180,7 +182,7 @@ class _Patching:
             if candidate is not None:
                 self.attempt(part, module, partial(self.put, module, candidate))
 
-    def put(self, module: nn.Module, candidate: _modules.Candidate) -> None:
+    def put(self, module: nn.Module, candidate: Candidate) -> None:
         if not own_forward(module):
             raise Refused("another library replaced its forward")
         expected, count = candidate.run(module), len(self.changes)

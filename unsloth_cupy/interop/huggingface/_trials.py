@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..quantized_layers import FOUR, kind_of
+
+Forward = Callable[..., Any]
 SEED = 20  # of the numbers of a trial, which leave the caller's generators alone
 
 
@@ -42,6 +45,26 @@ def agree(
         return False
 
 
+class Candidate(NamedTuple):
+    """What may stand in for a forward; a trial calls the module with some parameters replaced."""
+
+    forwards: list[Forward]
+    sample: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    dtype: torch.dtype
+
+    def run(self, module: nn.Module) -> Any:
+        """Return what a module gives for the sample."""
+        caching: list[Any] = [m for m in module.modules() if hasattr(m, "_cache_clear")]
+        try:
+            for part in caching:  # peft's, of norms of weights that are replaced here
+                part._cache_clear()
+            return torch.func.functional_call(module, self.parameters, (self.sample,))
+        finally:
+            for part in caching:
+                part._cache_clear()
+
+
 class Refused(Exception):  # noqa: N818  # it leaves this package as a line of the report alone
     """A part that a trial refuses, and why."""
 
@@ -51,6 +74,8 @@ def at_rest(model: nn.Module) -> Iterator[None]:
     """Try a model without its dropout, its gradients or autocast."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    for module in modes:
+        module.training = kind_of(module) == FOUR  # or bitsandbytes packs weights for some CPUs
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             yield

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import budget
-from .variants import ARCHITECTURES, Variant, declared, of_kernel
+from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
 
 OLDEST, NEWEST = "12.0", "13.5"
 
@@ -74,6 +74,11 @@ def refused(variant: Variant) -> str | None:
     return None
 
 
+def in_cluster(variant: Variant) -> bool:
+    """Say whether the blocks of a variant form clusters."""
+    return int(constants(variant.launch.source).get("CLUSTER", 1)) > 1
+
+
 def try_here(wanted: str | None = None) -> None:
     """Compile one variant of every kernel; exit with what does not compile."""
     version, folders = budget.compiler_version(), headers()
@@ -85,9 +90,11 @@ def try_here(wanted: str | None = None) -> None:
     for number, kernel in enumerate(declared()):
         several = of_kernel(kernel, archs[number % len(archs)])
         chosen.append(several[number % len(several)])
+        if "90" in archs:  # instructions that blocks of a cluster have for themselves
+            chosen += [v for v in of_kernel(kernel, "90") if in_cluster(v)][-1:]
     with budget.without_a_device(), ThreadPoolExecutor(2) as pool:
         failures = [said for said in pool.map(refused, chosen) if said is not None]
-    print(f"{len(chosen) - len(failures)} of {len(chosen)} kernels compile for {', '.join(archs)}")
+    print(f"{len(chosen) - len(failures)} of {len(chosen)} variants compile for {', '.join(archs)}")
     if failures:
         sys.exit("\n".join(failures))
 

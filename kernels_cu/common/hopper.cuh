@@ -123,11 +123,20 @@ PTX void mbarrier_wait_cluster(uint64_t *bar, int parity) {
                ::"r"(smem_u32(bar)), "r"(parity)
                : "memory");
 }
-// Four bytes into the block of a rank, counted by its mbarrier when they are there.
+// Four bytes into the block of a rank, counted by its mbarrier when they are there.  The compiler of
+// CUDA 12.0 does not know st.async: there they are stored, published and then counted.
 PTX void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
+#if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ == 0
+  asm volatile("st.shared::cluster.u32 [%0], %1;\n"
+               "fence.acq_rel.cluster;\n"
+               "mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%2], 4;"
+               ::"r"(cluster_smem_u32(dst, rank)), "r"(value), "r"(cluster_smem_u32(bar, rank))
+               : "memory");
+#else
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
                ::"r"(cluster_smem_u32(dst, rank)), "r"(value), "r"(cluster_smem_u32(bar, rank))
                : "memory");
+#endif
 }
 // The same tile into every block whose bit is set, each with its own mbarrier.
 PTX void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1,

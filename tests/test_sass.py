@@ -53,6 +53,7 @@ OTHERS = {
     "int8_linear": (COPY, INTEGERS),
     "int8_outliers": (),  # a warp reads 32 neighbouring columns
     "int8_outlier_list": (),  # one flag a thread
+    "kv_append_int8_": (READ,),  # codes take a half or a quarter of the bytes
     "int8_quantize": (READ,),  # codes take a half or a quarter of the bytes
     "nf4_quantize": (READ,),  # codes take a quarter or an eighth
     "nf4_dequantize_": (WRITE,),

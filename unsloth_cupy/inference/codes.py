@@ -21,8 +21,12 @@ def scale_bytes(kind: np.dtype[Any], heads: int) -> int:
 
 
 def scales_like(kind: np.dtype[Any], shape: tuple[int, ...], like: Any) -> Any:
-    """Return room for the scales of a cache of this shape; None where it holds floats."""
-    return arrays.empty(shape, FLOAT32, like) if kind == INT8 else None
+    """Return the scales of an empty cache of this shape, zeros; None where it holds floats."""
+    if kind != INT8:
+        return None
+    scales = arrays.empty(shape, FLOAT32, like)
+    scales[...] = 0  # a definition reads what no token was written to, and masks it
+    return scales
 
 
 def read(codes: Array, scales: Array, dtype: Any) -> Array:

@@ -1,5 +1,6 @@
 """Attention over pages of codes: its kernel, and what eight bits cost."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -89,3 +90,22 @@ def test_equals_attention_over_the_dequantized_pages(dtype: Any) -> None:
                 out, _ = attention_paged_int8(q, codes, scales, table, lengths)
         eps = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-5}[np.dtype(dtype).name]
         assert np.abs(out.astype(np.float32) - wanted).max() <= eps * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("garbage", [np.inf, np.nan, 3e38])
+def test_what_lies_beyond_lengths_is_not_seen(garbage: float) -> None:
+    """Fresh memory holds anything: by definition and by kernel, the same bits and no warning."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 4, 32)).astype(np.float32)
+    codes = rng.integers(-127, 128, (2, 6, 16, 2, 32), np.int8)
+    scales = (rng.random((2, 6, 16, 2)) / 100).astype(np.float32)
+    table, lengths = np.array([[5, 0, 2], [1, 4, 3]]), np.array([40, 17])
+    beyond = scales.copy()
+    beyond[:, 2, 8:] = beyond[:, 4, 1:] = beyond[:, 3] = garbage
+    for context in (contextlib.nullcontext, emulator):
+        with context():
+            made, wanted = (
+                attention_paged_int8(q, codes, each, table, lengths) for each in (beyond, scales)
+            )
+        for one, other in zip(made, wanted, strict=True):
+            assert one.tobytes() == other.tobytes()

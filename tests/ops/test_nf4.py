@@ -282,8 +282,8 @@ def facts(**changes: object) -> np.ndarray:
         ({FACTS: facts(blocksize=63)}, "block=63"),
         ({FACTS: facts(quant_type="nf5")}, "kind='nf5'"),
         ({FACTS: facts(shape=[8, 65])}, "weight is"),
-        ({FACTS: facts(shape=[-8, -64])}, "is not one"),
-        ({FACTS: facts(dtype="int8")}, "int8 is not one"),
+        ({FACTS: facts(shape=[-8, -64])}, "is not that of a matrix"),
+        ({FACTS: facts(dtype="int8")}, "'int8' is not a float dtype"),
         ({FACTS: facts(nested_blocksize=64)}, "nested_blocksize"),
     ],
 )

@@ -188,12 +188,12 @@ def model_without_weights(folder: Path) -> Facts:
     """Return the config of a folder's model, and its adapter if it has one."""
     from ..models.adapter_folder import read_adapter
     from ..models.folder import read_config
-    from ..models.quantized_weights import kind_told
+    from ..models.quantized_weights import stored_kind
 
     base = base_of(folder)
     config, texts = read_config(base or folder)
     adapter = None if base is None else read_adapter(folder, config, FLOAT32)
-    return Facts(config, adapter, kind_told(texts["config.json"]))
+    return Facts(config, adapter, stored_kind(texts["config.json"]))
 
 
 def model_folder(path: Path) -> Path:

@@ -27,7 +27,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Int8: re.compile(r"(SCB|weight_format)$"),
     Ternary: re.compile(r"weight_(scale|form)$"),
 }
-TOLD = "quantization_config"
+KEY = "quantization_config"
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # what it calls the layers that stay dense
 
 
@@ -72,7 +72,9 @@ def tensors_of(name: str, value: Any) -> dict[str, Any]:
     return {module + key: array for key, array in value.state().items()}
 
 
-def told(config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def saved_config(
+    config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
     """Return a config.json that says the dtype, which weights are quantized, and how.
 
     Raises
@@ -80,19 +82,19 @@ def told(config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str) -
     ConfigError
         Weights of two kinds are quantized, which no config.json says.
     """
-    plain = {key: value for key, value in config.items() if key != TOLD or online(config)}
+    plain = {key: value for key, value in config.items() if key != KEY or online(config)}
     plain |= dict.fromkeys({"dtype", "torch_dtype"} & plain.keys(), dtype)
     made = {n: value for n, value in parameters.items() if isinstance(value, Quantized)}
     if not made:
         return plain
-    facts = [value.told(dtype) for value in made.values()]
+    facts = [value.quantization_config(dtype) for value in made.values()]
     if any(each != facts[0] for each in facts):
         raise ConfigError("save: weights are quantized in more than one way; quantize them alike")
     matrices = {n.removesuffix(".weight") for n, value in parameters.items() if value.ndim == 2}
     dense = matrices - {n.removesuffix(".weight") for n in made}
     left = sorted(dense - {"model.embed_tokens", "lm_head"})  # a head stays dense without a word
     key = LEFT_DENSE.get(facts[0]["quant_method"], "llm_int8_skip_modules")
-    return {**plain, TOLD: {**facts[0], key: [*left, "lm_head"] if left else None}}
+    return {**plain, KEY: {**facts[0], key: [*left, "lm_head"] if left else None}}
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -106,12 +108,12 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def online(config: Mapping[str, Any]) -> bool:
     """Say whether dense weights are rounded at every call, as a config.json of BitNet tells."""
-    return (config.get(TOLD) or {}).get("quantization_mode") == "online"
+    return (config.get(KEY) or {}).get("quantization_mode") == "online"
 
 
-def kind_told(config: Mapping[str, Any]) -> str | None:
+def stored_kind(config: Mapping[str, Any]) -> str | None:
     """Return the kind of the quantized weights that a config.json tells of, if it does."""
-    facts = config.get(TOLD) or {}
+    facts = config.get(KEY) or {}
     if facts.get("quant_method") == "bitnet":
         return None if online(config) else Ternary.KIND
     if not facts.get("load_in_4bit"):

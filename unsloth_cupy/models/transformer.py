@@ -26,7 +26,7 @@ from .config import Config
 from .loss import IGNORE, count_labels, head_weight, loss_on_tape, next_labels
 from .network import Network
 from .other_libraries import from_any_library
-from .quantized_weights import told, trainable
+from .quantized_weights import saved_config, trainable
 
 
 class Transformer(Network):
@@ -288,7 +288,7 @@ class Transformer(Network):
                 " writes the adapter, and merge_adapter() before save makes it part of the base",
                 stacklevel=2,
             )
-        config = told(self.texts["config.json"], self.parameters, self.table.dtype.name)
+        config = saved_config(self.texts["config.json"], self.parameters, self.table.dtype.name)
         texts = {**self.texts, "config.json": config}
         write_folder(folder, texts, self.parameters, self.layout)
 

@@ -87,7 +87,7 @@ def why_defined(op: Any, arrays: Sequence[Any]) -> str:
     dtype = dtype_of(op, arrays)
     if dtype not in KERNEL_DTYPES:
         return f"{dtype} has no kernel; float16, bfloat16 and float32 have"
-    return told or "its kernel does not take arrays that lie so; pass packed ones"
+    return told or "its kernel does not take such sizes, strides or options"
 
 
 def dtype_of(op: Any, arrays: Sequence[Any]) -> Any:

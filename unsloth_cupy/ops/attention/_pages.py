@@ -41,7 +41,8 @@ def attend_pages(
     def gathered(which: int, pages: Array, table: Array) -> Array:
         values = pages[table].astype(wide)
         if scales is not None:
-            values *= scales[which][table][..., None].astype(wide)
+            with np.errstate(over="ignore", invalid="ignore"):  # slots beyond lengths hold anything
+                values *= scales[which][table][..., None].astype(wide)
         return values.reshape(len(table), table.shape[1] * page, *pages.shape[2:])
 
     def part(batch: slice, table: Array, exist: Array | None) -> tuple[Array, Array]:

@@ -44,8 +44,8 @@ def attention_paged_int8_forward(
 ) -> tuple[Array, Array]:
     """Return out and lse as attention_paged_forward does, of keys and values times their scales.
 
-    Its kernel is that of few queries.  There is none for heads that are no multiple of 16 wide, nor
-    for float32 heads wider than 128 with mask, bias or dropout.
+    Its kernel is that of few queries.  There is none for heads whose width is not a multiple of
+    16, nor for float32 heads wider than 128 with mask, bias or dropout.
     """
     hiding = mask, bias, alibi, sinks, None, query_start, None
     options = Options(*hiding, causal, window, scale, softcap, dropout, seed)

@@ -49,7 +49,7 @@ def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[s
     return facts
 
 
-def shape_told(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
+def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
     """Return the shape of a matrix that facts tell; raise where they tell none."""
     shape = facts.get("shape")
     listed = isinstance(shape, list | tuple) and len(shape) == 2

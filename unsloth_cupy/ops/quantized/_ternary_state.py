@@ -8,7 +8,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...placement import placed, to_numpy
-from ._state import array_of, json_of, named, shape_told
+from ._state import array_of, json_of, named, stored_shape
 
 
 class FolderForm:
@@ -64,7 +64,7 @@ class FolderForm:
         facts |= {"group": None, "dtype": scale.dtype.name, "activations": "int8"}
         if "weight_form" in state:
             facts = json_of(call, state, ["weight_form"])
-        rows, columns = shape = shape_told(call, facts)
+        rows, columns = shape = stored_shape(call, facts)
         array_of(call, state, "weight", (-(-rows // 4), columns), np.uint8)
         array_of(call, state, "weight_scale", tuple(scale.shape), scale.dtype)
         whole = facts.get("group") is None and scale.shape == (1,) and scale.dtype.kind != "O"
@@ -79,7 +79,7 @@ class FolderForm:
             activations=facts.get("activations"),
         )
 
-    def told(self, dtype: str) -> dict[str, Any]:
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
         """Return what ``quantization_config`` says of such weights."""
         return {
             "quant_method": "bitnet",

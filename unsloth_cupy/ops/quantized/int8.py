@@ -98,7 +98,7 @@ class Int8(Quantized):
         rows = placed(np.zeros((), np.uint8), self.codes)  # how the codes lie: row by row
         return {"weight": self.codes, "SCB": self.absmax, "weight_format": rows}
 
-    def told(self, dtype: str) -> dict[str, Any]:
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
         """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
         facts = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
         return {**facts, "llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}

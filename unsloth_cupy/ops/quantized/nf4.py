@@ -21,7 +21,7 @@ from ...placement import placed
 from ..common import dynamic_codes
 from ..linear.linear import linear
 from . import _four_bits
-from ._state import array_of, json_of
+from ._state import array_of, json_of, stored_shape
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
 from .nf4_product import has_kernel, nf4_product_
 from .nf4_quantize import nf4_quantize_forward
@@ -169,7 +169,7 @@ class Nf4(Quantized):
         named = {f"weight.{name}": array for name, array in found.items()}
         return {"weight": self.packed[:, None], **named}
 
-    def told(self, dtype: str) -> dict[str, Any]:
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
         """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
         return {
             "quant_method": "bitsandbytes",
@@ -200,11 +200,12 @@ class Nf4(Quantized):
         facts: Any = json_of(
             call, state, [f"weight.quant_state.bitsandbytes__{kind}" for kind in KINDS]
         )
-        block, kind, shape = (facts.get(k) for k in ("blocksize", "quant_type", "shape"))
+        block, kind = facts.get("blocksize"), facts.get("quant_type")
         _check_format(call, block, kind)
+        shape = stored_shape(call, facts)
         dtype = next((d for d in FLOATS if d.name == facts.get("dtype")), None)
-        if not _is_shape(shape) or dtype is None:
-            raise ConfigError(f"{call}: shape {shape} or dtype {facts.get('dtype')} is not one")
+        if dtype is None:
+            raise ConfigError(f"{call}: dtype {facts.get('dtype')!r} is not a float dtype")
         size, fp4 = shape[0] * shape[1], kind == "fp4"
         blocks = -(-size // block)
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
@@ -220,7 +221,7 @@ class Nf4(Quantized):
             given = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}
         else:
             given = {"absmax": _absmax_of(call, state, (blocks,), shape, block)}
-        return cls(packed[:, 0], tuple(shape), block=block, kind=kind, dtype=dtype, **given)
+        return cls(packed[:, 0], shape, block=block, kind=kind, dtype=dtype, **given)
 
 
 def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
@@ -272,8 +273,3 @@ def _check_table(call: str, state: Mapping[str, Any], name: str, wanted: Array) 
     found = array_of(call, state, name, wanted.shape, FLOAT32)
     if not np.array_equal(np.asarray(found.get() if hasattr(found, "get") else found), wanted):
         raise ConfigError(f"{call}: {name} is another table than bitsandbytes'; quantize anew")
-
-
-def _is_shape(shape: Any) -> bool:
-    given = isinstance(shape, list | tuple) and len(shape) == 2
-    return given and all(isinstance(size, int) and size >= 0 for size in shape)

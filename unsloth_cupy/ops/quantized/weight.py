@@ -9,6 +9,7 @@ for dy W, so that every result is one sum, rounded once, and no whole dense weig
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -26,7 +27,7 @@ CHUNK_STEP = 64  # rows or columns of a chunk are a multiple of it, where there 
 
 
 @at_home("home")
-class Quantized(Stored):
+class Quantized(Stored, ABC):
     """A frozen matrix (outputs, inputs) in few bits: what ``Nf4`` and its like have in common.
 
     ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` take one where
@@ -50,33 +51,33 @@ class Quantized(Stored):
         """Bytes of all arrays that the weight is kept in."""
         return sum(int(array.nbytes) for array in self.held().values())
 
+    @abstractmethod
     def held(self) -> dict[str, Any]:
         """Return the arrays that the weight is kept in, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return arrays from which ``from_state`` makes the weight again.
 
         Their names are those that follow a layer's in a checkpoint: ``weight`` and others.
         """
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Return the weight of such arrays."""
-        raise NotImplementedError
 
-    def told(self, dtype: str) -> dict[str, Any]:
+    @abstractmethod
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
         """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def requantized(self, w: Array) -> Self:
         """Return another matrix of the same shape, quantized as this one is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         """Return a part of the dense weight as a new array; both slices have start and stop."""
-        raise NotImplementedError
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         """Write or add ``x @ W.T`` straight from the codes, or return False."""

@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import CHATML, Chat, Span
+from unsloth_cupy.finetune.chat import CHATML, Chat, Span, _asked
 from unsloth_cupy.finetune.lessons import (
     Example,
     Examples,
@@ -280,6 +282,20 @@ class TestChat:
     def test_broken_templates(self, template: Any, message: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             Chat(folder_with(tmp_path, template)).text(CHAT)
+
+    @pytest.mark.parametrize(("seconds", "why"), [(0.2, "takes more than 0.2 s"), (60, "crashes")])
+    def test_a_process_that_ends_by_a_signal(
+        self, seconds: float, why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When its time was up, it was its clock that ended it."""
+        monkeypatch.setattr("unsloth_cupy.finetune.chat.SECONDS", seconds)
+        program = "import os, time; input(); time.sleep(0.3); os.kill(os.getpid(), 9)"
+        command = [sys.executable, "-S", "-c", program]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as process:
+            texts, found = _asked(process, [])
+        assert not texts
+        assert why in found
 
     @pytest.mark.parametrize(
         ("template", "message"),

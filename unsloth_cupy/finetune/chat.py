@@ -13,6 +13,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -183,7 +184,11 @@ class Template:
 
 
 def _asked(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str]:
-    """Return what the process of a template answers: texts, or why there are none."""
+    """Return what the process of a template answers: texts, or why there are none.
+
+    Its clock reads frames that are changing, so that it may end the process by a fault.
+    """
+    started = time.monotonic()
     stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
     with suppress(OSError):  # it has ended: there is no answer either
         stdin.write(json.dumps(value) + "\n")
@@ -192,7 +197,8 @@ def _asked(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str
         texts, why = json.loads(line)
         return texts, why
     process.wait()
-    return [], f"it takes more than {SECONDS} s" if process.returncode > 0 else "it crashes"
+    late = process.returncode > 0 or time.monotonic() - started >= SECONDS
+    return [], f"it takes more than {SECONDS} s" if late else "it crashes"
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -85,7 +85,9 @@ def _alike(array: Any, axes: frozenset[Any]) -> Any:
 
 def _varying(array: Any) -> frozenset[Any]:
     form: Any = jax.typeof(array)
-    axes: frozenset[Any] = form.vma if hasattr(form, "vma") else form.manual_axis_type.varying
+    if hasattr(form, "manual_axis_type"):
+        form = form.manual_axis_type
+    axes: frozenset[Any] = getattr(form, "varying", getattr(form, "vma", frozenset()))
     return axes
 
 

@@ -105,9 +105,11 @@ def copied(array: Any) -> Any:
 def array_of(buffer: Any, device: int) -> Any:
     """Return CuPy's array over a buffer of XLA."""
     cp = cupy()
-    if buffer.dtype == BFLOAT16:  # which __cuda_array_interface__ has no name for
-        return cp.from_dlpack(buffer)
-    address = buffer.__cuda_array_interface__["data"][0]
+    address = getattr(buffer, "pointer", None)  # of a call by ffi_callback
+    if address is None:
+        if buffer.dtype == BFLOAT16:  # which __cuda_array_interface__ has no name for
+            return cp.from_dlpack(buffer)
+        address = buffer.__cuda_array_interface__["data"][0]
     size = buffer.dtype.itemsize
     for extent in buffer.shape:
         size *= extent

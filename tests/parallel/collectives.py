@@ -1,11 +1,16 @@
 """Every exchange in every rank, against what NumPy says of the arrays of all ranks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
-from unsloth_cupy.parallel import Communicator, part
+from unsloth_cupy.parallel import Communicator, grid, part
+from unsloth_cupy.placement import to_numpy
 
 DTYPES = ("float16", ml_dtypes.bfloat16, "float32", "float64", "int32", "int64")
+Here = Callable[[Any], Any]  # puts an array of NumPy where the ranks have theirs
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: object) -> np.ndarray:
@@ -13,7 +18,7 @@ def of_rank(rank: int, shape: tuple[int, ...], dtype: object) -> np.ndarray:
     return (8 * np.random.default_rng(rank).standard_normal(shape)).astype(dtype)
 
 
-def reductions(comm: Communicator) -> None:
+def reductions(comm: Communicator, here: Here = np.asarray) -> None:
     for dtype in DTYPES:
         for shape in ((), (1,), (5, 7), (0, 3)):
             x = [of_rank(rank, shape, dtype) for rank in range(comm.size)]
@@ -21,55 +26,80 @@ def reductions(comm: Communicator) -> None:
             total = x[0].astype(wide)
             for other in x[1:]:
                 total = total + other.astype(wide)  # in the order of the ranks, to the last bit
-            found = comm.all_reduce(x[comm.rank])
+            found = comm.all_reduce(here(x[comm.rank]))
             assert found.dtype == dtype
-            np.testing.assert_array_equal(found, total.astype(dtype), strict=True)
-            most = comm.all_reduce(x[comm.rank], "max")
+            np.testing.assert_array_equal(to_numpy(found), total.astype(dtype), strict=True)
+            most = to_numpy(comm.all_reduce(here(x[comm.rank]), "max"))
             np.testing.assert_array_equal(most, np.max(np.stack(x), axis=0))
             for axis in range(len(shape)):
-                found = comm.reduce_scatter(x[comm.rank], axis)
+                found = to_numpy(comm.reduce_scatter(here(x[comm.rank]), axis))
                 own = (slice(None),) * axis + (part(shape[axis], comm),)
                 np.testing.assert_array_equal(found, total.astype(dtype)[own], strict=True)
 
 
-def gathers(comm: Communicator) -> None:
+def gathers(comm: Communicator, here: Here = np.asarray) -> None:
     for axis in (0, 1, -1):
         shapes = [[2, 3, 4] for _ in range(comm.size)]
         for rank, shape in enumerate(shapes):
             shape[axis] = rank  # the first has none
         x = [of_rank(rank, tuple(shapes[rank]), "float32") for rank in range(comm.size)]
-        found = comm.all_gather(x[comm.rank].transpose().copy().transpose(), axis)
+        own = here(x[comm.rank]).transpose().copy().transpose()
+        found = to_numpy(comm.all_gather(own, axis))
         np.testing.assert_array_equal(found, np.concatenate(x, axis))
 
 
-def messages(comm: Communicator) -> None:
+def messages(comm: Communicator, here: Here = np.asarray) -> None:
     for root in range(comm.size):
-        x = of_rank(comm.rank, (3, 2), ml_dtypes.bfloat16)
-        found = comm.broadcast(x, root)
+        x = here(of_rank(comm.rank, (3, 2), ml_dtypes.bfloat16))
+        found = to_numpy(comm.broadcast(x, root))
         np.testing.assert_array_equal(found, of_rank(root, (3, 2), ml_dtypes.bfloat16))
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    large = of_rank(comm.rank, (300, 1000), "float64")  # past what MPI sends without an answer
-    out = np.empty_like(large)
+    large = here(
+        of_rank(comm.rank, (300, 1000), "float64")
+    )  # past what MPI sends without an answer
+    out = large.copy()
     assert comm.exchange(large, after, out, before) is out
-    np.testing.assert_array_equal(out, of_rank(before, large.shape, "float64"))
-    if comm.size > 1:  # two messages to one rank keep their order
-        comm.send(np.arange(3), after)
-        comm.send(np.arange(3) + 10, after)
-        for more in (0, 10):
-            np.testing.assert_array_equal(
-                comm.receive(np.empty(3, int), before), np.arange(3) + more
-            )
+    np.testing.assert_array_equal(to_numpy(out), of_rank(before, large.shape, "float64"))
+    in_line(comm, here)
     comm.barrier()
 
 
-def groups(comm: Communicator) -> None:
+def in_line(comm: Communicator, here: Here) -> None:
+    """From the first rank to the last: two messages to one rank keep their order."""
+    numbers = here(np.arange(3) + comm.rank)
+    if comm.rank:
+        for more in (-1, 9):
+            found = comm.receive(here(np.empty(3, int)), comm.rank - 1)
+            np.testing.assert_array_equal(to_numpy(found), np.arange(3) + comm.rank + more)
+    if comm.rank + 1 < comm.size:
+        comm.send(numbers, comm.rank + 1)
+        comm.send(numbers + 10, comm.rank + 1)
+
+
+def groups(comm: Communicator, here: Here = np.asarray) -> None:
     group = comm.split(comm.rank % 2)
     members = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
     assert (group.rank, group.size) == (members.index(comm.rank), len(members))
-    found = group.all_gather(np.array([comm.rank]))
-    np.testing.assert_array_equal(found, members)
+    found = group.all_gather(here(np.array([comm.rank])))
+    np.testing.assert_array_equal(to_numpy(found), members)
+
+
+def grids(comm: Communicator, here: Here = np.asarray) -> None:
+    """Ranks of a group differ along one axis, and the groups of an axis hold all ranks."""
+    tensor = 2 if comm.size % 2 == 0 else 1
+    context = comm.size // tensor
+    made = grid(comm, context=context, tensor=tensor)
+    own = here(np.array([comm.rank]))
+    pair = to_numpy(made.tensor.all_gather(own))
+    np.testing.assert_array_equal(pair, comm.rank // tensor * tensor + np.arange(tensor))
+    line = to_numpy(made.context.all_gather(own))
+    np.testing.assert_array_equal(line, comm.rank % tensor + tensor * np.arange(context))
+    assert (made.data.size, made.pipeline.size) == (1, 1)
+
+
+CHECKS = (reductions, gathers, messages, groups, grids)
 
 
 def all_checks(comm: Communicator) -> None:
-    for check in (reductions, gathers, messages, groups):
+    for check in CHECKS:
         check(comm)

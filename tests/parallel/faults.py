@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from unsloth_cupy.errors import CommunicationError
-from unsloth_cupy.parallel import MpiCommunicator
+from unsloth_cupy.parallel import MpiCommunicator, SocketCommunicator
+from unsloth_cupy.parallel.exchanges import Exchanges
 
 KIND = sys.argv[1]
 DISAGREE = {  # what rank 2 calls, where the others call all_reduce of three float32
@@ -32,7 +33,7 @@ def told(call: Callable[[], object], said: str) -> None:
         raise SystemExit("nobody noticed")
 
 
-def disagree(comm: MpiCommunicator, odd: bool) -> None:
+def disagree(comm: Exchanges, odd: bool) -> None:
     for call in DISAGREE.values():
         own = call if odd else lambda comm: comm.all_reduce(np.ones(3, np.float32))
         told(partial(own, comm), "rank 0: all_reduce(x(3,) float32")
@@ -43,8 +44,10 @@ def disagree(comm: MpiCommunicator, odd: bool) -> None:
 
 
 def main() -> None:
-    comm = MpiCommunicator(timeout=1 if KIND == "late" else 60, checked=KIND == "disagree")
+    made = SocketCommunicator.from_environment if "RANK" in os.environ else MpiCommunicator
+    comm = made(timeout=1 if KIND == "late" else 60, checked=KIND == "disagree")
     odd = comm.rank == 2
+    comm.all_reduce(np.ones(100_000, np.float32))  # all are under way
     if KIND == "raise" and odd:
         raise ValueError("this rank has a problem")
     if KIND == "kill" and odd:

@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,14 +22,52 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
+THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+
+class Ended(NamedTuple):
+    """How a process ended, and what it said."""
+
+    code: int
+    said: str
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return int(door.getsockname()[1])
+
+
+def by_sockets(ranks: int, *arguments: str, limit: float = 60) -> list[Ended]:
+    """Run ``python -m tests.parallel.*`` in ranks that meet as torchrun's do."""
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-W", "error", "-m", *arguments]
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | THREADS | place | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=limit)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [Ended(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
 def run(ranks: int, *arguments: str, limit: float = 120) -> subprocess.CompletedProcess[str]:
     """Run ``python -m tests.parallel.*`` in ranks; a hang past the limit fails the test."""
     command = [MPIEXEC, "-n", str(ranks), sys.executable, "-W", "error", "-m", *arguments]
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | threads,
+        env=os.environ | THREADS,
         capture_output=True,
         text=True,
         timeout=limit,

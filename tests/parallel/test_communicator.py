@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError, DeviceError, ShapeError
-from unsloth_cupy.parallel import MpiCommunicator, SingleCommunicator, part
+from unsloth_cupy.parallel import MpiCommunicator, SingleCommunicator, grid, part
 
 from .collectives import all_checks
 from .ranks import needs_mpi, run
@@ -32,7 +32,7 @@ def test_ranks_equal_numpy_and_one_device(ranks: int) -> None:
         ("raise", r"rank 2 failed:"),
         ("late", r"waited 1 s for rank [01, ]*2"),
         ("size", "bytes where"),
-        ("kill", "KILLED BY SIGNAL: 9|EXIT CODE: 9"),
+        ("kill", r"KILLED BY SIGNAL: 9|EXIT CODE: 9"),
     ],
 )
 def test_a_rank_that_fails_ends_all(kind: str, said: str) -> None:
@@ -63,6 +63,9 @@ def test_what_makes_no_sense_is_refused() -> None:
     comm, x = SingleCommunicator(), np.ones((2, 3), np.float32)
     for wrong in (
         lambda: comm.split(-1),
+        lambda: grid(comm, tensor=2),
+        lambda: grid(comm, data=0),
+        lambda: grid(comm, pipeline=True),
         lambda: comm.all_reduce(x, "mean"),
         lambda: comm.broadcast(x, 1),
         lambda: comm.send(x, 0),

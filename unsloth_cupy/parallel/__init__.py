@@ -3,9 +3,13 @@
 from .communicator import Communicator as Communicator
 from .communicator import SingleCommunicator as SingleCommunicator
 from .communicator import part as part
+from .grid import Grid as Grid
+from .grid import grid as grid
 from .mpi import MpiCommunicator as MpiCommunicator
+from .nccl import NcclCommunicator as NcclCommunicator
 from .ring import ring_attention as ring_attention
 from .ring import ring_order as ring_order
+from .sockets import SocketCommunicator as SocketCommunicator
 from .tensor import all_gather as all_gather
 from .tensor import all_reduce as all_reduce
 from .tensor import column_parallel_linear as column_parallel_linear

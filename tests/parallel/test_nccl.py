@@ -1,0 +1,123 @@
+"""NCCL's ranks, through a stand-in: what is exchanged, and the calls that CuPy has."""
+
+import importlib.util
+import inspect
+import os
+import re
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import CommunicationError, DeviceError, FrameworkError
+from unsloth_cupy.parallel import NcclCommunicator, SocketCommunicator, nccl
+
+from .collectives import CHECKS
+from .nccl import array, in_threads, stand_in
+from .ranks import free_port
+
+
+@pytest.mark.parametrize(("ranks", "checked", "hosts"), [(3, True, False), (2, False, True)])
+def test_ranks_exchange_what_numpy_says(ranks: int, checked: bool, hosts: bool) -> None:
+    """Also where a host meets the others by sockets, and where the GPU is asked for sizes."""
+    port = free_port()
+    with stand_in() as cupy:
+        made = cupy.cuda.nccl.get_unique_id()
+
+        def work(rank: int) -> None:
+            if hosts:
+                host = SocketCommunicator(rank, ranks, port=port, timeout=30)
+                comm = NcclCommunicator._of(host, 30, checked)
+            else:
+                comm = NcclCommunicator(rank, ranks, made, timeout=30, checked=checked)
+            for check in CHECKS:
+                check(comm, array)
+
+        in_threads(ranks, work)
+
+
+def test_calls_are_those_of_cupy() -> None:
+    """CuPy's own signatures stand in its library, which cannot be loaded without NCCL."""
+    there = importlib.util.find_spec("cupy_backends")
+    if there is None:
+        pytest.skip("needs CuPy, without a GPU")
+    folder = Path(there.submodule_search_locations[0])
+    text = next(folder.glob("cuda/libs/nccl.*")).read_bytes().decode("latin-1")
+    with stand_in() as cupy:
+        ours = cupy.cuda.nccl
+        for name, method in vars(ours.NcclCommunicator).items():
+            if inspect.isfunction(method) and name != "__init__":
+                found = re.search(rf"NcclCommunicator\.{name}\(self(.*?)\)", text)
+                assert found is not None, name
+                given = [part.split()[-1] for part in found[1].split(",")[1:]]
+                assert given == [*inspect.signature(method).parameters][1:]
+        assert "NcclCommunicator(int ndev, bytes commId, int rank, " in text
+        for name in ("groupStart", "groupEnd", "get_unique_id"):
+            assert f"{name}()" in text
+        for name in ("NCCL_UINT8", "NcclError"):
+            assert name in text
+
+
+def test_what_is_overdue_ends_the_process(monkeypatch, capsys) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with stand_in() as cupy:
+        comm = NcclCommunicator(0, 1, bytes(128), timeout=1e-9)
+        watch = comm._overdue
+        watch.thread = types.SimpleNamespace()  # this one looks
+        comm.all_reduce(array([1.0]))
+        watch.look()
+        assert not watch.waiting
+        assert not ended
+        monkeypatch.setattr(cupy.cuda.Event, "done", False)
+        comm.all_reduce(array([1.0]))
+        watch.look()
+        assert ended == [1]
+        assert comm._comm.ended
+        assert "all_reduce waited 1e-09 s" in capsys.readouterr().err
+        watch.failed(3, "ValueError: no")
+        assert ended == [1, 1]
+        assert "rank 3 has failed: ValueError: no" in capsys.readouterr().err
+
+
+def test_a_graph_that_is_captured_is_not_watched(monkeypatch) -> None:
+    with stand_in() as cupy:
+        monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", lambda stream: True)
+        comm = NcclCommunicator(0, 1, bytes(128))
+        comm.all_reduce(array([1.0]))
+        assert not comm._overdue.waiting
+
+
+def test_what_makes_no_sense_is_refused(monkeypatch) -> None:
+    with stand_in() as cupy:
+        comm = NcclCommunicator(0, 1, bytes(128))
+        with pytest.raises(FrameworkError, match="not an array of CuPy"):
+            comm.all_reduce(np.ones(2))
+        monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+        with pytest.raises(DeviceError, match="does not find NCCL"):
+            NcclCommunicator(0, 1, bytes(128))
+        monkeypatch.setattr(cupy.cuda.nccl, "available", True)
+
+        def broken(*_: object) -> None:
+            raise cupy.cuda.nccl.NcclError("unhandled system error")
+
+        monkeypatch.setattr(cupy.cuda.nccl, "groupEnd", broken)
+        with pytest.raises(CommunicationError, match="NCCL says unhandled"):
+            comm.all_reduce(array([1.0]))
+
+
+@pytest.mark.gpu
+def test_two_gpus_exchange_what_numpy_says() -> None:
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    if cupy.cuda.runtime.getDeviceCount() < 2 or not cupy.cuda.nccl.available:
+        pytest.skip("needs two GPUs and NCCL")
+    made = nccl.load_nccl().get_unique_id()
+
+    def work(rank: int) -> None:
+        with cupy.cuda.Device(rank):
+            comm = NcclCommunicator(rank, 2, made, timeout=60)
+            for check in CHECKS:
+                check(comm, cupy.asarray)
+
+    in_threads(2, work)

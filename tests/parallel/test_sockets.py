@@ -1,0 +1,72 @@
+"""Ranks that are connected by sockets: the same exchanges, and who failed is known to all."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import CommunicationError, ConfigError
+from unsloth_cupy.parallel import SocketCommunicator
+from unsloth_cupy.parallel.sockets import rendezvous
+
+from .collectives import all_checks
+from .nccl import in_threads
+from .ranks import by_sockets, free_port
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_ranks_exchange_what_numpy_says(checked: bool) -> None:
+    port = free_port()
+
+    def work(rank: int) -> None:
+        all_checks(SocketCommunicator(rank, 3, port=port, timeout=30, checked=checked))
+
+    in_threads(3, work)
+
+
+@pytest.mark.parametrize("kind", ["raise", "kill", "late"])
+def test_a_rank_that_fails_ends_all(kind: str) -> None:
+    """Without mpiexec: each of the others notices, and says who it was."""
+    start = time.monotonic()
+    first, second, odd = by_sockets(3, "tests.parallel.faults", kind)
+    assert time.monotonic() - start < 45, "others waited"
+    if kind == "raise":
+        assert "this rank has a problem" in odd.said
+    if kind == "late":
+        assert "did not come" in odd.said, "it sleeps, and others end it"
+    if kind == "kill":
+        assert odd.code == -signal.SIGKILL
+    for other in (first, second):
+        assert other.code > 0
+        said = "rank 2 did not come within 1 s" if kind == "late" else "rank 2 has failed"
+        assert said in other.said, other
+
+
+def test_a_rank_that_was_not_started_is_named() -> None:
+    with pytest.raises(CommunicationError, match=r"nobody did.*whether rank 1 was started") as who:
+        SocketCommunicator(0, 3, port=free_port(), timeout=0.05)
+    assert who.value.rank == 1
+    with pytest.raises(CommunicationError, match="nobody listens"):
+        SocketCommunicator(1, 3, port=free_port(), timeout=0.05)
+
+
+def test_the_environment_says_how_ranks_meet() -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    assert rendezvous(given) == (1, 4, "node0", 29500)
+    assert rendezvous(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[3] == 29501
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+    assert rendezvous(slurm | {k: given[k] for k in ("MASTER_ADDR", "MASTER_PORT")})[:2] == (1, 4)
+    for name in given:
+        with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
+            rendezvous({k: v for k, v in given.items() if k != name})
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a rank"):
+        SocketCommunicator(3, 3)
+    with pytest.raises(ConfigError, match="is not positive"):
+        SocketCommunicator(0, 1, timeout=0)
+    comm = SocketCommunicator(0, 1, port=free_port())
+    with pytest.raises(ConfigError, match="is not a writeable array in C order"):
+        comm.exchange(np.ones(2), 0, np.ones((2, 2))[:, 0], 0)

@@ -1,0 +1,65 @@
+"""A thread that looks whether exchanges on a GPU end: one that does not ends the process.
+
+A kernel of NCCL waits for other ranks without a limit, and the host with it, where it asks for a
+result.  Nothing that is computed after an exchange that was broken off may reach a file.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from ..core.gpu import cupy
+
+PAUSE = 0.1  # seconds between looks
+
+
+class Overdue:
+    """What one communicator of NCCL has launched and not yet seen end."""
+
+    def __init__(self, rank: int, timeout: float, comm: Any) -> None:
+        self.rank, self.timeout, self.comm = rank, timeout, comm
+        self.device = cupy().cuda.runtime.getDevice()
+        self.waiting: deque[tuple[Any, str]] = deque()  # events, and the calls that they end
+        self.since = 0.0  # nothing has ended
+        self.thread: threading.Thread | None = None
+
+    def watch(self, call: str) -> None:
+        """Take note of what was launched on the current stream, unless a graph captures it."""
+        cuda = cupy().cuda
+        stream = cuda.get_current_stream()
+        if cuda.runtime.streamIsCapturing(stream.ptr):
+            return
+        event = cuda.Event(disable_timing=True)
+        event.record(stream)
+        self.since = self.since if self.waiting else time.monotonic()
+        self.waiting.append((event, call))
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._look, daemon=True)
+            self.thread.start()
+
+    def failed(self, rank: int, why: str) -> None:
+        """End the process, as another one has failed."""
+        self._end(f"rank {rank} has failed: {why}")
+
+    def _look(self) -> None:
+        with cupy().cuda.Device(self.device):
+            while True:
+                self.look()
+                time.sleep(PAUSE)
+
+    def look(self) -> None:
+        """Forget what has ended; end the process for what is overdue."""
+        while self.waiting and self.waiting[0][0].done:
+            self.waiting.popleft()
+            self.since = time.monotonic()
+        if self.waiting and time.monotonic() - self.since > self.timeout:
+            call, cure = self.waiting[0][1], "checked=True names the rank that does not come"
+            self._end(f"{call} waited {self.timeout:g} s for other ranks; {cure}")
+
+    def _end(self, problem: str) -> None:
+        print(f"rank {self.rank}: {problem}", file=sys.stderr, flush=True)
+        self.comm.abort()
+        os._exit(1)

@@ -1,0 +1,195 @@
+"""Connections between processes: every pair has one, and a thread that hears what comes.
+
+A process that ends with an error tells the others, and they end; so they do where a connection
+ends without a farewell.
+"""
+
+import atexit
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CommunicationError
+
+HEAD = struct.Struct("!QHH")  # bytes of a message, of its key, and how it is meant
+DATA, FAREWELL, FAILURE = range(3)
+GRACE = 0.5  # seconds for an error that this process knows of to be printed
+PAUSE = 0.05  # seconds between attempts to reach rank 0
+
+
+class Peers:
+    """The connections of this process to all others, and what came over them, by key."""
+
+    def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
+        self.rank, self.links = rank, links
+        self.came: dict[tuple[int, str], deque[bytes]] = defaultdict(deque)
+        self.gone: dict[int, str] = {}  # ranks whose connection ended, and why; "" as they said
+        self.on_failure: Callable[[int, str], None] = self._end
+        self.news = threading.Condition()
+        self.sending = threading.Lock()
+        for other, link in links.items():
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._hear, args=(other, link), daemon=True).start()
+        self.failing, self.before = False, sys.excepthook
+        sys.excepthook = self._fail
+        atexit.register(self.leave)
+
+    def send(self, to: int, key: str, data: Any) -> None:
+        """Send bytes to a rank, which hears them at once."""
+        name, view = key.encode(), memoryview(data).cast("B")
+        try:
+            with self.sending:
+                self.links[to].sendall(HEAD.pack(len(view), len(name), DATA) + name)
+                self.links[to].sendall(view)
+        except OSError:
+            self._lost(to, "its connection ended")
+
+    def take(self, source: int, key: str, limit: float) -> bytes | None:
+        """Return the next message of a rank; None where it does not come in time, or is gone."""
+        with self.news:
+            queue = self.came[source, key]
+            while not queue:
+                left = limit - time.monotonic()
+                if left <= 0 or source in self.gone:
+                    return None
+                self.news.wait(left)
+            return queue.popleft()
+
+    def failed(self) -> tuple[int, str] | None:
+        """Return the first rank that ended with an error, and the error."""
+        with self.news:
+            return next(((rank, why) for rank, why in self.gone.items() if why), None)
+
+    def leave(self) -> None:
+        """Say farewell, unless an error ends this process."""
+        if not self.failing:
+            self._say(FAREWELL, "")
+
+    def _fail(self, *error: Any) -> None:
+        """Print an error that nobody catches, and tell all others."""
+        self.failing = True
+        try:
+            self.before(*error)
+        finally:
+            self._say(FAILURE, f"{error[0].__name__}: {error[1]}")
+
+    def _say(self, kind: int, text: str) -> None:
+        data = text.encode()
+        for link in self.links.values():
+            try:
+                link.sendall(HEAD.pack(len(data), 0, kind) + data)
+            except OSError:
+                continue
+
+    def _end(self, rank: int, why: str) -> None:
+        """End the process, which may wait for that rank, or compute in vain."""
+        time.sleep(GRACE)
+        print(f"rank {self.rank}: rank {rank} has failed: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _hear(self, other: int, link: socket.socket) -> None:
+        try:
+            while True:
+                size, named, kind = HEAD.unpack(received(link, HEAD.size))
+                key = received(link, named).decode()
+                data = received(link, size)
+                if kind != DATA:
+                    self._lost(other, data.decode())
+                    return
+                with self.news:
+                    self.came[other, key].append(data)
+                    self.news.notify_all()
+        except OSError:
+            self._lost(other, "its connection ended")
+
+    def _lost(self, other: int, why: str) -> None:
+        with self.news:
+            first = other not in self.gone
+            self.gone.setdefault(other, why)
+            self.news.notify_all()
+        if first and why and not self.failing:
+            self.on_failure(other, why)
+
+
+def connected(
+    rank: int, size: int, address: str, port: int, timeout: float
+) -> dict[int, socket.socket]:
+    """Return a connection to every other rank, by its number."""
+    limit = time.monotonic() + timeout
+    with socket.create_server(("", port if rank == 0 else 0), backlog=size) as door:
+        if rank == 0:
+            links = accepted(door, size - 1, limit, 0)
+            places = [(r, links[r].getpeername()[0], told(links[r])) for r in sorted(links)]
+            for link in links.values():
+                tell(link, places)
+            return links
+        links = {0: reached(address, port, rank, limit)}
+        tell(links[0], door.getsockname()[1])
+        for other, host, own in told(links[0])[: rank - 1]:
+            links[other] = reached(host, own, rank, limit)
+        return links | accepted(door, size - 1 - rank, limit, rank)
+
+
+def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
+    """Return a connection to who listens there, tried until the limit, and say who calls."""
+    while True:
+        try:
+            link = socket.create_connection((address, port), max(PAUSE, limit - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() > limit:
+                problem = f"rank {rank}: nobody listens at {address}:{port} ({error})"
+                cure = "see whether rank 0 was started, and MASTER_ADDR"
+                raise CommunicationError(f"{problem}; {cure}", rank=0) from error
+            time.sleep(PAUSE)
+        else:
+            link.settimeout(None)
+            tell(link, rank)
+            return link
+
+
+def accepted(door: socket.socket, count: int, limit: float, rank: int) -> dict[int, socket.socket]:
+    """Return the connections of so many ranks that call, by their numbers."""
+    links: dict[int, socket.socket] = {}
+    while len(links) < count:
+        door.settimeout(max(PAUSE, limit - time.monotonic()))
+        try:
+            link, _ = door.accept()
+        except TimeoutError as error:
+            known = ", ".join(map(str, sorted(links))) or "nobody"
+            missing = next(r for r in range(rank + 1, rank + 2 + count) if r not in links)
+            problem = f"rank {rank}: {count} ranks were to call, and {known} did"
+            cure = f"see whether rank {missing} was started"
+            raise CommunicationError(f"{problem}; {cure}", rank=missing) from error
+        link.settimeout(None)
+        links[told(link)] = link
+    return links
+
+
+def tell(link: socket.socket, what: Any) -> None:
+    """Send numbers and names."""
+    data = json.dumps(what).encode()
+    link.sendall(HEAD.pack(len(data), 0, DATA) + data)
+
+
+def told(link: socket.socket) -> Any:
+    """Return what the other end tells."""
+    return json.loads(received(link, HEAD.unpack(received(link, HEAD.size))[0]))
+
+
+def received(link: socket.socket, size: int) -> bytes:
+    """Return exactly so many bytes, or raise OSError where the connection ends before."""
+    data = bytearray(size)
+    view, filled = memoryview(data), 0
+    while filled < size:
+        count = link.recv_into(view[filled:])
+        if not count:
+            raise ConnectionResetError
+        filled += count
+    return bytes(data)

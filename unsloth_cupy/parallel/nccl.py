@@ -1,0 +1,174 @@
+"""Ranks with a GPU each, with arrays of CuPy, through NCCL on the current stream.
+
+Hosts meet over MPI or over sockets: they make the communicators, compare calls where that is asked
+for, tell each other sizes, and notice a rank that fails while a GPU waits for it.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from ..core.arrays import packed
+from ..core.gpu import cupy, is_cupys
+from ..errors import CommunicationError, DeviceError, FrameworkError
+from ._overdue import Overdue
+from .communicator import check_color
+from .exchanges import Exchanges
+from .mpi import MpiCommunicator
+from .sockets import SocketCommunicator, first_of
+
+LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
+Host = MpiCommunicator | SocketCommunicator
+
+
+class NcclCommunicator(Exchanges):
+    """Ranks of NCCL, each with the GPU that is current when this is made.
+
+    Exchanges are launched on the current stream, and the host does not wait for them; sums are
+    made in the order of the ranks, so that reruns have equal bits.  A rank that fails, or does not
+    come within ``timeout`` seconds, ends this process, whose GPU waits for it in vain, and is
+    named.
+
+    Parameters
+    ----------
+    rank, size : int
+    unique_id : bytes
+        What ``cupy.cuda.nccl.get_unique_id()`` gave in one rank.
+    timeout : float
+        Seconds that an exchange waits for another rank.
+    checked : bool
+        Compare calls, shapes and dtypes among ranks before each exchange: a host waits for others.
+    host : MpiCommunicator or SocketCommunicator, optional
+        The same ranks on the host.  Without it, ``all_gather``, ``barrier`` and ``checked`` ask
+        other ranks by way of the GPU, which the host waits for and no graph can hold.
+
+    Raises
+    ------
+    DeviceError
+        NCCL is not there.
+    CommunicationError
+        NCCL reports an error; or ranks do not agree about a call.
+    FrameworkError
+        From an exchange: an array is not CuPy's.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        unique_id: bytes,
+        *,
+        timeout: float = 600.0,
+        checked: bool = False,
+        host: Host | None = None,
+    ) -> None:
+        super().__init__(timeout, checked)
+        self._nccl, self.rank, self.size, self._host = load_nccl(), rank, size, host
+        self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
+        self._overdue = Overdue(rank, timeout, self._comm)
+        if isinstance(host, SocketCommunicator):
+            host.peers.on_failure = self._overdue.failed
+
+    @classmethod
+    def from_mpi(
+        cls, comm: Any = None, *, timeout: float = 600.0, checked: bool = False
+    ) -> "NcclCommunicator":
+        """Return the communicator of the ranks of MPI, each with a GPU of its machine."""
+        return cls._met(MpiCommunicator(comm, timeout=timeout), checked)
+
+    @classmethod
+    def from_environment(
+        cls, *, timeout: float = 600.0, checked: bool = False
+    ) -> "NcclCommunicator":
+        """Return that of the ranks that torchrun, srun or a shell started.
+
+        They set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        """
+        return cls._met(SocketCommunicator.from_environment(timeout=timeout), checked)
+
+    @classmethod
+    def _met(cls, host: Host, checked: bool) -> "NcclCommunicator":
+        count = cupy().cuda.runtime.getDeviceCount()
+        local = first_of(os.environ, LOCAL_RANK)
+        own = host.local_rank() if local is None else int(local)
+        cupy().cuda.Device(own % count).use()
+        return cls._of(host, host.timeout, checked)
+
+    @classmethod
+    def _of(cls, host: Host, timeout: float, checked: bool) -> "NcclCommunicator":
+        made = load_nccl().get_unique_id() if host.rank == 0 else bytes(128)
+        told = host.broadcast(np.frombuffer(made, np.uint8))
+        return cls(
+            host.rank, host.size, told.tobytes(), timeout=timeout, checked=checked, host=host
+        )
+
+    def split(self, color: int) -> "NcclCommunicator":
+        """Return a communicator of the ranks that passed the same color, in their order."""
+        check_color(color)
+        self._agree("split()")
+        if self._host is not None:
+            return self._of(self._host.split(color), self.timeout, self.checked)
+        colors = self._told("split", np.array([color]))[:, 0]
+        members = [rank for rank in range(self.size) if colors[rank] == color]
+        own = self._nccl.get_unique_id() if members[0] == self.rank else bytes(128)
+        made = self._told("split", np.frombuffer(own, np.uint8))[members[0]].tobytes()
+        place = members.index(self.rank)
+        return NcclCommunicator(
+            place, len(members), made, timeout=self.timeout, checked=self.checked
+        )
+
+    def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
+        stream = cupy().cuda.get_current_stream().ptr
+        kind = self._nccl.NCCL_UINT8
+        self._nccl.groupStart()
+        try:
+            for rank, array in enumerate(given):
+                if array is not None and array.nbytes and rank != self.rank:
+                    self._comm.send(array.data.ptr, array.nbytes, kind, rank, stream)
+            for rank, array in enumerate(taken):
+                if array is not None and array.nbytes and rank != self.rank:
+                    self._comm.recv(array.data.ptr, array.nbytes, kind, rank, stream)
+            self._nccl.groupEnd()
+        except self._nccl.NcclError as error:
+            problem = f"rank {self.rank}: {call}: NCCL says {error}"
+            cure = "NCCL_DEBUG=WARN says more"
+            raise CommunicationError(f"{problem}; {cure}", rank=self.rank) from error
+        if given[self.rank] is not None and taken[self.rank] is not None:
+            taken[self.rank][...] = given[self.rank]
+        self._overdue.watch(call)
+
+    def _told(self, call: str, row: Any) -> Any:
+        if self._host is not None:
+            return self._host._told(call, row)
+        there = cupy()
+        row = there.asarray(row)
+        rows = there.empty((self.size, *row.shape), row.dtype)
+        self._swap(call, [row] * self.size, [rows[rank] for rank in range(self.size)])
+        return rows.get()
+
+    def _post(self, x: Any, to: int) -> None:
+        self._swap("send", self._only(to, x), [None] * self.size)
+
+    def _own(self, call: str, x: Any) -> Any:
+        kind: Any = type(x)
+        if not is_cupys(kind):
+            cure = "copy it to a GPU with cupy.asarray"
+            raise FrameworkError(f"{call}: x is not an array of CuPy but {kind.__name__}; {cure}")
+        return packed(x)
+
+    def _placed(self, row: Any, like: Any) -> Any:
+        return cupy().asarray(row)
+
+
+def load_nccl() -> Any:
+    """Return CuPy's NCCL, or raise and say what is missing."""
+    try:
+        from_cupy = cupy().cuda.nccl
+    except ImportError as error:
+        cure = 'pip install "unsloth-cupy[cuda12]"'
+        raise DeviceError(f"NcclCommunicator: CuPy is not there ({error}); {cure}") from error
+    if not from_cupy.available:
+        cure = 'pip install "nvidia-nccl-cu12", or -cu13, as CuPy is'
+        raise DeviceError(f"NcclCommunicator: CuPy does not find NCCL; {cure}")
+    return from_cupy

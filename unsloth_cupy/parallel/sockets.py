@@ -1,0 +1,156 @@
+"""Ranks that torchrun, SLURM or a shell starts, with arrays of NumPy, over TCP and no library.
+
+    RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
+
+Rank 0 listens where all know it, hears where the others listen, and tells them; then every pair of
+ranks has a connection.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import CommunicationError, ConfigError
+from ._peers import Peers, connected
+from .communicator import check_color
+from .exchanges import Exchanges, raw
+
+RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
+
+
+class SocketCommunicator(Exchanges):
+    """Ranks that are connected by TCP, with arrays of NumPy.
+
+    A process that ends with an error, or is killed, ends all of them.
+
+    Parameters
+    ----------
+    rank, size : int
+    address : str
+        Of the host of rank 0.
+    port : int
+        Free there.
+    timeout : float
+        Seconds that an exchange, or the start, waits for another rank.
+    checked : bool
+        Compare calls, shapes and dtypes among ranks before each exchange.
+
+    Raises
+    ------
+    ConfigError
+        rank is not below size, or timeout is not positive.
+    CommunicationError
+        A rank did not come in time, or is gone; from an exchange also where ranks do not agree.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str = "127.0.0.1",
+        port: int = 29500,
+        *,
+        timeout: float = 600.0,
+        checked: bool = False,
+    ) -> None:
+        super().__init__(timeout, checked)
+        if not 0 <= rank < size:
+            cure = f"pass one in 0 .. {size - 1}"
+            raise ConfigError(f"SocketCommunicator(rank={rank}, size={size}) is not a rank; {cure}")
+        self.rank, self.size = rank, size
+        self.peers = Peers(rank, connected(rank, size, address, port, timeout))
+        self._members, self._group, self._splits = list(range(size)), "", 0
+
+    @classmethod
+    def from_environment(
+        cls, *, timeout: float = 600.0, checked: bool = False
+    ) -> "SocketCommunicator":
+        """Return the communicator of the ranks that torchrun, srun or a shell started.
+
+        Raises
+        ------
+        ConfigError
+            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set to what it should be.
+        """
+        rank, size, address, port = rendezvous(os.environ)
+        return cls(rank, size, address, port, timeout=timeout, checked=checked)
+
+    def split(self, color: int) -> "SocketCommunicator":
+        """Return a communicator of the ranks that passed the same color, in their order."""
+        check_color(color)
+        self._agree("split()")
+        colors = self._told("split", np.array([color]))[:, 0]
+        self._splits += 1
+        made = object.__new__(SocketCommunicator)
+        Exchanges.__init__(made, self.timeout, self.checked)
+        local = [rank for rank in range(self.size) if colors[rank] == color]
+        made._members = [self._members[rank] for rank in local]
+        made.rank, made.size, made.peers = local.index(self.rank), len(local), self.peers
+        made._group, made._splits = f"{self._group}/{self._splits}.{color}", 0
+        return made
+
+    def _swap(self, call: str, given: list[Any], taken: list[Any], kind: str = "") -> None:
+        for rank, array in enumerate(given):
+            if array is not None and rank != self.rank:
+                self.peers.send(self._members[rank], self._group + kind, raw(array))
+            elif array is not None and taken[rank] is not None:
+                taken[rank][...] = array
+        limit = time.monotonic() + self.timeout
+        for rank, array in enumerate(taken):
+            if array is not None and rank != self.rank:
+                self._take(call, rank, array, limit, kind)
+
+    def _take(self, call: str, rank: int, array: Any, limit: float, kind: str) -> None:
+        data = self.peers.take(self._members[rank], self._group + kind, limit)
+        if data is None:
+            here, member = self._members[self.rank], self._members[rank]
+            ended = member in self.peers.gone
+            what = "has ended" if ended else f"did not come within {self.timeout:g} s"
+            failed = self.peers.failed()
+            if failed is not None:  # it may be why the other one ended
+                member, what = failed[0], f"has failed: {failed[1]}"
+            problem = f"rank {here}: {call}: rank {member} {what}"
+            raise CommunicationError(f"{problem}; see what it printed", rank=member)
+        if len(data) != array.nbytes:
+            cure = "try checked=True, which compares calls"
+            problem = f"{call}: rank {rank} sent {len(data)} bytes where {array.nbytes} are"
+            raise CommunicationError(f"{problem} asked for; {cure}", rank=rank)
+        raw(array)[...] = np.frombuffer(data, np.uint8)
+
+    def _told(self, call: str, row: Any) -> Any:
+        rows = np.empty((self.size, *row.shape), row.dtype)
+        self._swap(call, [row] * self.size, [*rows], ":told")
+        return rows
+
+    def _post(self, x: Any, to: int) -> None:
+        self.peers.send(self._members[to], self._group, raw(x))
+
+    def local_rank(self) -> int:
+        """Return the number of this rank, as of ranks of one machine."""
+        return self.rank
+
+
+def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
+    """Return rank, size, and where rank 0 listens, as torchrun and SLURM tell a process.
+
+    torchrun listens at MASTER_PORT itself, so ranks meet at the port after it.
+    """
+    rank, size = (first_of(environment, names) for names in (RANK, SIZE))
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if None in (rank, size) or address is None or not (port or "").isdigit():
+        given = {name: environment.get(name) for name in (*RANK, *SIZE)}
+        listed = ", ".join(f"{n}={v}" for n, v in given.items() if v is not None)
+        problem = f"from_environment: {listed} MASTER_ADDR={address} MASTER_PORT={port} is not"
+        cure = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
+        raise ConfigError(f"{problem} how ranks meet; {cure}")
+    taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(rank or 0), int(size or 0), address, int(port or 0) + taken
+
+
+def first_of(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    """Return the first of some variables that is a number, or None."""
+    found = (environment.get(name, "") for name in names)
+    return next((value for value in found if value.isdigit()), None)

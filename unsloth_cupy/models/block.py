@@ -31,10 +31,12 @@ from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
 from ..ops.quantized.bit_linear import bit_linear
+from ..parallel.vocabulary import vocab_parallel_embedding
 from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
+from .division import Division, entered, joined
 
 # (layer, k, v): all keys and values, which of them are seen, and how many there are
 Append = Callable[[int, Array, Array], tuple[Array, Array, Any, Any]]
@@ -54,6 +56,7 @@ class Call(NamedTuple):
     seed: int | None = None  # of its dropout; None: there is none
     chunked_mlp: bool = False
     append: Append | None = None  # of a step of generation, in place of the cache
+    division: Division | None = None  # among ranks; config and parameters are then this one's
 
 
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
@@ -73,9 +76,16 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
     return tables
 
 
-def embedded(config: Config, parameters: Mapping[str, Any], tokens: Array) -> Any:
+def embedded(
+    config: Config, parameters: Mapping[str, Any], tokens: Array, division: Division | None = None
+) -> Any:
     """Return the embeddings of tokens, as the first block takes them."""
-    x = embedding(tokens, parameters["model.embed_tokens.weight"])
+    table = parameters["model.embed_tokens.weight"]
+    x = (
+        embedding(tokens, table)
+        if division is None
+        else vocab_parallel_embedding(tokens, table, config.vocab, comm=division.comm)
+    )
     if config.embedding_scale != 1:  # rounded as the embedding is
         x = scale(x, factor=float(np.asarray(config.embedding_scale, x.dtype)))
     return x
@@ -108,9 +118,12 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
     """Return the output of a block as (branch, stream), to be added by what follows."""
     norms, prefix = call.config.norms, f"model.layers.{layer}."
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
-    branch = _norm(call, prefix, norms.after_attention, _attention(call, layer, prefix, x))
+    ranks = call.division
+    branch = joined(ranks, _attention(call, layer, prefix, entered(ranks, x)))
+    branch = _norm(call, prefix, norms.after_attention, branch)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
-    return _norm(call, prefix, norms.after_mlp, _mlp(call, prefix, x)), stream
+    branch = joined(ranks, _mlp(call, prefix, entered(ranks, x)))
+    return _norm(call, prefix, norms.after_mlp, branch), stream
 
 
 def join(call: Call, prefix: str, norm: str | None, branch: Any, stream: Any) -> tuple[Any, Any]:
@@ -130,6 +143,14 @@ def _norm(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
         return x
     weight = call.parameters[f"{prefix}{norm}.weight"]
     return rms_norm(x, weight, eps=call.config.eps, offset=call.config.norm_offset)
+
+
+def _divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
+    """Return a norm over what ranks may have divided among them: heads, or the inner size."""
+    name = f"{prefix}{norm}.weight"
+    if call.division is None:
+        return _norm(call, prefix, norm, x)
+    return call.division.norm(name, x, call.parameters[name])
 
 
 def _project(call: Call, x: Any, *names: str) -> list[Any]:
@@ -159,7 +180,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         q, k, v = _project(call, x, *(f"{here}{name}_proj" for name in "qkv"))
     whole = config.query_key_norm == "projection"
     if whole:
-        q, k = _norm(call, here, "q_norm", q), _norm(call, here, "k_norm", k)
+        q, k = (_divided_norm(call, here, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     q = q.reshape(batch, tokens, config.heads, config.dim)
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
@@ -198,7 +219,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         out = attention(q, k, v, mask=mask, key_lengths=lengths, **options)
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
-        out = _norm(call, here, "attn_sub_norm", out)
+        out = _divided_norm(call, here, "attn_sub_norm", out)
     return _project(call, out, here + "o_proj")[0]
 
 
@@ -230,7 +251,7 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
         case name:
             y = geglu(gate, up, approximate=name == "gelu_tanh")
     if config.sub_norms:
-        y = _norm(call, here, "ffn_sub_norm", y)
+        y = _divided_norm(call, here, "ffn_sub_norm", y)
     return _project(call, y, here + "down_proj")[0]
 
 

@@ -60,10 +60,12 @@ def read_tensors(
     config: Config,
     dtype: np.dtype[Any] | None,
     keep: Callable[[str, Any], Any] = lambda name, value: value,
+    own: Callable[[str, Any], Any] | None = None,
 ) -> tuple[dict[str, Any], Layout]:
     """Return the parameters of a checkpoint, and which file holds which.
 
     ``keep`` returns what is kept of each one, as soon as it is read: none waits for the others.
+    ``own`` returns what is read of one, of a slice of its file that nobody has read.
 
     Raises
     ------
@@ -78,7 +80,7 @@ def read_tensors(
     with ExitStack() as stack:
         handles = {file: stack.enter_context(opened(folder / file)) for file in files}
         for name in (name for names in layout.values() for name in names):
-            parameters[name] = keep(name, read_tensor(name, homes[name], handles, dtype))
+            parameters[name] = keep(name, read_tensor(name, homes[name], handles, dtype, own))
     return {name: parameters[name] for name in homes}, layout
 
 
@@ -106,14 +108,25 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
 
 
 def read_tensor(
-    name: str, home: Home, files: Mapping[str, Any], dtype: np.dtype[Any] | None = None
+    name: str,
+    home: Home,
+    files: Mapping[str, Any],
+    dtype: np.dtype[Any] | None = None,
+    own: Callable[[str, Any], Any] | None = None,
 ) -> Any:
     """Return a parameter from opened files, in a dtype or in its own; or a quantized weight."""
     if home.kind is not None:
+        if own is not None:
+            cure = "load dense weights, with quantize= where they are to be"
+            raise ConfigError(f"tensor {name!r} is quantized and not divided among ranks; {cure}")
         places = {**home.parts, "weight": (home.file, home.stored)}
         state = {key: _owned(files[file].get_tensor(at)) for key, (file, at) in places.items()}
         return assembled(name, home.kind, state, home.shape, dtype)
-    return _owned(files[home.file].get_tensor(home.stored).astype(dtype or home.dtype, copy=False))
+    if own is not None:
+        read = own(name, files[home.file].get_slice(home.stored))
+    else:
+        read = files[home.file].get_tensor(home.stored)
+    return _owned(read.astype(dtype or home.dtype, copy=False))
 
 
 def _owned(array: Array) -> Array:

@@ -17,10 +17,12 @@ from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
 from ..files import absent, path_of, read_json, settle
 from ..machine import check_bytes
+from ..parallel.communicator import Communicator
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
 from .checkpoint_files import read_tensors
 from .config import Config
+from .division import Division, divided_adapter
 from .parse import parse, text_config, token_ids
 from .quantized import keeping, quantizing
 from .transformer import Transformer
@@ -33,6 +35,7 @@ def load(
     device: str | None = None,
     quantize: str | None = None,
     lora: str | PathLike[str] | None = None,
+    communicator: Communicator | None = None,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -56,6 +59,10 @@ def load(
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
         What is stored in a dtype other than the model's is read as float32.
+    communicator : Communicator, optional
+        Of ranks that divide the model among them, by heads, inner size and words; each reads its
+        part of the files alone.  All ranks make the same calls of the model, and get the numbers
+        of one device; ``save`` writes it whole.
 
     Returns
     -------
@@ -64,7 +71,8 @@ def load(
     Raises
     ------
     ConfigError
-        A file is missing, broken or at odds with config.json; the message names it and the cure.
+        A file is missing, broken or at odds with config.json; or the model does not divide among
+        the ranks.  The message names the cure.
     DeviceError
         The device is not there; the message names those that are.
     """
@@ -82,12 +90,15 @@ def load(
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
     make = None if quantize is None else quantizing("load", quantize)
+    division = None if communicator is None else Division(config, communicator)
+    own = None if division is None else division.own
     with on_device("load", device) as place:
-        parameters, layout = read_tensors(path, config, wanted, keeping(place, make))
-        model = Transformer(config, parameters, texts, layout)
-        model.folder = path
+        parameters, layout = read_tensors(path, config, wanted, keeping(place, make), own)
+        model = Transformer(division.config if division else config, parameters, texts, layout)
+        model.folder, model.division = path, division
         if lora is not None:
-            model.adapter = read_adapter(lora, config, model.table.dtype, place)
+            adapter = read_adapter(lora, config, model.table.dtype, place)
+            model.adapter = divided_adapter(adapter, division)
         return model
 
 
@@ -112,7 +123,12 @@ def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
 
 @checked
 def create(
-    config: Mapping[str, Any], *, seed: int, dtype: Any = "float32", device: str | None = None
+    config: Mapping[str, Any],
+    *,
+    seed: int,
+    dtype: Any = "float32",
+    device: str | None = None,
+    communicator: Communicator | None = None,
 ) -> Transformer:
     """Return a model with random parameters.
 
@@ -125,7 +141,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device
+    dtype, device, communicator
         As in ``load``.
 
     Returns
@@ -143,6 +159,8 @@ def create(
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
+    division = None if communicator is None else Division(parsed, communicator)
+    size //= 1 if communicator is None else communicator.size
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
@@ -157,8 +175,11 @@ def create(
                     parsed.initializer_range
                 )
                 array = array.astype(kind)
-            parameters[name] = place(array)
-        return Transformer(parsed, parameters, {"config.json": dict(text_config(config))})
+            parameters[name] = place(array if division is None else division.own(name, array))
+        here = parsed if division is None else division.config
+        model = Transformer(here, parameters, {"config.json": dict(text_config(config))})
+        model.division = division
+        return model
 
 
 @contextmanager

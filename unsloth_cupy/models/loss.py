@@ -10,12 +10,15 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..ops.linear.linear import linear
+from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
+from ..parallel.vocabulary import vocab_parallel_linear_cross_entropy
 from ..placement import full_like
 from ..training.loss_scaler import LossScaler
-from ..training.tape import Gradients, add_up
+from ..training.tape import Gradients, Tape, add_up
 from ..training.variable import Var
 from .config import Config
+from .division import Division
 
 IGNORE = -100  # the label of a token that does not count
 
@@ -62,13 +65,27 @@ def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
     return parameters["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
 
 
-def logits_of(config: Config, parameters: Mapping[str, Any], x: Array) -> Array:
-    """Return the logits of normed hidden states."""
+def logits_of(
+    config: Config, parameters: Mapping[str, Any], x: Array, division: Division | None = None
+) -> Array:
+    """Return the logits of normed hidden states, of all words."""
     logits, cap = linear(x, head_weight(config, parameters)), config.logit_softcap
+    if division is not None:
+        logits = division.comm.all_gather(logits, -1)
     if cap is None:
         return logits
     wide = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
     return (np.tanh(wide / cap) * cap).astype(logits.dtype, copy=False)
+
+
+def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Division | None) -> Any:
+    """Return the loss of every label, of normed hidden states and the weight of the head."""
+    options: dict[str, Any] = {"ignore": IGNORE, "softcap": config.logit_softcap}
+    if division is None:
+        return linear_cross_entropy(x, head, shifted, **options)
+    return vocab_parallel_linear_cross_entropy(
+        x, head, shifted, config.vocab, comm=division.comm, **options
+    )
 
 
 def loss_on_tape(
@@ -78,6 +95,7 @@ def loss_on_tape(
     shifted: Array,
     count: Any,
     scaler: LossScaler | None,
+    division: Division | None = None,
 ) -> tuple[Var, Any]:
     """Return (Var to differentiate, loss): the sum over labels by count, scaled in the Var.
 
@@ -93,11 +111,19 @@ def loss_on_tape(
     share = (np.ones_like(x.value, wide, shape=shifted.shape) / count).astype(wide)
     share = share if scaler is None else scaler.scale(share)
     inputs = {name: var.index for name, var in (("x", x), ("weight", head)) if type(var) is Var}
-    losses, dx, dweight = tape.run(
-        linear_cross_entropy_gradients,
-        [*values.values(), shifted, share],
-        {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
-    )
+    if division is None:
+        losses, dx, dweight = tape.run(
+            linear_cross_entropy_gradients,
+            [*values.values(), shifted, share],
+            {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
+        )
+    else:  # no op makes both passes there: a tape of its own does
+        own = Tape()
+        given = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
+        of_all = losses_of(config, given["x"], given["weight"], shifted, division)
+        found = own.gradients(of_all, [given[name] for name in inputs], share)
+        made = dict(zip(inputs, found, strict=True))
+        losses, dx, dweight = of_all.value, made.get("x"), made.get("weight")
     of = Var(np.zeros_like(losses, shape=()), tape)  # its place on the tape matters, not its number
     tape.note(Found(values, inputs, {"loss": of.index}, {"x": dx, "weight": dweight}))
     return of, losses.sum(dtype=np.float64) / count

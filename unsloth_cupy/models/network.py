@@ -15,8 +15,9 @@ from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
 from .block import Call, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
+from .division import Division
 from .inputs import Angles, check, places
-from .loss import logits_of
+from .loss import head_weight, logits_of
 from .other_libraries import to_torch
 
 
@@ -35,6 +36,9 @@ class Network:
     chunked_mlp : bool
         Whether ``swiglu_mlp`` is the MLPs: by chunks of rows, and once more on the way back.  Off
         at first.  Calls raise a ConfigError where an MLP has another activation, or more inside.
+    division : Division or None
+        Which part of a model this is that is divided among ranks; config and parameters are then
+        those of this rank, and all ranks make the same calls.
     """
 
     texts: Mapping[str, Mapping[str, Any]]  # files of its folder: config.json and others
@@ -43,6 +47,7 @@ class Network:
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
         self.adapter: Adapter | None = None
+        self.division: Division | None = None
         self.chunked_mlp = False
         self._turn()
 
@@ -66,6 +71,12 @@ class Network:
     def table(self) -> Array:
         """The embedding of every token: (vocab, hidden)."""
         return self.parameters["model.embed_tokens.weight"]
+
+    @property
+    def head_weight(self) -> Array:
+        """The weight of the output head: (vocab, hidden)."""
+        weight: Array = head_weight(self.config, self.parameters)
+        return weight
 
     def hidden(
         self,
@@ -93,14 +104,25 @@ class Network:
             check_chunked(self.config, self.adapter)
         here = places(Angles(self.tables, self.config.ropes), tokens, mask, held, offsets)
         tokens = tokens if offsets is None else tokens.reshape(1, -1)
-        branch = embedded(self.config, parameters, tokens)
-        if self.adapter is not None:
-            parameters = {**self.adapter.parameters, **parameters}
+        branch = embedded(self.config, parameters, tokens, self.division)
+        parameters = self.used(parameters, seed)
         call = Call(
-            self.config, parameters, *here, held, self.adapter, seed, chunked_mlp=self.chunked_mlp
-        )
+            self.config, parameters, *here, held, self.adapter, seed, self.chunked_mlp,
+            division=self.division,
+        )  # fmt: skip
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
+
+    def used(self, parameters: Mapping[str, Any], seed: int | None) -> Mapping[str, Any]:
+        """Return parameters, those of an adapter among them, as the blocks take them."""
+        if self.adapter is not None:
+            parameters = {**self.adapter.parameters, **parameters}
+        if self.division is None:
+            return parameters
+        if self.adapter is not None and self.adapter.dropout and seed is not None:
+            cure = "leave seed out"
+            raise ConfigError(f"Transformer: dropout is not divided among ranks; {cure}")
+        return self.division.used(parameters)
 
     def to_torch(self) -> Any:
         """Return a model of transformers over the same memory; nothing is copied.
@@ -108,8 +130,11 @@ class Network:
         Raises
         ------
         ConfigError
-            There is an adapter, which would be lost, or a weight is quantized.
+            There is an adapter, which would be lost; a weight is quantized, or in parts.
         """
+        if self.division is not None:
+            cure = "save(folder) writes it whole"
+            raise ConfigError(f"to_torch: the model is not whole: ranks divide it; {cure}")
         if self.adapter is not None:
             cure = "call merge_adapter() first, or set adapter = None"
             raise ConfigError(f"to_torch: the model has an adapter, which would be lost; {cure}")
@@ -121,4 +146,4 @@ class Network:
 
     def head(self, x: Array) -> Array:
         """Return the logits of normed hidden states."""
-        return logits_of(self.config, self.parameters, x)
+        return logits_of(self.config, self.parameters, x, self.division)

@@ -69,7 +69,7 @@ class Step:
     def run(self) -> Array:
         """Do the step and move on by one token: nothing is read by the host, nor sent by it."""
         model = self.model
-        branch = embedded(model.config, model.parameters, self.tokens)
+        branch = embedded(model.config, model.parameters, self.tokens, model.division)
         for slots, numbers in self.slots.items():
             self.lengths[slots] = np.minimum(self.starts + 1, slots)
             if slots in self.seen:
@@ -77,16 +77,14 @@ class Step:
                 wrapped = (self.starts - self.cache.sinks) % ring + self.cache.sinks
                 slot = np.where(self.starts < slots, self.starts, wrapped)
                 self.seen[slots] |= numbers == slot[:, None]
-        parameters = model.parameters
-        if model.adapter is not None:
-            parameters = {**model.adapter.parameters, **parameters}
         call = Call(
             model.config,
-            parameters,
+            model.used(model.parameters, None),
             self.tables,
             self.positions,
             adapter=model.adapter,
             append=self.append,
+            division=model.division,
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]

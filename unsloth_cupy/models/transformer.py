@@ -15,15 +15,15 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
-from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
 from . import generate as generation
-from .adapter import create_adapter
+from .adapter import Adapter, create_adapter
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
-from .loss import IGNORE, count_labels, head_weight, loss_on_tape, next_labels
+from .division import divided_adapter, whole_parameters
+from .loss import count_labels, loss_on_tape, losses_of, next_labels
 from .network import Network
 from .other_libraries import from_any_library
 from .quantized_weights import saved_config, trainable
@@ -34,8 +34,6 @@ class Transformer(Network):
 
     Attributes
     ----------
-    config : Config
-        The block, as facts.
     parameters : dict of str to array or quantized weight
         Replace or change them in place: every call reads them anew.
     adapter : Adapter or None
@@ -73,7 +71,9 @@ class Transformer(Network):
                 "add_adapter: the model has an adapter, which a new one would replace; call"
                 " merge_adapter() to keep what it learned, or set adapter = None to let it go"
             )
-        self.adapter = create_adapter(self.config, self.parameters, rank=rank, **options)
+        whole = self.config if self.division is None else self.division.whole
+        adapter = create_adapter(whole, self.parameters, rank=rank, **options)
+        self.adapter = divided_adapter(adapter, self.division)
 
     def merge_adapter(self, *, requantize: bool = False) -> None:
         """Make the adapter part of the weights, which are new arrays, and let it go.
@@ -155,10 +155,9 @@ class Transformer(Network):
         loss : float64 scalar
             0 where no label counts.
         """
-        x = self.hidden(self.parameters, tokens, mask, offsets=offsets)
-        shifted, cap = next_labels(tokens, labels, offsets), self.config.logit_softcap
-        head = head_weight(self.config, self.parameters)
-        losses = linear_cross_entropy(x, head, shifted, ignore=IGNORE, softcap=cap)
+        x, head = self.hidden(self.parameters, tokens, mask, offsets=offsets), self.head_weight
+        shifted = next_labels(tokens, labels, offsets)
+        losses = losses_of(self.config, x, head, shifted, self.division)
         return losses.sum(dtype=np.float64) / count_labels(shifted)
 
     @from_any_library
@@ -191,7 +190,7 @@ class Transformer(Network):
             x = self.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets)
             shifted = next_labels(tokens, labels, offsets)
             by = count_labels(shifted) if count is None else count
-            of, loss = loss_on_tape(self.config, parameters, x, shifted, by, scaler)
+            of, loss = loss_on_tape(self.config, parameters, x, shifted, by, scaler, self.division)
             gradients = tape.gradients(of, [*watched.values()], release=True)
         return loss, dict(zip(watched, gradients, strict=True))
 
@@ -288,12 +287,13 @@ class Transformer(Network):
                 " writes the adapter, and merge_adapter() before save makes it part of the base",
                 stacklevel=2,
             )
-        config = saved_config(self.texts["config.json"], self.parameters, self.table.dtype.name)
-        texts = {**self.texts, "config.json": config}
-        write_folder(folder, texts, self.parameters, self.layout)
+        for parameters in whole_parameters(self.parameters, self.division):
+            config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
+            write_folder(folder, {**self.texts, "config.json": config}, parameters, self.layout)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Write the adapter alone, as peft does; ``load(base, lora=folder)`` reads it."""
         if self.adapter is None:
             raise ConfigError("save_adapter: there is none; call add_adapter(rank) first")
-        self.adapter.save(folder)
+        for parameters in whole_parameters(self.adapter.parameters, self.division):
+            Adapter(self.adapter.settings, parameters).save(folder)

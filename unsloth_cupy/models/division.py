@@ -1,0 +1,243 @@
+"""Which part of each parameter a rank holds, where a model is divided among ranks.
+
+Projections into heads and into the inner size are divided by columns, those out of them by rows,
+embedding and head by words.  (Shoeybi et al., Megatron-LM, 2019.)
+
+    q_proj, k_proj, v_proj, gate_proj, up_proj      the rows of the weight, and the bias
+    o_proj, down_proj                               the columns of the weight
+    embed_tokens, lm_head                           words
+
+Heads must divide by the ranks.  Where ranks are more than the heads of keys and values, several
+ranks hold the same ones; inner size and vocabulary are divided as evenly as can be.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import Array, Stored
+from ..errors import ConfigError
+from ..ops.elements.arithmetic import scale
+from ..parallel.communicator import Communicator, along, part
+from ..parallel.partial import divided_rms_norm, summed_back
+from ..parallel.tensor import all_reduce
+from ..placement import to_numpy
+from .adapter import DOWN, MAGNITUDE, UP, Adapter
+from .config import Config
+
+INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
+Cut = tuple[int, list[slice]]  # an axis, and what lies end to end on it
+
+
+class Division:
+    """A model divided among the ranks of a communicator, by heads, inner size and words.
+
+    Attributes
+    ----------
+    whole : Config
+        Of the model.
+    config : Config
+        Of what this rank computes: its heads, its part of the inner size, and the whole vocabulary.
+    comm : Communicator
+        The ranks that share the model.
+    copies : Communicator or None
+        The ranks that hold the same heads of keys and values; None where it is this one alone.
+
+    Raises
+    ------
+    ConfigError
+        Heads do not divide by the ranks, or a part of something would be empty.
+    """
+
+    def __init__(self, config: Config, comm: Communicator) -> None:
+        self.whole, self.comm, ranks = config, comm, comm.size
+        check_divides(config, ranks)
+        self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
+        inner = part(config.inner, comm)
+        self.config = replace(
+            config,
+            heads=config.heads // ranks,
+            kv_heads=max(1, config.kv_heads // ranks),
+            inner=inner.stop - inner.start,
+        )
+        self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
+        self.shapes = config.shapes()
+
+    def cut(self, name: str, rank: int | None = None) -> Cut | None:
+        """Return where a rank's part of a parameter lies; None for what each holds whole."""
+        module, kind = _split(name)
+        rank = self.comm.rank if rank is None else rank
+        if module in INPUTS:
+            inputs = "q_proj" if module == "o_proj" else "up_proj"
+            return (1, self._ranges(inputs, rank)) if kind in ("weight", DOWN) else None
+        if kind == DOWN or not (found := self._ranges(module, rank)):
+            return None
+        return 0, found
+
+    def _ranges(self, module: str, rank: int) -> list[slice]:
+        """Return which outputs of a layer, or columns of a norm, a rank holds."""
+        whole, ranks = self.whole, self.comm.size
+        queries, keys = whole.heads * whole.dim, whole.kv_heads * whole.dim
+        each = queries // ranks
+        q = slice(rank * each, (rank + 1) * each)
+        first = rank // self.times * (keys * self.times // ranks)
+        k = slice(first, first + keys * self.times // ranks)
+        inner = part(whole.inner, self.comm, rank)
+        words = part(whole.vocab, self.comm, rank)
+        known = {"q_proj": [q], "attn_sub_norm": [q], "k_proj": [k], "v_proj": [k]}
+        known |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}
+        known |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
+        known |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
+        known |= {name: [words] for name in ("embed_tokens", "lm_head")}
+        if whole.query_key_norm == "projection":
+            known |= {"q_norm": [q], "k_norm": [k]}
+        return known.get(module, [])
+
+    def own(self, name: str, array: Any) -> Any:
+        """Return this rank's part of a parameter, of which ``array`` may be an unread slice."""
+        found = self.cut(name)
+        if found is None:
+            return array[:] if not hasattr(array, "shape") else array
+        axis, ranges = found
+        parts = [array[along(axis, where)] for where in ranges]
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
+
+    def gathered(self, name: str, own: Array) -> Array:
+        """Return a whole parameter; all ranks call it."""
+        found = self.cut(name)
+        if found is None:
+            return own
+        axis, _ = found
+        cuts = [self.cut(name, rank) for rank in range(self.comm.size)]
+        places = [where for cut in cuts if cut for where in cut[1]]
+        every, start = self.comm.all_gather(own, axis), 0
+        size = max(where.stop for where in places)
+        whole = np.empty_like(own, shape=(*own.shape[:axis], size, *own.shape[axis + 1 :]))
+        for where in places:
+            stop = start + where.stop - where.start
+            whole[along(axis, where)] = every[along(axis, slice(start, stop))]
+            start = stop
+        return whole
+
+    def used(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parameters as a forward pass takes them: their gradients are then whole."""
+        return {name: self._used(name, value) for name, value in parameters.items()}
+
+    def _used(self, name: str, value: Any) -> Any:
+        module, kind = _split(name)
+        if module in INPUTS:
+            if kind == "bias":  # each rank adds its share, before the sum over ranks
+                return scale(summed_back(value, self.comm), factor=1 / self.comm.size)
+            return summed_back(value, self.comm) if kind == UP else value
+        heads = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
+        if heads or kind == DOWN:
+            return summed_back(value, self.comm)
+        if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
+            return summed_back(value, self.copies)
+        if self.copies is not None and module == "qkv_proj":
+            rows = slice(self.config.heads * self.config.dim, None)
+            return summed_back(value, self.copies, rows)
+        return value
+
+    def shares(self, name: str) -> list[tuple[slice, float]]:
+        """Return what each row of a parameter counts here: 1 by how many ranks hold the same."""
+        if self.cut(name) is None:
+            return [(slice(None), 1 / self.comm.size)]
+        if _split(name)[0] == "qkv_proj":
+            queries = self.config.heads * self.config.dim
+            return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]
+        copied = _split(name)[0] in ("k_proj", "v_proj", "k_norm")
+        return [(slice(None), 1 / self.times if copied else 1.0)]
+
+    def norm(self, name: str, x: Any, weight: Any) -> Any:
+        """Return a norm over heads or the inner size, which are divided among ranks."""
+        return divided_rms_norm(
+            x,
+            weight,
+            self.shapes[name][0],
+            comm=self.comm,
+            eps=self.config.eps,
+            offset=self.config.norm_offset,
+            copies=self.times if _split(name)[0] == "k_norm" else 1,
+        )
+
+
+def entered(division: Division | None, x: Any) -> Any:
+    """Return what a branch begins with, which ranks use each in another way."""
+    return x if division is None else summed_back(x, division.comm)
+
+
+def joined(division: Division | None, branch: Any) -> Any:
+    """Return the end of a branch, of which each rank has made its part."""
+    return branch if division is None else all_reduce(branch, division.comm)
+
+
+def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
+    """Return this rank's part of an adapter."""
+    if division is None:
+        return adapter
+    if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
+        problem = "the norms of DoRA are over whole rows, and are not divided among ranks"
+        raise ConfigError(f"Division: {problem}; use LoRA")
+    own = {name: division.own(name, array) for name, array in adapter.parameters.items()}
+    return Adapter(adapter.settings, own)
+
+
+def whole_parameters(
+    parameters: Mapping[str, Any], division: Division | None
+) -> Iterator[dict[str, Any]]:
+    """Yield whole parameters once, gathered by all ranks, to rank 0 alone.
+
+    All ranks go on together, when what rank 0 writes is there.
+    """
+    if division is None:
+        yield dict(parameters)
+        return
+    frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
+    if frozen is not None:
+        cure = "save_adapter(folder) writes what was learned"
+        raise ConfigError(f"save: parts of {frozen} are quantized, and not a whole weight; {cure}")
+    first = division.comm.rank == 0
+    whole: dict[str, Any] = {}
+    for name, array in parameters.items():
+        gathered = division.gathered(name, array)
+        if first:
+            whole[name] = to_numpy(gathered)
+    if first:
+        yield whole
+    division.comm.barrier()
+
+
+def check_divides(config: Config, ranks: int) -> None:
+    """Raise a ConfigError unless a model can be divided among so many ranks."""
+    heads, kv_heads = config.heads, config.kv_heads
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and _either(kv_heads, n)]
+    if ranks not in fits:
+        listed = ", ".join(map(str, fits))
+        problem = f"{heads} heads, with {kv_heads} of keys, are not a multiple of {ranks} ranks"
+        raise ConfigError(f"Division: {problem}; divide the model among {listed}")
+    for name, size in (("inner size", config.inner), ("vocabulary", config.vocab)):
+        if size < ranks:
+            problem = f"the {name} of {size} is not enough for {ranks} ranks"
+            raise ConfigError(f"Division: {problem}; use at most {size}")
+    if config.bit_layers and ranks > 1:
+        problem = "layers that are rounded at every call are not divided"
+        raise ConfigError(f"Division: {problem}; train such a model in one process")
+
+
+def _either(kv_heads: int, ranks: int) -> bool:
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def _moved(where: slice, by: int) -> slice:
+    return slice(where.start + by, where.stop + by)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the layer or norm that a parameter is of, and which one it is there."""
+    for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
+        if name.endswith(f".{kind}"):
+            return name.removesuffix(f".{kind}").rpartition(".")[2], kind
+    return name, ""

@@ -191,6 +191,30 @@ def test_masks_are_not_queries_by_keys(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("first", "tokens", "local_size"), [(0, 5, None), (3, 1, None), (2, 3, 2)])
+def test_masks_are_the_same_by_the_positions_of_older_versions(
+    monkeypatch, first, tokens, local_size
+):
+    from unsloth_cupy.interop.huggingface import _attention
+
+    def asked(*given, **options):
+        return given, {name: str(value) for name, value in options.items()}
+
+    monkeypatch.setattr(_attention, "sdpa_mask", asked)
+    seen = torch.ones(2, 5, dtype=torch.bool)
+    same = {"kv_length": 5, "attention_mask": seen, "local_size": local_size}
+    now = _attention.mask(2, tokens, q_offset=torch.tensor(first), device="meta", **same)
+    then = _attention.mask(2, cache_position=torch.arange(first, first + tokens), **same)
+    if isinstance(now, torch.Tensor):
+        assert torch.equal(now, then)
+        assert now.shape == (2, first + tokens)
+    else:
+        for name, value in (("q_length", tokens), ("q_offset", first), ("device", "meta")):
+            assert now[1].pop(name) == str(value)
+        assert then[1].pop("cache_position") == str(torch.arange(first, first + tokens))
+        assert then == now
+
+
 def test_warnings_stay_away():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

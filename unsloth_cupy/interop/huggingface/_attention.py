@@ -63,12 +63,17 @@ def _whole(seen: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
+    batch_size: int, q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: Any = 0,
     mask_function: Any = causal_mask_function, attention_mask: Any = None,
     local_size: int | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False,
-    device: Any = "cpu", config: Any = None, **options: Any,
+    device: Any = "cpu", config: Any = None, cache_position: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Return what layers must know of a mask."""
+    queries = {"q_length": q_length, "q_offset": q_offset, "device": device}
+    if cache_position is not None:  # transformers before 5.5
+        queries = {"cache_position": cache_position}
+        q_length, q_offset = len(cache_position), cache_position[0]
+        device = cache_position.device
     window = getattr(config, "sliding_window", None)
     end = _end(q_offset, q_length) if allow_is_causal_skip else None
     # All texts lie in the first chunk, where a mask is one of chunks.
@@ -83,9 +88,9 @@ def mask(
         made = _starts(mask_function, batch_size, q_length, device)
     else:
         made = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
+            batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
-            use_vmap=use_vmap, device=device, **options,
+            use_vmap=use_vmap, **queries, **options,
         )  # fmt: skip
     if notes is not None:
         notes.append(("mask", made, window if local_size == window else None))

@@ -2,10 +2,10 @@
 
 from unsloth_cupy.parallel import MpiCommunicator
 
-from . import collectives, layers, ring
+from . import collectives, layers, ring, training
 
 if __name__ == "__main__":
     for checked in (False, True):
         collectives.all_checks(MpiCommunicator(timeout=60, checked=checked))
-    for room in (layers, ring):
+    for room in (layers, ring, training):
         room.all_checks(MpiCommunicator(timeout=60, checked=True))

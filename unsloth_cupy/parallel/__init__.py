@@ -3,6 +3,7 @@
 from .communicator import Communicator as Communicator
 from .communicator import SingleCommunicator as SingleCommunicator
 from .communicator import part as part
+from .data import DataParallel as DataParallel
 from .grid import Grid as Grid
 from .grid import grid as grid
 from .mpi import MpiCommunicator as MpiCommunicator
@@ -19,3 +20,4 @@ from .tensor import shard as shard
 from .vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .vocabulary import vocab_parallel_embedding as vocab_parallel_embedding
 from .vocabulary import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+from .zero import Zero1 as Zero1

@@ -6,6 +6,7 @@ rank that did not come is known by its number.
 
 import sys
 import time
+import traceback
 from typing import Any
 
 import numpy as np
@@ -142,10 +143,11 @@ def _end_all_on_error(mpi: Any) -> None:
         return
 
     def hook(*error: Any) -> None:
-        try:
-            print(f"rank {mpi.COMM_WORLD.Get_rank()} failed:", file=sys.stderr)
-            before(*error)
-            sys.stderr.flush()
+        rank, lines = mpi.COMM_WORLD.Get_rank(), traceback.format_exception(*error)
+        try:  # at once, and what matters first: another rank may end this one
+            print(f"rank {rank} failed: {lines[-1]}{''.join(lines)}", file=sys.stderr, flush=True)
+            if before is not sys.__excepthook__:
+                before(*error)
         finally:
             mpi.COMM_WORLD.Abort(1)
 

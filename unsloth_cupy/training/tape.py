@@ -26,6 +26,8 @@ Gradients = dict[int, Any]  # by the index of a Var
 watch_memory: Callable[[str], None] | None = None  # told of every op when it has returned
 Watch = Callable[[Any, Sequence[Any], Any], None]  # (op, values, result)
 watch_results: ContextVar[Watch | None] = ContextVar("watch_results", default=None)  # of a thread
+Take = Callable[[Any, Any], Any]  # (value of a Var, its gradient): what is returned in its place
+take_gradients: ContextVar[Take | None] = ContextVar("take_gradients", default=None)  # of a thread
 
 
 class Entry(NamedTuple):
@@ -134,6 +136,8 @@ class Tape:
         shared = {_owner(a) for a in (seed, *values) if hasattr(a, "__dlpack__")}
         del values
         grads: Gradients = {of.index: seed}
+        if take := take_gradients.get():
+            return self._taken(grads, wrt, release, take)
         self.walk_back(grads, {var.index for var in wrt}, release)
         found = []
         for var in wrt:
@@ -146,8 +150,38 @@ class Tape:
             found.append(grad)
         return found
 
-    def walk_back(self, grads: Gradients, kept: Collection[int], release: bool = True) -> None:
-        """Take gradients of results back to the Vars that are kept, and only to those."""
+    def _taken(self, grads: Gradients, wrt: list[Var], release: bool, take: Take) -> list[Any]:
+        """Return what ``take`` returns of each gradient, which it is told once it is whole."""
+        last: dict[
+            int, list[Var]
+        ] = {}  # by the entry behind which nothing is added, on the way back
+        for var in {var.index: var for var in wrt}.values():
+            uses = (n for n, entry in enumerate(self.entries) if var.index in entry.inputs.values())
+            last.setdefault(next(uses, 0), []).append(var)
+        found = dict[int, Any]()
+
+        def done(place: int) -> None:
+            for var in last.get(place, ()):
+                grad = grads.pop(var.index, None)
+                grad = full_like(var.value, 0) if grad is None else grad
+                found[var.index] = take(var.value, grad)
+
+        if not self.entries:
+            done(0)
+        self.walk_back(grads, {var.index for var in wrt}, release, done)
+        return [found[var.index] for var in wrt]
+
+    def walk_back(
+        self,
+        grads: Gradients,
+        kept: Collection[int],
+        release: bool = True,
+        done: Callable[[int], None] = lambda place: None,
+    ) -> None:
+        """Take gradients of results back to the Vars that are kept, and only to those.
+
+        ``done`` is told of each entry behind it, by its place.
+        """
         wanted = set(kept)  # and what lies on the way there: no other gradient is computed
         for entry in self.entries:
             if not wanted.isdisjoint(entry.inputs.values()):
@@ -162,6 +196,7 @@ class Tape:
             inputs = {name: i for name, i in entry.inputs.items() if i in wanted}
             if inputs and any(grad is not None for grad in take.values()):
                 entry.add_back(take, inputs, grads)
+            done(len(entries))
 
     def record(self, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run op on the values of Vars and arrays, and record the call."""

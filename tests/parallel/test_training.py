@@ -1,0 +1,76 @@
+"""Training on many devices, in one process: all checks, and what is refused."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import AdamW, Tape, linear
+from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1
+from unsloth_cupy.parallel.zero import divided
+from unsloth_cupy.training.tape import take_gradients
+
+from .training import all_checks, new_model
+
+COMM = SingleCommunicator()
+
+
+def test_a_process_alone_has_it() -> None:
+    all_checks(COMM)
+
+
+def test_gradients_are_told_when_nothing_is_added_any_more() -> None:
+    """The last layer's first; one that is used twice after its first use; one that is not, too."""
+    rng = np.random.default_rng(0)
+    weights = {n: rng.standard_normal((3, 3)).astype(np.float32) for n in ("a", "b", "c", "d")}
+    x = rng.standard_normal((2, 3)).astype(np.float32)
+    told: list[tuple[str, np.ndarray]] = []
+
+    def run() -> list[np.ndarray]:
+        tape = Tape()
+        a, b, c, d = (tape.watch(array) for array in weights.values())
+        y = linear(linear(linear(linear(x, a), b), a), c)
+        return tape.gradients(y, [a, b, c, d], np.ones_like(y.value))
+
+    wanted = run()
+    names = {id(array): name for name, array in weights.items()}
+    token = take_gradients.set(lambda value, grad: told.append((names[id(value)], grad.copy())))
+    try:
+        assert run() == [None] * 4
+    finally:
+        take_gradients.reset(token)
+    order = [name for name, _ in told]
+    assert order.index("c") < order.index("b") < order.index("a")
+    for name, one in zip(weights, wanted, strict=True):
+        np.testing.assert_array_equal(dict(told)[name], one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
+def test_pieces_cover_all_and_are_not_small(ranks: int) -> None:
+    sizes = {"a": 100_000, "b": 0, "c": 17, "d": 4096 * 3 + 1, "e": 50_000}
+    pieces = divided(sizes, ranks)
+    for name, size in sizes.items():
+        parts = [piece.where for rank in pieces for piece in rank if piece.name == name]
+        assert [i for each in parts for i in range(each.start, each.stop)] == [*range(size)]
+        assert all(each.stop - each.start >= min(size, 4096) for each in parts)
+        assert all(each.start % 4096 == 0 for each in parts)
+    most = max(sum(p.where.stop - p.where.start for p in rank) for rank in pieces)
+    assert most <= sum(sizes.values()) / ranks + 2 * 4096
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model = new_model("dense")
+    with pytest.raises(ConfigError, match="is not a size"):
+        DataParallel(model, COMM, bucket_bytes=0)
+    square = np.ones((4, 4), np.float32)
+    with pytest.raises(ConfigError, match="does not lie in C order"):
+        Zero1(AdamW({"w": square.T}), COMM)
+    zero = Zero1(AdamW({"w": square}), COMM)
+    with pytest.raises(ConfigError, match=r"names differ in \['v', 'w'\]"):
+        zero.step({"v": square})
+    with pytest.raises(ShapeError, match=r"has shape \(16,\); it must be \(4, 4\)"):
+        zero.step({"w": square.reshape(-1)})
+    state = zero.state()
+    with pytest.raises(ConfigError, match="names differ"):
+        zero.load_state({name: state[name] for name in ("steps", "mean.w")})
+    with pytest.raises(ShapeError, match=r"mean\.w has shape \(5, 4\)"):
+        zero.load_state(state | {"mean.w": np.ones((5, 4), np.float32)})

@@ -1,0 +1,154 @@
+"""Training with a batch in parts equals that of one device, in 1e-5; ZeRO equals AdamW in bits."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from unsloth_cupy import AdamW, clip_gradients, models
+from unsloth_cupy.parallel import (
+    Communicator,
+    DataParallel,
+    SingleCommunicator,
+    Zero1,
+    part,
+)
+
+from .ranks import close
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+ROWS, TOKENS, STEPS = 8, 6, {"dense": 20, "lora": 4}
+
+
+def new_model(kind: str) -> Any:
+    """Return the same model in every rank: whole, or with an adapter on 4-bit weights."""
+    model = models.create(CONFIG, seed=1, dtype="float32")
+    if kind == "lora":
+        models.quantize(model, "nf4")
+        model.add_adapter(4, seed=2)
+        for array in model.trainable.values():  # else the first gradients of one half are zeros
+            array[...] = 0.02 * np.random.default_rng(3).standard_normal(array.shape)
+    return model
+
+
+def batches(steps: int = 1) -> Any:
+    """Yield the tokens of each step, and labels of which ranks have different numbers."""
+    rng = np.random.default_rng(4)
+    for _ in range(steps):
+        tokens = rng.integers(0, CONFIG["vocab_size"], (ROWS, TOKENS))
+        labels = np.where(rng.random(tokens.shape) < 0.3, -100, tokens)
+        labels[0] = -100
+        yield tokens, labels
+
+
+def parts_equal_the_whole(comm: Communicator) -> None:
+    """Losses, all gradients of a step, and parameters after 20 steps."""
+    for kind, steps in STEPS.items():
+        whole, divided = new_model(kind), new_model(kind)
+        if comm.rank:
+            for array in divided.trainable.values():
+                array[...] = 7  # those of rank 0 count
+        many = DataParallel(divided, comm)
+        # eps above what sums in another order differ by, which Adam would make as large as lr
+        options: Any = {"lr": 3e-3, "eps": 1e-3}
+        one, alike = AdamW(whole.trainable, **options), AdamW(divided.trainable, **options)
+        other = Zero1(alike, comm)
+        own = part(ROWS, comm)
+        for step, (tokens, labels) in enumerate(batches(steps)):
+            wanted, grads = whole.loss_and_gradients(tokens, labels)
+            found, sums = many.loss_and_gradients(tokens[own], labels[own])
+            close(found, wanted)
+            assert [*sums] == [*grads]
+            if step == 0:
+                for name in grads:
+                    close(sums[name], grads[name])
+            one.step(grads)
+            other.step(sums)
+        for name in whole.trainable:
+            close(divided.trainable[name], whole.trainable[name], 1e-5)
+
+
+def buckets_have_equal_bits(comm: Communicator) -> None:
+    """For any size; also in 16 bits, where several texts share rows, and of sums of gradients."""
+    model = models.create(CONFIG, seed=1, dtype="bfloat16")
+    tokens, labels = next(batches())
+    own = part(ROWS, comm)
+    offsets = np.array([0, 5, 5, len(tokens[own]) * TOKENS])
+    found = []
+    for size in (1, 9000, 2**25):
+        many = DataParallel(model, comm, bucket_bytes=size)
+        found.append(many.loss_and_gradients(tokens[own], labels[own], offsets=offsets)[1])
+    _, alone = model.loss_and_gradients(
+        tokens[own], labels[own], offsets=offsets, count=counted_in_all(labels, offsets, comm)
+    )
+    found.append(many.sums(alone))
+    for other in found[1:]:
+        for name, wanted in found[0].items():
+            np.testing.assert_array_equal(other[name], wanted, strict=True)
+
+
+def counted_in_all(labels: Any, offsets: Any, comm: Communicator) -> int:
+    """Return how many labels of all ranks are predicted, one after the other."""
+    total = 0
+    for rank in range(comm.size):
+        flat = labels[part(ROWS, comm, rank)].reshape(-1)
+        starts = {0, 5, len(flat)}
+        total += sum(flat[i] != -100 for i in range(len(flat)) if i not in starts)
+    return total
+
+
+def zero_equals_adamw(comm: Communicator) -> None:
+    """With the same gradients, in bits: 32-bit and 8-bit averages, masters, and a restart."""
+    rng = np.random.default_rng(5)
+    shapes = {"a": (130, 70), "norm": (70,), "b": (3, 5000), "c": (4099,), "last": (1,)}
+    whole = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    for bits, masters in ((32, False), (8, True)):
+        steps = [{n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}] * 3
+        one, other = (
+            AdamW({n: a.copy() for n, a in whole.items()}, state_bits=bits) for _ in range(2)
+        )
+        names = [name for name in shapes if name != "norm"] if masters else []
+        copies = [{n: np.empty(shapes[n], ml_dtypes.bfloat16) for n in names} for _ in range(2)]
+        for optimizer, copy in zip((one, other), copies, strict=True):
+            optimizer.keep_copies(copy)
+            optimizer.step(steps[0])  # Zero1 goes on from there
+        live = dict(other.parameters) | copies[1]
+        zero = Zero1(other, comm)
+        held = sum(t.mean.size for t in zero.inner.tensors.values())
+        assert held <= sum(a.size for a in whole.values()) / comm.size + 2 * 4096
+        for grads in steps:
+            clip_gradients(grads, 1.0)
+            for optimizer in (one, zero):
+                optimizer.step(grads, 0.01, factor=0.5)
+        zero.step(steps[0], finite=False)
+        assert zero.steps == one.steps == 4
+        same(live, one.parameters | copies[0])
+        same(zero.masters(), one.parameters)
+        same(zero.state(), one.state())
+        again = Zero1(AdamW(zero.masters(), state_bits=bits), SingleCommunicator())
+        again.load_state(zero.state())
+        again.step(steps[1])
+        one.step(steps[1])
+        same(again.masters(), one.parameters)
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+def all_checks(comm: Communicator) -> None:
+    for check in (parts_equal_the_whole, buckets_have_equal_bits, zero_equals_adamw):
+        check(comm)

@@ -1,0 +1,259 @@
+"""An optimizer whose states are divided among ranks: each changes its part of the parameters.
+
+    bytes of states in a rank = bytes of all states / ranks
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.arrays import empty
+from ..errors import ConfigError, ShapeError
+from ..ops.common.dynamic_codes import BLOCK
+from ..training.gradients import check_mapping
+from ..training.optimizer import SMALL, AdamW
+from .communicator import Communicator
+from .exchanges import raw
+
+STATES = ("mean", "square", "mean_scale", "square_scale")
+CHUNK_BYTES = 32 * 2**20  # of parameters that a rank passes on at once
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter in C order that one rank changes."""
+
+    name: str
+    where: slice
+
+
+class Zero1:
+    """``AdamW`` whose averages, and masters, are divided among ranks.
+
+    Parameters are equal in all ranks after a step, and to those of one device where gradients
+    are: averages of 8 bits too, whose blocks no part cuts.  What ``state`` returns does not
+    depend on the number of ranks.
+
+    Parameters
+    ----------
+    optimizer : AdamW
+        It is taken over, with the steps that it made: call this one from now on.  Where it keeps
+        copies, this rank keeps its part of the masters alone.
+    comm : Communicator
+        Of ranks that have equal parameters.
+
+    Raises
+    ------
+    ConfigError
+        A parameter does not lie in C order.
+    """
+
+    def __init__(self, optimizer: AdamW, comm: Communicator) -> None:
+        self.comm = comm
+        tensors = optimizer.tensors
+        for name, tensor in tensors.items():
+            if not tensor.parameter.flags.c_contiguous:
+                cure = "pass AdamW a copy of it"
+                raise ConfigError(f"Zero1: {name} does not lie in C order; {cure}")
+        self.shapes = {name: tensor.parameter.shape for name, tensor in tensors.items()}
+        sizes = {name: tensor.parameter.size for name, tensor in tensors.items()}
+        self.pieces = divided(sizes, comm.size)
+        self.narrow = {name for name, tensor in tensors.items() if tensor.mean_scale is not None}
+        self.dtypes = {name: tensor.parameter.dtype for name, tensor in tensors.items()}
+        self.live = {n: t.parameter if t.copy is None else t.copy for n, t in tensors.items()}
+        own = self.pieces[comm.rank]
+        self.inner = AdamW(
+            {p.name: self._master(tensors[p.name], p.where) for p in own},
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            state_bits=8 if self.narrow else 32,
+        )
+        copies = [piece for piece in own if tensors[piece.name].copy is not None]
+        if copies:
+            self.inner.keep_copies({p.name: self._part(self.live[p.name], p.where) for p in copies})
+        self.load_state(optimizer.state())
+        optimizer.tensors, optimizer.launcher = {}, None
+        optimizer.parameters = {}
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made and not skipped; reading it waits for a GPU."""
+        return self.inner.steps
+
+    def step(
+        self,
+        gradients: Mapping[str, Any],
+        lr: float | None = None,
+        *,
+        finite: Any = True,
+        factor: Any = 1.0,
+    ) -> None:
+        """Change the parameters of all ranks, as ``AdamW.step`` does.
+
+        Parameters
+        ----------
+        gradients : {name: array}
+            Of all parameters, summed over ranks: what ``DataParallel`` returns.
+        lr, finite, factor
+            As in ``AdamW.step``, alike in all ranks.
+
+        Raises
+        ------
+        ConfigError, ShapeError, DTypeError, FrameworkError
+            As ``AdamW.step`` raises.  Nothing has changed then.
+        """
+        check_mapping("Zero1.step", gradients)
+        if gradients.keys() != self.shapes.keys():
+            missing = sorted(self.shapes.keys() ^ gradients.keys())
+            cure = "pass one gradient for every parameter, by its name"
+            raise ConfigError(f"Zero1.step: names differ in {missing}; {cure}")
+        for name, shape in self.shapes.items():
+            _check(f"Zero1.step: gradient of {name}", gradients[name], shape)
+        own = self.pieces[self.comm.rank]
+        parts = {piece.name: self._part(gradients[piece.name], piece.where) for piece in own}
+        self.inner.step(parts, lr, finite=finite, factor=factor)
+        self._pass_on()
+
+    def masters(self) -> dict[str, Any]:
+        """Return all parameters in the precision that steps have: new arrays, alike in all ranks.
+
+        A checkpoint keeps them beside ``state``.
+        """
+        return {name: self._whole(name, self.inner.parameters) for name in self.shapes}
+
+    def state(self) -> dict[str, Any]:
+        """Return what ``AdamW.state`` returns in one process: whole arrays, alike in all ranks."""
+        found = {"steps": np.array(self.steps)}
+        for field in STATES:
+            for name in self.shapes:
+                if not field.endswith("scale") or name in self.narrow:
+                    found[f"{field}.{name}"] = self._whole(name, self._states(field), field)
+        return found
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken, by any number of ranks, or by an ``AdamW``.
+
+        Raises
+        ------
+        ConfigError
+            A name is missing or unknown.
+        ShapeError, DTypeError, FrameworkError
+            An array does not fit its parameter.  Nothing has changed then.
+        """
+        check_mapping("Zero1.load_state", state)
+        narrow = {f"{f}.{n}" for f in STATES for n in self.narrow}
+        names = {f"{f}.{n}" for f in STATES[:2] for n in self.shapes} | narrow | {"steps"}
+        if state.keys() != names:
+            different = sorted(state.keys() ^ names)
+            cure = "pass what state() returned for the same parameters"
+            raise ConfigError(f"Zero1.load_state: names differ in {different}; {cure}")
+        for name, shape in self.shapes.items():
+            for field in STATES[:2]:
+                _check(f"Zero1.load_state: {field}.{name}", state[f"{field}.{name}"], shape)
+        own = {"steps": state["steps"]}
+        for piece in self.pieces[self.comm.rank]:
+            for field in STATES:
+                key = f"{field}.{piece.name}"
+                if key in state:
+                    own[key] = self._part(state[key], _scaled(field, piece.where))
+        self.inner.load_state(own)
+
+    def _master(self, tensor: Any, where: slice) -> Any:
+        """Return a part of what steps change: an array of its own where the model has a copy."""
+        part = self._part(tensor.parameter, where)
+        return part if tensor.copy is None else part.copy()
+
+    def _part(self, array: Any, where: slice) -> Any:
+        return array.reshape(-1)[where]
+
+    def _states(self, field: str) -> dict[str, Any]:
+        return {name: getattr(tensor, field) for name, tensor in self.inner.tensors.items()}
+
+    def _whole(self, name: str, own: Mapping[str, Any], field: str = "") -> Any:
+        """Return an array of which each rank has a part."""
+        part = own.get(name)
+        if part is None:
+            part = self._nothing(name, field)
+        whole = self.comm.all_gather(part)
+        return whole if field.endswith("scale") else whole.reshape(self.shapes[name])
+
+    def _nothing(self, name: str, field: str) -> Any:
+        """Return the part of a rank that has none, in the dtype of the others'."""
+        dtype = self.dtypes[name]
+        if field:
+            codes = name in self.narrow and not field.endswith("scale")
+            dtype = np.dtype(np.uint8) if codes else np.promote_types(dtype, np.float32)
+        return empty((0,), dtype, self.live[name])
+
+    def _pass_on(self) -> None:
+        """Write what each rank has changed to the parameters of all."""
+        chunks = [[*chunked(pieces, self.live)] for pieces in self.pieces]
+        for turn in range(max(map(len, chunks))):
+            now = [chunk[turn] if turn < len(chunk) else [] for chunk in chunks]
+            like = next(iter(self.live.values()))
+            parts = [raw(self._part(self.live[p.name], p.where)) for p in now[self.comm.rank]]
+            whole = self.comm.all_gather(np.concatenate([empty((0,), np.uint8, like), *parts]))
+            start = 0
+            for piece in (piece for chunk in now for piece in chunk):
+                part = raw(self._part(self.live[piece.name], piece.where))
+                part[...] = whole[start : start + part.size]
+                start += part.size
+
+
+def divided(sizes: Mapping[str, int], ranks: int) -> list[list[Piece]]:
+    """Return the pieces of each rank: as many elements in each as cuts allow.
+
+    A parameter is cut at multiples of SMALL elements, and no piece of one of that size is smaller,
+    so that a piece has averages of as many bits, and in the same blocks, as the whole has.
+    """
+    total = max(1, sum(sizes.values()))
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    before = 0
+    for name, size in sizes.items():
+        cuts = [*range(0, max(1, size - SMALL + 1), SMALL), size]
+        for start, stop in pairwise(cuts):
+            owner = min(ranks - 1, (2 * before + stop - start) * ranks // (2 * total))
+            before += stop - start
+            mine = pieces[owner]
+            if mine and mine[-1].name == name:
+                mine[-1] = Piece(name, slice(mine[-1].where.start, stop))
+            else:
+                mine.append(Piece(name, slice(start, stop)))
+    return pieces
+
+
+def chunked(pieces: list[Piece], live: Mapping[str, Any]) -> Iterator[list[Piece]]:
+    """Yield pieces by groups of CHUNK_BYTES at most, larger ones in parts."""
+    group: list[Piece] = []
+    left = CHUNK_BYTES
+    for name, where in pieces:
+        start, size = where.start, live[name].dtype.itemsize
+        while start < where.stop:
+            stop = min(where.stop, start + max(1, left // size))
+            group.append(Piece(name, slice(start, stop)))
+            left -= (stop - start) * size
+            start = stop
+            if left < size:
+                yield group
+                group, left = [], CHUNK_BYTES
+    if group:
+        yield group
+
+
+def _scaled(field: str, where: slice) -> slice:
+    """Return which scales belong to elements."""
+    if not field.endswith("scale"):
+        return where
+    return slice(where.start // BLOCK, -(-where.stop // BLOCK))
+
+
+def _check(what: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Raise ShapeError for an array of another shape, of which a rank would see its part alone."""
+    if tuple(array.shape) != tuple(shape):
+        problem = f"{what} has shape {tuple(array.shape)}; it must be {tuple(shape)}"
+        raise ShapeError(problem, expected=tuple(shape), actual=tuple(array.shape))

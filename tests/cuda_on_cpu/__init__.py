@@ -84,12 +84,14 @@ class Emulator(NamedTuple):
     clusters: bool = True  # as from sm_90 on
     processors: int = 1
     last: int = 0  # run so many clusters at the end of a grid; 0: all
+    fuse: bool = True  # a * b + c rounds once, where the compiler likes to
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
-        module = _module(name, source, self.check, (*self.folders, core_source.source_root()))
+        roots = (*self.folders, core_source.source_root())
+        module = _module(name, source, self.check, roots, self.fuse)
         return functools.partial(module.launch, self.seed, self.last, self.shared_memory)
 
     def limits(self, array: Any) -> Limits:
@@ -123,9 +125,9 @@ def _sweep() -> None:
 
 
 @functools.lru_cache(maxsize=512)
-def _module(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> "Module":
+def _module(name: str, source: str, check: bool, roots: tuple[Path, ...], fuse: bool) -> "Module":
     _sweep()
-    path, text = build.module(name, source, check, roots)
+    path, text = build.module(name, source, check, roots, fuse)
     return Module(name, path, build.runtime(), check, text)
 
 

@@ -127,7 +127,9 @@ def _cluster(name: str, text: str) -> str:
     return ", ".join([*(found[1].split(",") if found else []), "1", "1", "1"][:3])
 
 
-def module(name: str, source: str, check: bool, roots: tuple[Path, ...]) -> tuple[Path, str]:
+def module(
+    name: str, source: str, check: bool, roots: tuple[Path, ...], fuse: bool = True
+) -> tuple[Path, str]:
     """Return the library of one kernel, built if need be, and the whole text behind it."""
     folders = (HERE / "include", *roots)
     text = re.sub(r"^// kernels_cu \w+\n", "", source)  # only the files that it includes matter
@@ -148,6 +150,7 @@ extern "C" {{ extern const unsigned emu_cluster[3] = {{{_cluster(name, whole)}}}
         lines = [section, *labels, f".zero {DYNAMIC_SHARED}; .text"]
         unit += "asm(" + "".join(f'"{line}\\n"\n' for line in lines) + ");\n"
     flags = [*COMMON, *(CHECKED if check else FAST), "-fno-extern-tls-init", "-w"]
+    flags += [] if fuse else ["-ffp-contract=off"]
 
     def build(folder: Path) -> Path:
         (folder / "unit.cpp").write_text(unit)
@@ -164,4 +167,4 @@ extern "C" {{ extern const unsigned emu_cluster[3] = {{{_cluster(name, whole)}}}
         _compile(name, ["g++", "-shared", "unit.o", "-o", "unit.so"], cwd=folder)
         return folder / "unit.so"
 
-    return _built(name, f"{check}\0{unit}\0{whole}", build), whole
+    return _built(name, f"{check}\0{fuse}\0{unit}\0{whole}", build), whole

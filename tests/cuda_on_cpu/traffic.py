@@ -74,9 +74,10 @@ def collect(runtime: Any, place: Callable[[int, int], str]) -> None:
     """Add what the runtime counted in a launch; place names a source line."""
     rows = (_Row * runtime.emu_counted(None, 0))()
     runtime.emu_counted(rows, len(rows))
-    for row in rows:
-        space = "shared" if row.shared else "global"
+    sums: dict[tuple[str, str, bool], list[int]] = {}
+    for row in rows:  # of one line there may be several copies
+        key = place(row.file, row.line), "shared" if row.shared else "global", bool(row.write)
         numbers = (getattr(row, name) for name in Requests._fields[3:])
-        found = Requests(place(row.file, row.line), space, bool(row.write), *numbers)
-        for traffic in open_counts:
-            traffic.append(found)
+        sums[key] = [a + b for a, b in zip(sums.get(key, [0] * 4), numbers, strict=True)]
+    for traffic in open_counts:
+        traffic += [Requests(*key, *numbers) for key, numbers in sums.items()]

@@ -1,6 +1,6 @@
 """The emulator's own tests: primitives against arithmetic, planted bugs, deleted statements."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ def kernel(
     folder: Path = KERNELS,
     check: bool = True,
     seed: int = 0,
+    kind: Callable[..., Emulator] = Emulator,
 ) -> Any:
     """Return a kernel of this folder as launch(grid, block, args, shared)."""
     lines = [f"#define BUG_{bug}" for bug in bugs]
     source = "\n".join([*lines, '#include "common/device.cuh"', f'#include "{file}"', ""])
-    return Emulator(check, seed, (folder,)).compile(name, source)
+    return kind(check=check, seed=seed, folders=(folder,)).compile(name, source)
 
 
 def bfloat16(shape: tuple[int, ...]) -> np.ndarray:

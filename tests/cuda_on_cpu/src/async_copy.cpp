@@ -102,6 +102,17 @@ void mbarrier_arrive(void *p, int expect_tx, const char *file, int line) {
   end_phase(b);
 }
 
+// Bytes that a thread wrote itself are there: it has fenced before.
+void mbarrier_complete(void *p, int bytes, const char *file, int line) {
+  MBarrier &b = initialised(p, {file, line});
+  if (M.checks) {
+    join(b.arriving.data(), M.cur->clock);
+    M.cur->clock[M.cur->index]++;
+  }
+  b.bytes -= bytes;
+  end_phase(b);
+}
+
 void mbarrier_wait(void *p, int parity, const char *file, int line) {
   Where at{file, line};
   MBarrier &b = initialised(p, at);

@@ -319,7 +319,8 @@ uint32_t shared_address(const void *p, Where at) {
   for (int i = 0; i < REGIONS_OF_A_BLOCK; i++) {
     auto &r = M.regions[M.cur->rank * REGIONS_OF_A_BLOCK + i];
     size_t offset = (const char *)p - r.base;
-    if (r.size && offset <= r.size) return window(i) + uint32_t(offset);
+    bool begins = i == DYNAMIC && r.base;  // a kernel may name it, and be given none of it
+    if ((r.size || begins) && offset <= r.size) return window(i) + uint32_t(offset);
   }
   fail("not a pointer to the block's own shared memory", at);
 }

@@ -1,0 +1,76 @@
+"""Every primitive as PTX against plain arithmetic: the text of the inline assembly is executed."""
+
+import re
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import rms_norm
+from unsloth_cupy.core.target import using
+
+from ..cuda_on_cpu import Emulator, EmulatorError
+from ..cuda_on_cpu.traffic import counted
+from ..emulator import LIMITS as ERRORS
+from ..emulator import flash, gemm, primitive, split_k
+from ..hardware.primitives import PRIMITIVES, launch, runs_on
+from ..ptx_on_cpu import UnknownError
+from ..ptx_on_cpu.translate import unit
+from ..sample import Sample
+from . import ARCHITECTURES, on
+
+WHOLE = [  # primitives.cu as a whole needs sm_90
+    (name, arch)
+    for arch in ARCHITECTURES
+    for name in PRIMITIVES
+    if runs_on(name, arch) and (arch >= 90 or launch(name).file == "products.cu")
+]
+SHARE = 30
+
+
+def sampled(day: int = Sample.day) -> list[tuple[str, int]]:
+    """Return some primitives, others after each commit; all of them in SHARE commits."""
+    return WHOLE if Sample.all else WHOLE[day % SHARE :: SHARE]
+
+
+@pytest.mark.parametrize(("name", "arch"), sampled())
+def test_primitive(name: str, arch: int) -> None:
+    """Bit by bit, on two schedules, checked and fast: one library serves all."""
+    for how in ({}, {"seed": 3}, {"check": False}):
+        assert primitive(name, kind=on(arch), **how) == 0
+
+
+def test_products_of_warpgroups_that_are_still_in_flight() -> None:
+    """A pipeline: TMA, mbarriers, setmaxnreg, wgmma whose sums move before they are waited for."""
+    assert gemm(kind=on(90), seed=3) < ERRORS[gemm]
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+def test_examples(arch: int) -> None:
+    assert flash(kind=on(arch)) < ERRORS[flash]
+    assert split_k(last=True, kind=on(arch)) < ERRORS[split_k]
+
+
+def test_a_message_names_the_lines_of_ptx_and_of_the_source() -> None:
+    with pytest.raises(EmulatorError, match=r"flash_forward: PTX \d+, .*flash.cu:\d+: race on "):
+        flash(kind=on(90), bugs=["MISSING_SYNC"])
+
+
+def test_an_unknown_instruction_names_itself() -> None:
+    text = ".visible .entry odd()\n{\n.reg .b32 %r<2>;\ntex.1d %r0, %r1;\nret;\n}\n"
+    with pytest.raises(UnknownError, match=re.escape("PTX line 4: tex.1d %r0, %r1")):
+        unit(text, "odd", 0)
+
+
+def test_traffic_goes_by_lines_of_the_source() -> None:
+    x = np.ones((4, 256), np.float32)
+    found = []
+    for target in (on(80)(), Emulator(architecture=80, clusters=False)):
+        with counted() as traffic, using(target):
+            rms_norm(x, x[0])
+        found.append(traffic)
+    compiled, written = found
+    lines = [[row.where.partition(" in ")[2] for row in rows] for rows in found]
+    assert len({*lines[0]}) == len(lines[0])  # all copies of a line count as one
+    assert {*lines[0]} == {*lines[1]}
+    for space in ("global", "shared"):
+        assert compiled.of(space, write=False).moved == written.of(space, write=False).moved

@@ -1,0 +1,125 @@
+"""PTX on the CPU: a Target that runs what NVRTC makes of the kernels, on NumPy arrays.
+
+    with using(PtxEmulator(architecture=90)):
+        rms_norm(x, weight)              the real launch code, the real PTX of sm_90a
+
+``tests/cuda_on_cpu`` runs the source with g++ and has twins of the files with inline assembly.
+Here the text of inline assembly is executed, code under ``__CUDA_ARCH__``, and whatever the
+compiler moved, fused or replaced.  The machine is the same: fibers, checks, tensor cores, copies,
+clusters; so are ``check``, ``seed``, ``folders`` and the rest of ``Emulator``.
+
+=====================  =============================================================
+``parse.py``           the text of a module, as statements with their places
+``translate.py``       a function of C++ of each function: registers, labels, operands
+``instructions.py``    types, special registers, the table of what is known
+``arithmetic.py``      arithmetic, logic, comparisons, conversions
+``memory.py``          control, calls, accesses, atomics
+``warps.py``           barriers, shuffles, tensor cores, copies
+``ptx.hpp``            what the C++ calls
+=====================  =============================================================
+
+A message names both lines: ``PTX 287, ptx.cuh:61 in tile.cuh:113``.  Traffic is counted by the line
+of the source.  What is not known raises ``UnknownError`` with the instruction.
+
+What it does not know: what ptxas makes of PTX, registers, scheduling.  How exact a GPU's
+approximations are: they are glibc's here, and NaN has the CPU's bits.  The order of sums in a
+tensor core.  Floats flush denormals where an instruction says .ftz, and only there.  A static
+array's own bounds are not checked, only those of the block's shared memory.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from unsloth_cupy.core.gpu import compiler_options
+from unsloth_cupy.core.source import source_root
+
+from ..cuda_on_cpu import Emulator, Module, build
+from .parse import UnknownError
+from .translate import unit
+
+__all__ = ["PtxEmulator", "UnknownError", "ptx"]
+
+HERE = Path(__file__).resolve().parent
+FLAGS = [
+    *(flag for flag in build.COMMON if not flag.startswith(("-g1", "-ffp-contract"))),
+    "-O1",
+    "-ffp-contract=off",  # what is fused says so
+    "-fno-extern-tls-init",
+    "-w",
+]
+
+
+class Compiled(NamedTuple):
+    """A module of PTX, and the name of the kernel in it."""
+
+    text: str
+    entry: str
+
+
+@functools.lru_cache(maxsize=1024)
+def ptx(
+    source: str, name: str, arch: str, folders: tuple[Path, ...] = (), fuse: bool = True
+) -> Compiled:
+    """Compile as cupy.RawModule does, to PTX; arch is 80, 90a, 100, ..."""
+    from cupy._core.core import assemble_cupy_compiler_options
+    from cupy.cuda import compiler
+
+    # CuPy's own: -ftz and the execution space of RawModule, and the architecture
+    own = ("-ftz=true", "-default-device", f"--gpu-architecture=compute_{arch}", "-lineinfo")
+    fused = () if fuse else ("-fmad=false",)
+    given = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
+    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=(name,), method="ptx")
+    text, names = program.compile(assemble_cupy_compiler_options(given))
+    text = text.decode() if isinstance(text, bytes) else text
+    return Compiled(text.rstrip("\0"), names[name])
+
+
+def library(compiled: Compiled) -> Path:
+    """Return the library of a kernel, built if need be."""
+    code = unit(*compiled, build.DYNAMIC_SHARED)
+    header = HERE / "ptx.hpp"
+    texts = [header.read_text(), (build.HERE / "src/machine.hpp").read_text()]
+
+    def made(folder: Path) -> Path:
+        (folder / "unit.cpp").write_text(code)
+        includes = [f"-I{HERE}", f"-I{build.HERE / 'src'}"]
+        command = ["g++", *FLAGS, *includes, "-shared", "unit.cpp", "-o", "unit.so"]
+        build._compile(compiled.entry, command, cwd=folder)
+        return folder / "unit.so"
+
+    # places name lines that move with every edit; they are part of what is kept
+    return build._built(f"ptx_{compiled.entry[:40]}", "\0".join([*FLAGS, *texts, code]), made)
+
+
+class PtxModule(Module):
+    """A kernel of PTX; traffic goes by the line of the source."""
+
+    def _line(self, file: int, line: int) -> str:
+        return re.sub(r"^PTX \d+, ", "", super()._line(file, line))
+
+
+@functools.lru_cache(maxsize=512)
+def _module(
+    name: str, source: str, check: bool, folders: tuple[Path, ...], arch: str, fuse: bool
+) -> PtxModule:
+    path = library(ptx(source, name, arch, folders, fuse))
+    whole = "\n".join(build._included(source, (*folders, source_root()), set()))
+    return PtxModule(name, path, build.runtime(), check, whole)
+
+
+class PtxEmulator(Emulator):
+    """The emulator, with NVRTC and the translator in the place of g++ and the twins."""
+
+    def __eq__(self, other: object) -> bool:  # the library keeps kernels by target
+        return type(other) is PtxEmulator and tuple.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash(("ptx", *self))
+
+    def compile(self, name: str, source: str) -> Callable[..., None]:
+        arch = f"{self.architecture}{'a' * (self.architecture == 90)}"
+        module = _module(name, source, self.check, self.folders, arch, self.fuse)
+        return functools.partial(module.launch, self.seed, self.last, self.shared_memory)

@@ -13,6 +13,7 @@ from unsloth_cupy.models.division import Division
 from unsloth_cupy.parallel import Communicator, MpiCommunicator
 
 from ..models.peers import CONFIGS, SIZES
+from . import pipelines
 from .ranks import close
 
 
@@ -122,6 +123,10 @@ def main() -> None:
         same_files(here, comm, folder / f"{here.name}-saved")
         if name in ("llama biases", "phi3", "olmo2"):
             adapted(here, comm, here)
+        if comm.size % 2 == 0 and name in ("llama biases", "phi3", "gemma2", "olmo2 tied"):
+            lora = here / "drawn" if name == "phi3" else None
+            pipelines.models(comm, here, folder / f"{here.name}-staged", lora)
+    pipelines.small_layers(comm)
     if comm.rank == 0:
         sizes = {"hidden_size": 64, "intermediate_size": 193, "num_hidden_layers": 1}
         filled(SIZES | {"model_type": "llama"} | sizes, folder / "wide")

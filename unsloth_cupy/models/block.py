@@ -91,8 +91,11 @@ def embedded(
     return x
 
 
-def blocks(call: Call, branch: Any, checkpoints: CheckpointConfig | None) -> tuple[Any, Any]:
+def blocks(
+    call: Call, branch: Any, checkpoints: CheckpointConfig | None, layers: range | None = None
+) -> tuple[Any, Any]:
     """Return the output of all blocks as (branch, stream), in parts that are checkpointed."""
+    layers = range(call.config.layers) if layers is None else layers
     every, stream = call.config.layers, None
     through: Callable[..., tuple[Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
@@ -100,8 +103,8 @@ def blocks(call: Call, branch: Any, checkpoints: CheckpointConfig | None) -> tup
         if call.offsets is not None and "attention_forward" in keep:
             keep = (*keep, "attention_varlen_forward")  # which is attention there
         through = partial(checkpoint, _part, keep=keep, offload=offload)
-    for first in range(0, call.config.layers, every):
-        part = range(first, min(first + every, call.config.layers))
+    for first in range(layers.start, layers.stop, every):
+        part = range(first, min(first + every, layers.stop))
         prefixes = tuple(f"{a}model.layers.{n}." for n in part for a in ("", PREFIX))
         mine = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
         branch, stream = through(call._replace(parameters=mine), part, branch, stream)

@@ -61,11 +61,13 @@ def read_tensors(
     dtype: np.dtype[Any] | None,
     keep: Callable[[str, Any], Any] = lambda name, value: value,
     own: Callable[[str, Any], Any] | None = None,
+    holds: Callable[[str], bool] = lambda name: True,
 ) -> tuple[dict[str, Any], Layout]:
     """Return the parameters of a checkpoint, and which file holds which.
 
     ``keep`` returns what is kept of each one, as soon as it is read: none waits for the others.
-    ``own`` returns what is read of one, of a slice of its file that nobody has read.
+    ``own`` returns what is read of one, of a slice of its file that nobody has read; those that
+    ``holds`` says no to are not read at all.
 
     Raises
     ------
@@ -79,9 +81,9 @@ def read_tensors(
     layout: Layout = {file: [name for name in homes if homes[name].file == file] for file in files}
     with ExitStack() as stack:
         handles = {file: stack.enter_context(opened(folder / file)) for file in files}
-        for name in (name for names in layout.values() for name in names):
+        for name in (name for names in layout.values() for name in names if holds(name)):
             parameters[name] = keep(name, read_tensor(name, homes[name], handles, dtype, own))
-    return {name: parameters[name] for name in homes}, layout
+    return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
 def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[str]]:

@@ -11,6 +11,7 @@ Heads must divide by the ranks.  Where ranks are more than the heads of keys and
 ranks hold the same ones; inner size and vocabulary are divided as evenly as can be.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,8 +25,9 @@ from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
 from ..placement import to_numpy
-from .adapter import DOWN, MAGNITUDE, UP, Adapter
+from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
+from .layers import Stages
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
 Cut = tuple[int, list[slice]]  # an axis, and what lies end to end on it
@@ -44,6 +46,8 @@ class Division:
         The ranks that share the model.
     copies : Communicator or None
         The ranks that hold the same heads of keys and values; None where it is this one alone.
+    stages : Stages or None
+        The blocks of this rank, where the ranks of a pipeline divide them.
 
     Raises
     ------
@@ -51,8 +55,8 @@ class Division:
         Heads do not divide by the ranks, or a part of something would be empty.
     """
 
-    def __init__(self, config: Config, comm: Communicator) -> None:
-        self.whole, self.comm, ranks = config, comm, comm.size
+    def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
+        self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
         inner = part(config.inner, comm)
@@ -64,6 +68,10 @@ class Division:
         )
         self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
         self.shapes = config.shapes()
+
+    def holds(self, name: str) -> bool:
+        """Say whether this rank has a part of a parameter."""
+        return self.stages is None or bool(self.stages.chunk_of(name.removeprefix(PREFIX)))
 
     def cut(self, name: str, rank: int | None = None) -> Cut | None:
         """Return where a rank's part of a parameter lies; None for what each holds whole."""
@@ -181,7 +189,8 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
         problem = "the norms of DoRA are over whole rows, and are not divided among ranks"
         raise ConfigError(f"Division: {problem}; use LoRA")
-    own = {name: division.own(name, array) for name, array in adapter.parameters.items()}
+    named = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
+    own = {name: division.own(name, array) for name, array in named.items()}
     return Adapter(adapter.settings, own)
 
 
@@ -199,15 +208,49 @@ def whole_parameters(
     if frozen is not None:
         cure = "save_adapter(folder) writes what was learned"
         raise ConfigError(f"save: parts of {frozen} are quantized, and not a whole weight; {cure}")
-    first = division.comm.rank == 0
+    first, stages = division.comm.rank == 0, division.stages
     whole: dict[str, Any] = {}
-    for name, array in parameters.items():
-        gathered = division.gathered(name, array)
-        if first:
-            whole[name] = to_numpy(gathered)
-    if first:
+    for stage, name, shape, dtype in _listed(parameters, division):
+        here = stages is None or stage == stages.comm.rank
+        array = division.gathered(name, parameters[name]) if here else None
+        if name in whole or not first:
+            continue
+        if stages is not None and stage and stages.comm.rank == 0:
+            array = stages.comm.receive(np.empty(shape, dtype), stage)
+        elif stages is not None and stage and here:
+            stages.comm.send(to_numpy(array), 0)
+        whole[name] = to_numpy(array) if array is not None else None
+    if first and (stages is None or stages.first):
         yield whole
     division.comm.barrier()
+    if stages is not None:
+        stages.comm.barrier()
+
+
+def _listed(
+    parameters: Mapping[str, Any], division: Division
+) -> list[tuple[int, str, list[int], str]]:
+    """Return the parameters of all stages, each once: stage, name, whole shape and dtype."""
+    stages = division.stages
+    rank = 0 if stages is None else stages.comm.rank
+    mine = []
+    for name, array in parameters.items():
+        shape, found = [*array.shape], division.cut(name)
+        if found is not None:
+            last = division.cut(name, division.comm.size - 1)
+            shape[found[0]] = max(where.stop for where in (last or found)[1])
+        mine.append([rank, name, shape, array.dtype.name])
+    if stages is None:
+        return [(0, name, shape, dtype) for _, name, shape, dtype in mine]
+    text = "".join(json.dumps(each) + "\n" for each in mine)
+    every = stages.comm.all_gather(np.frombuffer(text.encode(), np.uint8))
+    listed, seen = [], set()
+    for line in bytes(every).decode().splitlines():
+        stage, name, shape, dtype = json.loads(line)
+        if name not in seen:  # the first and the last stage may share one
+            seen.add(name)
+            listed.append((stage, name, shape, dtype))
+    return listed
 
 
 def check_divides(config: Config, ranks: int) -> None:

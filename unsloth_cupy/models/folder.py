@@ -17,12 +17,13 @@ from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
 from ..files import absent, path_of, read_json, settle
 from ..machine import check_bytes
-from ..parallel.communicator import Communicator
+from ..parallel.communicator import Communicator, SingleCommunicator
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
 from .checkpoint_files import read_tensors
 from .config import Config
 from .division import Division, divided_adapter
+from .layers import Stages
 from .parse import parse, text_config, token_ids
 from .quantized import keeping, quantizing
 from .transformer import Transformer
@@ -36,6 +37,7 @@ def load(
     quantize: str | None = None,
     lora: str | PathLike[str] | None = None,
     communicator: Communicator | None = None,
+    pipeline: Communicator | None = None,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -63,6 +65,8 @@ def load(
         Of ranks that divide the model among them, by heads, inner size and words; each reads its
         part of the files alone.  All ranks make the same calls of the model, and get the numbers
         of one device; ``save`` writes it whole.
+    pipeline : Communicator, optional
+        Of ranks that divide the blocks; ``models.stages`` runs them, in place of the model itself.
 
     Returns
     -------
@@ -90,10 +94,10 @@ def load(
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
     make = None if quantize is None else quantizing("load", quantize)
-    division = None if communicator is None else Division(config, communicator)
-    own = None if division is None else division.own
+    division = _division(config, communicator, pipeline)
+    own, holds = (None, bool) if division is None else (division.own, division.holds)
     with on_device("load", device) as place:
-        parameters, layout = read_tensors(path, config, wanted, keeping(place, make), own)
+        parameters, layout = read_tensors(path, config, wanted, keeping(place, make), own, holds)
         model = Transformer(division.config if division else config, parameters, texts, layout)
         model.folder, model.division = path, division
         if lora is not None:
@@ -129,6 +133,7 @@ def create(
     dtype: Any = "float32",
     device: str | None = None,
     communicator: Communicator | None = None,
+    pipeline: Communicator | None = None,
 ) -> Transformer:
     """Return a model with random parameters.
 
@@ -141,7 +146,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device, communicator
+    dtype, device, communicator, pipeline
         As in ``load``.
 
     Returns
@@ -159,12 +164,14 @@ def create(
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
-    division = None if communicator is None else Division(parsed, communicator)
+    division = _division(parsed, communicator, pipeline)
     size //= 1 if communicator is None else communicator.size
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
         for index, (name, shape) in enumerate(parsed.shapes().items()):
+            if division is not None and not division.holds(name):
+                continue
             if name.endswith("norm.weight"):
                 array = np.full(shape, 1 - parsed.norm_offset, kind)
             elif name.endswith(".bias"):
@@ -180,6 +187,16 @@ def create(
         model = Transformer(here, parameters, {"config.json": dict(text_config(config))})
         model.division = division
         return model
+
+
+def _division(
+    config: Config, communicator: Communicator | None, pipeline: Communicator | None
+) -> Division | None:
+    """Return what this rank holds of a model; None where it holds all of it."""
+    if communicator is None and pipeline is None:
+        return None
+    stages = None if pipeline is None else Stages(config, pipeline)
+    return Division(config, communicator or SingleCommunicator(), stages)
 
 
 @contextmanager

@@ -69,8 +69,9 @@ class Network:
 
     @property
     def table(self) -> Array:
-        """The embedding of every token: (vocab, hidden)."""
-        return self.parameters["model.embed_tokens.weight"]
+        """The embedding of every token: (vocab, hidden); another weight where it has none."""
+        first = next(iter(self.parameters.values()))
+        return self.parameters.get("model.embed_tokens.weight", first)
 
     @property
     def head_weight(self) -> Array:

@@ -8,8 +8,12 @@ from .grid import Grid as Grid
 from .grid import grid as grid
 from .mpi import MpiCommunicator as MpiCommunicator
 from .nccl import NcclCommunicator as NcclCommunicator
+from .pipeline import Stage as Stage
+from .pipeline import run_pipeline as run_pipeline
 from .ring import ring_attention as ring_attention
 from .ring import ring_order as ring_order
+from .schedule import Step as Step
+from .schedule import pipeline_schedule as pipeline_schedule
 from .sockets import SocketCommunicator as SocketCommunicator
 from .tensor import all_gather as all_gather
 from .tensor import all_reduce as all_reduce

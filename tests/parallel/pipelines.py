@@ -1,0 +1,92 @@
+"""Pipelines equal one device: of small layers in each schedule, and of models."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import Tape, linear
+from unsloth_cupy.models import load
+from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from unsloth_cupy.parallel import Communicator, Step, grid, pipeline_schedule, run_pipeline
+
+from .ranks import close
+
+CASES = (("gpipe", 3, 1), ("1f1b", 5, 1), ("1f1b", 1, 1), ("interleaved", 12, 2))
+
+
+class Layers:
+    """A stage of one linear layer in each chunk."""
+
+    def __init__(self, weights: list[Any], comm: Communicator) -> None:
+        self.weights, self.last = weights, len(weights) * comm.size - 1
+        self.comm, self.kept, self.sums = comm, {}, [np.zeros_like(w) for w in weights]
+
+    def like(self, microbatch: Any) -> Any:
+        return np.empty_like(microbatch)
+
+    def forward(self, step: Step, microbatch: Any, x: Any) -> Any:
+        tape = Tape()
+        x, w = (tape.watch(a) for a in (microbatch if x is None else x, self.weights[step.chunk]))
+        y = linear(x, w)
+        last = step.chunk * self.comm.size + self.comm.rank == self.last
+        y = (y * y).sum() if last else y
+        self.kept[step.microbatch, step.chunk] = tape, x, w, y
+        return y.value
+
+    def backward(self, step: Step, dy: Any) -> Any:
+        tape, x, w, y = self.kept.pop((step.microbatch, step.chunk))
+        dx, dw = tape.gradients(y, [x, w], dy)
+        self.sums[step.chunk] += dw
+        return dx
+
+
+def small_layers(comm: Communicator) -> None:
+    for kind, count, chunks in CASES:
+        rng = np.random.default_rng(0)
+        weights = 0.5 * rng.standard_normal((comm.size * chunks, 4, 4), np.float32)
+        microbatches = [rng.standard_normal((2, 4), np.float32) for _ in range(count)]
+        tape, wanted = Tape(), 0
+        watched = [tape.watch(w) for w in weights]
+        for x in microbatches:
+            for w in watched:
+                x = linear(x, w)  # noqa: PLW2901
+            wanted = (x * x).sum() + wanted
+        gradients = tape.gradients(wanted, watched)
+        stage = Layers([*weights[comm.rank :: comm.size]], comm)
+        schedule = pipeline_schedule(comm.size, count, kind, chunks=chunks)
+        losses = run_pipeline(stage, schedule, microbatches, comm)
+        if comm.rank == comm.size - 1:
+            assert len(losses) == count
+            close(sum(losses), wanted.value)
+        for found, gradient in zip(stage.sums, gradients[comm.rank :: comm.size], strict=True):
+            close(found, gradient)
+
+
+def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None) -> None:
+    """Stages, of ranks that divide their weights where there are 4, equal one device."""
+    place = grid(comm, pipeline=2, tensor=comm.size // 2)
+    whole = load(folder, lora=lora)
+    model = load(folder, communicator=place.tensor, pipeline=place.pipeline, lora=lora)
+    assert model.parameters.keys() < whole.parameters.keys()
+    rng = np.random.default_rng(3)
+    batches = [{"tokens": rng.integers(3, 97, (2, size))} for size in (7, 7, 5)]
+    batches = [each | {"labels": each["tokens"]} for each in batches]
+    count = sum(each["tokens"].shape[0] * (each["tokens"].shape[1] - 1) for each in batches)
+    wanted = [whole.loss_and_gradients(**each, count=count) for each in batches]
+    stage = ModelStage(model, model.trainable, count)
+    schedule = schedule_of(stage.stages, len(batches))
+    loss, sums = pipeline_gradients(stage, schedule, batches)
+    close(loss, sum(loss for loss, _ in wanted))
+    assert sums.keys() == model.trainable.keys()
+    for name, gradient in sums.items():
+        total = np.sum([gradients[name] for _, gradients in wanted], axis=0)
+        close(model.division.gathered(name, gradient), total)
+    stage = ModelStage(model, model.trainable, 12)
+    close(pipeline_loss(stage, batches[0]), whole.loss(**batches[0]))
+    (model.save if lora is None else model.save_adapter)(out)
+    again = load(folder if lora else out, lora=out if lora else None)
+    named = again.trainable
+    assert named.keys() == whole.trainable.keys()
+    for name, array in whole.trainable.items():
+        np.testing.assert_array_equal(named[name], array, name)

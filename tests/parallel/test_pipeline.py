@@ -1,0 +1,102 @@
+"""Schedules of pipelines: in order, without a wait for ever, with the bubbles that are known."""
+
+import numpy as np
+import pytest
+
+from unsloth_cupy.errors import CommunicationError, ConfigError
+from unsloth_cupy.parallel import SingleCommunicator, Step, pipeline_schedule, run_pipeline
+from unsloth_cupy.parallel.schedule import KINDS, most_held, timetable
+from unsloth_cupy.parallel.simulation import Pass, Together, Work, pipeline_program, replay
+
+from .pipelines import small_layers
+
+
+def work(step):
+    yield Work(2.0 if step.backward else 1.0, -1 if step.backward else 1, str(step))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_schedules_hold_and_wait_as_known(kind, stages, rounds):
+    """Bubble and microbatches held, by formula; messages meet, whether who sends waits or not."""
+    count, chunks = stages * rounds, 2 if kind == "interleaved" else 1
+    schedule = pipeline_schedule(stages, count, kind)
+    steps = {Step(m, c, back) for m in range(count) for c in range(chunks) for back in (0, 1)}
+    assert all(len(mine) == len(steps) for mine in schedule)
+    assert all({*mine} == steps for mine in schedule)
+    table = timetable(schedule)
+    assert table.bubble == pytest.approx((stages - 1) / (count * chunks + stages - 1))
+    for waits in (False, True):
+        programs = [pipeline_program(schedule, table, stage, work) for stage in range(stages)]
+        seen = replay(programs, waits=waits)
+        assert seen.peaks == [most_held(mine) for mine in schedule]
+    whole = 3 * (count * chunks + stages - 1)
+    programs = [pipeline_program(schedule, table, stage, work) for stage in range(stages)]
+    assert max(replay(programs, waits=False).seconds) == pytest.approx(whole)
+    held = {
+        "gpipe": [count] * stages,
+        "1f1b": [min(stages - stage, count) for stage in range(stages)],
+        "interleaved": [
+            min(2 * (stages - stage - 1) + stages + 1, 2 * count) for stage in range(stages)
+        ],
+    }
+    assert [most_held(mine) for mine in schedule] == held[kind]
+
+
+def test_a_process_alone_has_a_pipeline():
+    small_layers(SingleCommunicator())
+
+
+def test_what_makes_no_sense_is_refused():
+    for wrong in ((2, 3, "zigzag"), (0, 3), (2, 0), (2, 3, "interleaved")):
+        with pytest.raises(ConfigError, match=r"(is|are) not"):
+            pipeline_schedule(*wrong)
+    with pytest.raises(ConfigError, match="is not made of chunks"):
+        pipeline_schedule(2, 4, "gpipe", chunks=2)
+    with pytest.raises(ConfigError, match="2 stages and 3 microbatches is not one of 1 ranks"):
+        run_pipeline(None, pipeline_schedule(2, 3), [None] * 3, SingleCommunicator())
+    wrong = pipeline_schedule(2, 2)
+    wrong[0] = wrong[0][::-1]
+    with pytest.raises(ConfigError, match="stage 1 waits for F0 of stage 0, which is not"):
+        timetable(wrong)
+
+
+@pytest.mark.parametrize(
+    ("programs", "said"),
+    [
+        ([[Pass(send=(1, "a", 0.0))], [Pass(receive=(0, "b", 0.0))]], "sends a, which is not b"),
+        ([[Pass(receive=(1, "a", 0.0))], []], "rank 0 at .* wait for ever"),
+        ([[Pass(send=(1, "a", 0.0))], []], "wait for ever|is not received"),
+        ([[Together((0, 1), "sum", 0.0)], []], "wait for ever"),
+        (
+            [[Together((0, 1), "sum", 0.0)], [Together((0, 1), "gather", 0.0)]],
+            "rank 1 calls gather, rank 0 sum",
+        ),
+    ],
+)
+def test_a_replay_names_what_does_not_meet(programs, said):
+    for waits in (False, True):
+        with pytest.raises(CommunicationError, match=said):
+            replay(programs, waits=waits)
+
+
+def test_two_that_send_first_wait_for_ever_on_a_gpu():
+    """Each sends and then receives: fine where messages wait by themselves."""
+    programs = [
+        [Pass(send=(1 - rank, rank, 1.0)), Pass(receive=(1 - rank, 1 - rank, 1.0))]
+        for rank in range(2)
+    ]
+    assert replay(programs, waits=False).seconds == [1.0, 1.0]
+    with pytest.raises(CommunicationError, match="wait for ever"):
+        replay(programs)
+    both = [[Pass((1 - rank, rank, 1.0), (1 - rank, 1 - rank, 1.0))] for rank in range(2)]
+    assert replay(both).seconds == [1.0, 1.0]
+
+
+def test_groups_go_on_together():
+    programs = [[Work(float(rank), 5), Together((0, 1, 2), "sum", 1.0)] for rank in range(3)]
+    seen = replay(programs)
+    np.testing.assert_allclose(seen.seconds, 3.0)
+    assert seen.busy == [0.0, 1.0, 2.0]
+    assert seen.peaks == [5, 5, 5]

@@ -1,0 +1,61 @@
+"""Which blocks of a model a rank of a pipeline holds.
+
+    place = chunk * stages + stage          place p holds the p-th part of all blocks
+
+The first place has the embedding, the last one the norm, the head and the loss.
+"""
+
+import re
+
+from ..errors import ConfigError
+from ..parallel.communicator import Communicator, SingleCommunicator, part
+from .config import Config
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+class Stages:
+    """The blocks of each rank of a pipeline.
+
+    Attributes
+    ----------
+    comm : Communicator
+        The ranks of the pipeline.
+    chunks : int
+        Parts of the blocks that each rank holds.
+    layers : list of range
+        The blocks of this rank, by chunk.
+    ends : Communicator or None
+        The first and the last rank, where they hold the same embedding.
+
+    Raises
+    ------
+    ConfigError
+        There are fewer blocks than parts.
+    """
+
+    def __init__(self, config: Config, comm: Communicator, chunks: int = 1) -> None:
+        parts = comm.size * chunks
+        if config.layers < parts:
+            problem = f"{config.layers} layers are not enough for {comm.size} stages of {chunks}"
+            raise ConfigError(f"Stages: {problem}; use at most {config.layers} in all")
+        self.comm, self.chunks = comm, chunks
+        of_all = SingleCommunicator()
+        of_all.size = parts
+        places = range(comm.rank, parts, comm.size)
+        every = (part(config.layers, of_all, place) for place in places)
+        self.layers = [range(each.start, each.stop) for each in every]
+        self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
+        outer = comm.split(0 if self.first or self.last else 1)
+        self.ends = outer if config.tied and comm.size > 1 and (self.first or self.last) else None
+        self.tied = config.tied
+
+    def chunk_of(self, name: str) -> list[int]:
+        """Return the chunks of this rank that use a parameter."""
+        number = re.search(r"model\.layers\.(\d+)\.", name)
+        if number is not None:
+            return [i for i, layers in enumerate(self.layers) if int(number[1]) in layers]
+        found = [0] if self.first and name == EMBEDDING else []
+        if self.last and (name in (HEAD, NORM) or (self.tied and name == EMBEDDING)):
+            found.append(self.chunks - 1)
+        return found

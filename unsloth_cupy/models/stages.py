@@ -1,0 +1,145 @@
+"""A step of the blocks that a rank of a pipeline holds: forward, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..ops.elements.arithmetic import add
+from ..ops.elements.cast import accumulate_, cast
+from ..parallel.pipeline import run_pipeline
+from ..parallel.schedule import Schedule, Step, consumer, pipeline_schedule, producer
+from ..training.checkpoint import CheckpointConfig
+from ..training.loss_scaler import LossScaler
+from ..training.tape import Tape
+from ..training.variable import Var
+from .adapter import PREFIX
+from .block import Call, blocks, embedded, join
+from .inputs import Angles, check, places
+from .layers import EMBEDDING, Stages
+from .loss import head_weight, loss_on_tape, losses_of, next_labels
+
+if TYPE_CHECKING:
+    from .network import Network
+
+
+class _Kept(NamedTuple):
+    tape: Tape
+    x: Var | None
+    y: Var
+    watched: Mapping[str, Var]
+
+
+class ModelStage:
+    """One step of the blocks that a rank of a pipeline holds: what ``run_pipeline`` runs."""
+
+    def __init__(
+        self,
+        model: "Network",
+        trainable: Mapping[str, Array],
+        count: int,
+        scaler: LossScaler | None = None,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> None:
+        assert model.division is not None
+        assert model.division.stages is not None
+        self.model, self.trainable, self.stages = model, trainable, model.division.stages
+        self.count, self.scaler, self.checkpoint = count, scaler, checkpoint
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.sums: dict[str, Array] = {}
+
+    def like(self, microbatch: Mapping[str, Any]) -> Array:
+        """Return a new array of hidden states of a microbatch."""
+        tokens = microbatch["tokens"]
+        rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
+        return np.empty_like(self.model.table, shape=(*rows, self.model.config.hidden))
+
+    def forward(self, step: Step, microbatch: Mapping[str, Any], x: Any) -> Any:
+        """Return hidden states behind a chunk of blocks, or the loss."""
+        tape, of = Tape(), self.stages.chunk_of
+        mine = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
+        watched = {name: tape.watch(array) for name, array in mine.items()}
+        given = None if x is None else tape.watch(x)
+        y, loss = self._run(step.chunk, microbatch, given, watched)
+        self.kept[step.microbatch, step.chunk] = _Kept(tape, given, y, watched)
+        return y.value if loss is None else loss
+
+    def backward(self, step: Step, dy: Any) -> Any:
+        """Add the gradients of the weights, and return that of the hidden states before."""
+        tape, x, y, watched = self.kept.pop((step.microbatch, step.chunk))
+        wanted = [*watched.values(), *([] if x is None else [x])]
+        found = tape.gradients(y, wanted, dy, release=True)
+        for name, gradient in zip(watched, found, strict=False):
+            if name in self.sums:
+                accumulate_(self.sums[name], gradient)
+            else:
+                self.sums[name] = cast(gradient, dtype="float32")
+        return None if x is None else found[-1]
+
+    def _run(
+        self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return what a chunk makes of x, and the loss where it is the last one."""
+        model, stages = self.model, self.stages
+        tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
+        check(tokens, None, None, offsets)
+        here = places(Angles(model.tables, model.config.ropes), tokens, None, None, offsets)
+        parameters = {**model.parameters, **watched}
+        config, division = model.config, model.division
+        branch = x
+        if x is None:
+            rows = tokens if offsets is None else tokens.reshape(1, -1)
+            branch = embedded(config, parameters, rows, division)
+        used = model.used(parameters, None)
+        call = Call(
+            config, used, *here, adapter=model.adapter, chunked_mlp=model.chunked_mlp,
+            division=division,
+        )  # fmt: skip
+        branch, stream = blocks(call, branch, self.checkpoint, stages.layers[chunk])
+        if consumer(stages.comm.size, stages.chunks, stages.comm.rank, Step(0, chunk)) is not None:
+            return add(branch, stream), None
+        normed = join(call, "model.", "norm", branch, stream)[0]
+        shifted = next_labels(tokens, microbatch["labels"], offsets)
+        if not isinstance(normed, Var):
+            head = head_weight(config, used)
+            losses = losses_of(config, normed, head, shifted, division)
+            return None, losses.sum(dtype=np.float64) / self.count
+        return loss_on_tape(config, used, normed, shifted, self.count, self.scaler, division)
+
+
+def pipeline_gradients(
+    stage: ModelStage, schedule: Schedule, microbatches: Sequence[Mapping[str, Any]]
+) -> tuple[float, dict[str, Array]]:
+    """Return the sum of the losses, alike in all ranks, and of the gradients of this rank."""
+    stages = stage.stages
+    losses = run_pipeline(stage, schedule, microbatches, stages.comm)
+    total = np.array(sum(map(float, losses)), np.float64)
+    loss = float(stages.comm.broadcast(total, stages.comm.size - 1))
+    if stages.ends is not None and EMBEDDING in stage.sums:
+        stage.sums[EMBEDDING] = stages.ends.all_reduce(stage.sums[EMBEDDING])
+    return loss, stage.sums
+
+
+def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
+    """Return the loss of a microbatch, alike in all ranks; nothing goes back."""
+    stages = stage.stages
+    comm, loss = stages.comm, np.zeros(())
+    x: Any = None
+    for chunk in range(stages.chunks):
+        source = producer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
+        if source is not None and source[0] != comm.rank:
+            x = comm.receive(stage.like(microbatch), source[0])
+        x, found = stage._run(chunk, microbatch, x, {})
+        to = consumer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
+        if to is None:
+            loss = np.array(float(found))
+        elif to[0] != comm.rank:
+            comm.send(x, to[0])
+    return float(comm.broadcast(loss, comm.size - 1))
+
+
+def schedule_of(stages: Stages, microbatches: int) -> Schedule:
+    """Return 1f1b, or interleaved where a rank holds several chunks."""
+    kind = "1f1b" if stages.chunks == 1 else "interleaved"
+    return pipeline_schedule(stages.comm.size, microbatches, kind, chunks=stages.chunks)

@@ -1,0 +1,219 @@
+"""The order of work in a pipeline: which microbatch goes through which stage, and when.
+
+    gpipe          all forward, then all back: a stage holds every microbatch
+    1f1b           one forward, one back, once the pipeline is full: a stage holds as many
+                   microbatches as there are stages from it to the end
+    interleaved    1f1b with several chunks of layers in a stage, which come around again
+
+The share of idle time is (stages - 1) / (chunks * microbatches + stages - 1).  (Huang et al.,
+GPipe, 2019; Narayanan et al., Efficient Large-Scale Language Model Training, 2021.)
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+from ..core.call import is_integer
+from ..errors import ConfigError
+
+KINDS = ("gpipe", "1f1b", "interleaved")
+
+
+class Step(NamedTuple):
+    """A microbatch goes through a chunk of a stage, forward or back."""
+
+    microbatch: int
+    chunk: int = 0
+    backward: bool = False
+
+    def __str__(self) -> str:
+        """Return it short, as F3 or B3, with the chunk where it is not the first: F3.1."""
+        return f"{'FB'[self.backward]}{self.microbatch}" + f".{self.chunk}" * bool(self.chunk)
+
+
+class Message(NamedTuple):
+    """What one step leaves for another: the ranks, and the step that takes it."""
+
+    source: int
+    to: int
+    step: Step
+
+
+Schedule = Sequence[Sequence[Step]]
+
+
+def pipeline_schedule(
+    stages: int, microbatches: int, kind: str = "1f1b", *, chunks: int | None = None
+) -> list[list[Step]]:
+    """Return the steps of each stage, in their order.
+
+    Parameters
+    ----------
+    stages, microbatches : int
+    kind : str
+        gpipe, 1f1b or interleaved.
+    chunks : int, optional
+        Of layers in each stage; 2 of interleaved where absent, 1 of the others.  Layers come in the
+        order chunk 0 of all stages, chunk 1 of all stages and so on.
+
+    Returns
+    -------
+    schedule : list of list of Step
+        Every stage takes each microbatch through each of its chunks forward and back, and
+        back in the order of the microbatches.
+
+    Raises
+    ------
+    ConfigError
+        A number makes no sense; or the microbatches of interleaved are not a multiple of stages.
+    """
+    chunks = (2 if kind == "interleaved" else 1) if chunks is None else chunks
+    call = f"pipeline_schedule({stages!r}, {microbatches!r}, {kind!r}, chunks={chunks!r})"
+    if kind not in KINDS:
+        raise ConfigError(f"{call}: {kind!r} is not a schedule; choose from {', '.join(KINDS)}")
+    if not all(is_integer(size, 1) for size in (stages, microbatches, chunks)):
+        raise ConfigError(f"{call}: a size is not an integer from 1 on; pass such sizes")
+    if chunks > 1 and kind != "interleaved":
+        raise ConfigError(f"{call}: {kind} is not made of chunks; choose 'interleaved'")
+    if kind == "interleaved" and microbatches % stages:
+        problem = f"{microbatches} microbatches are not a multiple of {stages} stages"
+        raise ConfigError(f"{call}: {problem}; pass {-(-microbatches // stages) * stages}")
+    forward = list(_order(stages, microbatches, chunks))
+    back = [Step(m, chunks - 1 - c, backward=True) for m, c, _ in forward]
+    return [
+        _merged(forward, back, _ahead(kind, stages, stage, chunks, len(forward)))
+        for stage in range(stages)
+    ]
+
+
+def _order(stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
+    """Yield the steps forward: as many microbatches as stages through each chunk in turn."""
+    for first in range(0, microbatches, stages):
+        for chunk in range(chunks):
+            for microbatch in range(first, min(first + stages, microbatches)):
+                yield Step(microbatch, chunk)
+
+
+def _ahead(kind: str, stages: int, stage: int, chunks: int, steps: int) -> int:
+    """Return how many steps a stage goes forward before its first step back, and one more."""
+    if kind == "gpipe":
+        return steps
+    if chunks == 1:
+        return min(stages - stage, steps)
+    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, steps)
+
+
+def _merged(forward: list[Step], back: list[Step], ahead: int) -> list[Step]:
+    turns = zip_longest(back, forward[ahead:])
+    rest = [step for step in chain.from_iterable(turns) if step is not None]
+    return forward[:ahead] + rest
+
+
+class Timetable(NamedTuple):
+    """When each step of a schedule begins and ends, and what is exchanged around it, by stage.
+
+    Attributes
+    ----------
+    spans : list of list of (float, float)
+        Begin and end of each step, where a message takes no time.
+    messages : list of list of list of Message
+        What a stage sends or receives before its first step and after each of its steps.
+    """
+
+    spans: list[list[tuple[float, float]]]
+    messages: list[list[list[Message]]]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time of all stages in which they wait."""
+        whole = max(end for spans in self.spans for _, end in spans) * len(self.spans)
+        return 1 - sum(end - begin for spans in self.spans for begin, end in spans) / whole
+
+
+def timetable(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> Timetable:
+    """Return when steps begin, where each takes so long, and what stages exchange in between.
+
+    Messages of all stages have one order, that of time, and each stage sends and receives its own
+    in that order: nobody waits for somebody who waits.
+
+    Raises
+    ------
+    ConfigError
+        A step waits for one that comes never.
+    """
+    chunks = chunks_of(schedule)
+    ends: dict[tuple[int, Step], float] = {}
+    spans: list[list[tuple[float, float]]] = [[] for _ in schedule]
+    waiting: dict[tuple[int, Step], int] = {}  # the stage that waits for a step of another one
+    ready = [*range(len(schedule))]
+    while ready:
+        stage = ready.pop()
+        steps, mine = schedule[stage], spans[stage]
+        while len(mine) < len(steps):
+            step = steps[len(mine)]
+            source = producer(len(schedule), chunks, stage, step)
+            if source is not None and source not in ends:
+                waiting[source] = stage
+                break
+            begin = max(mine[-1][1] if mine else 0.0, ends[source] if source else 0.0)
+            ends[stage, step] = begin + (backward if step.backward else forward)
+            mine.append((begin, ends[stage, step]))
+            if (stage, step) in waiting:
+                ready.append(waiting.pop((stage, step)))
+    if waiting:
+        (stage, step), late = next(iter(waiting.items()))
+        problem = f"stage {late} waits for {step} of stage {stage}, which is not on its way"
+        raise ConfigError(f"timetable: {problem}; make the schedule with pipeline_schedule")
+    return Timetable(spans, _messages(schedule, spans, ends))
+
+
+def _messages(
+    schedule: Schedule, spans: list[list[tuple[float, float]]], ends: dict[tuple[int, Step], float]
+) -> list[list[list[Message]]]:
+    """Return the messages of each stage, by the step after which they come."""
+    chunks, found = chunks_of(schedule), list[tuple[float, Message]]()
+    for stage, steps in enumerate(schedule):
+        for step in steps:
+            source = producer(len(schedule), chunks, stage, step)
+            if source is not None and source[0] != stage:
+                found.append((ends[source], Message(source[0], stage, step)))
+    found.sort(key=lambda each: each[0])
+    made: list[list[list[Message]]] = [[[] for _ in range(len(s) + 1)] for s in schedule]
+    begun = [0] * len(schedule)
+    for time, message in found:
+        for stage in (message.source, message.to):
+            while begun[stage] < len(spans[stage]) and spans[stage][begun[stage]][0] < time:
+                begun[stage] += 1
+            made[stage][begun[stage]].append(message)
+    return made
+
+
+def chunks_of(schedule: Schedule) -> int:
+    """Return how many chunks of layers each stage has."""
+    return 1 + max(step.chunk for step in schedule[0])
+
+
+def producer(stages: int, chunks: int, stage: int, step: Step) -> tuple[int, Step] | None:
+    """Return the stage and the step that a step takes its array from; None where it begins."""
+    return _beside(stages, chunks, stage, step, 1 if step.backward else -1)
+
+
+def consumer(stages: int, chunks: int, stage: int, step: Step) -> tuple[int, Step] | None:
+    """Return the stage and the step that take what a step leaves; None where it ends."""
+    return _beside(stages, chunks, stage, step, -1 if step.backward else 1)
+
+
+def _beside(stages: int, chunks: int, stage: int, step: Step, by: int) -> tuple[int, Step] | None:
+    place = step.chunk * stages + stage + by
+    if not 0 <= place < stages * chunks:
+        return None
+    return place % stages, step._replace(chunk=place // stages)
+
+
+def most_held(steps: Sequence[Step]) -> int:
+    """Return how many microbatches a stage holds at most, each chunk of it counted."""
+    held = most = 0
+    for step in steps:
+        held += -1 if step.backward else 1
+        most = max(most, held)
+    return most

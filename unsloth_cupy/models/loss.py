@@ -15,7 +15,7 @@ from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gra
 from ..parallel.vocabulary import vocab_parallel_linear_cross_entropy
 from ..placement import full_like
 from ..training.loss_scaler import LossScaler
-from ..training.tape import Gradients, Tape, add_up
+from ..training.tape import Gradients, Tape, add_up, take_gradients
 from ..training.variable import Var
 from .config import Config
 from .division import Division
@@ -121,7 +121,11 @@ def loss_on_tape(
         own = Tape()
         given = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
         of_all = losses_of(config, given["x"], given["weight"], shifted, division)
-        found = own.gradients(of_all, [given[name] for name in inputs], share)
+        token = take_gradients.set(None)  # who takes those of the whole step takes none of these
+        try:
+            found = own.gradients(of_all, [given[name] for name in inputs], share)
+        finally:
+            take_gradients.reset(token)
         made = dict(zip(inputs, found, strict=True))
         losses, dx, dweight = of_all.value, made.get("x"), made.get("weight")
     of = Var(np.zeros_like(losses, shape=()), tape)  # its place on the tape matters, not its number

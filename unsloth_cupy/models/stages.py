@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import Array
+from ..errors import ConfigError
 from ..ops.elements.arithmetic import add
 from ..ops.elements.cast import accumulate_, cast
 from ..parallel.pipeline import run_pipeline
@@ -42,9 +43,11 @@ class ModelStage:
         scaler: LossScaler | None = None,
         checkpoint: CheckpointConfig | None = None,
     ) -> None:
-        assert model.division is not None
-        assert model.division.stages is not None
-        self.model, self.trainable, self.stages = model, trainable, model.division.stages
+        stages = None if model.division is None else model.division.stages
+        if stages is None:
+            cure = "load it with load(folder, pipeline=comm)"
+            raise ConfigError(f"ModelStage: the model is not divided into stages; {cure}")
+        self.model, self.trainable, self.stages = model, trainable, stages
         self.count, self.scaler, self.checkpoint = count, scaler, checkpoint
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.sums: dict[str, Array] = {}

@@ -14,6 +14,7 @@ from unsloth_cupy.core.target import Limits, using
 from unsloth_cupy.ops.attention._decode import CHUNK, DECODE, FAN, FEW, STATIC, resolve
 
 from ..parity import Case, KernelParity, _compare_kernels, emulator, launched
+from ..sample import Sample
 from ..stand_in import gpu
 from .attention_cases import AFAR, BUDGETS, EVERY, GROUPED, hides, some_sinks, tiles
 from .test_attention_forward import _within
@@ -154,7 +155,7 @@ class TestAttentionPaged(KernelParity):
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 3] if Sample.all else [1 + Sample.day % 3])
 @pytest.mark.parametrize("number", [0, 3, 4, -1])
 def test_random_schedules(number: int, seed: int) -> None:
     """Whatever order threads and blocks run in."""

@@ -89,6 +89,7 @@ def parameters(
     return tuple(found)
 
 
+@functools.cache
 def with_headers(file: str) -> str:
     """Return the text of a source after that of the headers it includes."""
     text = (source_root() / file).read_text()
@@ -97,10 +98,12 @@ def with_headers(file: str) -> str:
 
 def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dtype[Any] | None:
     """Return the dtype of a number or of a struct of numbers, laid out as in C; else None."""
+    if ctype in known:
+        return known[ctype]
     struct = re.search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
     body = re.sub(r"//.*", "", struct[1]) if struct else "*"
     if "*" in body:
-        return known.get(ctype)
+        return None
     members: list[Any] = []
     for kind, names in re.findall(r"((?:\w+ )+)(\w[^;]*);", body):
         dtype = dtype_of(kind.strip(), known, text)

@@ -18,7 +18,8 @@
 //   2 halves, of weights that lie neighbouring bits apart.  Which columns stand where in a product
 //   is free, as long as x has the same order.  Of 16-bit floats a code is a high byte alone: 1 in
 //   float16 and a half in bfloat16.  A float is the sum of three bfloat16, so its products with codes
-//   are exact too.  Weights of the next columns are under way while x comes to shared memory.
+//   are exact too.  Weights of the next columns are under way while x comes to shared memory.  One
+//   row takes the same way as eight: an mma does 512 products of it, and dp4a 128.
 #include "common/vector.cuh"
 #include <common/ptx.cuh>
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import CommunicationError, DeviceError, FrameworkError
-from unsloth_cupy.parallel import NcclCommunicator, SocketCommunicator, nccl
+from unsloth_cupy.parallel import DataParallel, NcclCommunicator, SocketCommunicator, nccl
+from unsloth_cupy.parallel._ahead import Ahead
+from unsloth_cupy.parallel._shards import Cut
 
 from .collectives import CHECKS
 from .nccl import array, in_threads, stand_in
@@ -105,6 +107,58 @@ def test_what_makes_no_sense_is_refused(monkeypatch) -> None:
         monkeypatch.setattr(cupy.cuda.nccl, "groupEnd", broken)
         with pytest.raises(CommunicationError, match="NCCL says unhandled"):
             comm.all_reduce(array([1.0]))
+
+
+def test_buckets_are_summed_by_a_second_stream(monkeypatch) -> None:
+    """Gradients are copied into a bucket, and sums are read, on the current stream."""
+    with stand_in() as cupy:
+        comm = NcclCommunicator(0, 1, bytes(128))
+        model = types.SimpleNamespace(trainable={})
+        sides: list[str] = []
+        stream = cupy.cuda.Stream
+        monkeypatch.setattr(stream, "__enter__", lambda self: sides.append("in"))
+        monkeypatch.setattr(stream, "__exit__", lambda *_: sides.append("out"))
+        monkeypatch.setattr(stream, "wait_event", lambda *_: sides.append("wait"))
+        grads = {"a": array([1.0, 2.0]), "b": array([[3.0]])}
+        found = DataParallel(model, comm, bucket_bytes=8).sums(grads)
+        assert sides == ["wait", "in", "out"] * 2 + ["wait"]
+        for name, grad in grads.items():
+            np.testing.assert_array_equal(found[name], grad)
+
+
+def test_the_next_block_is_gathered_ahead() -> None:
+    """From the second step on; not what has been replaced, nor past the end of a step."""
+    with stand_in():
+        comm = NcclCommunicator(0, 1, bytes(128))
+        blocks = [{f"{n}.a": array([n, 1.0]), f"{n}.b": array([n, 2.0])} for n in range(3)]
+        parameters = {name: value for block in blocks for name, value in block.items()}
+        cuts = {name: Cut.of((2,), 1) for name in parameters}
+        ahead = Ahead(comm, parameters.__getitem__)
+        gathers: list[int] = []
+        comm.all_gather = lambda x: (gathers.append(int(x[0, 0])), x)[1]
+
+        def step(*order: int) -> list[list[int]]:
+            seen = []
+            ahead.begin()
+            for number in order:
+                names = blocks[number]
+                whole = ahead({name: parameters[name] for name in names}, cuts)
+                seen.append(gathers.copy())
+                gathers.clear()
+                for name in names:
+                    np.testing.assert_array_equal(whole[name], parameters[name])
+            return seen
+
+        assert step(0, 1, 2, 1) == [[0], [1], [2], [1]]
+        assert step(0, 1, 2, 1) == [[0, 1], [2], [1], []]
+        parameters["1.a"] = array([1.0, 9.0])
+        assert step(0, 2, 1) == [[0, 1], [2], [1]]
+        ahead.begin()
+        ahead({name: parameters[name] for name in blocks[0]}, cuts)
+        parameters["2.a"] = array([2.0, 9.0])  # behind the back of what is under way
+        gathers.clear()
+        whole = ahead({name: parameters[name] for name in blocks[2]}, cuts)
+        assert whole["2.a"][1] == 9
 
 
 @pytest.mark.gpu

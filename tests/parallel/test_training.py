@@ -1,11 +1,14 @@
 """Training on many devices, in one process: all checks, and what is refused."""
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 
 from unsloth_cupy import AdamW, Tape, linear
 from unsloth_cupy.errors import ConfigError, ShapeError
-from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1, Zero3
 from unsloth_cupy.parallel.zero import divided
 from unsloth_cupy.training.tape import take_gradients
 
@@ -57,8 +60,33 @@ def test_pieces_cover_all_and_are_not_small(ranks: int) -> None:
     assert most <= sum(sizes.values()) / ranks + 2 * 4096
 
 
+def test_blocks_are_whole_one_at_a_time() -> None:
+    """On the way forward and back: when one is gathered, no other is held, but what is outside."""
+    model = new_model("dense")
+    zero = Zero3(model, COMM)
+    held: list[weakref.ref[np.ndarray]] = []
+    seen: list[str] = []
+
+    def gather(parameters: dict[str, Any]) -> dict[str, Any]:
+        assert not [ref for ref in held if ref() is not None]
+        whole = zero.gather(parameters)
+        name = next(iter(parameters))
+        seen.append(name.split(".")[2] if ".layers." in name else "outside")
+        values = (getattr(value, "value", value) for value in whole.values())
+        held.extend(map(weakref.ref, values if ".layers." in name else ()))
+        return whole
+
+    model.gather = gather
+    tokens = np.arange(12).reshape(2, 6)
+    zero.loss_and_gradients(tokens, tokens)
+    assert seen == ["outside", "0", "1", "1", "0"]
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     model = new_model("dense")
+    Zero3(model, COMM)
+    with pytest.raises(ConfigError, match="is not whole"):
+        Zero3(model, COMM)
     with pytest.raises(ConfigError, match="is not a size"):
         DataParallel(model, COMM, bucket_bytes=0)
     square = np.ones((4, 4), np.float32)

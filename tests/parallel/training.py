@@ -5,12 +5,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from unsloth_cupy import AdamW, clip_gradients, models
+from unsloth_cupy import AdamW, clip_gradients, measure_gradients, models
 from unsloth_cupy.parallel import (
     Communicator,
     DataParallel,
     SingleCommunicator,
     Zero1,
+    Zero3,
     part,
 )
 
@@ -53,30 +54,65 @@ def batches(steps: int = 1) -> Any:
 
 
 def parts_equal_the_whole(comm: Communicator) -> None:
-    """Losses, all gradients of a step, and parameters after 20 steps."""
+    """Losses, all gradients of a step, and parameters after 20, with clipped gradients."""
+    # eps above what sums in another order differ by, which Adam would make as large as lr
+    options: Any = {"lr": 3e-3, "eps": 1e-3}
+    own = part(ROWS, comm)
     for kind, steps in STEPS.items():
-        whole, divided = new_model(kind), new_model(kind)
+        whole, divided, parted = (new_model(kind) for _ in range(3))
         if comm.rank:
-            for array in divided.trainable.values():
+            for array in (*divided.trainable.values(), *parted.trainable.values()):
                 array[...] = 7  # those of rank 0 count
-        many = DataParallel(divided, comm)
-        # eps above what sums in another order differ by, which Adam would make as large as lr
-        options: Any = {"lr": 3e-3, "eps": 1e-3}
-        one, alike = AdamW(whole.trainable, **options), AdamW(divided.trainable, **options)
-        other = Zero1(alike, comm)
-        own = part(ROWS, comm)
+        data, zero3 = DataParallel(divided, comm), Zero3(parted, comm)
+        one, alike, other = (AdamW(m.trainable, **options) for m in (whole, divided, parted))
+        zero1 = Zero1(alike, comm)
         for step, (tokens, labels) in enumerate(batches(steps)):
             wanted, grads = whole.loss_and_gradients(tokens, labels)
-            found, sums = many.loss_and_gradients(tokens[own], labels[own])
-            close(found, wanted)
-            assert [*sums] == [*grads]
+            loss, sums = data.loss_and_gradients(tokens[own], labels[own])
+            also, parts = zero3.loss_and_gradients(tokens[own], labels[own])
+            close([loss, also], [wanted] * 2)
+            assert [*sums] == [*grads] == [*parts]
             if step == 0:
-                for name in grads:
+                for name, array in zero3.gathered(parts).items():
+                    close(array, grads[name])
                     close(sums[name], grads[name])
+            measured, found = measure_gradients(grads, 0.1), zero3.measure_gradients(parts, 0.1)
+            close(found, measured)
+            one.step(grads, factor=measured.factor)
+            zero1.step(sums, factor=measured.factor)
+            other.step(parts, factor=found.factor)
+        same_training(whole, divided, one, zero1.state())
+        with zero3.whole():
+            same_training(whole, parted, one, zero3.gathered(other.state()))
+            close(parted.loss(tokens, labels), whole.loss(tokens, labels))
+        same(zero3.divided(zero3.gathered(other.state())), other.state())
+
+
+def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, Any]) -> None:
+    assert state.keys() == optimizer.state().keys()
+    for name, array in optimizer.state().items():
+        close(state[name], array, 1e-4 if name.startswith("square") else 1e-5)
+    for name in whole.trainable:
+        close(divided.trainable[name], whole.trainable[name])
+
+
+def parts_of_codes_equal_the_whole(comm: Communicator) -> None:
+    """8-bit averages of parts have the bits of whole ones, with any number of ranks."""
+    rng = np.random.default_rng(6)
+    model = models.create(CONFIG, seed=1, dtype="float32")
+    many = Zero3(models.create(CONFIG, seed=1, dtype="float32"), comm)
+    for _ in range(2):
+        one = AdamW(model.trainable, state_bits=8)
+        other = AdamW(many.model.trainable, state_bits=8)
+        for _ in range(2):
+            shapes = {name: array.shape for name, array in model.trainable.items()}
+            grads = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
             one.step(grads)
-            other.step(sums)
-        for name in whole.trainable:
-            close(divided.trainable[name], whole.trainable[name], 1e-5)
+            other.step(many.divided(grads))
+        state = many.gathered(other.state())
+        same(state, one.state())
+        other.load_state(many.divided(state))
+    same(many.gathered(many.model.parameters), model.parameters)
 
 
 def buckets_have_equal_bits(comm: Communicator) -> None:
@@ -150,5 +186,10 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def all_checks(comm: Communicator) -> None:
-    for check in (parts_equal_the_whole, buckets_have_equal_bits, zero_equals_adamw):
+    for check in (
+        parts_equal_the_whole,
+        parts_of_codes_equal_the_whole,
+        buckets_have_equal_bits,
+        zero_equals_adamw,
+    ):
         check(comm)

@@ -40,6 +40,7 @@ from .division import Division, entered, joined
 
 # (layer, k, v): all keys and values, which of them are seen, and how many there are
 Append = Callable[[int, Array, Array], tuple[Array, Array, Any, Any]]
+Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Call(NamedTuple):
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     chunked_mlp: bool = False
     append: Append | None = None  # of a step of generation, in place of the cache
     division: Division | None = None  # among ranks; config and parameters are then this one's
+    gather: Gather | None = None  # makes whole what ranks have parts of, block by block
 
 
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
@@ -112,6 +114,8 @@ def blocks(
 
 
 def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any]:
+    if call.gather is not None:
+        call = call._replace(parameters=call.gather(call.parameters))
     for layer in layers:
         branch, stream = block(call, layer, branch, stream)
     return branch, stream

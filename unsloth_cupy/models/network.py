@@ -13,7 +13,7 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..placement import at_home
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
-from .block import Call, blocks, check_chunked, embedded, join, rope_rows
+from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
 from .division import Division
 from .inputs import Angles, check, places
@@ -39,6 +39,8 @@ class Network:
     division : Division or None
         Which part of a model this is that is divided among ranks; config and parameters are then
         those of this rank, and all ranks make the same calls.
+    gather : callable or None
+        Makes parameters whole of which each rank keeps a part: those of a block while it runs.
     """
 
     texts: Mapping[str, Mapping[str, Any]]  # files of its folder: config.json and others
@@ -48,6 +50,7 @@ class Network:
         self.config, self.parameters = config, parameters
         self.adapter: Adapter | None = None
         self.division: Division | None = None
+        self.gather: Gather | None = None
         self.chunked_mlp = False
         self._turn()
 
@@ -109,10 +112,17 @@ class Network:
         parameters = self.used(parameters, seed)
         call = Call(
             self.config, parameters, *here, held, self.adapter, seed, self.chunked_mlp,
-            division=self.division,
+            division=self.division, gather=self.gather,
         )  # fmt: skip
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
+
+    def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return parameters, of which those outside of the blocks are whole."""
+        if self.gather is None:
+            return parameters
+        outside = {name: value for name, value in parameters.items() if ".layers." not in name}
+        return {**parameters, **self.gather(outside)}
 
     def used(self, parameters: Mapping[str, Any], seed: int | None) -> Mapping[str, Any]:
         """Return parameters, those of an adapter among them, as the blocks take them."""

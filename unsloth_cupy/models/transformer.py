@@ -185,7 +185,7 @@ class Transformer(Network):
         quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
         tape = Tape()
         watched = {name: tape.watch(array) for name, array in self.trainable.items()}
-        parameters = {**self.parameters, **watched}
+        parameters = self.entered({**self.parameters, **watched})
         with np.errstate(**quiet):
             x = self.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets)
             shifted = next_labels(tokens, labels, offsets)

@@ -25,3 +25,4 @@ from .vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_ent
 from .vocabulary import vocab_parallel_embedding as vocab_parallel_embedding
 from .vocabulary import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 from .zero import Zero1 as Zero1
+from .zero3 import Zero3 as Zero3

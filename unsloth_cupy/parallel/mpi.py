@@ -16,6 +16,7 @@ from .communicator import check_color
 from .exchanges import Exchanges, raw
 
 DATA, TOLD = range(2)  # tags of messages
+PRINTED = 0.3  # seconds in which mpiexec passes on what was printed, before it ends all
 SPINS, NAP = 200, 1e-4  # looks without a pause, then one each 0.1 ms
 
 
@@ -148,6 +149,7 @@ def _end_all_on_error(mpi: Any) -> None:
             print(f"rank {rank} failed: {lines[-1]}{''.join(lines)}", file=sys.stderr, flush=True)
             if before is not sys.__excepthook__:
                 before(*error)
+            time.sleep(PRINTED)
         finally:
             mpi.COMM_WORLD.Abort(1)
 

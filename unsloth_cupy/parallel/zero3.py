@@ -1,0 +1,196 @@
+"""A model of which each rank keeps a part of every parameter: whole while a block runs, no longer.
+
+    bytes of weights, gradients and states in a rank = those of the model / ranks
+        + one block + what lies outside of the blocks
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import Stored
+from ..errors import ConfigError
+from ..ops.optimizers.gradients import GradientMeasure
+from ..ops.quantized.weight import Quantized
+from ..training.checkpoint import CheckpointConfig
+from ..training.gradients import measure_gradients
+from ..training.variable import Var
+from ._ahead import Ahead
+from ._shards import ZERO, Cut, Entered, gathered
+from .communicator import Communicator
+from .data import counted
+from .zero import STATES
+
+
+class Part(NamedTuple):
+    """A part of a quantized weight: of each array that it is kept in."""
+
+    kind: type[Quantized]
+    shape: tuple[int, int]
+    dtype: Any
+    arrays: dict[str, Any]
+    cuts: dict[str, Cut]
+
+
+class Zero3:
+    """A model whose parameters, gradients and states are divided among ranks, and learns so.
+
+    Each rank passes its rows of a batch.  The weights of a block are gathered when it runs, once
+    more on the way back, and are then let go; its gradients are summed and divided at once.
+    Parameters outside of blocks are whole during a step.  An adapter's own stay whole; the weights
+    under it are divided, quantized ones too.
+
+    ``AdamW(model.trainable)`` steps this rank's parts.
+
+    Parameters
+    ----------
+    model : Transformer
+        Its parameters become flat parts, those of rank 0.
+    comm : Communicator
+
+    Raises
+    ------
+    ConfigError
+        The model is divided by a Zero3 already.
+    """
+
+    def __init__(self, model: Any, comm: Communicator) -> None:
+        if model.gather is not None:
+            raise ConfigError("Zero3: the model is not whole, it has a Zero3; use that one")
+        self.model, self.comm = model, comm
+        self.cuts: dict[str, Cut] = {}
+        self.ahead = Ahead(comm, lambda name: model.parameters[name])
+        for array in () if model.adapter is None else model.adapter.parameters.values():
+            array[...] = comm.broadcast(array)
+        model.parameters = {name: self._cut(name, v) for name, v in model.parameters.items()}
+        model.gather = self.gather
+
+    def _cut(self, name: str, value: Any) -> Any:
+        """Return this rank's part of a parameter."""
+        if isinstance(value, Quantized):
+            state = {key: np.asarray(a, like=value.home) for key, a in value.state().items()}
+            cuts = {key: Cut.of(array.shape, self.comm.size) for key, array in state.items()}
+            parts = {key: cuts[key].part(a, self.comm.rank) for key, a in state.items()}
+            return Part(type(value), value.shape, value.dtype, parts, cuts)
+        if isinstance(value, Stored):
+            raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
+        self.cuts[name] = Cut.of(value.shape, self.comm.size)
+        return self.cuts[name].part(self.comm.broadcast(value), self.comm.rank)
+
+    def gather(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return whole parameters: what the model calls for each block."""
+        learned = {name: value for name, value in parameters.items() if type(value) is Var}
+        frozen = {n: v for n, v in parameters.items() if n in self.cuts and n not in learned}
+        found = dict(parameters) | self.ahead(frozen, self.cuts)
+        for name, value in parameters.items():
+            if type(value) is Part:
+                state = gathered(value.arrays, value.cuts, self.comm)
+                found[name] = value.kind.from_state(state).computed_in(value.dtype)
+        return found | self._entered(learned)
+
+    def _entered(self, learned: Mapping[str, Var]) -> dict[str, Var]:
+        """Return Vars of whole parameters, whose gradients are summed over ranks."""
+        if not learned:
+            return {}
+        values = {name: var.value for name, var in learned.items()}
+        parts = {name: value for name, value in values.items() if name in self.cuts}
+        whole = values | self.ahead(parts, self.cuts)
+        tape = next(iter(learned.values())).tape
+        made = {name: Var(value, tape) for name, value in whole.items()}
+        inputs, outputs = ({n: var.index for n, var in vs.items()} for vs in (learned, made))
+        tape.note(Entered(values, inputs, outputs, self.cuts, self.comm))
+        return made
+
+    def loss_and_gradients(
+        self,
+        tokens: Any,
+        labels: Any,
+        *,
+        count: Any = None,
+        checkpoint: CheckpointConfig | None = None,
+        **options: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the mean loss over the labels of all ranks, and this rank's part of its gradients.
+
+        Arguments are this rank's rows and the options of ``Transformer.loss_and_gradients``;
+        ``checkpoint`` says how many blocks are whole at a time, one where it is None.
+        """
+        if count is None:
+            count = self.comm.all_reduce(counted(labels, options.get("offsets"))).clip(1)
+        self.ahead.begin()
+        checkpoint = CheckpointConfig() if checkpoint is None else checkpoint
+        loss, gradients = self.model.loss_and_gradients(
+            tokens, labels, count=count, checkpoint=checkpoint, **options
+        )
+        return self.comm.all_reduce(loss), gradients
+
+    def measure_gradients(
+        self, gradients: Mapping[str, Any], max_norm: float = math.inf, *, scaler: Any = None
+    ) -> GradientMeasure:
+        """Return what the function of this name returns of whole gradients, alike in all ranks."""
+        alike = {name: array for name, array in gradients.items() if name not in self.cuts}
+        own = {name: array for name, array in gradients.items() if name in self.cuts}
+        total: Any = np.float64(0)
+        if own:
+            total = self.comm.all_reduce(measure_gradients(own, scaler=scaler).norm ** 2 + total)
+        if alike:
+            total = total + measure_gradients(alike, scaler=scaler).norm ** 2
+        divisor = 1.0 if scaler is None else scaler.value
+        norm = np.sqrt(total)
+        if isinstance(norm, np.ndarray | np.generic):
+            norm = float(norm)
+            by = max_norm / norm if norm > max_norm else 1.0
+            return GradientMeasure(norm, math.isfinite(norm), by / divisor)
+        clipped = np.where(norm > max_norm, max_norm / norm.clip(1e-300), 1.0)
+        return GradientMeasure(norm, np.isfinite(norm), (clipped / divisor).astype(np.float32))
+
+    def gathered(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return whole arrays of parts by the names of parameters, or of an ``AdamW.state()``.
+
+        What it returns does not depend on the number of ranks; ``divided`` takes it back.
+        """
+        found = dict(arrays)
+        for name, array in arrays.items():
+            cut, _ = self._cut_of(name)
+            if cut is not None:
+                found[name] = gathered({name: array}, {name: cut}, self.comm)[name]
+        return found
+
+    def divided(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of whole arrays by the names that ``gathered`` takes."""
+        found = dict(arrays)
+        for name, array in arrays.items():
+            cut, field = self._cut_of(name)
+            if cut is not None:
+                codes = field in STATES[:2] and array.dtype == np.uint8
+                fill = ZERO[field == "mean"] if codes else 0
+                found[name] = cut.part(array, self.comm.rank, fill)
+        return found
+
+    def _cut_of(self, name: str) -> tuple[Cut | None, str]:
+        """Return how an array of this name is divided, and which state of an optimizer it is."""
+        if name in self.cuts:
+            return self.cuts[name], ""
+        field, _, parameter = name.partition(".")
+        if field not in STATES or parameter not in self.cuts:
+            return None, field
+        cut = self.cuts[parameter]
+        return (cut.scales() if field.endswith("scale") else cut), field
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Let the model have all its parameters inside a ``with`` block: to generate, or to save.
+
+        What changes them there is lost.
+        """
+        parts = self.model.parameters
+        self.model.parameters, self.model.gather = self.gather(parts), None
+        try:
+            yield self.model
+        finally:
+            self.model.parameters, self.model.gather = parts, self.gather

@@ -13,8 +13,11 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from unsloth_cupy.ops.common.tensor_map import NVRTC
 
 from . import budget
 from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
@@ -74,6 +77,12 @@ def refused(variant: Variant) -> str | None:
     return None
 
 
+def supported_options(several: Sequence[Variant], version: str) -> bool:
+    """Say whether a kernel is asked for with this NVRTC: a second -arch is new in 12.9."""
+    newer = tuple(map(int, version.split("."))) >= NVRTC
+    return newer or "-arch=sm_90a" not in several[0].launch.options
+
+
 def in_cluster(variant: Variant) -> bool:
     """Say whether the blocks of a variant form clusters."""
     return int(constants(variant.launch.source).get("CLUSTER", 1)) > 1
@@ -88,8 +97,9 @@ def try_here(wanted: str | None = None) -> None:
     archs = supported()
     chosen = []
     for number, kernel in enumerate(declared()):
-        several = of_kernel(kernel, archs[number % len(archs)])
-        chosen.append(several[number % len(several)])
+        several = of_kernel(kernel, archs[number % len(archs)]) or of_kernel(kernel, "90")
+        if supported_options(several, version):
+            chosen.append(several[number % len(several)])
         if "90" in archs:  # instructions that blocks of a cluster have for themselves
             chosen += [v for v in of_kernel(kernel, "90") if in_cluster(v)][-1:]
     with budget.without_a_device(), ThreadPoolExecutor(2) as pool:

@@ -9,6 +9,7 @@ raises ``HostReadError``, as that would stall a GPU; an array that it sends ther
 ``HostWriteError``, as a graph would send it again and again; both would end the capture of a graph.
 """
 
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -29,7 +30,7 @@ from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.ops.common import counters, faults, gemm
+from unsloth_cupy.ops.common import counters, faults, gemm, tensor_map
 from unsloth_cupy.ops.optimizers import gradients
 
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
@@ -109,6 +110,8 @@ class Machine:
         self.functions: list[str] = []  # of CuPy, for what the launches do not compute themselves
         self.products: list[str] = []  # that cuBLAS is asked for
         self.held = self.peak = 0
+        self.compiler = (12, 9)  # NVRTC
+        self.maps = Driver()
         self.strict = True  # False: values may be read and sent, as before a capture
 
     def array(self, shape: Any, dtype: Any, shift: int = 0, device: Any = None) -> "Array":
@@ -409,6 +412,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy.lib.stride_tricks": {"as_strided": strided},
         "cupy.cuda.function": {"CNumpyArray": lambda array: array[()]},
         "cupy.cuda.compiler": {"CompileException": CompileException},
+        "cupy.cuda.nvrtc": {"getVersion": lambda: machine.compiler},
         "cupyx": {},
         "cupyx.scipy": {},
         "cupyx.scipy.special": {"erfc": scipy.special.erfc},
@@ -439,6 +443,35 @@ class Cublas:
         return noted
 
 
+class Driver:
+    """cuTensorMapEncodeTiled: it demands what the driver does, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, to: int, dtype: int, rank: int, address: int, *rest: int) -> int:
+        sizes, strides, box, steps, interleave, swizzle, promotion, fill = rest
+        read = lambda at, kind, count: [*(kind * count).from_address(at)]  # noqa: E731
+        long, word = ctypes.c_uint64, ctypes.c_uint32
+        asked = {
+            "dtype": dtype,
+            "address": address,
+            "sizes": read(sizes, long, rank),
+            "strides": read(strides, long, rank - 1),
+            "box": read(box, word, rank),
+            "modes": (interleave, swizzle, promotion, fill),
+        }
+        fits = to % 64 == address % 16 == 0 and 3 <= rank <= 5 and dtype in (6, 9)
+        fits &= all(0 < size < 2**32 for size in asked["sizes"])
+        fits &= all(0 < stride < 2**40 and stride % 16 == 0 for stride in asked["strides"])
+        fits &= all(0 < side <= 256 for side in asked["box"]) and asked["box"][0] * 2 <= 128
+        if not fits or read(steps, word, rank) != [1] * rank:
+            return 1  # CUDA_ERROR_INVALID_VALUE
+        self.asked.append(asked)
+        ctypes.memset(to, len(self.asked) % 256, 128)
+        return 0
+
+
 @contextmanager
 def gpu(
     capability: str = "90", clusters: bool | None = None, devices: int = 1
@@ -453,6 +486,8 @@ def gpu(
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
     found, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
+    encoder, tensor_map.encoder = tensor_map.encoder, lambda: machine.maps
+    tensor_map._maps.clear()
     records = dict(faults._records)
     for op in OPS.values():
         op.routes.clear()  # what was recorded on another machine
@@ -465,7 +500,8 @@ def gpu(
     finally:
         if devices > 1:
             _forget_devices()
-        gemm.cublas = found
+        gemm.cublas, tensor_map.encoder = found, encoder
+        tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
         counters._kept.clear()
         faults._records.clear()  # of devices that are gone

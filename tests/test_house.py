@@ -31,7 +31,7 @@ TEXT = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".md", ".cfg", ".toml", ".ya
 
 # The public names as other people's programs call them: parameters, their order and defaults.
 API = {
-    "AttentionConfig": "tile=128, block=256, head_dim=64",
+    "AttentionConfig": "tile=128, block=256, head_dim=64, warpgroups=False",
     "check_errors": "",
     "Tape": "",
     "AdamW": "parameters, *, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01,"

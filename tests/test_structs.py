@@ -27,7 +27,7 @@ def layouts() -> str:
         (words[-2], file)
         for file, _, declared in parameters()
         for words in map(str.split, declared)
-        if "__grid_constant__" in words
+        if "__grid_constant__" in words and "TensorMap" not in words  # which is the driver's
     }
     known: dict[str, Any] = {ctype: dtype for dtype, ctype in source.CTYPES.items()}
 

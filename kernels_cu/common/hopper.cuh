@@ -162,6 +162,12 @@ template <int R> PTX void setmaxnreg_dec() {
 // computes with them, or makes them, could move past an instruction that does not name them.
 #define WGMMA_NAME(d, count) \
   _Pragma("unroll") for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory")
+// What is named here has been computed before what follows, such as the wait for other products.
+template <int R> PTX void wgmma_name(float (&d)[R]) { WGMMA_NAME(d, R); }
+template <int R> PTX void wgmma_name(uint32_t (&a)[R][4]) {
+  _Pragma("unroll") for (int i = 0; i < R; i++) asm volatile(
+      "" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+}
 template <int R> PTX void wgmma_fence(float (&d)[R]) {
   WGMMA_NAME(d, R);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

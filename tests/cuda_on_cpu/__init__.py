@@ -50,7 +50,7 @@ class EmulatorError(AssertionError):
 
 
 class TensorMap(NamedTuple):
-    """A TMA descriptor of a C-contiguous array; box is innermost first, as the driver takes it."""
+    """A TMA descriptor of an array; box is innermost first, as the driver takes it."""
 
     array: np.ndarray
     box: tuple[int, ...]
@@ -99,6 +99,10 @@ class Emulator(NamedTuple):
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         return np.empty(shape, dtype)
+
+    def tensor_map(self, box: tuple[int, ...], array: np.ndarray) -> "TensorMap":
+        """Return what a kernel gets of an array that it names as a TensorMap."""
+        return TensorMap(array[(None,) * (len(box) - array.ndim)], box)
 
 
 def missing() -> str | None:
@@ -226,8 +230,8 @@ class _Memory:
     def address(self, array: np.ndarray) -> int:
         """Return where a kernel finds an array; 0 for an empty one."""
         for home in self.homes:
-            if any(array is mine for mine in home.arrays):
-                return home.base + array.ctypes.data - home.start
+            if array.size and 0 <= (offset := array.ctypes.data - home.start) < home.size:
+                return home.base + offset
         return 0
 
 
@@ -282,7 +286,7 @@ class Module:
             self.names if len(self.names) == self.arity else [f"argument {i}" for i in range(99)]
         )
         arrays = {
-            name: array
+            name: array if array.flags.c_contiguous else spanned(array)
             for name, arg in zip(names, args, strict=False)
             if isinstance(array := getattr(arg, "array", arg), np.ndarray)
         }

@@ -313,9 +313,11 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
     before = asked()
     with AttentionConfig(tile=128, block=256).use(), AttentionConfig(256).use():
         assert asked() == (256,)
+    with AttentionConfig(warpgroups=True).use():
+        assert asked() == before
     with pytest.raises(ZeroDivisionError), AttentionConfig(tile=256).use():
         _ = 1 / 0
-    assert asked() == before == (128,)
+    assert asked() == before == (512,)
 
 
 @pytest.mark.parametrize(

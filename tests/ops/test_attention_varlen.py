@@ -82,7 +82,7 @@ def shared(*shape: int) -> Any:
 class TestKernels(KernelParity):
     op = "attention_varlen_forward"
     sizes = (
-        {"dim": 64, "value_dim": 64},
+        {"tokens": 64, "dim": 64, "value_dim": 64},
         {"max_keys": 1},  # a bias has sums of queries, or of keys, or pairs
         {},
         {"max_queries": 1},

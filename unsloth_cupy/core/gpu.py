@@ -40,12 +40,12 @@ class CupyTarget:
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
         """Compile for the current device; CuPy keeps the result on disk."""
-        there = cupy()
+        cp = cupy()
         try:
-            function = there.RawModule(code=source, options=compiler_options()).get_function(name)
-        except there.cuda.compiler.CompileException as error:
+            kernel = cp.RawModule(code=source, options=compiler_options(source)).get_function(name)
+        except cp.cuda.compiler.CompileException as error:
             raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
-        most = 48 * 1024 - function.shared_size_bytes  # both together; more asks for leave
+        most = 48 * 1024 - kernel.shared_size_bytes  # both together; more asks for leave
         asking = threading.Lock()  # or a thread that needs less would take leave from another
 
         def launch(grid: Any, block: Any, args: tuple[Any, ...], shared: int) -> None:
@@ -53,8 +53,8 @@ class CupyTarget:
             if shared > most:
                 with asking:
                     if shared > most:
-                        function.max_dynamic_shared_size_bytes = most = shared
-            function(grid, block, args, shared_mem=shared)
+                        kernel.max_dynamic_shared_size_bytes = most = shared
+            kernel(grid, block, args, shared_mem=shared)
 
         return bound(launch)
 
@@ -91,12 +91,12 @@ def is_cupys(kind: type[Any]) -> bool:
     return kind.__module__.partition(".")[0] == "cupy"
 
 
-def compiler_options() -> tuple[str, ...]:
+def compiler_options(source: str = "") -> tuple[str, ...]:
     """Return what NVRTC needs beside CuPy's own options: its header paths, -arch and -ftz=true.
 
-    Float32 denormals are zero in kernels.  A second -arch is an error for NVRTC before 12.9.
+    Float32 denormals are zero in kernels.  A second -arch, as wgmma needs, is an error before 12.9.
     """
-    return ("-std=c++17", f"-I{source_root()}")
+    return ("-std=c++17", f"-I{source_root()}", *["-arch=sm_90a"] * ('_sm90.cu"' in source))
 
 
 def on_one_device(op: Any, made: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

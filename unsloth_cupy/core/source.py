@@ -74,6 +74,7 @@ def parameters(
 ) -> tuple[tuple[np.dtype[Any], bool], ...]:
     """Return (dtype, is a pointer) of every parameter that the source declares."""
     known = {ctype: dtype for dtype, ctype in CTYPES.items()} | {"size_t": np.dtype("uint64")}
+    known["TensorMap"] = np.dtype("V128")  # of a driver
     known |= {k: np.dtype(v) for k, v in constants.items() if not isinstance(v, int)}
     text = with_headers(file)
     declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(\s*([^)]*)\)", text)

@@ -13,6 +13,7 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import batch_stride, in_chunks
 from . import _tiles
+from ._hopper import launch_on_warpgroups, takes
 from ._options import CAUSAL, HIDING, Options, kernel_options, refused
 from ._tiles import Tiles, resolve, slice_of
 
@@ -32,7 +33,7 @@ def _constants(tiles: Tiles, **named: Any) -> Constants:
 
 
 def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
-    """Launch attention_forward.cu; NotImplemented for head dims that it has no tiles for.
+    """Launch the kernel that takes a call; NotImplemented for head dims that have no tiles.
 
     With offsets q, k, v have no batch axis.  Else k and v may be a part of the tokens of longer
     arrays.
@@ -40,6 +41,8 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     *batch, queries, heads, dim = q.shape
     size, value_dim = q.dtype.itemsize, v.shape[-1]
     call, sinks = kernel_options(q, v, options), options.sinks
+    if call is not None and (own := takes(q, v, call)):
+        return launch_on_warpgroups(q, k, v, sinks, call, own)
     level = call and max(call.level, HIDING if options.offsets else CAUSAL)
     start = _tiles.start
     tiles = call and resolve(size, dim, value_dim, level, limits(q), start)

@@ -59,6 +59,7 @@ class Start(NamedTuple):
 
     tile: int
     block: int
+    warpgroups: bool = False  # attention_forward_sm90.cu is taken where it can be
 
 
 FORWARD: Table[Tiles] = {

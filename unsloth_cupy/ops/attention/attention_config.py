@@ -41,6 +41,9 @@ class AttentionConfig:
         Threads of a block, 32 or more.
     head_dim : int
         Columns of a head, 1 or more: what ``resolve`` and ``shared_memory_bytes`` are asked for.
+    warpgroups : bool
+        On Hopper, what attention_forward_sm90.cu takes goes there, as without a config; tile and
+        block are of the other calls.
 
     Raises
     ------
@@ -51,6 +54,7 @@ class AttentionConfig:
     tile: int = 128
     block: int = 256
     head_dim: int = 64
+    warpgroups: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("tile", 16), ("block", 32), ("head_dim", 1)):
@@ -156,7 +160,7 @@ class AttentionConfig:
     def use(self) -> Iterator[None]:
         """Let attention begin here, inside a ``with`` block."""
         before = _tiles.start
-        _begin(Start(self.tile, self.block))
+        _begin(Start(self.tile, self.block, bool(self.warpgroups)))
         try:
             yield
         finally:

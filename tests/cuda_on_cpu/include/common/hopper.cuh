@@ -104,6 +104,8 @@ inline void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, 
 
 template <int R> inline void setmaxnreg_inc() {}
 template <int R> inline void setmaxnreg_dec() {}
+template <int R> inline void wgmma_name(float (&)[R]) {}
+template <int R> inline void wgmma_name(uint32_t (&)[R][4]) {}
 template <int R> inline void wgmma_fence(float (&d)[R], EMU_PLACE) {
   emu::wgmma_fence(EMU_HERE);
 }

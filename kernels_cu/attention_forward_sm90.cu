@@ -1,0 +1,341 @@
+// Attention forward on Hopper: out = softmax(score) @ v and lse = log(sum(exp(score))), row by row,
+// with the scores of attention_forward.cu, by warpgroup products (wgmma) of tiles that the tensor
+// memory accelerator (TMA) brings.
+//
+//   traffic     that of attention_forward.cu
+//   constants   those of common/attention.cuh, and
+//               T, S             dtypes of q, k, v and out, of 16 bits; of sinks
+//               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8 up to 256
+//               CONSUMERS        warpgroups that compute, of 64 queries each
+//               TILE_KEYS        keys of a stage
+//               STAGES           of the rings of keys and of values
+//               REGISTERS        of a thread that computes; PRODUCER of one that loads
+//   Nothing is dropped.
+//
+//   The trick: whoever computes never loads, and tensor cores never wait for exp2.  A warp of its
+//   own keeps tiles coming.  A warpgroup asks for the scores of the next tile and for the values of
+//   this one together, and works on the former while tensor cores are busy with the latter; and
+//   warpgroups take turns to ask, so that one has products under way while another exponentiates.
+//   Probabilities are an operand where they stand, in registers.  Blocks stay for many jobs, the
+//   longest first, and the queries of the next job come while the last values are multiplied.
+#include "common/attention.cuh"
+#include "common/segment.cuh"
+#include "common/warpgroup.cuh"
+
+static_assert(!DROPOUT);
+constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE_KEYS / 8, STEPS = TILE_KEYS / 16;
+constexpr int COLUMNS = product_columns(VALUE_DIM);
+constexpr int QUERY_BYTES = panels(DIM) * ROWS * PANEL_ROW;
+constexpr int KEY_BYTES = panels(DIM) * TILE_KEYS * PANEL_ROW;
+constexpr int VALUE_BYTES = panels(VALUE_DIM) * TILE_KEYS * PANEL_ROW;
+constexpr int SHARED_END = QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES);
+
+// Which job comes when.
+struct Order {
+    int row_blocks;  // of a head, over all sequences
+    int heads;       // of all batches; of one with VARLEN
+    int together;    // heads whose keys and values stay in L2 while all their rows are worked on
+};
+
+// Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
+struct Barriers {
+    uint64_t queries_full, queries_empty, landed;
+    uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+};
+
+// A place in a ring, and how often it came round, modulo 2.
+struct Place {
+    int stage, phase;
+    __device__ __forceinline__ void next() {
+        stage++;
+        if (stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// ROWS queries of a head, and the tiles of keys that some of them see.
+struct Job {
+    int head, batch, first_row, queries, keys, first_query, first_key;
+    bool there;
+};
+__device__ __forceinline__ Job job_of(int index, const Order &order, const Options &options,
+                                      const L *key_lengths, const P *starts) {
+    const int group = index / (order.together * order.row_blocks);
+    const int own = index - group * order.together * order.row_blocks;
+    const int first_head = group * order.together;
+    const int heads = min(order.together, order.heads - first_head);
+    // the last rows first: with RIGHT they see most keys
+    const int row_block = order.row_blocks - 1 - own / heads;
+    const int head = first_head + own % heads;
+    Job job{head % options.heads, head / options.heads, row_block * ROWS,
+            options.queries,      options.keys,         0,
+            0,                    true};
+    if constexpr (VARLEN) {
+        const Segment found = segment<ROWS>(starts, options.sequences, options.queries, row_block);
+        job.there = found.sequence >= 0;
+        if (job.there) {
+            const Run rows = run_of(starts, found.sequence, options.queries);
+            const Run columns = run_of(key_lengths, found.sequence, options.keys);
+            job.batch = found.sequence, job.first_row = found.tile * ROWS;
+            job.first_query = rows.first, job.first_key = columns.first;
+            job.queries = rows.count, job.keys = columns.count;
+        }
+    }
+    return job;
+}
+
+struct Tiles {
+    int first, last;  // from the last one down: there masks hide most
+    __device__ __forceinline__ Tiles(const Scores &scores, const Job &job) {
+        const int last_row = min(job.first_row + ROWS, job.queries) - 1;
+        const int stop =
+            RIGHT ? min(scores.length, last_row + scores.high + 1) : scores.length;
+        first = LEFT ? max(0, job.first_row + scores.low) / TILE_KEYS : 0;
+        last = next(scores, job, (max(stop, 0) + TILE_KEYS - 1) / TILE_KEYS);
+    }
+    // The tile before this one that some row sees; none before `first`.
+    __device__ __forceinline__ int next(const Scores &scores, const Job &job, int tile) const {
+        tile--;
+        if constexpr (BLOCK_MASK)
+            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE_KEYS))
+                tile--;
+        return tile;
+    }
+};
+
+KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
+    const __grid_constant__ TensorMap queries_map, const __grid_constant__ TensorMap keys_map,
+    const __grid_constant__ TensorMap values_map, const S *__restrict__ sinks,
+    T *__restrict__ out, float *__restrict__ lse, const L *__restrict__ key_lengths,
+    const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
+    const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const __grid_constant__ Options options, const __grid_constant__ Order order) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    unsigned char *const keys_at = memory + QUERY_BYTES;
+    unsigned char *const values_at = keys_at + STAGES * KEY_BYTES;
+    Barriers &barriers = *reinterpret_cast<Barriers *>(memory + SHARED_END);
+
+    const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / 4;
+    const int heads = options.heads, shared_by = heads / options.kv_heads;
+    const int jobs = order.row_blocks * order.heads;
+    const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
+    // one way and back: who had the longest of a round has the shortest of the next
+    auto job_at = [&](int round) {
+        const int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        return round * (int)gridDim.x + place;
+    };
+    if (threadIdx.x == 0) {
+        mbarrier_init(&barriers.queries_full, 1);
+        mbarrier_init(&barriers.queries_empty, 4 * CONSUMERS);
+        mbarrier_init(&barriers.landed, 1);
+        for (int stage = 0; stage < STAGES; stage++) {
+            mbarrier_init(&barriers.keys_full[stage], 1);
+            mbarrier_init(&barriers.keys_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(&barriers.values_full[stage], 1);
+            mbarrier_init(&barriers.values_empty[stage], 4 * CONSUMERS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (group == CONSUMERS) {  // one warp loads
+        setmaxnreg_dec<PRODUCER>();
+        if (warp > 4 * CONSUMERS) return;
+        Place at{0, 0};
+        int job_phase = 0, landed_phase = 0;
+        auto load = [&](unsigned char *to, const TensorMap &map, uint64_t *full, int count, int rows,
+                        int head, int row, int batch) {
+            if (lane == 0)
+                for (int panel = 0; panel < count; panel++)
+                    tma_load_4d(to + panel * rows * PANEL_ROW, &map, full, panel * PANEL, head, row,
+                                batch);
+        };
+        for (int round = 0; job_at(round) < jobs; round++) {
+            const Job job = job_of(job_at(round), order, options, key_lengths, starts);
+            if (!job.there) continue;
+            const Scores scores(options, operands, job.queries, job.keys, job.batch);
+            const Tiles tiles(scores, job);
+            if (tiles.last < tiles.first) continue;
+            const int batch = VARLEN ? 0 : job.batch, kv_head = job.head / shared_by;
+
+            mbarrier_wait(&barriers.queries_empty, job_phase ^ 1);
+            if (lane == 0) mbarrier_arrive_expect_tx(&barriers.queries_full, QUERY_BYTES);
+            load(memory, queries_map, &barriers.queries_full, panels(DIM), ROWS, job.head,
+                 job.first_query + job.first_row, batch);
+            job_phase ^= 1;
+            for (int tile = tiles.last; tile >= tiles.first;
+                 tile = tiles.next(scores, job, tile)) {
+                const int row = job.first_key + tile * TILE_KEYS;
+                uint64_t *const keys_full = &barriers.keys_full[at.stage];
+                mbarrier_wait(&barriers.keys_empty[at.stage], at.phase ^ 1);
+                if (lane == 0) mbarrier_arrive_expect_tx(keys_full, KEY_BYTES);
+                load(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM), TILE_KEYS,
+                     kv_head, row, batch);
+
+                unsigned char *const values = values_at + at.stage * VALUE_BYTES;
+                const int real = scores.length - tile * TILE_KEYS;  // of the rows of the tile
+                const bool clear = (LENGTHS || VARLEN) && real < TILE_KEYS;
+                uint64_t *const values_full = &barriers.values_full[at.stage];
+                uint64_t *const there = clear ? &barriers.landed : values_full;
+                mbarrier_wait(&barriers.values_empty[at.stage], at.phase ^ 1);
+                if (lane == 0) mbarrier_arrive_expect_tx(there, VALUE_BYTES);
+                load(values, values_map, there, panels(VALUE_DIM), TILE_KEYS, kv_head, row, batch);
+                if (clear) {  // others wrote what lies there, and 0 times NaN is NaN
+                    mbarrier_wait(&barriers.landed, landed_phase);
+                    landed_phase ^= 1;
+                    for (int panel = 0; panel < panels(VALUE_DIM); panel++)
+                        for (int i = real * 8 + lane; i < TILE_KEYS * 8; i += 32)
+                            reinterpret_cast<uint4 *>(values)[panel * TILE_KEYS * 8 + i] = {};
+                    fence_proxy_async();
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(values_full);
+                }
+                at.next();
+            }
+        }
+        return;
+    }
+
+    setmaxnreg_inc<REGISTERS>();
+    const int own_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
+    const Operand own_queries(memory + group * 64 * PANEL_ROW, 16);
+    Place at{0, 0};  // of the tile whose scores are next; its values come a turn later
+    int job_phase = 0;
+    auto release = [&](uint64_t *empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // the first turn is the first's
+    for (int round = 0; job_at(round) < jobs; round++) {
+        const Job job = job_of(job_at(round), order, options, key_lengths, starts);
+        if (!job.there) continue;
+        const Scores scores(options, operands, job.queries, job.keys, job.batch);
+        const Tiles tiles(scores, job);
+        const int first_row = job.first_row + group * 64, top_row = first_row + warp % 4 * 16;
+
+        float o[COLUMNS / 2] = {}, s[TILE_KEYS / 2], steep[1][PARTS][4];
+        uint32_t p[STEPS][4];
+        float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};  // sum: of this lane's columns
+        float by[2];
+        bool moved = false;
+        auto shift = [&](int half) { return shift_of(top[half], scores.unit); };
+        // Turn products into probabilities; `moved` where sums so far shrink `by`.
+        auto soften = [&](int tile, bool edge) {
+            scores.score<false>(parts_of(s), steep, job.head, top_row, tile * TILE_KEYS, edge);
+            moved = false;
+            float before[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                before[half] = top[half];
+                top[half] = row_max(top[half], parts_of(s)[0], half);
+                moved |= before[half] != top[half];
+            }
+            moved = __any_sync(0xffffffffu, moved);  // seldom, once rows have seen many keys
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float down = shift(half);
+                by[half] = rescale_of(before[half], scores.unit, down);
+                sum[half] *= by[half];
+                sum[half] += exponentiate(parts_of(s)[0], half, scores.unit, down);
+            }
+        };
+        auto narrow = [&] {
+#pragma unroll
+            for (int step = 0; step < STEPS; step++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    p[step][i] = pair(s[step * 8 + i * 2], s[step * 8 + i * 2 + 1], T());
+            wgmma_name(p);
+        };
+        auto ask_scores = [&] {
+            wgmma_fence(s);
+            begin_scores<T, padded(DIM), ROWS>(s, own_queries,
+                                               Operand(keys_at + at.stage * KEY_BYTES, 16));
+        };
+        auto ask_values = [&](Place of) {
+            wgmma_fence(o);
+            begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES,
+                                          TILE_KEYS * PANEL_ROW));
+        };
+        if (tiles.last >= tiles.first) {
+            int tile = tiles.last;
+            mbarrier_wait(&barriers.queries_full, job_phase);
+            mbarrier_wait(&barriers.keys_full[at.stage], at.phase);
+            ask_scores();
+            wgmma_wait<0>(s);
+            release(&barriers.keys_empty[at.stage]);
+            auto edge_of = [&](int tile) {
+                return scores.some(first_row, first_row + 63, tile * TILE_KEYS,
+                                   tile * TILE_KEYS + TILE_KEYS - 1);
+            };
+            soften(tile, edge_of(tile));
+
+            Place of = at;  // the tile whose probabilities are in s, not yet multiplied
+            uint64_t *done = nullptr;  // behind the values that are being multiplied
+            at.next();
+            auto finish = [&] {
+                wgmma_wait<0>(o);
+                if (done != nullptr) release(done);
+                if (moved) {
+                    scale_row(parts_of(o)[0], 0, by[0]);
+                    scale_row(parts_of(o)[0], 1, by[1]);
+                }
+                narrow();
+            };
+            auto take = [&](int tile, bool edge) {
+                // a wait that branches: what exponentiates stays before it, beside the products
+                mbarrier_wait(&barriers.keys_full[at.stage], at.phase);
+                finish();
+                named_barrier_sync(own_turn, 256);
+                ask_scores();
+                mbarrier_wait(&barriers.values_full[of.stage], of.phase);
+                ask_values(of);
+                named_barrier_arrive(next_turn, 256);
+                done = &barriers.values_empty[of.stage];
+                of = at;
+                at.next();
+                wgmma_wait<1>(s);
+                release(&barriers.keys_empty[of.stage]);
+                soften(tile, edge);
+                wgmma_name(s);
+            };
+            // tiles whole_from .. whole_to have no pair that is hidden
+            const int stop = RIGHT ? min(scores.length, first_row + scores.high + 1) : scores.length;
+            const int whole_to = stop / TILE_KEYS - 1;
+            const int start = LEFT ? max(0, first_row + 63 + scores.low) : 0;
+            const int whole_from = (start + TILE_KEYS - 1) / TILE_KEYS;
+            tile = tiles.next(scores, job, tile);
+            for (; tile >= tiles.first && tile > whole_to; tile = tiles.next(scores, job, tile))
+                take(tile, true);
+            for (; tile >= tiles.first && tile >= whole_from;
+                 tile = tiles.next(scores, job, tile))
+                take(tile, false);
+            if constexpr (LEFT)
+                for (; tile >= tiles.first; tile = tiles.next(scores, job, tile)) take(tile, true);
+            release(&barriers.queries_empty);
+            job_phase ^= 1;
+
+            finish();
+            mbarrier_wait(&barriers.values_full[of.stage], of.phase);
+            ask_values(of);
+            wgmma_wait<0>(o);
+            release(&barriers.values_empty[of.stage]);
+        }
+
+        const long long query = VARLEN ? job.first_query : (long long)job.batch * job.queries;
+        T *const to = out + (query * heads + job.head) * VALUE_DIM;
+        float *const to_lse = lse + (VARLEN ? query : query * heads) +
+                              (long long)job.head * options.queries;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = top_row + half * 8 + lane / 4;
+            float total = quad_sum(sum[half]), most = __fmul_rn(top[half], scores.unit);
+            float share = 1;
+            if (sinks != nullptr) share = add_sink(most, total, (float)sinks[job.head] * LOG2E);
+            if (row >= job.queries) continue;
+            if (lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
+            share = total == 0 ? 0 : share / total;
+            put_row<VALUE_DIM>(to + (long long)row * heads * VALUE_DIM, parts_of(o)[0], half,
+                               share);
+        }
+    }
+    if (group == 0) named_barrier_sync(1, 256);  // the turn that nobody takes any more
+}

@@ -1,0 +1,88 @@
+// Products of a warpgroup: 64 rows that four warps share, of tiles that TMA laid into shared memory.
+//
+// A tile lies in panels of 64 16-bit columns, rows of 128 bytes under the 128-byte swizzle; a panel
+// begins at a multiple of 1024 bytes.  Of a result of 64 x N a lane holds float[N / 2]: what
+// tile.cuh says of float[1][N / 8][4], its warp's 16 rows.
+#pragma once
+#include <common/descriptor.cuh>
+
+constexpr int PANEL = 64, PANEL_ROW = 128;  // columns; bytes
+constexpr int panels(int columns) { return (columns + PANEL - 1) / PANEL; }
+constexpr int product_columns(int columns) {  // that products have functions for
+    return columns <= 64 ? 64 : (columns + 31) / 32 * 32;
+}
+
+template <int PARTS> using Parts = float[1][PARTS][4];
+template <int R> __device__ __forceinline__ Parts<R / 4> &parts_of(float (&d)[R]) {
+    return reinterpret_cast<Parts<R / 4> &>(d);
+}
+
+// What wgmma is told of a tile: the distance between rows of eight lies in the upper half, and
+// bytes from the first one on are added to the lower, where nothing carries over.  It comes by a
+// shuffle, so that the compiler sees that all lanes have the same: sums take uniform registers.
+struct Operand {
+    uint32_t low;
+    static constexpr uint32_t HIGH = 1u << 30 | 1024 >> 4;
+
+    __device__ __forceinline__ Operand(const void *tile, int leading)
+        : low(__shfl_sync(0xffffffffu, (uint32_t)wgmma_descriptor_128b(tile, leading, 1024), 0)) {}
+    __device__ __forceinline__ uint64_t at(int bytes) const {
+        return (uint64_t)HIGH << 32 | (low + (bytes >> 4));
+    }
+};
+
+// d = a @ b.T, or d += with `add`, of 16 columns of 64 rows of a and N of b.
+template <int N>
+__device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add,
+                                               __nv_bfloat16) {
+    if constexpr (N == 64) wgmma_m64n64k16_bf16<0, 0>(d, a, b, add);
+    if constexpr (N == 96) wgmma_m64n96k16_bf16<0, 0>(d, a, b, add);
+    if constexpr (N == 128) wgmma_m64n128k16_bf16<0, 0>(d, a, b, add);
+}
+template <int N>
+__device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add,
+                                               __half) {
+    if constexpr (N == 64) wgmma_m64n64k16_f16<0, 0>(d, a, b, add);
+    if constexpr (N == 96) wgmma_m64n96k16_f16<0, 0>(d, a, b, add);
+    if constexpr (N == 128) wgmma_m64n128k16_f16<0, 0>(d, a, b, add);
+}
+
+// d += a @ b, of 16 columns of a, which lie in registers as mma takes them, and N columns of b.
+#define WARPGROUP_REGISTERS(E, TYPE)                                                               \
+    template <int N>                                                                               \
+    __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t (&a)[4],  \
+                                                       uint64_t b, E) {                            \
+        if constexpr (N == 64) wgmma_m64n64k16_##TYPE##_registers<1>(d, a, b, 1);                  \
+        if constexpr (N == 96) wgmma_m64n96k16_##TYPE##_registers<1>(d, a, b, 1);                  \
+        if constexpr (N == 128) wgmma_m64n128k16_##TYPE##_registers<1>(d, a, b, 1);                \
+        if constexpr (N == 160) wgmma_m64n160k16_##TYPE##_registers<1>(d, a, b, 1);                \
+        if constexpr (N == 192) wgmma_m64n192k16_##TYPE##_registers<1>(d, a, b, 1);                \
+        if constexpr (N == 224) wgmma_m64n224k16_##TYPE##_registers<1>(d, a, b, 1);                \
+        if constexpr (N == 256) wgmma_m64n256k16_##TYPE##_registers<1>(d, a, b, 1);                \
+    }
+WARPGROUP_REGISTERS(__nv_bfloat16, bf16)
+WARPGROUP_REGISTERS(__half, f16)
+#undef WARPGROUP_REGISTERS
+
+// s = a @ b.T, of DEPTH columns; rows of a lie A_ROWS to a panel, those of b N.
+template <class E, int DEPTH, int A_ROWS, int N>
+__device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b) {
+    constexpr int B_ROWS = N * 2;
+#pragma unroll
+    for (int step = 0; step < DEPTH / 16; step++) {
+        const int panel = step / 4, inside = step % 4 * 32;
+        multiply_tiles<B_ROWS>(s, a.at(panel * A_ROWS * PANEL_ROW + inside),
+                               b.at(panel * B_ROWS * PANEL_ROW + inside), step > 0, E());
+    }
+    wgmma_commit();
+}
+
+// o += p @ b, of 16 * STEPS rows of b.
+template <class E, int STEPS, int N>
+__device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[STEPS][4],
+                                             Operand b) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+        multiply_registers<N * 2>(o, p[step], b.at(step * 16 * PANEL_ROW), E());
+    wgmma_commit();
+}

@@ -1,0 +1,193 @@
+"""The forward kernel of Hopper against the definition, which test_attention.py proves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import attention_forward
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import using
+from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
+
+from ..cuda_on_cpu import Emulator
+from ..parity import Case, KernelParity, _compare_kernels, emulator, outputs_of, within_rule
+from ..stand_in import LIMITS, gpu
+from .attention_cases import GROUPED, hides, some_sinks, tiles
+
+NARROW = tuple(dtype for dtype in KERNEL_DTYPES if dtype.itemsize == 2)
+PAIR = {"batch": 1, "heads": 2, "kv_heads": 1}
+SMALL = GROUPED | {"queries": 70, "keys": 90, "dim": 64, "value_dim": 64}
+
+
+class OnWarpgroups(KernelParity):
+    """What a GPU of sm_90 runs on warpgroups, several jobs a block."""
+
+    op, cases, sides = "attention_forward", (), ("forward",)
+    machine = {"processors": 2}  # noqa: RUF012
+    test_gradient_matches_finite_differences = None  # test_attention.py proves the definition
+    test_rounds_once = test_any_strides = None
+
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        """The kernel, run on the CPU, agrees with the definition; two runs give equal bits."""
+        if dtype in NARROW:
+            super().test_emulated_kernels(case, dtype)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    def test_gpu_kernels(self, case: Case, dtype: Any) -> None:
+        """The same on a GPU."""
+        super().test_gpu_kernels(case, dtype)
+
+    def test_it_is_the_kernel_of_warpgroups(self, case: Case) -> None:
+        call = case.draw(OPS[self.op], BFLOAT16)
+        with gpu("90") as machine:
+            call.mapped(lambda array: array if array is None else machine.place(array)).run()
+            assert [launch.kernel for launch in machine.launches] == ["attention_forward_sm90"]
+
+
+def large(rng: np.random.Generator) -> np.ndarray:
+    return 10 * rng.standard_normal((2, 70, 2, 64))
+
+
+class TestForward(OnWarpgroups):
+    cases = (
+        Case(
+            "causal, three warpgroups, jobs that take turns",
+            **GROUPED | {"queries": 200, "keys": 290, "dim": 64, "value_dim": 64},
+            causal=True,
+        ),
+        Case("full, rings that come round", **PAIR, queries=129, keys=650, dim=128, value_dim=128),
+        Case("window", **SMALL | {"queries": 150, "value_dim": 72}, window=(30, 9)),
+        Case(
+            "lengths and a sink, panels that are not full",
+            **GROUPED | {"queries": 64, "keys": 140, "dim": 96, "value_dim": 200},
+            arrays={"key_lengths": [140, 97], "sinks": some_sinks},
+        ),
+        Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 64], "sinks": some_sinks}),
+        Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
+        Case("wide", **PAIR, queries=65, keys=150, dim=256, value_dim=248, causal=True),
+        Case("starts", **SMALL, window=(20, None), causal=True, arrays={"query_start": [60, -5]}),
+        Case(
+            "tiles",
+            **SMALL | {"queries": 140, "keys": 300, "dim": 128},
+            arrays={"block_mask": [[[[True, False, True], [False, True, False]]]]},
+            causal=True,
+        ),
+        Case("by key", **SMALL, arrays={"bias": hides(90), "mask": tiles(90)}),
+        Case(
+            "all",
+            **SMALL | {"queries": 140, "keys": 150, "dim": 72},
+            given=["mask", "bias", "alibi", "sinks"],
+            arrays={
+                "key_lengths": np.array([150, 131], np.int32),
+                "query_start": np.array([9, 2], np.int32),
+                "block_mask": tiles(2, 4, 2, 2),
+            },
+            causal=True,
+            window=(90, None),
+            scale=0.7,
+            softcap=3.0,
+        ),
+    )
+
+
+LONG = {"heads": 4, "kv_heads": 2, "tokens": 150, "key_tokens": 200, "dim": 64, "value_dim": 64}
+APART = {"q_offsets": [0, 11, 11, 150], "k_offsets": [0, 189, 189, 200]}
+
+
+class TestPacked(OnWarpgroups):
+    """Sequences end to end, of which some have no queries."""
+
+    op = "attention_varlen_forward"
+    cases = (
+        Case(
+            "causal", **LONG, sequences=3, max_queries=150, max_keys=200, arrays=APART, causal=True
+        ),
+        Case(
+            "softcap and block mask",
+            **LONG,
+            sequences=3,
+            max_queries=150,
+            max_keys=200,
+            arrays=APART | {"block_mask": tiles(3, 4, 2, 2)},
+            softcap=3.0,
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("number", [0, 3])
+def test_random_schedules(number: int, seed: int) -> None:
+    """Whatever order threads, blocks and copies run in."""
+
+    def run(function: Any) -> Any:
+        with emulator(seed=seed, processors=seed):
+            return function()
+
+    case = TestForward.cases[number]
+    _compare_kernels(OPS["attention_forward"], case, NARROW[seed % 2], run, np.asarray, ["forward"])
+
+
+def test_every_length() -> None:
+    """Around each edge of a tile, of queries and of keys; one compilation serves all."""
+    edges = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257]
+    rng = np.random.default_rng(0)
+    for number, keys in enumerate(edges):
+        queries = max(64, edges[number * 5 % len(edges)])
+        sizes = {"queries": queries, "keys": keys, "dim": 64, "value_dim": 64}
+        lengths = {"key_lengths": rng.integers(0, keys + 1, 2)}
+        case = Case("", **GROUPED | {"heads": 2} | sizes, arrays=lengths, causal=True)
+        call = case.draw(OPS["attention_forward"], BFLOAT16)
+        with emulator(check=False, processors=3):
+            found = outputs_of(call)
+        within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), found)
+
+
+def test_what_lies_beyond_the_lengths_does_not_count() -> None:
+    """Of a cache that nobody has filled; NaN times 0 would be NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 2, 64)).astype(BFLOAT16) for n in (64, 300, 300))
+    results = []
+    for value in (0, np.nan):
+        for beyond in (k, v):
+            beyond[0, 70:] = beyond[1, 256:] = value
+        with emulator(processors=1):
+            results.append(attention_forward(q, k, v, key_lengths=np.array([70, 256])))
+    for clean, same in zip(*results, strict=True):
+        assert clean.tobytes() == same.tobytes()
+        assert np.isfinite(clean.astype(np.float32)).all()
+
+
+def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:
+    rng = np.random.default_rng(0)
+    q, cache = (rng.standard_normal((2, n, 2, 64)).astype(np.float16) for n in (64, 200))
+    with emulator():
+        found = attention_forward(q, cache[:, 20:150], cache[:, 30:160], causal=True)
+        packed = attention_forward(q, cache[:, 20:150].copy(), cache[:, 30:160].copy(), causal=True)
+    for first, second in zip(found, packed, strict=True):
+        assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("table", [TABLE, CHANGED])
+def test_blocks_fit_an_sm(table: Any) -> None:
+    """Shared memory; registers of all warpgroups, handed out by 8; a box of at most 256 rows."""
+    *_, shared, _ = LIMITS["90"]
+    for width, own in table.items():
+        assert own.bytes(width, width) <= shared
+        assert own.registers % 8 == own.producer % 8 == 0
+        given = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
+        assert own.producer <= given <= own.registers
+        assert own.consumers * own.registers + own.producer <= given * (own.consumers + 1)
+        assert max(own.rows, own.keys) <= 256
+    assert all(128 % own.rows == 128 % own.keys == 0 for own in CHANGED.values())
+
+
+def test_a_grid_is_no_wider_than_its_jobs() -> None:
+    q = np.ones((1, 64, 1, 64), np.float16)
+    with using(Emulator(processors=132)):
+        out, lse = attention_forward(q, q, q)
+    assert np.array_equal(out, q)
+    assert np.allclose(lse, 8 + np.log(64))

@@ -45,9 +45,11 @@ def disagree(comm: Exchanges, odd: bool) -> None:
 
 def main() -> None:
     made = SocketCommunicator.from_environment if "RANK" in os.environ else MpiCommunicator
-    comm = made(timeout=1 if KIND == "late" else 60, checked=KIND == "disagree")
+    comm = made(timeout=60, checked=KIND == "disagree")
     odd = comm.rank == 2
     comm.all_reduce(np.ones(100_000, np.float32))  # all are under way
+    if KIND == "late":
+        comm.timeout = 3
     if KIND == "raise" and odd:
         raise ValueError("this rank has a problem")
     if KIND == "kill" and odd:

@@ -30,7 +30,7 @@ def test_ranks_equal_numpy_and_one_device(ranks: int) -> None:
     ("kind", "said"),
     [
         ("raise", r"rank 2 failed:"),
-        ("late", r"waited 1 s for rank [01, ]*2"),
+        ("late", r"waited 3 s for rank [01, ]*2"),
         ("size", "bytes where"),
         ("kill", r"KILLED BY SIGNAL: 9|EXIT CODE: 9"),
     ],

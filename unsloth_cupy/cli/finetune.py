@@ -3,18 +3,19 @@
 import math
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from ..errors import ConfigError
-from ..files import written_beside
 from ..finetune.curve import draw_curve
 from ..finetune.fingerprint import fingerprints
 from ..finetune.interrupt import Interrupted, Stop, stop_request
 from ..finetune.new_model import SIZES
 from ..finetune.preparation import Request, prepare
+from ..finetune.ranks import start
 from ..finetune.records import SUFFIX, Records, read_records
 from ..finetune.results import report, sample
 from ..finetune.run_folder import RunFolder, model_folder
@@ -64,6 +65,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 )
 @option("--save-every", click.IntRange(1), "Steps between checkpoints.", 100)
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
+@option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
+@option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
 @option("--layers", click.IntRange(1), f"Of a new model.  [default: {SIZES['layers']}]")
@@ -95,6 +99,9 @@ def finetune(
     evaluate_every: int | None,
     save_every: int,
     device: str | None,
+    tensor_parallel: int | None,
+    pipeline_parallel: int | None,
+    data_parallel: int | None,
     limit_memory: int | None,
     find_nan: bool,
     layers: int | None,
@@ -105,7 +112,8 @@ def finetune(
 
     A .jsonl file holds a text, an instruction or a chat in each line; what is asked there is not
     learned. The run is kept in the folder --out: the same command goes on with a run that was
-    stopped.
+    stopped. Started by mpiexec, torchrun or srun, ranks share the work; another grid of ranks may
+    go on with a run.
     """
     from ..models.folder import on_device
 
@@ -139,26 +147,33 @@ def finetune(
         save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
         quantize=kind, **({} if config is None else config.rest),
     )  # fmt: skip
+    ranks = start(
+        tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel, device=device
+    )
+    ranks.check(batch, state_bits=int(state_bits), limited=bool(limit_memory), offload=plan.offload)
+    request = request._replace(device=ranks.device)
     run: RunFolder | None = None
-    with stop_request() as stop:
+    with stop_request() as stop, ranks.ending():
+        stop.together = not ranks.alone
+        stop.leavable = ranks.alone
         try:
             words = read_records(text) if text is not None and by_lines else read_text(text)
             new = "small-bitnet" if train_weights else "small-llama"
             name = f"{new if model is None else model.resolve().name}-{words.name}"
             run = RunFolder(out or Path("runs") / name)
-            asked = asked_for(run, request, plan, words, source)
-            with on_device("finetune", device), run.claimed(asked):
-                if run.finished:
+            with on_device("finetune", ranks.device), ExitStack() as stack:
+                if ranks.first:
+                    asked = asked_for(run, request, plan, words, source)
+                    stack.enter_context(run.claimed(asked))
+                ranks.comm.barrier()  # the folder is as rank 0 leaves it
+                if ranks.told(run.finished):
                     click.echo(f"{run.folder} is finished; more --steps or --epochs go on from its")
                     click.echo("end, and another --out trains anew\n")
                     report(run)
                     return
-                trainer = prepare(run, request, plan, words, source)
+                trainer = prepare(run, request, plan, words, source, ranks)
                 with blas_threads(trainer.model.config.hidden):
                     learn(trainer, name, stop, save_dtype)
-                    report(run)
-                    with stop.leaving("the sample"):
-                        sample(trainer, seed)
         except Interrupted:
             stopped(run, stop)
 
@@ -184,17 +199,22 @@ def asked_for(
 
 
 def learn(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
-    """Train to the end; draw the curve, however it ends; keep the model."""
+    """Train to the end; draw the curve, however it ends; keep the model, and show what it says."""
     run = trainer.run
     try:
         trainer.train(stop)
     finally:
-        if run.lines():
+        if trainer.ranks.first and run.lines():
             draw_curve(run.curve, run.lines(), name)
     stop.finishing("the model that is saved")
-    with written_beside(run.model) as partial:
-        trainer.save_model(partial, save_dtype)
-    run.drop_checkpoints(before=trainer.save().name)
+    trainer.save_result(run.model, save_dtype)
+    newest = trainer.save().name
+    if trainer.ranks.first:
+        run.drop_checkpoints(before=newest)
+    report(run)
+    if trainer.ranks.groups.pipeline.size == 1:
+        with stop.leaving("the sample"):
+            sample(trainer, trainer.plan.seed)
 
 
 def stopped(run: RunFolder | None, stop: Stop) -> NoReturn:

@@ -13,6 +13,7 @@ import click
 
 from ..errors import ConfigError
 from ..finetune.chat import Chat, Message
+from ..finetune.ranks import start
 from ..finetune.run_folder import load_model, model_folder
 from ..finetune.streaming import stream_text
 from ..finetune.tokenizer import load_tokenizer
@@ -47,6 +48,7 @@ Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments kn
 @option("--system", Words(), "What the model is told before the questions of --chat.")
 @option("--quantize", QUANTIZE, "Keep the weights in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
 def generate(
     folder: Path,
     prompt: str | None,
@@ -55,6 +57,7 @@ def generate(
     system: str | None,
     quantize: str | None,
     device: str | None,
+    tensor_parallel: int | None,
     **options: Any,
 ) -> None:
     """Continue PROMPT with the model in MODEL_FOLDER.
@@ -74,8 +77,12 @@ def generate(
     tokenizer, template = load_tokenizer(source), Chat(source)
     asked = "" if talk else _prompt(prompt)
     told = [] if system is None else [{"role": "system", "content": system}]
-    with on_device("generate", device):
-        model = load_model(source, device=device, quantize=quantize)
+    ranks = start(tensor=tensor_parallel, pipeline=None, data=1, device=device)
+    if talk and not ranks.alone:
+        raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
+    with ranks.ending(), on_device("generate", ranks.device):
+        asked = ranks.told(asked)  # standard input is that of rank 0
+        model = load_model(source, device=ranks.device, quantize=quantize, **ranks.placing)
         write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
         with blas_threads(model.config.hidden):
             if talk:
@@ -87,7 +94,8 @@ def generate(
             else:
                 _, made = write(asked)
         seconds = time.perf_counter() - started
-    click.echo(f"{made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s", err=True)
+    if ranks.first:
+        click.echo(f"{made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s", err=True)
 
 
 def _prompt(prompt: str | None) -> str:

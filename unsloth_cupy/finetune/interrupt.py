@@ -29,22 +29,24 @@ class Stop:
         What asked.
     doing : str
         What is left, or finished first.
+    together : bool
+        Whether other processes wait for what this one does: it stops where all of them do.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.told = threading.Event()
-        self.doing, self.leavable = "the preparation", True
+        self.doing, self.leavable, self.together = "the preparation", True, False
 
     def check(self) -> None:
         """Raise if the run is asked to stop."""
-        if self.signal is not None:
+        if self.signal is not None and not self.together:
             raise Interrupted
 
     @contextmanager
     def leaving(self, doing: str) -> Iterator[None]:
         """Let a request end a ``with`` block at once: nothing that is kept changes inside."""
-        self.doing, self.leavable = doing, True
+        self.doing, self.leavable = doing, not self.together
         try:
             self.check()
             yield

@@ -1,7 +1,7 @@
 """What a run begins with: model, tokenizer and lessons, once its memory is planned."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from .lessons import Shape, of_records, of_text
 from .limit import Memory, Sizes, check_tokens, quantized_kind, within
 from .new_model import ONLINE, SIZES, small_llama
 from .progress import reading
+from .ranks import Ranks
 from .records import Records
 from .results import announce
 from .run_folder import RunFolder, load_model, model_without_weights
@@ -44,7 +45,12 @@ class Request(NamedTuple):
 
 
 def prepare(
-    run: RunFolder, request: Request, plan: Settings, text: Text | Records, source: Path | None
+    run: RunFolder,
+    request: Request,
+    plan: Settings,
+    text: Text | Records,
+    source: Path | None,
+    ranks: Ranks,
 ) -> Trainer:
     """Load or create model and tokenizer, at the newest checkpoint if there is one."""
     checkpoint = run.newest_checkpoint()
@@ -55,7 +61,7 @@ def prepare(
     if folder is None:
         size = {key: getattr(request, key) or SIZES[key] for key in SIZES}
         special = CHATML_TOKENS if chatty else ()
-        tokenizer = train_tokenizer(shown(text), size["vocabulary"], special)
+        tokenizer = one_tokenizer(text, size["vocabulary"], special, ranks)
         values = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
         values |= {"quantization_config": ONLINE} if request.train_weights else {}
         config, adapter, kind = parse(values), None, None
@@ -76,11 +82,13 @@ def prepare(
     there, device = source is not None and not config.bit_layers, request.device
     rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
     sizes = Sizes(config, *rows, device, there, adapter, kind)
-    memory = Memory(within(sizes, plan, request.limit), request.limit, device)
+    made = within(sizes, plan, request.limit) if ranks.whole else sizes.planned(plan)
+    memory = Memory(made, request.limit, device, counts=ranks.alone)
+    where: dict[str, Any] = {"dtype": "float32", "device": device, **ranks.placing}
     if folder is None:
-        model = models.create(values, seed=plan.seed, dtype="float32", device=device)
+        model = models.create(values, seed=plan.seed, **where)
     else:
-        model = load_model(folder, dtype="float32", device=device, quantize=plan.quantize)
+        model = load_model(folder, quantize=plan.quantize, **where)
         if adds and plan.lora is not None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):
@@ -88,7 +96,7 @@ def prepare(
     plan = with_steps(plan, request, lessons)
     files = chat.keep() if chatty else chat.files
     trainer = Trainer(
-        run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan
+        run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan, ranks=ranks
     )
     if checkpoint is not None:
         trainer.resume(checkpoint)
@@ -105,6 +113,18 @@ def with_steps(plan: Settings, request: Request, lessons: Lessons) -> Settings:
         plan = plan._replace(steps=max(1, math.ceil(batches / plan.accumulate)))
         click.echo(f"{request.epochs:g} epochs are {plan.steps} steps", err=True)
     return plan._replace(evaluate_every=request.evaluate_every or math.ceil(plan.steps / 10))
+
+
+def one_tokenizer(
+    text: Text | Records, vocabulary: int, special: Sequence[str], ranks: Ranks
+) -> Any:
+    """Return a new tokenizer, which rank 0 makes for all."""
+    made = train_tokenizer(shown(text), vocabulary, special) if ranks.first else None
+    if ranks.alone:
+        return made
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(ranks.told("" if made is None else made.to_str()))
 
 
 def shown(text: Text | Records) -> Iterator[str]:

@@ -4,34 +4,30 @@ Step ``n`` takes batch ``n`` and the rate of ``n``, whatever ran before in this 
 that goes on from a checkpoint ends with the bits of one that never stopped.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..core.dtypes import Array
-from ..errors import ConfigError
-from ..files import check_room, written_beside
+from ..files import check_room
 from ..machine import peak_memory
-from ..models.adapter import Adapter
-from ..models.checkpoint_files import write_tensors
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
-from ..placement import placed, to_numpy
-from ..training.find_nan import NonFiniteError, find_nan, fine
-from ..training.gradients import measure_gradients, sum_gradients
+from ..placement import placed
+from ..training.find_nan import NonFiniteError, find_nan
 from ..training.optimizer import AdamW
-from ..training.precision import DTYPES, compute_copies
+from ..training.precision import compute_copies
 from ..training.schedules import cosine_schedule
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .progress import Progress
+from .ranks import Ranks, alone
 from .run_folder import RunFolder
+from .saving import Saving
 from .settings import Settings
 from .text import Batch, Lessons
 
@@ -41,10 +37,9 @@ if TYPE_CHECKING:
 BETAS = (0.9, 0.95)  # the second moment of so short a run must forget faster than by 0.999
 LAST_RATE = 0.1  # share of the learning rate at the end
 WARMUP_SHARE = 0.05
-SCALER = ("value", "good", "skipped")  # all the state that a LossScaler has
 
 
-class Trainer:
+class Trainer(Saving):
     """A model, its optimizer and how far they have come."""
 
     def __init__(
@@ -58,8 +53,9 @@ class Trainer:
         memory: Memory,
         *,
         find_nan: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.memory = memory
+        self.memory, self.ranks = memory, alone() if ranks is None else ranks
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
         self.masters = dict(model.trainable)
@@ -72,6 +68,7 @@ class Trainer:
             self.optimizer.keep_copies(self.copies)
         model.parameters = model.parameters | self.copies  # an adapter's own stay float32
         model.chunked_mlp = plan.chunked_mlp
+        self.engine = self.ranks.engine(model)
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
         self.begun = -1  # the step up to which the log is this run's
@@ -87,8 +84,9 @@ class Trainer:
         ConfigError
             The disk has no room for what will be saved.
         """
-        self.stop, steps = stop, self.plan.steps
-        self.run.trim(self.begun)
+        self.stop, steps, ranks = stop, self.plan.steps, self.ranks
+        if ranks.first:
+            self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
         states = self.optimizer.state()
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (self.masters, states))
@@ -104,6 +102,7 @@ class Trainer:
             try:
                 self._evaluate_if_due(progress)
                 while self.step < steps:
+                    ranks.agree(stop)
                     self._one_step(progress)
                     self.seconds = time.perf_counter() - started
                     self._evaluate_if_due(progress)
@@ -111,14 +110,14 @@ class Trainer:
                     if self.step % self.plan.save_every == 0 or self.step == steps:
                         self.save()
             except Interrupted:
-                if self.run.lines():
+                if ranks.told(bool(self.run.lines())):
                     self.save()
                 raise
 
     def _evaluate_if_due(self, progress: Progress) -> None:
         """Evaluate, unless a run that stopped here has."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
-        if due and not self.run.evaluated(self.step):
+        if due and not self.ranks.told(self.run.evaluated(self.step)):
             with self.stop.leaving(f"the held-out loss after step {self.step}"):
                 self._evaluate(progress)
 
@@ -129,7 +128,7 @@ class Trainer:
             loss, count, gradients = self._gradients()
             check_errors()  # a loss that was read has been waited for
         self.stop.finishing(f"the update of step {self.step + 1}")
-        found = measure_gradients(gradients, self.plan.max_norm, scaler=scaler)
+        found = self.engine.measured(gradients, self.plan.max_norm, scaler)
         norm, finite = float(found.norm), bool(found.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
@@ -143,9 +142,9 @@ class Trainer:
         self.optimizer.step(gradients, lr=rate, finite=found.finite, factor=found.factor)
         scaler.update(found.finite)
         self.step += 1
-        if self.unproven:  # its weights gave a loss that is fine: what came before may go
+        if self.unproven and self.ranks.first:  # its weights gave a loss that is fine
             self.run.drop_checkpoints(before=self.unproven)
-            self.unproven = None
+        self.unproven = None
         seconds = time.perf_counter() - started
         line = {
             "step": self.step,
@@ -158,9 +157,12 @@ class Trainer:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        line |= self.memory.end_step()
-        self.run.append(line)
+        self._log(line | self.memory.end_step())
         progress.step(line)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        if self.ranks.first:
+            self.run.append(line)
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:
         """Return the mean loss of a step's batches, their tokens, and the mean's gradients."""
@@ -169,24 +171,29 @@ class Trainer:
         batches = [self.lessons.batches.at(number) for number in numbers]
         asked = max(1, sum(batch.asked for batch in batches))
 
+        mine = [self._placed(self.ranks.rows(batch)) for batch in batches]
+        options: dict[str, Any] = {"scaler": self.scaler, "checkpoint": self.plan.checkpoint}
+        found = self.engine.gradients(mine, asked, **options)
+
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
-            for number, batch in zip(numbers, batches, strict=True):
+            for number in numbers:
                 self.stop.check()
                 with self._watched(number):
-                    found = self.model.loss_and_gradients(
-                        **self._placed(batch), count=asked, scaler=self.scaler,
-                        checkpoint=self.plan.checkpoint,
-                    )  # fmt: skip
-                yield found
+                    each = next(found, None)
+                if each is None:  # a pipeline passes all of them at once
+                    return
+                yield each
 
-        loss, sums = sum_gradients(passes(), len(batches))
+        loss, sums = self.engine.summed(passes(), len(batches))
         return loss, sum(batch.real for batch in batches), sums
 
     def _evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text, in nats per token."""
+        batches = self.lessons.held_out
+        asked = [batch.asked for batch in batches]
+        losses = self.engine.held_out([self._placed(batch) for batch in batches], asked)
         total, count = 0.0, 0
-        for number, batch in enumerate(self.lessons.held_out):
-            loss = float(self.model.loss(**self._placed(batch)))
+        for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
                     self.model.loss_and_gradients(**self._placed(batch))
@@ -198,7 +205,7 @@ class Trainer:
             "held_out_tokens": count,
             "unigram_baseline": self.lessons.baseline,
         }
-        self.run.append(line)
+        self._log(line)
         progress.evaluated(line)
 
     def _placed(self, batch: Batch) -> dict[str, Any]:
@@ -226,75 +233,3 @@ class Trainer:
             name = f"batch {batch} ({self.lessons.batches.where(batch)})"
             name = f"held-out batch {batch}" if held_out else name
             self._stop(f"{name}: {error}", after=held_out)
-
-    def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
-        """Raise for a value that is not finite, in the next step or after the last one."""
-        when = f"after step {self.step}" if after else f"step {self.step + 1}"
-        good = [path for path in self.run.checkpoints() if path.name != self.unproven]
-        kept = f"; the last good state is {good[-1]}" if good else ""
-        cure = f"try a smaller --lr than {self.plan.lr:g}"
-        if self.step == 0:  # no step has changed a weight
-            cure = "copy the model again" + ", or try --dtype bfloat16" * self.scaler.dynamic
-        more = "" if self.find_nan else "; --find-nan names the layer where it begins"
-        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
-
-    def save(self) -> Path:
-        """Write a checkpoint of this step; the one before it stays until the next step."""
-        self.stop.finishing(f"the checkpoint of step {self.step}")
-        path = self.run.folder / f"checkpoint-{self.step:08d}"
-        broken = [name for name, array in self.masters.items() if not fine(name, array)]
-        if broken:
-            self._stop(f"the weight {broken[0]} is not finite", after=True)
-        if not path.exists():
-            with written_beside(path) as partial:
-                self.save_model(partial)
-                averages = {n: to_numpy(a) for n, a in self.optimizer.state().items()}
-                write_tensors(partial / "optimizer.safetensors", averages)
-                state = {
-                    "step": self.step,
-                    "seed": self.plan.seed,
-                    "seconds": self.seconds,
-                    "scaler": {name: getattr(self.scaler, name) for name in SCALER},
-                }
-                (partial / "trainer.json").write_text(json.dumps(state) + "\n")
-            self.unproven = path.name  # until its weights have given a loss
-        return path
-
-    def save_model(self, folder: Path, dtype: str = "float32") -> None:
-        """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder."""
-        model, written = self.model, self.masters
-        if dtype != "float32":
-            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
-            broken = [name for name, array in written.items() if not fine(name, array)]
-            if broken:
-                raise ConfigError(f"{dtype} does not hold {broken[0]}; give another --save-dtype")
-        if model.adapter is not None:
-            Adapter(model.adapter.settings, written).save(folder)
-        else:
-            named, model.parameters = model.parameters, written
-            model.save(folder)
-            model.parameters = named
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-        for name, text in self.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-
-    def resume(self, checkpoint: Path) -> None:
-        """Take up optimizer and step; the model was loaded from the same checkpoint."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
-        try:
-            state = json.loads((checkpoint / "trainer.json").read_text())
-            averages = load_file(checkpoint / "optimizer.safetensors")
-            steps, table = averages.pop("steps"), self.model.table
-            there = {name: placed(array, table) for name, array in averages.items()}
-            self.optimizer.load_state({"steps": steps, **there})
-            self.step, self.seconds = int(state["step"]), float(state["seconds"])
-            self.begun = self.step
-            for name in SCALER:
-                setattr(self.scaler, name, state["scaler"][name])
-            self.unproven = checkpoint.name
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ConfigError(
-                f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
-            ) from None

@@ -27,7 +27,7 @@ from ..parallel.tensor import all_reduce
 from ..placement import to_numpy
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
-from .layers import Stages
+from .layers import EMBEDDING, Stages
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
 Cut = tuple[int, list[slice]]  # an axis, and what lies end to end on it
@@ -153,6 +153,8 @@ class Division:
         """Return what each row of a parameter counts here: 1 by how many ranks hold the same."""
         if self.cut(name) is None:
             return [(slice(None), 1 / self.comm.size)]
+        if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
+            return [(slice(None), 0.5)]
         if _split(name)[0] == "qkv_proj":
             queries = self.config.heads * self.config.dim
             return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]

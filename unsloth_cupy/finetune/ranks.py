@@ -1,0 +1,235 @@
+"""The ranks of a run: which of them divide the weights, the blocks and the rows of a batch.
+
+    ranks = start(tensor=2, pipeline=1, data=2, device=None)       mpiexec, torchrun or srun
+    ranks = ALONE                                                  one process
+
+A step takes the same rows whatever the grid is, so a run that 4 ranks saved goes on with 1 or 2.
+Rank 0 writes the files of the run and says how far it is.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core import gpu
+from ..errors import ConfigError
+from ..models.division import whole_parameters
+from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ..ops.optimizers.gradients import GradientMeasure, square_sum
+from ..parallel.communicator import Communicator, SingleCommunicator, part
+from ..parallel.data import DataParallel
+from ..parallel.grid import Grid, grid
+from ..parallel.mpi import MpiCommunicator
+from ..parallel.nccl import NcclCommunicator
+from ..parallel.sockets import SocketCommunicator
+from ..training.gradients import measure_gradients, sum_gradients
+from .interrupt import Interrupted, Stop
+from .text import Batch
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+    from ..training.loss_scaler import LossScaler
+
+UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+
+
+class Ranks:
+    """All ranks of a run, and the groups in which they share its work."""
+
+    def __init__(self, comm: Communicator, groups: Grid, device: str | None = None) -> None:
+        self.comm, self.groups, self.device = comm, groups, device
+        self.alone, self.first = comm.size == 1, comm.rank == 0
+        self.whole = groups.tensor.size * groups.pipeline.size == 1  # each rank has all weights
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """Options of ``models.load`` and ``models.create``."""
+        tensor, pipeline = self.groups.tensor, self.groups.pipeline
+        return {
+            "communicator": tensor if tensor.size > 1 else None,
+            "pipeline": pipeline if pipeline.size > 1 else None,
+        }
+
+    def check(self, batch: int, *, state_bits: int, limited: bool, offload: bool) -> None:
+        """Raise a ConfigError for what such ranks do not do."""
+        if batch < self.groups.data.size:
+            cure = f"give --batch {self.groups.data.size} or more"
+            problem = f"--batch {batch} is not enough for {self.groups.data.size} ranks"
+            raise ConfigError(f"{problem} of --data-parallel; {cure}")
+        if not self.whole and state_bits != 32:
+            cure = "leave it out, or use --data-parallel alone"
+            raise ConfigError(f"--state-bits {state_bits} is not for divided weights; {cure}")
+        if not self.alone and (limited or offload):
+            name = "--limit-memory" if limited else "offload"
+            raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
+
+    def told(self, value: Any) -> Any:
+        """Return a number, or a text, of rank 0."""
+        if self.alone:
+            return value
+        if not isinstance(value, str):
+            return type(value)(self.comm.broadcast(np.array(float(value)))[()])
+        data = np.frombuffer(value.encode(), np.uint8)
+        size = int(self.comm.broadcast(np.array(data.size))[()])
+        own = data if self.first else np.empty(size, np.uint8)
+        return bytes(self.comm.broadcast(own)).decode()
+
+    def agree(self, stop: Stop) -> None:
+        """Raise in all ranks if one of them was asked to stop."""
+        if self.alone:
+            return
+        asked = self.comm.all_reduce(np.array(stop.signal or 0), "max")
+        if int(asked[()]):
+            stop.signal = int(asked[()])
+            raise Interrupted
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let an error end all ranks; those but the first say nothing else."""
+        if self.alone:
+            yield
+            return
+        with ExitStack() as stack, Path(os.devnull).open("w") as nowhere:
+            if not self.first:
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
+            try:
+                yield
+            except Exception as error:
+                stack.close()
+                sys.excepthook(type(error), error, error.__traceback__)  # which ends all
+                raise
+
+    def rows(self, batch: Batch) -> Batch:
+        """Return this rank's rows of a batch."""
+        data = self.groups.data
+        if data.size == 1:
+            return batch
+        rows, length = part(len(batch.tokens), data), batch.tokens.shape[1]
+        offsets = batch.offsets
+        if offsets is not None:
+            begin, end = rows.start * length, rows.stop * length
+            if not {begin, end} <= {*np.asarray(offsets).tolist()}:
+                cure = "give --no-pack"
+                raise ConfigError(f"--data-parallel: a text is not in one row; {cure}")
+            offsets = offsets[(offsets >= begin) & (offsets <= end)] - begin
+        return batch._replace(tokens=batch.tokens[rows], labels=batch.labels[rows], offsets=offsets)
+
+    def engine(self, model: "Transformer") -> "Engine":
+        """Return what computes the gradients of a model."""
+        return Engine(self, model)
+
+    def gathered(self, model: "Transformer", named: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return whole arrays by the names of parameters, in rank 0; None in the others."""
+        if self.groups.data.rank:
+            return None
+        if model.division is None:
+            return dict(named)
+        return next(iter([*whole_parameters(named, model.division)]), None)
+
+
+class Engine:
+    """Losses and gradients of a model that the ranks of a run share."""
+
+    def __init__(self, ranks: Ranks, model: "Transformer") -> None:
+        self.ranks, self.model, self.data = ranks, model, ranks.groups.data
+        learns: Any = model
+        self.many = DataParallel(learns, self.data) if self.data.size > 1 else None
+        self.stages = None if model.division is None else model.division.stages
+
+    def gradients(
+        self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield losses and gradients, whose sums over passes and data ranks are those of a step."""
+        if self.stages is None:
+            for each in passes:
+                yield self.model.loss_and_gradients(**each, count=count, **options)
+            return
+        stage = ModelStage(self.model, self.model.trainable, count, **options)
+        yield pipeline_gradients(stage, schedule_of(self.stages, len(passes)), passes)
+
+    def summed(
+        self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
+    ) -> tuple[float, dict[str, Any]]:
+        """Return the sums over passes, and over ranks that have other rows."""
+        loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
+        if self.many is None:
+            return loss, sums
+        return float(self.data.all_reduce(np.array(loss))[()]), self.many.sums(sums)
+
+    def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
+        """Return the losses of batches, which the data ranks have shared among them."""
+        losses = np.zeros(len(batches))
+        for number in range(self.data.rank, len(batches), self.data.size):
+            if self.stages is None:
+                losses[number] = float(self.model.loss(**batches[number]))
+            else:
+                stage = ModelStage(self.model, {}, max(1, asked[number]))
+                losses[number] = pipeline_loss(stage, batches[number])
+        return [float(loss) for loss in self.data.all_reduce(losses)]
+
+    def measured(
+        self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
+    ) -> GradientMeasure:
+        """Return ``measure_gradients`` of the gradients of all ranks, each counted once."""
+        division = self.model.division
+        if division is None:
+            return measure_gradients(gradients, max_norm, scaler=scaler)
+        total = 0.0
+        for name, gradient in gradients.items():
+            for rows, share in division.shares(name):
+                total += share * float(square_sum(gradient[rows]))
+        whole = division.comm.all_reduce(np.array(total))
+        if division.stages is not None:
+            whole = division.stages.comm.all_reduce(whole)
+        norm = math.sqrt(whole[()]) / scaler.value
+        clipped = max_norm / norm if norm > max_norm else 1.0
+        return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
+
+
+def alone() -> Ranks:
+    """Return the ranks of a run in one process."""
+    one = SingleCommunicator()
+    return Ranks(one, Grid(one, one, one, one))
+
+
+def start(
+    *, tensor: int | None, pipeline: int | None, data: int | None, device: str | None
+) -> Ranks:
+    """Return the ranks that mpiexec, torchrun or srun started; where nobody did, this one alone.
+
+    Raises
+    ------
+    ConfigError
+        The product of the sizes is not the number of ranks.
+    """
+    asked = any(size is not None for size in (tensor, pipeline, data))
+    comm = _started(asked, device)
+    if comm.size > 1 and device is not None:
+        device = f"cuda:{gpu.cupy().cuda.runtime.getDevice()}"
+    sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1}
+    wanted = sizes["tensor"] * sizes["pipeline"] * (data or 1)
+    if comm.size % wanted or (data is not None and comm.size != wanted):
+        listed = f"--tensor-parallel {tensor or 1} --pipeline-parallel {pipeline or 1}"
+        listed += f" --data-parallel {data or 1}"
+        cure = f"start it with mpiexec -n {wanted} unsloth-cupy, torchrun or srun"
+        raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
+    return Ranks(comm, grid(comm, data=data, **sizes), device)
+
+
+def _started(asked: bool, device: str | None) -> Communicator:
+    """Return the communicator of all ranks."""
+    by_name = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not by_name and any(name in os.environ for name in UNDER_MPI):
+        return MpiCommunicator() if device is None else NcclCommunicator.from_mpi()
+    if by_name or (asked and "SLURM_PROCID" in os.environ):
+        kind: Any = SocketCommunicator if device is None else NcclCommunicator
+        made: Communicator = kind.from_environment()
+        return made
+    return SingleCommunicator()

@@ -1,0 +1,161 @@
+"""What a run writes and takes up again: checkpoints, and the model that it ends with.
+
+A checkpoint holds whole arrays: how many ranks wrote it, and in which grid, it does not tell.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..core.dtypes import Array
+from ..errors import ConfigError
+from ..files import written_beside
+from ..models.adapter import Adapter
+from ..models.checkpoint_files import write_tensors
+from ..models.division import Division
+from ..placement import placed, to_numpy
+from ..training.find_nan import fine
+from ..training.optimizer import AdamW
+from ..training.precision import DTYPES
+from .interrupt import Stop
+from .ranks import Ranks
+from .run_folder import RunFolder
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+    from ..training.loss_scaler import LossScaler
+
+SCALER = ("value", "good", "skipped")  # all the state that a LossScaler has
+
+
+class Saving:
+    """The half of a trainer that knows files."""
+
+    run: RunFolder
+    ranks: Ranks
+    model: "Transformer"
+    tokenizer: Any
+    files: Mapping[str, str]
+    plan: Settings
+    masters: dict[str, Array]
+    optimizer: AdamW
+    scaler: "LossScaler"
+    stop: Stop
+    step: int
+    seconds: float
+    begun: int
+    unproven: str | None
+    find_nan: bool
+
+    def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
+        """Raise for a value that is not finite, in the next step or after the last one."""
+        when = f"after step {self.step}" if after else f"step {self.step + 1}"
+        good = [path for path in self.run.checkpoints() if path.name != self.unproven]
+        kept = f"; the last good state is {good[-1]}" if good else ""
+        cure = f"try a smaller --lr than {self.plan.lr:g}"
+        if self.step == 0:  # no step has changed a weight
+            cure = "copy the model again" + ", or try --dtype bfloat16" * self.scaler.dynamic
+        more = "" if self.find_nan else "; --find-nan names the layer where it begins"
+        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step; the one before it stays until the next step."""
+        self.stop.finishing(f"the checkpoint of step {self.step}")
+        path = self.run.folder / f"checkpoint-{self.step:08d}"
+        broken = [name for name, array in self.masters.items() if not fine(name, array)]
+        if broken:
+            self._stop(f"the weight {broken[0]} is not finite", after=True)
+        if not self.ranks.told(path.exists()):
+            self._write(path)
+            self.unproven = path.name  # until its weights have given a loss
+        return path
+
+    def _write(self, path: Path) -> None:
+        """Write a checkpoint that is not there yet; all ranks take part, and go on together."""
+        state = self.optimizer.state()
+        steps = state.pop("steps")
+        averages = self.ranks.gathered(self.model, state)
+        with self._beside(path) as partial:
+            self.save_model(partial)
+            if partial is not None and averages is not None:
+                named = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
+                write_tensors(partial / "optimizer.safetensors", named)
+                told = {
+                    "step": self.step,
+                    "seed": self.plan.seed,
+                    "seconds": self.seconds,
+                    "scaler": {name: getattr(self.scaler, name) for name in SCALER},
+                }
+                (partial / "trainer.json").write_text(json.dumps(told) + "\n")
+
+    @contextmanager
+    def _beside(self, path: Path) -> Iterator[Path | None]:
+        """Yield a new folder that takes the place of path, in rank 0; None in the others."""
+        if self.ranks.first:
+            with written_beside(path) as partial:
+                yield partial
+        else:
+            yield None
+        self.ranks.comm.barrier()
+
+    def save_result(self, path: Path, dtype: str) -> None:
+        """Write the model that a run ends with."""
+        with self._beside(path) as partial:
+            self.save_model(partial, dtype)
+
+    def save_model(self, folder: Path | None, dtype: str = "float32") -> None:
+        """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder.
+
+        All ranks take part; those but the first name no folder.
+        """
+        model, written = self.model, self.masters
+        if dtype != "float32":
+            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
+            broken = [name for name, array in written.items() if not fine(name, array)]
+            if broken:
+                raise ConfigError(f"{dtype} does not hold {broken[0]}; give another --save-dtype")
+        whole = self.ranks.gathered(model, written)
+        if folder is None or whole is None:
+            return
+        if model.adapter is not None:
+            Adapter(model.adapter.settings, whole).save(folder)
+        else:
+            kept = model.parameters, model.division
+            model.parameters, model.division = whole, None
+            model.save(folder)
+            model.parameters, model.division = kept
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up optimizer and step; the model was loaded from the same checkpoint."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            state = json.loads((checkpoint / "trainer.json").read_text())
+            averages = load_file(checkpoint / "optimizer.safetensors")
+            steps, table = averages.pop("steps"), self.model.table
+            if (division := self.model.division) is not None:
+                mine = {name: array for name, array in averages.items() if _held(name, division)}
+                averages = {name: division.own(name, array) for name, array in mine.items()}
+            there = {name: placed(array, table) for name, array in averages.items()}
+            self.optimizer.load_state({"steps": steps, **there})
+            self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            self.begun = self.step
+            for name in SCALER:
+                setattr(self.scaler, name, state["scaler"][name])
+            self.unproven = checkpoint.name
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ConfigError(
+                f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
+            ) from None
+
+
+def _held(name: str, division: Division) -> bool:
+    """Say whether this rank has the parameter of an average, as mean.model.norm.weight."""
+    return division.holds(name.partition(".")[2])

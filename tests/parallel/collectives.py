@@ -48,6 +48,14 @@ def gathers(comm: Communicator, here: Here = np.asarray) -> None:
         np.testing.assert_array_equal(found, np.concatenate(x, axis))
 
 
+def transposes(comm: Communicator, here: Here = np.asarray) -> None:
+    """Each rank brings rows of its own number, and gets its columns of all."""
+    x = [of_rank(rank, (2, rank, 7), "float32") for rank in range(comm.size)]
+    own = np.concatenate(x, 1)[..., part(7, comm)]
+    found = to_numpy(comm.all_to_all(here(x[comm.rank]), 2, -2))
+    np.testing.assert_array_equal(found, own, strict=True)
+
+
 def messages(comm: Communicator, here: Here = np.asarray) -> None:
     for root in range(comm.size):
         x = here(of_rank(comm.rank, (3, 2), ml_dtypes.bfloat16))
@@ -97,7 +105,7 @@ def grids(comm: Communicator, here: Here = np.asarray) -> None:
     assert (made.data.size, made.pipeline.size) == (1, 1)
 
 
-CHECKS = (reductions, gathers, messages, groups, grids)
+CHECKS = (reductions, gathers, transposes, messages, groups, grids)
 
 
 def all_checks(comm: Communicator) -> None:

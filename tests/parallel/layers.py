@@ -11,6 +11,12 @@ from unsloth_cupy.parallel import Communicator, part, shard
 
 from .ranks import close
 
+LOSSES = (
+    {},
+    {"z_loss": 0.3, "softcap": 2.0},
+    {"smoothing": 0.3, "z_loss": 0.1, "softcap": 2.0},
+    {"smoothing": 1.0},
+)
 RNG = np.random.default_rng(0)
 
 
@@ -72,7 +78,7 @@ def vocabulary(comm: Communicator) -> None:
         lookups(comm, vocab, table, tokens, x)
         tokens[0, :2] = -1
         dloss = drawn(3, 5)
-        for options in ({}, {"z_loss": 0.3, "softcap": 2.0}):
+        for options in LOSSES:
             losses(comm, vocab, [4 * x, table], tokens, dloss, options | {"ignore": -1})
 
 

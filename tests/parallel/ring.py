@@ -1,9 +1,17 @@
 """Attention over divided tokens equals that of one device, in 1e-5: result and gradients."""
 
+from typing import Any
+
 import numpy as np
 
-from unsloth_cupy import attention
-from unsloth_cupy.parallel import Communicator, ring_attention, ring_order
+from unsloth_cupy import attention, attention_varlen
+from unsloth_cupy.parallel import (
+    Communicator,
+    part,
+    ring_attention,
+    ring_order,
+    ulysses_attention,
+)
 
 from .layers import learned
 from .ranks import close
@@ -17,17 +25,56 @@ OPTIONS = (
 )
 
 
-def all_checks(comm: Communicator) -> None:
+TEXTS = np.array([0, 1, 1, 9, 10, 21, 24])  # of one token, of none, over many ranks
+HEADS = ((12, 12), (12, 1), (4, 2))
+
+
+def rings(comm: Communicator) -> None:
     rng = np.random.default_rng(1)
     for options in OPTIONS:
         shapes = ((2, 24, 4, 8), (2, 24, 2, 8), (2, 24, 2, 6), (2, 24, 4, 6))
-        *arrays, dy = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
         order = ring_order(24, comm, causal=options.get("causal", False))
-        wanted = learned(lambda *qkv: attention(*qkv, **options), arrays, dy)  # noqa: B023
-        found = learned(
-            lambda *qkv: ring_attention(*qkv, comm, **options),  # noqa: B023
-            [x[:, order] for x in arrays],
-            dy[:, order],
-        )
-        for one, other in zip(found, wanted, strict=True):
-            close(one, other[:, order])
+        for texts in (None, TEXTS):
+            compare(ring_attention, comm, arrays, order, options, texts)
+
+
+def compare(
+    way: Any, comm: Communicator, arrays: Any, order: Any, options: Any, texts: Any
+) -> None:
+    """Compare out, and the gradients of q, k and v, of this rank's tokens with those of all."""
+    *qkv, dy = arrays
+    wanted = learned(lambda *x: whole(*x, texts, options), qkv, dy)
+    own = [x[:, order] for x in arrays]
+    found = learned(lambda *x: way(*x, comm, offsets=texts, **options), own[:3], own[3])
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other[:, order])
+
+
+def whole(q: Any, k: Any, v: Any, texts: Any, options: Any) -> Any:
+    """Return the attention of one device; texts lie alike in all rows."""
+    if texts is None:
+        return attention(q, k, v, **options)
+    rows, tokens = q.shape[:2]
+    offsets = np.append((texts[:-1] + tokens * np.arange(rows)[:, None]).reshape(-1), rows * tokens)
+    packed = (x.reshape((rows * tokens, *x.shape[2:])) for x in (q, k, v))
+    out = attention_varlen(*packed, offsets, offsets, **options)
+    return out.reshape((rows, tokens, *out.shape[1:]))
+
+
+def heads_instead(comm: Communicator) -> None:
+    """Ulysses: tokens need not divide; more ranks than heads of keys hold copies of them."""
+    rng = np.random.default_rng(2)
+    for heads, kv_heads in HEADS:
+        if heads % comm.size or (kv_heads % comm.size and comm.size % kv_heads):
+            continue
+        sizes = ((heads, 8), (kv_heads, 8), (kv_heads, 6), (heads, 6))
+        arrays = [rng.standard_normal((1, 25, *size)).astype(np.float32) for size in sizes]
+        for options in OPTIONS[1:3]:
+            for texts in (None, np.append(TEXTS, 25)):
+                compare(ulysses_attention, comm, arrays, part(25, comm), options, texts)
+
+
+def all_checks(comm: Communicator) -> None:
+    rings(comm)
+    heads_instead(comm)

@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy.errors import ShapeError
-from unsloth_cupy.parallel import SingleCommunicator, ring_attention, ring_order
+from unsloth_cupy.errors import RangeError, ShapeError
+from unsloth_cupy.parallel import (
+    SingleCommunicator,
+    ring_attention,
+    ring_order,
+    ulysses_attention,
+)
 
 from .ring import all_checks
 
@@ -30,3 +35,24 @@ def test_tokens_that_do_not_divide_are_refused() -> None:
         ring_order(3, SingleCommunicator(), causal=True)
     with pytest.raises(ShapeError, match="not alike and even"):
         ring_attention(x, x, x, SingleCommunicator(), causal=True)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    comm = SingleCommunicator()
+    comm.size = 4
+    x = np.ones((1, 4, 6, 2), np.float32)
+    with pytest.raises(ShapeError, match=r"6 heads, 6 of keys.*4 ranks; use 1, 2, 3, 6 ranks"):
+        ulysses_attention(x, x, x, comm)
+    y = x[:, :, :2]
+    with pytest.raises(ShapeError, match=r"6 heads, 2 of keys.*use 1, 2, 6 ranks"):
+        ulysses_attention(x, y, y, comm)
+
+
+@pytest.mark.parametrize("offsets", [[0, 3], [1, 4], [0, 3, 2, 4], [[0, 4]], [0.0, 4.0]])
+def test_offsets_that_do_not_rise_to_the_end_are_refused(offsets: list[int]) -> None:
+    x = np.ones((1, 4, 2, 2), np.float32)
+    with pytest.raises(RangeError, match="do not rise from 0 to 4"):
+        ring_attention(x, x, x, SingleCommunicator(), offsets=np.array(offsets))
+    two = np.ones((2, 4, 2, 2), np.float32)
+    with pytest.raises(ShapeError, match="pass all texts in one row"):
+        ulysses_attention(two, two, two, SingleCommunicator(), offsets=np.array([0, 4]))

@@ -17,10 +17,12 @@ from .schedule import pipeline_schedule as pipeline_schedule
 from .sockets import SocketCommunicator as SocketCommunicator
 from .tensor import all_gather as all_gather
 from .tensor import all_reduce as all_reduce
+from .tensor import all_to_all as all_to_all
 from .tensor import column_parallel_linear as column_parallel_linear
 from .tensor import reduce_scatter as reduce_scatter
 from .tensor import row_parallel_linear as row_parallel_linear
 from .tensor import shard as shard
+from .ulysses import ulysses_attention as ulysses_attention
 from .vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .vocabulary import vocab_parallel_embedding as vocab_parallel_embedding
 from .vocabulary import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy

@@ -39,6 +39,12 @@ class Communicator(Protocol):
     def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
         """Return this rank's part of the sum over ranks, divided along an axis as by ``part``."""
 
+    def all_to_all(self, x: Any, divided: int, joined: int) -> Any:
+        """Return this rank's part along one axis of the arrays of all ranks, joined along another.
+
+        Arrays may differ in size along the axis that is joined; the other is divided by ``part``.
+        """
+
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Return the array of rank root; the others pass one of its shape and dtype."""
 
@@ -78,6 +84,11 @@ class SingleCommunicator:
     def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
         """Return a copy."""
         check_axis("reduce_scatter", x, axis)
+        return x.copy()
+
+    def all_to_all(self, x: Any, divided: int, joined: int) -> Any:
+        """Return a copy."""
+        check_axes("all_to_all", x, divided, joined)
         return x.copy()
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -135,6 +146,15 @@ def check_axis(call: str, x: Any, axis: int) -> int:
         cure = f"pass one in {-x.ndim} .. {x.ndim - 1}"
         raise ShapeError(f"{problem}; {cure}", expected=legal, actual=axis)
     return axis % x.ndim
+
+
+def check_axes(call: str, x: Any, divided: int, joined: int) -> tuple[int, int]:
+    """Return two axes counted from the first; raise ShapeError where they are not two of x."""
+    axes = check_axis(call, x, divided), check_axis(call, x, joined)
+    if axes[0] == axes[1]:
+        problem = f"{call}(divided={divided}, joined={joined}) are one axis, which is not two"
+        raise ShapeError(f"{problem}; name two", expected=2, actual=1)
+    return axes
 
 
 def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False) -> None:

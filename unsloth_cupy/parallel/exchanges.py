@@ -17,6 +17,7 @@ from .communicator import (
     Communicator,
     Reduction,
     along,
+    check_axes,
     check_axis,
     check_rank,
     check_reduction,
@@ -89,6 +90,25 @@ class Exchanges(ABC):
         x = self._own("reduce_scatter", x)
         self._agree(f"reduce_scatter(x{x.shape} {x.dtype}, axis={axis})")
         return self._reduced("reduce_scatter", x, axis, "sum")
+
+    def all_to_all(self, x: Any, divided: int, joined: int) -> Any:
+        """Return this rank's part along one axis of the arrays of all ranks, joined along another.
+
+        Arrays may differ in size along the axis that is joined; the other is divided by ``part``.
+        """
+        cut, end = check_axes("all_to_all", x, divided, joined)
+        x = self._own("all_to_all", x)
+        others = tuple("any" if axis == end else size for axis, size in enumerate(x.shape))
+        self._agree(f"all_to_all(x{others} {x.dtype}, divided={cut}, joined={end})")
+        sizes = self._told("all_to_all", np.array([x.shape[end]]))[:, 0]
+        places = (part(x.shape[cut], self, rank) for rank in range(self.size))
+        given = [packed(x[along(cut, place)]) for place in places]
+        shapes = [[*given[self.rank].shape] for _ in range(self.size)]
+        for shape, size in zip(shapes, sizes, strict=True):
+            shape[end] = int(size)
+        parts = [empty(tuple(shape), x.dtype, x) for shape in shapes]
+        self._swap("all_to_all", given, parts)
+        return np.concatenate(parts, end)
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Return the array of rank root; the others pass one of its shape and dtype."""

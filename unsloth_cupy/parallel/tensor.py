@@ -13,7 +13,7 @@ from ..core.arrays import packed
 from ..errors import ShapeError
 from ..ops.linear.linear import linear
 from ._taped import taped, value_of
-from .communicator import Communicator, along, check_axis, part
+from .communicator import Communicator, along, check_axes, check_axis, part
 
 
 def shard(x: Any, axis: int, comm: Communicator) -> Any:
@@ -59,6 +59,21 @@ def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
     axis = check_axis("reduce_scatter", value, axis)
     y = comm.reduce_scatter(value, axis)
     return taped("reduce_scatter", y, lambda dy, wanted: {"x": comm.all_gather(dy, axis)}, x=x)
+
+
+def all_to_all(x: Any, divided: int, joined: int, comm: Communicator) -> Any:
+    """Return this rank's part along one axis of what ranks hold along another; and back.
+
+    Raises
+    ------
+    ShapeError
+        Ranks do not hold the parts along ``joined`` that ``shard`` gives, or the axes are one.
+    """
+    value = value_of(x)
+    cut, end = check_axes("all_to_all", value, divided, joined)
+    y = comm.all_to_all(value, cut, end)
+    _own_part("all_to_all", y.shape[end], value.shape[end], end, comm)
+    return taped("all_to_all", y, lambda dy, wanted: {"x": comm.all_to_all(dy, end, cut)}, x=x)
 
 
 def column_parallel_linear(

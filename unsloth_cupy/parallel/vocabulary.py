@@ -6,11 +6,12 @@ Each rank makes the lse of its own words; numbers by row are all that is exchang
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.arrays import rounded
+from ..core.call import is_number
 from ..errors import ConfigError, ShapeError
 from ..ops.linear.embedding import embedding, embedding_backward
 from ..ops.losses.cross_entropy import cross_entropy_backward, cross_entropy_forward
@@ -18,7 +19,8 @@ from ..ops.losses.linear_cross_entropy import (
     linear_cross_entropy_backward,
     linear_cross_entropy_forward,
 )
-from ._taped import taped, value_of
+from ..training.tape import add_up
+from ._taped import Back, taped, value_of
 from .communicator import Communicator, part
 
 NONE = -100  # the label of a row whose word another rank holds
@@ -72,6 +74,7 @@ def vocab_parallel_cross_entropy(
     *,
     comm: Communicator,
     ignore: int = -100,
+    smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Any:
@@ -85,8 +88,8 @@ def vocab_parallel_cross_entropy(
     vocab : int
         Words of all ranks; at least one a rank.
     comm : Communicator
-    ignore, z_loss, softcap
-        As in ``cross_entropy``.
+    ignore, smoothing, z_loss, softcap
+        As in ``cross_entropy``.  With smoothing the op of this rank's words is called twice.
 
     Returns
     -------
@@ -99,17 +102,21 @@ def vocab_parallel_cross_entropy(
         logits are not this rank's columns of vocab, or there are more ranks than words.
     """
     z = value_of(logits)
-    words = _words("vocab_parallel_cross_entropy", z.shape[-1], vocab, comm)
-    local, here = _local(labels, words, ignore, vocab)
-    one, lse_here = cross_entropy_forward(z, local, ignore=NONE, softcap=softcap)
-    loss, lse = _joined(one, lse_here, here, labels != ignore, z_loss, comm)
+    call = "vocab_parallel_cross_entropy"
+    _check_smoothing(call, smoothing)
+    words = _words(call, z.shape[-1], vocab, comm)
+    options: dict[str, Any] = {"ignore": NONE, "softcap": softcap}
 
-    def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        dloss, dlse = _seeds(dy, lse, here, labels != ignore, z_loss)
-        found = cross_entropy_backward(dloss, dlse, z, local, lse, ignore=NONE, softcap=softcap)
+    def forward(local: Any, smoothing: float) -> Any:
+        return cross_entropy_forward(z, local, smoothing=smoothing, **options)
+
+    def backward(seeds: Any, local: Any, lse: Any, smoothing: float, wanted: Any) -> Any:
+        found = cross_entropy_backward(*seeds, z, local, lse, smoothing=smoothing, **options)
         return {"logits": found[0] if type(found) is tuple else found}
 
-    return taped("vocab_parallel_cross_entropy", loss, back, logits=logits)
+    rows = Rows(labels, words, vocab, ignore, smoothing, z_loss)
+    loss, back = _loss(rows, forward, backward, comm)
+    return taped(call, loss, back, logits=logits)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -120,6 +127,7 @@ def vocab_parallel_linear_cross_entropy(
     *,
     comm: Communicator,
     ignore: int = -100,
+    smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     max_bytes: int | None = None,
@@ -137,8 +145,8 @@ def vocab_parallel_linear_cross_entropy(
     vocab : int
         Words of all ranks; at least one a rank.
     comm : Communicator
-    ignore, z_loss, softcap, max_bytes
-        As in ``linear_cross_entropy``.
+    ignore, smoothing, z_loss, softcap, max_bytes
+        As in ``linear_cross_entropy``.  With smoothing the op of this rank's words is called twice.
 
     Returns
     -------
@@ -151,20 +159,81 @@ def vocab_parallel_linear_cross_entropy(
         weight is not this rank's part of vocab, or there are more ranks than words.
     """
     rows, table = value_of(x), value_of(weight)
-    words = _words("vocab_parallel_linear_cross_entropy", len(table), vocab, comm)
-    local, here = _local(labels, words, ignore, vocab)
+    call = "vocab_parallel_linear_cross_entropy"
+    _check_smoothing(call, smoothing)
+    words = _words(call, len(table), vocab, comm)
     options: dict[str, Any] = {"ignore": NONE, "softcap": softcap, "max_bytes": max_bytes}
-    one, lse_here = linear_cross_entropy_forward(rows, table, local, **options)
-    loss, lse = _joined(one, lse_here, here, labels != ignore, z_loss, comm)
+
+    def forward(local: Any, smoothing: float) -> Any:
+        return linear_cross_entropy_forward(rows, table, local, smoothing=smoothing, **options)
+
+    def backward(seeds: Any, local: Any, lse: Any, smoothing: float, wanted: Any) -> Any:
+        more = options | {"smoothing": smoothing, "wanted": wanted}
+        dx, dweight, _ = linear_cross_entropy_backward(*seeds, rows, table, local, lse, **more)
+        return {"x": dx, "weight": dweight}
+
+    given = Rows(labels, words, vocab, ignore, smoothing, z_loss)
+    loss, back = _loss(given, forward, backward, comm)
+
+    def back_to_all(dy: Any, wanted: Any) -> dict[str, Any]:
+        found = dict(back(dy, wanted))
+        found["x"] = None if found["x"] is None else comm.all_reduce(found["x"])
+        return found
+
+    return taped(call, loss, back_to_all, x=x, weight=weight)
+
+
+class Rows(NamedTuple):
+    """The labels of a loss, the words of this rank, and the options."""
+
+    labels: Any
+    words: slice
+    vocab: int
+    ignore: int
+    smoothing: float
+    z_loss: float
+
+
+def _loss(rows: Rows, forward: Any, backward: Any, comm: Communicator) -> tuple[Any, Back]:
+    """Return the loss over all words, and what takes its gradient back.
+
+    loss = (1 - smoothing) * (lse - z[label]) + smoothing * (lse - mean(z)) + z_loss * lse**2, where
+    lse - mean(z) is the sum over ranks of words / vocab * (lse - mean(z of its words)).
+    """
+    labels, words, vocab, ignore, smoothing, z_loss = rows
+    local, here = _local(labels, words, ignore, vocab)
+    counts, share = labels != ignore, smoothing * (words.stop - words.start) / vocab
+    one, lse_here = forward(local, 0.0)
+    lse = _lse(lse_here, comm)
+    mine = np.where(here, (1 - smoothing) * (one + (lse - lse_here)), 0)
+    any_word = np.where(counts, 0, NONE).astype(labels.dtype)
+    if smoothing:
+        even, _ = forward(any_word, 1.0)
+        mine = mine + np.where(counts, share * (even + (lse - lse_here)), 0)
+    loss = comm.all_reduce(mine.astype(one.dtype))
+    if z_loss:
+        loss = loss + np.where(counts, z_loss * lse**2, 0)
+    loss, lse = rounded(loss, one.dtype), rounded(lse, one.dtype)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        dloss, dlse = _seeds(dy, lse, here, labels != ignore, z_loss)
-        dx, dweight, _ = linear_cross_entropy_backward(
-            dloss, dlse, rows, table, local, lse, wanted=wanted, **options
-        )
-        return {"x": None if dx is None else comm.all_reduce(dx), "weight": dweight}
+        dloss = np.where(counts, dy, 0).astype(lse.dtype)
+        # each call brings exp(z - lse) of its own rows; what is missing to 1 goes by way of lse
+        rest = 1 + 2 * z_loss * lse - (1 - smoothing) * here - share
+        seeds = ((1 - smoothing) * dloss).astype(lse.dtype), (dloss * rest).astype(lse.dtype)
+        found: dict[str, Any] = backward(seeds, local, lse, 0.0, wanted)
+        if smoothing:
+            seeds = (share * dloss).astype(lse.dtype), None
+            more = backward(seeds, any_word, lse, 1.0, wanted)
+            found = {n: g if g is None else add_up(g, more[n]) for n, g in found.items()}
+        return found
 
-    return taped("vocab_parallel_linear_cross_entropy", loss, back, x=x, weight=weight)
+    return loss, back
+
+
+def _check_smoothing(call: str, smoothing: float) -> None:
+    """Raise ConfigError for what is not a share."""
+    if not is_number(smoothing) or not 0 <= smoothing <= 1:
+        raise ConfigError(f"{call}(smoothing={smoothing!r}) is not a share; pass one in [0, 1]")
 
 
 def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
@@ -189,21 +258,9 @@ def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any
     return np.where(wrong, vocab, local).astype(labels.dtype), here
 
 
-def _joined(
-    one: Any, lse_here: Any, here: Any, counts: Any, z_loss: float, comm: Communicator
-) -> tuple[Any, Any]:
-    """Return loss and lse over all words, of those over this rank's."""
+def _lse(lse_here: Any, comm: Communicator) -> Any:
+    """Return lse over all words, of those over this rank's."""
     top = comm.all_reduce(lse_here, "max")
     top = np.where(top == -math.inf, 0, top)
     with np.errstate(divide="ignore"):
-        lse = np.log(comm.all_reduce(np.exp(lse_here - top))) + top
-    loss = comm.all_reduce(np.where(here, one + (lse - lse_here), 0).astype(one.dtype))
-    if z_loss:
-        loss = loss + np.where(counts, z_loss * lse**2, 0)
-    return rounded(loss, one.dtype), rounded(lse, one.dtype)
-
-
-def _seeds(dloss: Any, lse: Any, here: Any, counts: Any, z_loss: float) -> tuple[Any, Any]:
-    """Return the gradients of this rank's loss and lse that make those of its logits."""
-    dloss = np.where(counts, dloss, 0).astype(lse.dtype)
-    return dloss, (dloss * (2 * z_loss * lse + ~here)).astype(lse.dtype)
+        return np.log(comm.all_reduce(np.exp(lse_here - top))) + top

@@ -1,0 +1,100 @@
+"""Attention over divided tokens by dividing heads instead: all tokens of some heads in each rank.
+
+    (tokens / ranks, heads) -> (tokens, heads / ranks) -> attention -> (tokens / ranks, heads)
+
+Four exchanges of this rank's tokens, whatever the number of ranks; ``ring_attention`` sends keys
+and values alone, but as many times as there are ranks.
+Jacobs et al., DeepSpeed Ulysses, 2023.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..core.arrays import rounded
+from ..errors import ShapeError
+from ..ops.attention.attention import attention
+from ..ops.attention.attention_varlen import attention_varlen
+from ._taped import taped, value_of
+from .communicator import Communicator, sum_dtype
+from .tensor import all_to_all
+
+
+def ulysses_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    comm: Communicator,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    offsets: Any = None,
+) -> Any:
+    """Return ``attention`` of this rank's queries over the keys of all ranks.
+
+    Parameters
+    ----------
+    q : (batch, tokens, heads, dim) float
+        This rank's tokens, in order: ``shard(q, 1, comm)``.
+    k : (batch, tokens, kv_heads, dim) float
+        Of the same tokens; kv_heads divides heads.
+    v : (batch, tokens, kv_heads, value_dim) float
+    comm : Communicator
+        Its size divides heads; it divides kv_heads, or a multiple of them.
+    causal, window, scale, softcap
+        As in ``attention``, of positions among the tokens of all ranks.
+    offsets : (texts + 1,) int, optional
+        As in ``attention_varlen``, among the tokens of all ranks; the batch is 1.
+
+    Returns
+    -------
+    out : (batch, tokens, heads, value_dim) float
+
+    Raises
+    ------
+    ShapeError, DTypeError, ConfigError
+        As ``attention`` raises; heads do not divide by the ranks.
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    _check_heads(heads, kv_heads, comm)
+    if kv_heads % comm.size:
+        k, v = (_repeated(x, comm.size // kv_heads) for x in (k, v))
+    q, k, v = (all_to_all(x, 2, 1, comm) for x in (q, k, v))
+    options: dict[str, Any] = {"causal": causal, "window": window}
+    options |= {"scale": scale, "softcap": softcap}
+    if offsets is None:
+        return all_to_all(attention(q, k, v, **options), 1, 2, comm)
+    if q.shape[0] != 1:
+        problem = f"ulysses_attention: offsets are those of one row, which a batch of {q.shape[0]}"
+        cure = "pass all texts in one row"
+        raise ShapeError(f"{problem} is not; {cure}", expected=1, actual=q.shape[0])
+    q, k, v = (x.reshape(x.shape[1:]) for x in (q, k, v))
+    out: Any = attention_varlen(q, k, v, offsets, offsets, **options)
+    return all_to_all(out.reshape((1, *out.shape)), 1, 2, comm)
+
+
+def _check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
+    """Raise where heads do not divide by the ranks, and say what does."""
+    even = kv_heads % comm.size == 0 or comm.size % kv_heads == 0
+    if heads % comm.size or not even:
+        fits = [
+            ranks
+            for ranks in range(1, heads + 1)
+            if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+        ]
+        problem = f"ulysses_attention: {heads} heads, {kv_heads} of keys, are not a multiple of"
+        cure = f"use {', '.join(map(str, fits))} ranks, or ring_attention"
+        raise ShapeError(f"{problem} {comm.size} ranks; {cure}", expected=fits, actual=comm.size)
+
+
+def _repeated(x: Any, times: int) -> Any:
+    """Return each head so many times, side by side: more ranks than heads hold copies."""
+    value = value_of(x)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        parts = dy.reshape(*dy.shape[:2], -1, times, dy.shape[3])
+        return {"x": rounded(parts.sum(axis=3, dtype=sum_dtype(dy.dtype)), dy.dtype)}
+
+    return taped("ulysses_attention", np.repeat(value, times, axis=2), back, x=x)

@@ -5,18 +5,21 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW, linear, models, profile, rms_norm, softmax
+from unsloth_cupy import AdamW, attention, linear, models, nf4_quantize, profile, rms_norm, softmax
 from unsloth_cupy.core import target
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, ShapeError
 
 from .parity import emulator
+from .stand_in import Machine, gpu
 from .test_explain import CONFIG
 
 ROOT = Path(__file__).parent.parent
@@ -112,3 +115,92 @@ def test_a_variable_profiles_a_program() -> None:
             env=os.environ | {"UNSLOTH_CUPY_PROFILE": value},
         )  # fmt: skip
         assert ("softmax" in done.stderr) == said
+
+
+@pytest.fixture
+def timed() -> Iterator[Machine]:
+    """A GPU on which a kernel takes 1 ms, a copy between streams none, and the host no time."""
+    with gpu() as machine:
+        machine.strict = False
+        cuda: Any = sys.modules["cupy.cuda"]
+
+        class Event:
+            waited = False
+
+            def record(self) -> None:
+                self.at = len(machine.launches)
+
+            def synchronize(self) -> None:
+                self.waited = True
+
+        def elapsed(begin: Event, end: Event) -> float:
+            assert end.waited, "the time of an event that is not reached is an error"
+            return float(end.at - begin.at)
+
+        cuda.Event, cuda.get_elapsed_time = Event, elapsed
+        yield machine
+
+
+def test_times_of_a_gpu_are_those_between_its_events(timed: Machine) -> None:
+    x = timed.array((4, 4096), "bfloat16")
+    with profile() as seen:
+        for _ in range(4):  # the third is replayed
+            softmax(x)
+        q = timed.array((1, 256, 8, 64), "bfloat16")
+        attention(q, q, q, causal=True)
+        before = len(timed.launches)
+        softmax(x.astype("float64"))  # a definition
+    assert [record.seconds for record in seen.records] == [1e-3] * 5 + [0.0]
+    assert len(timed.launches) == before == 5
+    assert sum(record.own for record in seen.records) == 5e-3
+
+
+def test_a_call_leaves_out_the_kernels_of_those_inside(timed: Machine) -> None:
+    x = timed.array((8, 256), "float16")
+    weight = nf4_quantize(timed.array((256, 256), "float16"))
+    before = len(timed.launches)
+    with profile() as seen:
+        linear(x, weight)
+    inner, outer = seen.records
+    took = (len(timed.launches) - before) * 1e-3
+    assert (inner.op, outer.op) == ("nf4_product_", "linear")
+    assert outer.seconds == took > 0
+    assert inner.own + outer.own == pytest.approx(took)
+
+
+def test_a_capture_holds_no_event(timed: Machine) -> None:
+    """A graph would record it at each replay, and its time would be none of this call's."""
+    x = timed.array((4, 4096), "bfloat16")
+    cuda: Any = sys.modules["cupy.cuda"]
+    stream = cuda.Stream(non_blocking=True)
+    with stream, profile() as seen:
+        softmax(x)
+        cuda.Event = None
+        stream.begin_capture()
+        softmax(x)
+        stream.end_capture()
+    assert [each.events is None for each in seen.ended] == [False, True]
+    assert [record.seconds == 1e-3 for record in seen.records] == [True, False]
+
+
+def test_ranges_of_nvtx_are_nested_as_calls_are(timed: Machine) -> None:
+    said: list[str] = []
+    cuda: Any = sys.modules["cupy.cuda"]
+    cuda.nvtx = SimpleNamespace(RangePush=said.append, RangePop=lambda: said.append("end"))
+    x = timed.array((4, 4096), "bfloat16")
+    with profile() as seen:
+        softmax(x)
+    assert said == []
+    with profile(nvtx=True) as seen:
+        softmax(x)
+        with pytest.raises(ShapeError):
+            rms_norm(x, x)
+        linear(x, x)
+    assert said == ["softmax", "end", "linear", "end"]
+    assert [record.op for record in seen.records] == ["softmax", "linear"]
+
+
+def test_nvtx_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match="NVTX comes with CuPy; install"), profile(nvtx=True):
+        pass

@@ -8,50 +8,27 @@ print(seen.table())
 import atexit
 import json
 import os
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core import gpu
 from ..core.call import checked
-from ..core.op import OPS
 from ..core.target import Run
 from ..errors import ConfigError
 from ..files import path_of, written_beside
+from ..ops.common.counters import LEGACY
 from ..ops.quantized.weight import held_arrays
 from ..pictures import FORMATS, INK, SOFT, save_picture
 from .explanation import aligned
 from .explanation import time as written
+from .records import PHASES, Ended, Open, Record, layer_of, phase_of, rate
 from .watch import watching
 
-PHASES = ("forward", "backward", "optimizer")
 COLOURS = dict(zip(PHASES, ("#3b6fb6", "#d1495b", "#5a9a68"), strict=True))
-
-
-class Record(NamedTuple):
-    """One call of an op: seconds since the block began, and what it took, all and by itself."""
-
-    op: str
-    phase: str
-    layer: str
-    ran_as: str
-    start: float
-    seconds: float
-    own: float
-    moved: int
-    operations: int
-    thread: int
-
-
-class Open:
-    """A call that runs: what the calls inside of it have taken, and how it runs."""
-
-    inner, ran_as = 0.0, "kernel"
 
 
 class Profile:
@@ -69,14 +46,14 @@ class Profile:
         self.nvtx = gpu.cupy().cuda.nvtx if nvtx else None
         self.here = threading.local()
         self.began = time.perf_counter()
-        self.ended: list[tuple[Record, Any]] = []  # with events of a GPU, or None
-        self.found: list[Record] | None = None
+        self.ended: list[Ended] = []
+        self.found: list[Record] = []
 
     @property
     def records(self) -> list[Record]:
         """The calls so far; on a GPU the host waits for them."""
-        if self.found is None or len(self.found) != len(self.ended):
-            self.found = [timed(record, events) for record, events in self.ended]
+        if len(self.found) != len(self.ended):
+            self.found = [each.timed() for each in self.ended]
         return self.found
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
@@ -92,7 +69,8 @@ class Profile:
         def call(arrays: list[Any], options: dict[str, Any]) -> Any:
             given = dict(zip(op.names, arrays, strict=True))
             calls = self.here.__dict__.setdefault("calls", [])
-            calls.append(Open())
+            opened = Open()
+            calls.append(opened)
             if self.nvtx is not None:
                 self.nvtx.RangePush(name)
             begin, start = event(arrays), time.perf_counter()
@@ -101,16 +79,18 @@ class Profile:
             finally:
                 seconds = time.perf_counter() - start
                 end = None if begin is None else event(arrays)
-                opened = calls.pop()
+                calls.pop()
                 if self.nvtx is not None:
                     self.nvtx.RangePop()
-            for outer in calls[-1:]:
-                outer.inner += seconds
             counted = counts(op, given, options, result)
-            own, thread = seconds - opened.inner, threading.get_ident()
             place = phase_of(name), self.layer(arrays), opened.ran_as
-            record = Record(name, *place, start - self.began, seconds, own, *counted, thread)
-            self.ended.append((record, None if end is None else (begin, end)))
+            record = Record(
+                name, *place, start - self.began, seconds, seconds, *counted, threading.get_ident()
+            )
+            ended = Ended(record, None if end is None else (begin, end), opened.inside)
+            for outer in calls[-1:]:
+                outer.inside.append(ended)
+            self.ended.append(ended)
             return result
 
         return call if why is None else definition
@@ -238,51 +218,17 @@ def profile(
 
 def event(arrays: list[Any]) -> Any:
     """Return an event on the stream of a GPU, recorded; None on the host or in a capture."""
-    if not any(gpu.is_cupys(array.__class__) for array in arrays):
+    there = next((array for array in arrays if gpu.is_cupys(array.__class__)), None)
+    if there is None:
         return None
-    cuda = gpu.cupy().cuda
-    if cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr):
-        return None
-    made = cuda.Event()
-    made.record()
+    with gpu.at(there):
+        cuda = gpu.cupy().cuda
+        stream = cuda.get_current_stream().ptr
+        if stream > LEGACY and cuda.runtime.streamIsCapturing(stream):
+            return None
+        made = cuda.Event()
+        made.record()
     return made
-
-
-def timed(record: Record, events: Any) -> Record:
-    """Return a record with the time of the device, where it ran on one."""
-    if events is None:
-        return record
-    begin, end = events
-    end.synchronize()
-    seconds = gpu.cupy().cuda.get_elapsed_time(begin, end) / 1e3
-    own = seconds * record.own / record.seconds if record.seconds else seconds
-    return record._replace(seconds=seconds, own=own)
-
-
-def rate(count: int, seconds: float, unit: float) -> str:
-    """Return how many units a second a count is."""
-    return f"{count / seconds / unit:.3g}" if count and seconds else "-"
-
-
-def phase_of(name: str) -> str:
-    """Return which part of a step an op belongs to."""
-    if ".ops.optimizers." in OPS[name].__module__:
-        return "optimizer"
-    return "backward" if name in backward_ops() else "forward"
-
-
-@cache
-def backward_ops() -> frozenset[str]:
-    """Return the names of the ops that are backward ops of others."""
-    return frozenset(op.backward.__name__ for op in OPS.values() if op.backward is not None)
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of a parameter: layer 3, embedding or head."""
-    number = re.search(r"\blayers\.(\d+)\.", name)
-    if number is not None:
-        return f"layer {number[1]}"
-    return "embedding" if "embed" in name else "head"
 
 
 def until_exit(write: Callable[[str], Any]) -> None:

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import tomllib
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
+from unsloth_cupy.compiled import cache
 from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core.dtypes import BFLOAT16
@@ -488,6 +490,7 @@ def gpu(
     found, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
     encoder, tensor_map.encoder = tensor_map.encoder, lambda: machine.maps
     tensor_map._maps.clear()
+    folder, cache.folder = cache.folder, lambda: Path(os.devnull)  # none is kept
     records = dict(faults._records)
     for op in OPS.values():
         op.routes.clear()  # what was recorded on another machine
@@ -500,7 +503,7 @@ def gpu(
     finally:
         if devices > 1:
             _forget_devices()
-        gemm.cublas, tensor_map.encoder = found, encoder
+        gemm.cublas, tensor_map.encoder, cache.folder = found, encoder, folder
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
         counters._kept.clear()

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "unsloth_cupy"
 FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("errors", "_version"),
     ("files",),
-    ("pictures",),
+    ("pictures", "compiled"),
     ("core",),
     ("placement",),
     ("machine",),

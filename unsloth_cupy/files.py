@@ -14,7 +14,14 @@ from .errors import ConfigError
 
 PARTIAL = ".partial"
 NEW = ".new"  # inside a folder: files that are whole and about to replace those of the folder
+CACHE = "UNSLOTH_CUPY_CACHE_DIR"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that may be removed at any time: they are made again."""
+    own, all_caches = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(all_caches or "~/.cache").expanduser() / "unsloth_cupy"
 
 
 def path_of(call: str, given: Any) -> Path:

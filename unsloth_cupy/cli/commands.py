@@ -15,6 +15,7 @@ from .generate import generate
 from .info import info
 from .missing import missing
 from .plan import plan
+from .precompile import precompile
 
 
 class Commands(click.Group):
@@ -45,5 +46,5 @@ def group() -> None:
     """Train transformers on NumPy and CUDA, let them write, know the memory before."""
 
 
-for command in (info, check, bench, finetune, generate, plan, explain, export):
+for command in (info, check, bench, finetune, generate, plan, precompile, explain, export):
     group.add_command(command)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..compiled.cache import unit
 from ..errors import KernelError
 from . import target
 from .source import source_root
@@ -39,10 +40,10 @@ class CupyTarget:
         return is_cupys(array.__class__)
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
-        """Compile for the current device; CuPy keeps the result on disk."""
+        """Compile for the current device, or take what is kept on disk."""
         cp = cupy()
         try:
-            kernel = cp.RawModule(code=source, options=compiler_options(source)).get_function(name)
+            kernel = cp.RawModule(**unit(cp, source, compiler_options(source))).get_function(name)
         except cp.cuda.compiler.CompileException as error:
             raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
         most = 48 * 1024 - kernel.shared_size_bytes  # both together; more asks for leave
@@ -127,8 +128,7 @@ def count() -> int:
 def memory(device: int) -> tuple[int, int]:
     """Return the bytes of the GPU of this number: those free now, and all of them."""
     with cupy().cuda.Device(device):
-        free, whole = cupy().cuda.runtime.memGetInfo()
-    return free, whole
+        return cupy().cuda.runtime.memGetInfo()
 
 
 def several() -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core.dtypes import Array
 from ..errors import ConfigError
-from ..files import check_room
+from ..files import CACHE, cache_folder, check_room
 from .progress import reading
 from .text import PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
@@ -24,13 +24,6 @@ from .tokenizer import encode, token_kind
 CONTEXT = 256  # characters on either side of a seam: longer than what a token depends on
 AGREED = 8  # tokens before a seam that two pieces must agree in
 SPARE = 1.2  # room that is asked for, over what the first piece lets expect
-CACHE = "UNSLOTH_CUPY_CACHE_DIR"
-
-
-def cache_folder() -> Path:
-    """Return the folder of files that may be removed at any time: they are made again."""
-    own, all_caches = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else Path(all_caches or "~/.cache").expanduser() / "unsloth_cupy"
 
 
 def tokens_of(text: Text, tokenizer: Any) -> Array:

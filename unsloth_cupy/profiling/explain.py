@@ -8,15 +8,19 @@ of the machine is written down: a kernel to be compiled, its start, an array.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from ..core import gpu
 from ..core.stand_in import is_planned
 from ..core.target import Limits, Run
 from ..errors import ConfigError
 from ..memory.planned import Planned, PlannedOnHost, keeping
+from ..ops.common.tensor_map import BYTES
 from .cards import CARDS, Card, card_here, card_of
 from .explanation import Explanation, Launch, Step
 from .shapes import Shape, arrays_of, placed, twin_of
@@ -69,23 +73,28 @@ def explain(
     kind: Any = PlannedOnHost if card is None else Planned
     recorder = Recorder(card)
     machine = None if card is None else Described(card.limits)
-    token = _recorder.set(recorder)
-    try:
-        with watching(recorder, machine), keeping(recorder):
-            if owner is not None:
-                function = getattr(twin_of(owner, kind), function.__name__)
-            recorder.begin()
-            function(*placed(args, kind), **placed(options, kind))
-    finally:
-        _recorder.reset(token)
+    with recording(recorder), watching(recorder, machine), keeping(recorder):
+        if owner is not None:
+            function = getattr(twin_of(owner, kind), function.__name__)
+        recorder.begin()
+        function(*placed(args, kind), **placed(options, kind))
     return Explanation(card, tuple(recorder.steps))
+
+
+class HasLaunches(Protocol):
+    """What launches are written to."""
+
+    launches: list[Launch]
 
 
 class Described:
     """The GPU that is spoken of: planned arrays live there, and nothing runs."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.known = limits
+    def __init__(self, limits: Limits, *, maps: bool = True) -> None:
+        """Take the limits, and whether compiler and driver know tensor maps."""
+        self.known = limits, maps
+        if maps:
+            self.tensor_map = lambda box, array: np.void(bytes(BYTES))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Described) and other.known == self.known
@@ -107,13 +116,13 @@ class Described:
             recorder = _recorder.get()
             if recorder is not None:
                 sizes = tuple(map(int, grid)), tuple(map(int, block))
-                recorder.launches.append(Launch(name, file, constants, *sizes, int(shared)))
+                recorder.launches.append(Launch(name, file, constants, *sizes, int(shared), source))
 
         return launch
 
     def limits(self, array: Any) -> Limits:
         """Return the limits of the card."""
-        return self.known
+        return self.known[0]
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new planned array."""
@@ -205,7 +214,17 @@ class Recorder:
         return max(reading, multiplying), "products" if multiplying > reading else "memory"
 
 
-_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_recorder: ContextVar[HasLaunches | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recording(recorder: HasLaunches) -> Iterator[None]:
+    """Write launches of described GPUs down, inside a ``with`` block."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 def _says(value: Any) -> bool:

@@ -9,7 +9,10 @@ from .cards import Card
 
 
 class Launch(NamedTuple):
-    """One start of a kernel; shared is the dynamic shared memory of a block, in bytes."""
+    """One start of a kernel.
+
+    ``shared`` is the dynamic shared memory of a block in bytes, ``source`` the translation unit.
+    """
 
     kernel: str
     file: str
@@ -17,6 +20,7 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     block: tuple[int, ...]
     shared: int
+    source: str = ""
 
     def __str__(self) -> str:
         """Return it in a line."""

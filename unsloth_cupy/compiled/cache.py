@@ -1,0 +1,104 @@
+"""Binaries of kernels on disk, found by what they are made of.
+
+An entry is FOLDER/KEY/DIGEST.cubin: KEY is a hash of source, options, NVRTC's version and
+architecture, DIGEST one of the bytes, so that an entry says itself whether it is whole.  Entries
+are written beside their names and renamed, which is safe for many processes on a shared disk.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..files import CACHE, cache_folder
+
+IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
+Version = tuple[int, int]
+
+
+def folder() -> Path:
+    """Return where binaries are kept: in UNSLOTH_CUPY_CACHE_DIR, or among the user's caches."""
+    return cache_folder() / "kernels"
+
+
+def key_of(source: str, options: Sequence[str], version: Version, architecture: str) -> str:
+    """Return what a binary is found by; folders of headers are none of it.
+
+    A source names the digest of all headers, and CUDA's belong to the version.
+    """
+    given = [option for option in options if not option.startswith("-I")]
+    made = json.dumps([source, given, [*version], architecture])
+    return hashlib.sha256(made.encode()).hexdigest()[:40]
+
+
+def find(root: Path, key: str) -> Path | None:
+    """Return the file of a whole binary, if there is one; a damaged one is removed."""
+    try:
+        entries = sorted((root / key).glob("*.cubin"))
+    except OSError:
+        return None
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if hashlib.sha256(entry.read_bytes()).hexdigest() == entry.stem:
+                return entry
+            entry.unlink()
+    return None
+
+
+def keep(root: Path, key: str, binary: bytes) -> Path:
+    """Write a binary, whole or not at all, and return its file.
+
+    Raises
+    ------
+    ConfigError
+        The folder cannot be written.
+    """
+    place = root / key
+    entry = place / f"{hashlib.sha256(binary).hexdigest()}.cubin"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(prefix=".", dir=place)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(binary)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(partial, 0o644)  # others of a shared disk read it
+            os.replace(partial, entry)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    except OSError as error:
+        cure = f"set {CACHE} to a folder that can be written"
+        raise ConfigError(f"{place} cannot be written: {error.strerror}; {cure}") from error
+    return entry
+
+
+def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
+    """Return what ``cupy.RawModule`` is to make a module of: a kept binary, or the source.
+
+    CuPy keeps what it compiles in a folder of its own, and in memory where that is read-only.
+    """
+    root = folder()
+    if root.is_dir():
+        architecture = str(cupy.cuda.Device().compute_capability)
+        key = key_of(source, options, tuple(cupy.cuda.nvrtc.getVersion()), architecture)
+        entry = find(root, key)
+        if entry is not None:
+            return {"path": str(entry)}
+    if not _writable(Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache")):
+        os.environ.setdefault(IN_MEMORY, "1")
+    return {"code": source, "options": tuple(options)}
+
+
+def _writable(place: Path) -> bool:
+    """Say whether files can be made in a folder, which may not be there yet."""
+    there = place.expanduser()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

@@ -72,10 +72,10 @@ def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
             raise KernelError(f"{name} does not compile\n{log}")
 
 
-def _built(name: str, key: str, build: Callable[[Path], Path]) -> Path:
-    """Return the library kept under a key; else build it in a folder of its own, then rename."""
+def _built(name: str, key: str, build: Callable[[Path], Path], suffix: str = ".so") -> Path:
+    """Return the file kept under a key; else build it in a folder of its own, then rename."""
     digest = hashlib.sha256(_recipe() + key.encode()).hexdigest()[:24]
-    path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}.so"
+    path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}{suffix}"
     if not path.exists():
         with open(path.with_suffix(".lock"), "w") as lock:  # one of many processes builds
             fcntl.flock(lock, fcntl.LOCK_EX)

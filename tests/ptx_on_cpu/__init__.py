@@ -43,6 +43,7 @@ from .translate import unit
 __all__ = ["PtxEmulator", "UnknownError", "ptx"]
 
 HERE = Path(__file__).resolve().parent
+SOURCES = build.HERE / "src"
 FLAGS = [
     *(flag for flag in build.COMMON if not flag.startswith(("-g1", "-ffp-contract"))),
     "-O1",
@@ -77,21 +78,32 @@ def ptx(
     return Compiled(text.rstrip("\0"), names[name])
 
 
+@functools.cache
+def header() -> Path:
+    """Return ptx.hpp as g++ includes it, compiled: that takes most of the time of a small unit."""
+    text, machine = ((f / n).read_text() for f, n in ((HERE, "ptx.hpp"), (SOURCES, "machine.hpp")))
+
+    def made(folder: Path) -> Path:
+        command = ["g++", *FLAGS, f"-I{SOURCES}", "-x", "c++-header", HERE / "ptx.hpp"]
+        build._compile("ptx.hpp", [*command, "-o", "ptx.hpp.gch"], cwd=folder)
+        return folder / "ptx.hpp.gch"
+
+    key = "\0".join([*FLAGS, text, machine])
+    return build._built("ptx", key, made, suffix=".hpp.gch").with_suffix("")
+
+
 def library(compiled: Compiled) -> Path:
     """Return the library of a kernel, built if need be."""
     code = unit(*compiled, build.DYNAMIC_SHARED)
-    header = HERE / "ptx.hpp"
-    texts = [header.read_text(), (build.HERE / "src/machine.hpp").read_text()]
 
     def made(folder: Path) -> Path:
         (folder / "unit.cpp").write_text(code)
-        includes = [f"-I{HERE}", f"-I{build.HERE / 'src'}"]
-        command = ["g++", *FLAGS, *includes, "-shared", "unit.cpp", "-o", "unit.so"]
+        command = ["g++", *FLAGS, "-include", header(), "-shared", "unit.cpp", "-o", "unit.so"]
         build._compile(compiled.entry, command, cwd=folder)
         return folder / "unit.so"
 
-    # places name lines that move with every edit; they are part of what is kept
-    return build._built(f"ptx_{compiled.entry[:40]}", "\0".join([*FLAGS, *texts, code]), made)
+    key = "\0".join([*FLAGS, header().name, code])  # places of statements too
+    return build._built(f"ptx_{compiled.entry[:40]}", key, made)
 
 
 class PtxModule(Module):

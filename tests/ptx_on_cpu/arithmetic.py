@@ -155,13 +155,14 @@ def floats(f: "Function", words: list[str], ops: list[str]) -> str:
     def made(operands: list[str]) -> str:
         how = [] if narrow else words
         plain = f.word in BARE or control(how, c) == "NEAREST | FLUSH"
+        flush = "ftz" in how and c == "f32" and f.word not in ROUNDED
+        operands = [f"flushed({o})" for o in operands] if flush else operands
         given = operands if plain else [f"hidden({o})" for o in operands]
         done = code.format(c=c, **dict(zip("xyz", given, strict=False)))
         done = done.replace("fused(", "fused_odd(") if narrow else done
         done = done if plain else under(how, c, done)
-        if "ftz" in how and c == "f32" and f.word not in ROUNDED:
-            done = f"flushed({done})"
-        return f"sat({c}({done}))" if "sat" in words else done
+        done = f"flushed({done})" if flush else done
+        return f"sat({done})" if "sat" in words else done
 
     if one == kind:
         read = [f.value(o, WIDTH[one]) for o in rest]

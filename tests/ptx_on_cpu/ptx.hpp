@@ -206,7 +206,10 @@ template <unsigned control, class F> inline auto under(F f, bool *inexact = null
   _mm_setcsr(before);
   return r;
 }
-template <class T> inline T sat(T x) { return x > 0 ? (x < 1 ? x : 1) : 0; }  // NaN: 0
+inline f32 sat(f32 x) {  // by its bits, of which a comparison sees no denormal
+  s32 bits = as<s32>(x);
+  return x != x || bits < 0 ? 0 : bits < 0x3f800000 ? x : 1;
+}
 inline f32 flushed(f32 x) {
   return as<u32>(x) & 0x7f800000 ? x : as<f32>(as<u32>(x) & 0x80000000);
 }

@@ -1,6 +1,6 @@
 """PTX to C++: a function for each of its functions, a typed local per register, a goto per branch.
 
-    unit(text, "rms_norm_forward", dynamic=232448)       C++ that stands on ptx.hpp
+    unit(text, "rms_norm_forward", dynamic=232448)       C++ that includes ptx.hpp
 
 Registers are unsigned integers of their width, and predicates bool.  A guard is an if; a statement
 is a block of C++, written by the function that ``instructions.py`` keeps for its first word.
@@ -238,7 +238,6 @@ def unit(text: str, name: str, dynamic: int) -> str:
     buffer = [section, ".globl emu_buffer; .type emu_buffer, @object; emu_buffer:"]
     assembly = "".join(f'"{line}\\n" ' for line in (*buffer, f".zero {dynamic}; .text"))
     lines = [
-        '#include "ptx.hpp"',
         "static thread_local volatile char emu_first;",
         f"extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{dynamic}];",
         f"asm({assembly});" if has_buffer else "",

@@ -1,0 +1,551 @@
+"""Every instruction of the tables against plain arithmetic, for every type, on edge values.
+
+A module of PTX is written for each type: a thread reads three operands, and each instruction writes
+a cell of 8 bytes.  What the tables know and no line here asks for is an error.
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from ..cuda_on_cpu import Module, build
+from ..ptx_on_cpu import Compiled, arithmetic, library
+from ..ptx_on_cpu.instructions import INSTRUCTIONS
+from .plain import FORMATS, INFINITY, NAN, clipped, computed, decoded, encoded, signed
+
+Plain = Callable[..., int | None]
+EDGES = {  # bits, in hexadecimal
+    "f32": """
+        0 80000000 1 7fffff 80000001 800000 3f800000 bf800000 3f800001 7f7fffff ff7fffff
+        7f800000 ff800000 7fc00000 3f000000 40200000 3fc00000 4b000001 4f000000 cf000000
+        5f000000 3dcccccd c00000 7e800001 33800000 477ff000 3f808000
+    """,
+    "f64": """
+        0 8000000000000000 1 8000000000000001 10000000000000 3ff0000000000000
+        bff0000000000000 7fefffffffffffff 7ff0000000000000 fff0000000000000
+        7ff8000000000000 3fe0000000000000 4004000000000000 3fb999999999999a
+        3ff0000010000000 36a0000000000000 47effffff0000000 41e0000000000000
+    """,
+    "f16": """
+        0 8000 1 3ff 400 3c00 bc00 3c01 7bff fbff 7c00 fc00 7e00 3800 4100 1400 c01 2e66
+    """,
+    "bf16": """
+        0 8000 1 7f 80 3f80 bf80 3f81 7f7f ff7f 7f80 ff80 7fc0 3f00 4020 3b80 81 3dcd
+    """,
+}
+FLOATS = {k: [int(word, 16) for word in text.split()] for k, text in EDGES.items()}
+SHIFTS = (0, 1, 2, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 255, 256, 1 << 31)
+
+
+class Case(NamedTuple):
+    """An instruction on %d, %x, %y, %z, and what plain arithmetic makes of the bits."""
+
+    text: str
+    plain: Plain
+    loose: int = 0  # units in the last place that an approximation may be off
+
+
+def integers(width: int) -> list[int]:
+    top = 1 << (width - 1)
+    numbers = {0, 1, 2, 3, 7, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, 0x55 % top, *SHIFTS}
+    return sorted(n & (2 * top - 1) for n in numbers | {12345 % (2 * top), top // 2 + 1})
+
+
+def integer_cases(kind: str) -> Iterator[Case]:
+    """Yield what integers of a type do; operands come as bits."""
+    n, s = int(kind[1:]), kind[0] == "s"
+    number = (lambda v: signed(v, n)) if s else (lambda v: v & ((1 << n) - 1))
+    mask = (1 << n) - 1
+
+    def case(text: str, f: Callable[..., int], count: int = 2) -> Case:
+        return Case(text, lambda *v: f(*map(number, v[:count])) & mask)
+
+    for name, f in (("add", int.__add__), ("sub", int.__sub__)):
+        yield case(f"{name}.{kind} %d, %x, %y", f)
+    yield case(f"mul.lo.{kind} %d, %x, %y", int.__mul__)
+    yield case(f"mul.hi.{kind} %d, %x, %y", lambda x, y: x * y >> n)
+    yield case(f"mad.lo.{kind} %d, %x, %y, %z", lambda x, y, z: x * y + z, 3)
+    yield case(f"mad.hi.{kind} %d, %x, %y, %z", lambda x, y, z: (x * y >> n) + z, 3)
+    if n < 64:
+        wide = (1 << 64) - 1
+        big = f"{kind[0]}{2 * n}"
+        yield Case(f"mul.wide.{kind} %w, %x, %y", lambda x, y, z: number(x) * number(y) & wide)
+        add = f"cvt.{big}.{kind} %w, %z; mad.wide.{kind} %w, %x, %y, %w"
+        yield Case(add, lambda *v: number(v[0]) * number(v[1]) + number(v[2]) & wide)
+    safe = f"setp.eq.{kind} %p, %y, 0; selp.b{n} %t, 1, %y, %p;"
+    whole = lambda x, y: abs(x) // abs(y or 1) * (-1 if (x < 0) != ((y or 1) < 0) else 1)  # noqa: E731
+    yield case(f"{safe} div.{kind} %d, %x, %t", whole)
+    yield case(f"{safe} rem.{kind} %d, %x, %t", lambda x, y: x - whole(x, y) * (y or 1))
+    yield case(f"min.{kind} %d, %x, %y", min)
+    yield case(f"max.{kind} %d, %x, %y", max)
+    shift = lambda y, n=n: min(y & 0xFFFFFFFF, n)  # noqa: E731
+    yield Case(f"shl.b{n} %d, %x, %u", lambda x, y, z: x << shift(y) & mask)
+    yield Case(f"shr.{kind} %d, %x, %u", lambda x, y, z: number(x) >> shift(y) & mask)
+    yield Case(f"selp.{kind} %d, %x, %y, %p0", lambda x, y, z: x if y & 1 else y)
+    for word, f in COMPARED.items():
+        yield select(f"setp.{word}.{kind} %p, %x, %y", lambda x, y, f=f: f(number(x), number(y)))
+    for more, g in (("and", int.__and__), ("or", int.__or__), ("xor", int.__xor__)):
+        text = f"setp.lt.{more}.{kind} %p|%q, %x, %y, %p0; selp.u32 %t4, 1, 0, %p;"
+        text += " selp.u32 %t5, 2, 0, %q; add.u32 %e, %t4, %t5"
+        yield Case(text, lambda x, y, z, g=g: both(g, number(x) < number(y), y & 1))
+    if s:
+        yield case(f"neg.{kind} %d, %x", int.__neg__, 1)
+        yield case(f"abs.{kind} %d, %x", abs, 1)
+    else:
+        yield from logic(n)
+    if n >= 32:
+        yield from fields(kind, n, s, number)
+    if kind == "s32":
+        low, high = -(1 << 31), (1 << 31) - 1
+        yield case("add.sat.s32 %d, %x, %y", lambda x, y: min(max(x + y, low), high))
+        yield case("sub.sat.s32 %d, %x, %y", lambda x, y: min(max(x - y, low), high))
+    for to in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
+        yield Case(f"cvt.{to}.{kind} %w, %x", functools.partial(extended, number, to))
+        if int(to[1:]) < n or to[0] != kind[0]:
+            yield Case(f"cvt.sat.{to}.{kind} %w, %x", functools.partial(saturated, number, to))
+    for to, mode in itertools.product(("f32", "f64"), "nzmp"):
+        yield Case(f"cvt.r{mode}.{to}.{kind} %w, %x", functools.partial(real, number, to, mode))
+
+
+COMPARED = {"eq": int.__eq__, "ne": int.__ne__, "lt": int.__lt__, "le": int.__le__} | {
+    "gt": int.__gt__,
+    "ge": int.__ge__,
+}
+
+
+def select(text: str, plain: Callable[[int, int], bool]) -> Case:
+    return Case(f"{text}; selp.u32 %e, 1, 0, %p", lambda x, y, z: int(plain(x, y)))
+
+
+def both(g: Any, t: bool, c: int) -> int:
+    return g(int(t), c) + 2 * g(int(not t), c)
+
+
+def extended(number: Any, to: str, x: int, *_: int) -> int:
+    kept = number(x) & ((1 << int(to[1:])) - 1)
+    value = signed(kept, int(to[1:])) if to[0] == "s" else kept
+    return value & ((1 << 64) - 1)
+
+
+def saturated(number: Any, to: str, x: int, *_: int) -> int:
+    width = int(to[1:])
+    low, high = (-(1 << width - 1), (1 << width - 1) - 1) if to[0] == "s" else (0, (1 << width) - 1)
+    return min(max(number(x), low), high) & ((1 << 64) - 1)
+
+
+def real(number: Any, to: str, mode: str, x: int, *_: int) -> int | None:
+    from fractions import Fraction
+
+    return encoded(Fraction(number(x)), to, mode)
+
+
+def logic(n: int) -> Iterator[Case]:
+    mask, u32 = (1 << n) - 1, 0xFFFFFFFF
+    for name, f in (("and", int.__and__), ("or", int.__or__), ("xor", int.__xor__)):
+        yield Case(f"{name}.b{n} %d, %x, %y", lambda x, y, z, f=f: f(x, y))
+        text = f"setp.gt.u{n} %q, %y, %x; {name}.pred %p, %p0, %q; selp.u32 %e, 1, 0, %p"
+        yield Case(text, lambda x, y, z, f=f: f(y & 1, int(y > x)))
+    yield Case(f"not.b{n} %d, %x", lambda x, y, z: ~x & mask)
+    yield Case("not.pred %p, %p0; selp.u32 %e, 1, 0, %p", lambda x, y, z: ~y & 1)
+    if n < 32:
+        return
+    yield Case(f"popc.b{n} %e, %x", lambda x, y, z: x.bit_count())
+    yield Case(f"clz.b{n} %e, %x", lambda x, y, z: n - x.bit_length())
+    yield Case(f"brev.b{n} %d, %x", lambda x, y, z: int(f"{x:0{n}b}"[::-1], 2))
+    add = f"add.cc.u{n} %d, %x, %y; addc.cc.u{n} %d, %d, %z; addc.u{n} %d, %d, 0"
+    yield Case(add, lambda x, y, z: carried(x, y, z, n))
+    take = f"sub.cc.u{n} %d, %x, %y; subc.cc.u{n} %d, %d, %z; subc.u{n} %d, %d, 0"
+    yield Case(take, lambda x, y, z: borrowed(x, y, z, n))
+    for part, at in (("lo", 0), ("hi", n)):
+        text = f"mad.{part}.cc.u{n} %d, %x, %y, %z; madc.{part}.cc.u{n} %d, %y, %y, %d;"
+        text += f" madc.{part}.u{n} %d, %x, %z, %d"
+        yield Case(text, lambda x, y, z, at=at: multiplied(x, y, z, n, at))
+    if n == 64:
+        return
+    yield Case("prmt.b32 %d, %x, %y, %z", permuted)
+    for table in (0xE8, 0x96, 0xCA, 0x01):
+        yield Case(f"lop3.b32 %d, %x, %y, %z, {table}", functools.partial(looked_up, table))
+    for left, clamp in itertools.product((True, False), repeat=2):
+        name = f"shf.{'l' if left else 'r'}.{'clamp' if clamp else 'wrap'}.b32"
+        yield Case(f"{name} %d, %x, %y, %z", functools.partial(funnelled, left, clamp))
+    for kind in "us":
+        text = f"dp4a.{kind}32.{kind}32 %d, %x, %y, %z"
+        yield Case(text, lambda x, y, z, k=kind: z + sum(dots(x, y, k)) & u32)
+
+
+def carried(x: int, y: int, z: int, n: int) -> int:
+    mask = (1 << n) - 1
+    second = (x + y & mask) + z + (x + y >> n)
+    return (second & mask) + (second >> n) & mask
+
+
+def borrowed(x: int, y: int, z: int, n: int) -> int:
+    mask = (1 << n) - 1
+    second = (x - y & mask) - z - (x < y)
+    return (second & mask) - (second < 0) & mask
+
+
+def multiplied(x: int, y: int, z: int, n: int, at: int) -> int:
+    mask = (1 << n) - 1
+    first = (x * y >> at & mask) + z
+    second = (y * y >> at & mask) + (first & mask) + (first >> n)
+    return (x * z >> at) + second + (second >> n) & mask
+
+
+def permuted(x: int, y: int, z: int) -> int:
+    source = (y << 32 | x).to_bytes(8, "little")
+    picked = [(z >> 4 * i & 15) for i in range(4)]
+    chosen = [255 * (source[k & 7] >> 7) if k & 8 else source[k & 7] for k in picked]
+    return int.from_bytes(bytes(chosen), "little")
+
+
+def looked_up(table: int, x: int, y: int, z: int) -> int:
+    at = [(x >> i & 1) * 4 + (y >> i & 1) * 2 + (z >> i & 1) for i in range(32)]
+    return sum((table >> a & 1) << i for i, a in enumerate(at))
+
+
+def funnelled(left: bool, clamp: bool, x: int, y: int, z: int) -> int:
+    by = min(z, 32) if clamp else z & 31
+    both_words = y << 32 | x
+    return (both_words << by >> 32 if left else both_words >> by) & 0xFFFFFFFF
+
+
+def dots(x: int, y: int, kind: str) -> Iterator[int]:
+    for a, b in zip(x.to_bytes(4, "little"), y.to_bytes(4, "little"), strict=True):
+        yield signed(a, 8) * signed(b, 8) if kind == "s" else a * b
+
+
+def fields(kind: str, n: int, s: bool, number: Any) -> Iterator[Case]:
+    mask = (1 << n) - 1
+
+    def extract(x: int, y: int, z: int) -> int:
+        at, count = y & 255, z & 255
+        if not count:
+            return 0
+        wide = number(x) >> min(at, n) if s else x >> at
+        if s and at + count <= n:
+            return signed(x >> at, count) & mask
+        return (wide & ((1 << count) - 1) if not s else wide) & mask
+
+    def insert(x: int, y: int, z: int) -> int:
+        at, count = z & 255, 7
+        field = ((1 << count) - 1) << at
+        return ((y & ~field) | (x << at & field)) & mask
+
+    yield Case(f"bfe.{kind} %d, %x, %u, %v", extract)
+    if s:
+        found = lambda x: (~signed(x, n) if signed(x, n) < 0 else x).bit_length() - 1  # noqa: E731
+    else:
+        yield Case(f"bfi.b{n} %d, %x, %y, %v, 7", insert)
+        found = lambda x: x.bit_length() - 1  # noqa: E731
+    yield Case(f"bfind.{kind} %e, %x", lambda x, y, z: found(x) & 0xFFFFFFFF)
+    shifted = lambda x: n - 1 - found(x) if found(x) >= 0 else 0xFFFFFFFF  # noqa: E731
+    yield Case(f"bfind.shiftamt.{kind} %e, %x", lambda x, y, z: shifted(x))
+
+
+def float_cases(kind: str) -> Iterator[Case]:
+    """Yield what floats of a type do."""
+    for flush in (False, True) if kind == "f32" else (False,):
+        word = ".ftz" if flush else ""
+        for op, count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
+            for mode in "nzmp" if kind in ("f32", "f64") else "n":
+                yield rounded(op, count, mode, kind, word)
+                if kind == "f32":
+                    yield rounded(op, count, mode, kind, f"{word}.sat")
+        for op, count in (("div", 2), ("rcp", 1), ("sqrt", 1)):
+            for mode in "nzmp" if kind in ("f32", "f64") else "":
+                yield rounded(op, count, mode, kind, word)
+        yield from sides(kind, flush, word)
+    if kind == "f32":
+        yield from approximations()
+        yield from conversions()
+    if kind == "f64":
+        for mode in "nzmp":
+            for flush in (False, True):
+                text = f"cvt.r{mode}{'.ftz' * flush}.f32.f64 %w, %x"
+                yield Case(text, functools.partial(again, "f64", "f32", mode, flush))
+        for mode, to in itertools.product("nzmp", ("s32", "u32", "s64", "u64")):
+            text = f"cvt.r{mode}i.{to}.f64 %w, %x"
+            yield Case(text, functools.partial(cut, "f64", to, mode, False))
+    if kind in ("f16", "bf16"):
+        yield Case(f"cvt.f32.{kind} %w, %x", functools.partial(again, kind, "f32", "n", False))
+        yield from pairs(kind)
+
+
+def pick(flush: bool, kind: str) -> Callable[[int], Any]:
+    return lambda bits: decoded(bits, kind, flush)
+
+
+def rounded(op: str, count: int, mode: str, kind: str, word: str) -> Case:
+    flush, sat = ".ftz" in word, ".sat" in word
+
+    def plain(*v: int) -> int | None:
+        exact = computed(op, [decoded(b, kind, flush) for b in v[:count]], mode)
+        if sat:
+            one = 0x3F800000
+            if exact == NAN or exact <= 0:
+                return 0
+            return one if exact >= 1 else min(encoded(exact, kind, mode, flush) or 0, one)
+        return encoded(exact, kind, mode, flush)
+
+    names = ", ".join(("%x", "%y", "%z")[:count])
+    return Case(f"{op}.r{mode}{word}.{kind} %d, {names}", plain)
+
+
+def sides(kind: str, flush: bool, word: str) -> Iterator[Case]:
+    """Yield what moves or compares floats, and rounds none."""
+    get, top = pick(flush, kind), 1 << (FORMATS[kind].bits - 1)
+
+    def ordered(f: Callable[..., bool], else_: bool) -> Callable[[int, int], bool]:
+        return lambda x, y: else_ if NAN in (get(x), get(y)) else f(get(x), get(y))
+
+    def least(sign: int, x: int, y: int, z: int) -> int | None:
+        numbers = [encoded(get(v), kind) for v in (x, y) if get(v) != NAN]
+        key = lambda b: (sign * float(get(b)), -sign if b & top else sign)  # noqa: E731
+        return min(numbers, key=key) if numbers else None
+
+    def strict(sign: int, x: int, y: int, z: int) -> int | None:
+        return None if NAN in (get(x), get(y)) else least(sign, x, y, z)
+
+    for name, sign in (("min", 1), ("max", -1)):
+        yield Case(f"{name}{word}.{kind} %d, %x, %y", functools.partial(least, sign))
+        text = f"{name}{word}.NaN.{kind} %d, %x, %y"
+        yield Case(text, functools.partial(strict, sign))
+    turn = lambda x: None if get(x) == NAN else (encoded(get(x), kind) or 0) ^ top  # noqa: E731
+    yield Case(f"neg{word}.{kind} %d, %x", lambda x, y, z: turn(x))
+    size = lambda x: None if get(x) == NAN else (encoded(get(x), kind) or 0) & ~top  # noqa: E731
+    yield Case(f"abs{word}.{kind} %d, %x", lambda x, y, z: size(x))
+    if kind in ("f32", "f64") and not flush:
+        yield Case(f"copysign.{kind} %d, %x, %y", lambda x, y, z: (x & top) | (y & (top - 1)))
+    import operator as o
+
+    tests = {"eq": o.eq, "ne": o.ne, "lt": o.lt, "le": o.le, "gt": o.gt, "ge": o.ge}
+    for name, f in tests.items():
+        for u in (False, True):
+            text = f"setp.{name}{'u' * u}{word}.{kind} %p, %x, %y"
+            yield select(text, ordered(f, u))
+    yield select(f"setp.num{word}.{kind} %p, %x, %y", ordered(lambda x, y: True, False))
+    yield select(f"setp.nan{word}.{kind} %p, %x, %y", ordered(lambda x, y: False, True))
+
+
+def approximations() -> Iterator[Case]:
+    """Yield what is not exact on a GPU: near the value, and the limits that PTX states."""
+
+    def near(f: Callable[[np.float64], Any]) -> Plain:
+        def plain(x: int, y: int, z: int) -> int | None:
+            value = np.array([x], np.uint32).view(np.float32).astype(np.float64)
+            value = np.where(np.abs(value) < 2.0**-126, np.copysign(0.0, value), value)
+            with np.errstate(all="ignore"):
+                result = np.float32(f(value)[0])
+            if np.isnan(result):
+                return None
+            flushed = np.copysign(np.float32(0), result) if abs(result) < 2.0**-126 else result
+            return int(np.array([flushed], np.float32).view(np.uint32)[0])
+
+        return plain
+
+    names: dict[str, Any] = {"ex2": np.exp2, "lg2": np.log2, "sin": np.sin, "cos": np.cos}
+    names |= {"tanh": np.tanh, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x}
+    for name, f in (names | {"sqrt": np.sqrt}).items():
+        yield Case(f"{name}.approx.ftz.f32 %d, %x", near(f), 2)
+
+    def divided(x: int, y: int, z: int) -> int | None:
+        a, b = decoded(x, "f32", True), decoded(y, "f32", True)
+        if NAN not in (a, b) and 2**126 < abs(b) < INFINITY:
+            a, b = computed("mul", [a, -0.0 if b < 0 else 0], "n"), 1
+        return encoded(computed("div", [a, b], "n"), "f32", "n", True)
+
+    yield Case("div.approx.ftz.f32 %d, %x, %y", divided, 2)
+    exact = rounded("div", 2, "n", "f32", ".ftz").plain
+    yield Case("div.full.ftz.f32 %d, %x, %y", exact, 2)
+
+
+def again(of: str, to: str, mode: str, flush: bool, x: int, *_: int) -> int | None:
+    number = decoded(x, of, flush and of == "f32")
+    return encoded(number, to, mode, flush and to == "f32")
+
+
+def cut(of: str, to: str, mode: str, flush: bool, x: int, *_: int) -> int:
+    width = int(to[1:])
+    found = clipped(decoded(x, of, flush), width, to[0] == "s", mode)
+    return (signed(found, width) if to[0] == "s" else found) & ((1 << 64) - 1)
+
+
+def conversions() -> Iterator[Case]:
+    for mode, to in itertools.product("nzmp", ("s8", "u8", "s32", "u32", "s64", "u64")):
+        for flush in (False, True):
+            text = f"cvt.r{mode}i{'.ftz' * flush}.{to}.f32 %w, %x"
+            yield Case(text, functools.partial(cut, "f32", to, mode, flush))
+    yield Case("cvt.f64.f32 %w, %x", functools.partial(again, "f32", "f64", "n", False))
+    yield Case("cvt.ftz.f64.f32 %w, %x", functools.partial(again, "f32", "f64", "n", True))
+    for to in ("f16", "bf16"):
+        yield Case(f"cvt.rn.{to}.f32 %t2, %x; cvt.u64.u16 %w, %t2", functools.partial(half, to))
+        text = f"cvt.rn.{to}x2.f32 %e, %x, %y"
+        yield Case(text, lambda x, y, z, to=to: joined(half(to, y), half(to, x), 16))
+    whole = lambda mode: lambda x, y, z: integral(x, mode)  # noqa: E731
+    for mode in "nzmp":
+        yield Case(f"cvt.r{mode}i.f32.f32 %d, %x", whole(mode))
+    yield Case("cvt.sat.f32.f32 %d, %x", lambda x, y, z: bounded(x))
+
+
+def half(to: str, x: int, *_: int) -> int | None:
+    bits = encoded(decoded(x, "f32"), to)
+    return 0x7FFF if bits is None else bits
+
+
+def joined(low: int | None, high: int | None, width: int) -> int | None:
+    return None if low is None or high is None else high << width | low
+
+
+def integral(x: int, mode: str) -> int | None:
+    from fractions import Fraction
+
+    from .plain import infinite, whole
+
+    value = decoded(x, "f32")
+    if value == NAN or infinite(value) or not value:
+        return encoded(value, "f32")
+    return encoded(Fraction(whole(Fraction(value), mode)) or (-0.0 if value < 0 else 0), "f32")
+
+
+def bounded(x: int) -> int:
+    value = decoded(x, "f32")
+    if value == NAN or value <= 0:
+        return 0
+    return 0x3F800000 if value >= 1 else x
+
+
+def pairs(kind: str) -> Iterator[Case]:
+    """Yield two halves of a word: x beside y, each with z, or a word of them."""
+    for op, count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
+        one = rounded(op, count, "n", kind, "").plain
+        words = "mov.b32 %a, {%x, %y}; mov.b32 %b, {%y, %z}; mov.b32 %c, {%z, %x};"
+        names = ", ".join(("%a", "%b", "%c")[:count])
+        text = f"{words} {op}.rn.{kind}x2 %e, {names}"
+        yield Case(
+            text,
+            lambda x, y, z, one=one: joined(quiet(one(x, y, z)), quiet(one(y, z, x)), 16),
+        )
+
+
+def quiet(bits: int | None) -> int:
+    return 0x7FFF if bits is None else bits
+
+
+def wide_pairs() -> Iterator[Case]:
+    for op, count in (("add", 2), ("mul", 2), ("fma", 3)):
+        for mode, word in itertools.product("nz", ("", ".ftz")):
+            one = rounded(op, count, mode, "f32", word).plain
+            words = "mov.b64 %w, {%x, %y}; mov.b64 %w1, {%y, %z}; mov.b64 %w2, {%z, %x};"
+            names = ", ".join(("%w", "%w1", "%w2")[:count])
+            text = f"{words} {op}.r{mode}{word}.f32x2 %w, {names}"
+            yield Case(text, lambda x, y, z, f=one: joined(f(x, y, z), f(y, z, x), 32))
+
+
+def cases(kind: str) -> list[Case]:
+    if kind == "f32x2":
+        return [*wide_pairs()]
+    return [*(float_cases(kind) if kind in FLOATS else integer_cases(kind))]
+
+
+TYPES = ("u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64", "f32x2")
+THREADS = 128
+
+
+def bits_of(kind: str) -> int:
+    return FORMATS[kind].bits if kind in FORMATS else 32 if kind == "f32x2" else int(kind[1:])
+
+
+def values(kind: str) -> np.ndarray:
+    """Return rows of three operands: all pairs, with a third in turn."""
+    several = FLOATS.get("f32" if kind == "f32x2" else kind) or integers(bits_of(kind))
+    rows = [
+        (x, y, several[(i * 7 + j) % len(several)])
+        for (i, x), (j, y) in itertools.product(enumerate(several), repeat=2)
+    ]
+    return np.array(rows, np.uint64)
+
+
+def written(kind: str) -> str:
+    """Return the module of a type: a cell of out for each case and row."""
+    n = bits_of(kind)
+    lines = [
+        ".visible .entry all(.param .u64 in, .param .u64 out, .param .u32 rows) {",
+        f".reg .b{n} %x, %y, %z, %d, %t; .reg .b64 %i, %o, %w, %w1, %w2, %at; .reg .b16 %t2;",
+        ".reg .b32 %e, %u, %v, %n, %r, %t4, %t5, %a, %b, %c; .reg .pred %p, %p0, %q;",
+        "ld.param.u64 %i, [in]; ld.param.u64 %o, [out]; ld.param.u32 %n, [rows];",
+        "mov.u32 %r, %ctaid.x; mov.u32 %e, %tid.x;",
+        f"mad.lo.u32 %r, %r, {THREADS}, %e; setp.ge.u32 %p, %r, %n; @%p bra $end;",
+        "mul.wide.u32 %at, %r, 24; add.u64 %i, %i, %at;",
+        *(f"ld.global.b{n} %{name}, [%i+{8 * at}];" for at, name in enumerate("xyz")),
+        "ld.global.b32 %u, [%i+8]; ld.global.b32 %v, [%i+16];",
+        "and.b32 %e, %u, 1; setp.eq.u32 %p0, %e, 1; mul.wide.u32 %at, %r, 8; add.u64 %o, %o, %at;",
+        "mul.wide.u32 %at, %n, 8;",
+    ]
+    for case in cases(kind):
+        last = re.findall(r"%(\w+)", case.text.rpartition(";")[2])[0]
+        width = {"d": n, "w": 64, "e": 32}[last]
+        clear = "mov.b64 %w, 0; " if last == "w" and "%w" not in case.text[:-30] else ""
+        lines.append(f"{clear}{case.text};")
+        lines.append(f"st.global.b{width} [%o], %{last}; add.u64 %o, %o, %at;")
+    return "\n".join([*lines, "$end: ret; }", ""])
+
+
+def units_apart(found: int, wanted: int, kind: str) -> int:
+    n = bits_of(kind)
+    order = [
+        b & (1 << n - 1) - 1 if not b >> n - 1 else -(b & (1 << n - 1) - 1) for b in (found, wanted)
+    ]
+    return abs(order[0] - order[1])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_as_plain_arithmetic(kind: str) -> None:
+    given, several = values(kind), cases(kind)
+    path = library(Compiled(written(kind), "all"))
+    module = Module("all", path, build.runtime(), True, "")
+    out = np.zeros((len(several), len(given)), np.uint64)
+    grid = -(-len(given) // THREADS)
+    module.launch(0, 0, 1 << 16, (grid,), (THREADS,), (given, out, np.uint32(len(given))))
+    wrong = []
+    for case, row in zip(several, out, strict=True):
+        for operands, found in zip(given.tolist(), row.tolist(), strict=True):
+            wanted = case.plain(*operands)
+            if same(case, kind, found, wanted):
+                continue
+            told = "NaN" if wanted is None else hex(wanted)
+            wrong.append(f"{case.text} of {[*map(hex, operands)]}: {found:#x}, not {told}")
+            break
+    assert not wrong, "\n".join(wrong)
+
+
+def same(case: Case, kind: str, found: int, wanted: int | None) -> bool:
+    if wanted is None:
+        target = re.findall(r"\.(f16|bf16|f32|f64|f16x2|bf16x2|f32x2)\b", case.text)[-1:]
+        into = re.findall(r"cvt[\w.]*?\.(f16|bf16|f32|f64)\.", case.text) or target
+        return into[0].endswith("x2") or decoded(found, into[0]) == NAN
+    if kind in ("s16", "s32", "s64") or not case.loose:
+        last = re.findall(r"%(\w+)", case.text.rpartition(";")[2])[0]
+        width = {"d": bits_of(kind), "e": 32}.get(last, 64)
+        if ".ftz" in case.text and wanted & 0x7FFFFFFF == 0x800000 and found & 0x7FFFFFFF == 0:
+            return True  # PTX does not say whether it flushes before or after it rounds
+        return (found ^ wanted) & ((1 << width) - 1) == 0
+    return units_apart(found, wanted, kind) <= case.loose
+
+
+def test_every_form_of_the_tables_is_asked_for() -> None:
+    said = " ".join(f"{case.text};" for kind in TYPES for case in cases(kind))
+    words = [{*word.split(".")} for word in re.findall(r"\b([a-z][\w.]*) ", said)]
+    names = [
+        *arithmetic.INTEGERS,
+        *arithmetic.FLOATS,
+        *(f"{p}.pred" for p in arithmetic.PREDICATES),
+    ]
+    missing = [n for n in names if not any({*n.split(".")} <= word for word in words)]
+    assert [n for n in missing if not n.startswith(("mad", "selp"))] == []
+    assert {"mov", "cvt", "setp"} <= INSTRUCTIONS.keys()

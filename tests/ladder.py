@@ -22,7 +22,7 @@ from unsloth_cupy.core.source import Constants
 from unsloth_cupy.core.target import using
 from unsloth_cupy.files import written_beside
 from unsloth_cupy.ops.attention import _tiles
-from unsloth_cupy.ops.attention._tiles import Tiles
+from unsloth_cupy.ops.attention._tiles import Start, Tiles
 from unsloth_cupy.ops.norms import rows
 
 from . import budget, sass
@@ -92,8 +92,9 @@ def other_constants(changed: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def other_tiles(tiles: Tiles) -> Iterator[None]:
-    """Give attention's launch table these tiles alone."""
-    with mock.patch.dict(_tiles.FORWARD, {(80, 2, 64): (tiles,)}):
+    """Give attention's launch table these tiles alone, and the kernel that takes them the call."""
+    start = mock.patch.object(_tiles, "start", Start(tiles.rows, tiles.threads))
+    with start, mock.patch.dict(_tiles.FORWARD, {(80, 2, 64): (tiles,)}):
         _tiles.resolve.cache_clear()
         yield
     _tiles.resolve.cache_clear()

@@ -67,6 +67,7 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (28, 1, 32, "race on static shared .*: (atomic|write) here, unordered with (atomic|write)"),
         (29, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
         (30, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
+        (31, 1, 32, "block exits, and nobody has waited for the 32 arrivals at named barrier 1"),
     ],
     "broken_copy": [
         (0, 1, 1, "read of uninitialised static shared memory"),

@@ -52,7 +52,7 @@ def test_templates_of_the_twins_agree(file: str) -> None:
 
 
 # What runs on a GPU in no primitive's launch: it has no result, or no instruction.
-SILENT = {"setmaxnreg_inc", "setmaxnreg_dec", "cluster_smem_u32", "opaque"}
+SILENT = {"setmaxnreg_inc", "setmaxnreg_dec", "cluster_smem_u32", "opaque", "wgmma_name"}
 
 
 def test_every_function_is_a_primitive_of_tests_hardware() -> None:

@@ -165,6 +165,7 @@ void check_exit(Fiber *f) {
       fail("thread exits before the cp.async.bulk.wait_group of this store", group[0].at);
   if (f->accumulating) check_products();
   if (--M.alive[f->rank]) return;
+  check_barriers(f->rank);
   Where at{};
   if (copies_into(f->rank, at)) fail("block exits before this copy into its shared memory", at);
   if (!M.checks || M.blocks == 1) return;

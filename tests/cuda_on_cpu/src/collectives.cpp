@@ -178,6 +178,13 @@ unsigned active_lanes() {
 
 [[noreturn]] void trap(const char *what, const char *file, int line) { fail(what, {file, line}); }
 
+void check_barriers(int rank) {
+  for (int id = 1; id < 16; id++)
+    if (const Barrier &b = barriers[rank][id]; b.arrived)
+      fail("block exits, and nobody has waited for the " + std::to_string(b.arrived) +
+               " arrivals at named barrier " + std::to_string(id), b.at);
+}
+
 void reset_collectives() {
   for (auto *m : open_meetings) delete m;
   open_meetings.clear();

@@ -199,6 +199,7 @@ void close_traffic();
 enum { BF16, F16, TF32, S8, E4M3, E5M2 };
 void check_registers(const void *p, size_t n, Where at);  // no wgmma may still write them
 void check_products();  // ... of a thread that exits
+void check_barriers(int rank);  // ... of a block that exits
 void reset_tensor_core();
 
 // narrow.cpp

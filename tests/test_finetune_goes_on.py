@@ -365,3 +365,35 @@ def test_a_config_is_the_models_before_its_weights_are_read(finished: Path, tmp_
         assert config == model.config
         assert (config.end_tokens, config.pad_token) == ((7, 9), 8)
         assert (adapter is None) == (path == folder)
+
+
+@pytest.mark.parametrize(("asked", "steps"), [(2, (3, 4)), (99, (1, 6))])
+def test_profiled_steps_are_the_same_steps(
+    asked: int, steps: tuple[int, int], finished: Path, text: Path, tmp_path: Path
+) -> None:
+    """The first two count their arrays, and are timed where too few others are left."""
+    out, (first, last) = tmp_path / "run", steps
+    result = run("finetune", "--text", text, "--out", out, *SMALL, "--steps", 6, "--profile", asked)
+    assert result.exit_code == 0, result.output
+    table = (out / "profile.txt").read_text()
+    assert table.startswith(f"steps {first} to {last}\n")
+    assert table in result.output
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    known = [e for e in events if e["name"] in ("embedding", "adamw_step", "embedding_backward")]
+    called = {name: sum(e["name"] == name for e in known) for name in {e["name"] for e in known}}
+    assert set(called.values()) == {last - first + 1}, "held-out losses are none of it"
+    assert {e["args"]["layer"] for e in events} >= {"layer 0", "embedding"}
+    assert weights(out) == weights(finished)
+    assert numbers(out) == numbers(finished)
+
+
+def test_a_run_that_stops_keeps_its_profile(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    command = ("finetune", "--text", text, "--out", out, *SMALL, "--steps", 6, "--profile", 6)
+    with asked_to_stop(monkeypatch, "loss_and_gradients", 3, signal.SIGINT):
+        assert run(*command).exit_code == 130
+    assert (out / "profile.txt").read_text().startswith("steps 1 to 3\n")
+    assert run(*command).exit_code == 0
+    assert (out / "profile.txt").read_text().startswith("steps 3 to 6\n")

@@ -25,6 +25,7 @@ from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from .options import FILE, QUANTIZE, ConfigFile, Device, Number, Size, option
+from .profiled import profiled
 
 STEPS = 1200
 DTYPES = ("float32", "bfloat16", "float16")
@@ -70,6 +71,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
+@option("--profile", click.IntRange(1), "Steps to time, op by op; they are slower.")
 @option("--layers", click.IntRange(1), f"Of a new model.  [default: {SIZES['layers']}]")
 @option("--hidden", click.IntRange(1), f"Of a new model.  [default: {SIZES['hidden']}]")
 @option("--vocabulary", click.IntRange(1), f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]")
@@ -104,6 +106,7 @@ def finetune(
     data_parallel: int | None,
     limit_memory: int | None,
     find_nan: bool,
+    profile: int | None,
     layers: int | None,
     hidden: int | None,
     vocabulary: int | None,
@@ -172,7 +175,7 @@ def finetune(
                     report(run)
                     return
                 trainer = prepare(run, request, plan, words, source, ranks)
-                with blas_threads(trainer.model.config.hidden):
+                with blas_threads(trainer.model.config.hidden), profiled(trainer, profile):
                     learn(trainer, name, stop, save_dtype)
         except Interrupted:
             stopped(run, stop)

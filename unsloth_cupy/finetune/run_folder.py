@@ -7,6 +7,7 @@
     model/               the result; its presence says that the run is finished.  The last
                          checkpoint stays beside it: more steps go on from there
     curve.png
+    profile.txt, trace.json, where steps were profiled
 
 Everything is written beside its place and renamed, so that a name always means a whole thing.
 """

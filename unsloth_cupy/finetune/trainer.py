@@ -6,8 +6,8 @@ that goes on from a checkpoint ends with the bits of one that never stopped.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class Trainer(Saving):
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
         self.begun = -1  # the step up to which the log is this run's
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of a step
         self.unproven: str | None = None  # the newest checkpoint, while nothing has come of it
 
     def train(self, stop: Stop) -> None:
@@ -103,7 +104,8 @@ class Trainer(Saving):
                 self._evaluate_if_due(progress)
                 while self.step < steps:
                     ranks.agree(stop)
-                    self._one_step(progress)
+                    with self.around():
+                        self._one_step(progress)
                     self.seconds = time.perf_counter() - started
                     self._evaluate_if_due(progress)
                     self.seconds = time.perf_counter() - started

@@ -37,6 +37,15 @@ def reductions(comm: Communicator, here: Here = np.asarray) -> None:
                 np.testing.assert_array_equal(found, total.astype(dtype)[own], strict=True)
 
 
+def infinities(comm: Communicator, here: Here = np.asarray) -> None:
+    """Gradients that overflow are summed without a word, as on a GPU."""
+    own = np.array([np.inf, 6e4, 1], np.float16) * np.float16(-1 if comm.rank else 1)
+    found = to_numpy(comm.all_reduce(here(own)))
+    if comm.size > 1:
+        assert np.isnan(found[0])
+        assert found[2] == 2 - comm.size
+
+
 def gathers(comm: Communicator, here: Here = np.asarray) -> None:
     for axis in (0, 1, -1):
         shapes = [[2, 3, 4] for _ in range(comm.size)]
@@ -105,7 +114,7 @@ def grids(comm: Communicator, here: Here = np.asarray) -> None:
     assert (made.data.size, made.pipeline.size) == (1, 1)
 
 
-CHECKS = (reductions, gathers, transposes, messages, groups, grids)
+CHECKS = (reductions, infinities, gathers, transposes, messages, groups, grids)
 
 
 def all_checks(comm: Communicator) -> None:

@@ -86,9 +86,16 @@ def lookups(comm: Communicator, vocab: int, table: Any, tokens: Any, dx: Any) ->
     def divided(w: Any) -> Any:
         return many.vocab_parallel_embedding(tokens, shard(w, 0, comm), vocab, comm=comm)
 
+    def along(w: Any) -> Any:
+        w = shard(w, 0, comm)
+        x = many.vocab_parallel_embedding(tokens, w, vocab, comm=comm, sequence_axis=-2)
+        assert x.shape[1] == len(range(5)[part(5, comm)])
+        return many.all_gather(x, 1, comm)
+
     wanted = learned(lambda w: embedding(tokens, w), [table], dx)
-    for one, other in zip(learned(divided, [table], dx), wanted, strict=True):
-        close(one, other)
+    for way in (divided, along):
+        for one, other in zip(learned(way, [table], dx), wanted, strict=True):
+            close(one, other)
 
 
 def losses(comm, vocab, arrays, labels, dloss, options) -> None:
@@ -100,6 +107,11 @@ def losses(comm, vocab, arrays, labels, dloss, options) -> None:
             x, shard(w, 0, comm), labels, vocab, comm=comm, max_bytes=100, **options
         )
 
+    def along(x: Any, w: Any) -> Any:
+        x, w = shard(x, 1, comm), shard(w, 0, comm)
+        more = {"comm": comm, "sequence_axis": 1} | options
+        return many.vocab_parallel_linear_cross_entropy(x, w, labels, vocab, **more)
+
     def whole(z: Any) -> Any:
         return cross_entropy(z, labels, **options)
 
@@ -109,7 +121,11 @@ def losses(comm, vocab, arrays, labels, dloss, options) -> None:
         )
 
     logits = [4 * drawn(3, 5, vocab)]
-    for alone, divided, given in ((head, heads, arrays), (whole, columns, logits)):
+    for alone, divided, given in (
+        (head, heads, arrays),
+        (head, along, arrays),
+        (whole, columns, logits),
+    ):
         wanted = learned(alone, given, dloss)
         for one, other in zip(learned(divided, given, dloss), wanted, strict=True):
             close(one, other)

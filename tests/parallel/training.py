@@ -12,6 +12,7 @@ from unsloth_cupy.parallel import (
     SingleCommunicator,
     Zero1,
     Zero3,
+    grid,
     part,
 )
 
@@ -86,6 +87,35 @@ def parts_equal_the_whole(comm: Communicator) -> None:
             same_training(whole, parted, one, zero3.gathered(other.state()))
             close(parted.loss(tokens, labels), whole.loss(tokens, labels))
         same(zero3.divided(zero3.gathered(other.state())), other.state())
+
+
+def grids_equal_the_whole(comm: Communicator) -> None:
+    """Weights among two ranks, rows among two groups of them, and all that is left by ZeRO."""
+    if comm.size % 2:
+        return
+    groups = grid(comm, tensor=2)
+    own = part(ROWS, groups.data)
+    whole, one, three = (
+        models.create(CONFIG, seed=1, communicator=c) for c in (None, *[groups.tensor] * 2)
+    )
+    data, zero3 = DataParallel(one, groups.data), Zero3(three, groups.data)
+    options: Any = {"lr": 3e-3, "eps": 1e-3}
+    optimizers = [AdamW(model.trainable, **options) for model in (whole, one, three)]
+    optimizers[1] = Zero1(optimizers[1], groups.data)
+    for step, (tokens, labels) in enumerate(batches(2)):
+        wanted, grads = whole.loss_and_gradients(tokens, labels)
+        found, sums = data.loss_and_gradients(tokens[own], labels[own])
+        also, parts = zero3.loss_and_gradients(tokens[own], labels[own])
+        close([found, also], [wanted] * 2)
+        for name, array in (zero3.gathered(parts) if step == 0 else {}).items():
+            close(one.division.gathered(name, sums[name]), grads[name])
+            close(three.division.gathered(name, array), grads[name])
+        for optimizer, gradients in zip(optimizers, (grads, sums, parts), strict=True):
+            optimizer.step(gradients)
+    with zero3.whole():
+        for model in (one, three):
+            for name, array in model.trainable.items():
+                close(model.division.gathered(name, array), whole.trainable[name])
 
 
 def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, Any]) -> None:
@@ -188,6 +218,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def all_checks(comm: Communicator) -> None:
     for check in (
         parts_equal_the_whole,
+        grids_equal_the_whole,
         parts_of_codes_equal_the_whole,
         buckets_have_equal_bits,
         zero_equals_adamw,

@@ -171,9 +171,9 @@ class Exchanges(ABC):
         self._swap(call, given, parts)
         total = parts[0].astype(sum_dtype(x.dtype))
         join = np.add if op == "sum" else np.maximum
-        for other in parts[1:]:
-            join(total, other, out=total)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU
+            for other in parts[1:]:
+                join(total, other, out=total)
             return total.astype(x.dtype, copy=False)
 
     def _agree(self, call: str) -> None:

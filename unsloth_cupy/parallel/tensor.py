@@ -101,7 +101,7 @@ def column_parallel_linear(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    return linear(_entered(x, comm, sequence_axis), weight, bias)
+    return linear(entered(x, comm, sequence_axis), weight, bias)
 
 
 def row_parallel_linear(
@@ -135,10 +135,10 @@ def row_parallel_linear(
         y = all_reduce(y, comm)
         return y if bias is None else y + bias
     y = reduce_scatter(y, sequence_axis, comm)
-    return y if bias is None else y + _entered(bias, comm, None)  # each adds it to other rows
+    return y if bias is None else y + entered(bias, comm, None)  # each adds it to other rows
 
 
-def _entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
+def entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
     """Return x whole, for ranks that use it each in another way: gradients are summed."""
     if sequence_axis is None:
         y = value_of(x)
@@ -146,10 +146,8 @@ def _entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
     value = value_of(x)
     axis = check_axis("all_gather", value, sequence_axis)
     y = comm.all_gather(value, axis)
-    _own_part("column_parallel_linear", y.shape[axis], value.shape[axis], axis, comm)
-    return taped(
-        "column_parallel_linear", y, lambda dy, wanted: {"x": comm.reduce_scatter(dy, axis)}, x=x
-    )
+    _own_part("all_gather", y.shape[axis], value.shape[axis], axis, comm)
+    return taped("all_gather", y, lambda dy, wanted: {"x": comm.reduce_scatter(dy, axis)}, x=x)
 
 
 def _own_part(call: str, whole: int, own: int, axis: int, comm: Communicator) -> slice:

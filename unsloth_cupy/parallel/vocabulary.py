@@ -21,12 +21,15 @@ from ..ops.losses.linear_cross_entropy import (
 )
 from ..training.tape import add_up
 from ._taped import Back, taped, value_of
-from .communicator import Communicator, part
+from .communicator import Communicator, check_axis, part
+from .tensor import entered
 
 NONE = -100  # the label of a row whose word another rank holds
 
 
-def vocab_parallel_embedding(tokens: Any, weight: Any, vocab: int, *, comm: Communicator) -> Any:
+def vocab_parallel_embedding(
+    tokens: Any, weight: Any, vocab: int, *, comm: Communicator, sequence_axis: int | None = None
+) -> Any:
     """Return the row of each token, of a table whose rows are divided among ranks.
 
     Parameters
@@ -38,11 +41,13 @@ def vocab_parallel_embedding(tokens: Any, weight: Any, vocab: int, *, comm: Comm
     vocab : int
         Words of all ranks; at least one a rank.
     comm : Communicator
+    sequence_axis : int, optional
+        Return this rank's part along this axis alone.
 
     Returns
     -------
     x : (*rows, hidden) float
-        Alike in all ranks.
+        Alike in all ranks, or this rank's part.
 
     Raises
     ------
@@ -59,12 +64,15 @@ def vocab_parallel_embedding(tokens: Any, weight: Any, vocab: int, *, comm: Comm
     x = embedding(local, table)
     x[~here] = 0
 
+    axis = None if sequence_axis is None else check_axis("reduce_scatter", x, sequence_axis)
+
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        own = dy.copy()
+        own = dy.copy() if axis is None else comm.all_gather(dy, axis)
         own[~here] = 0
         return {"weight": embedding_backward(own, local, table)[1]}
 
-    return taped("vocab_parallel_embedding", comm.all_reduce(x), back, weight=weight)
+    y = comm.all_reduce(x) if axis is None else comm.reduce_scatter(x, axis)
+    return taped("vocab_parallel_embedding", y, back, weight=weight)
 
 
 def vocab_parallel_cross_entropy(
@@ -131,13 +139,15 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     max_bytes: int | None = None,
+    sequence_axis: int | None = None,
 ) -> Any:
     """Return ``linear_cross_entropy`` of a head whose rows are divided among ranks.
 
     Parameters
     ----------
     x : (*rows, hidden) float
-        Alike in all ranks; so is its gradient, summed over ranks.
+        Alike in all ranks, or this rank's part along sequence_axis; so is its gradient, which is
+        summed over ranks.
     weight : (this rank's words, hidden) float
         ``shard(weight, 0, comm)``.
     labels : (*rows) int32 or int64
@@ -147,6 +157,8 @@ def vocab_parallel_linear_cross_entropy(
     comm : Communicator
     ignore, smoothing, z_loss, softcap, max_bytes
         As in ``linear_cross_entropy``.  With smoothing the op of this rank's words is called twice.
+    sequence_axis : int, optional
+        Gather x along this axis first.
 
     Returns
     -------
@@ -158,6 +170,7 @@ def vocab_parallel_linear_cross_entropy(
     ShapeError, ConfigError
         weight is not this rank's part of vocab, or there are more ranks than words.
     """
+    x = entered(x, comm, sequence_axis)
     rows, table = value_of(x), value_of(weight)
     call = "vocab_parallel_linear_cross_entropy"
     _check_smoothing(call, smoothing)
@@ -175,12 +188,7 @@ def vocab_parallel_linear_cross_entropy(
     given = Rows(labels, words, vocab, ignore, smoothing, z_loss)
     loss, back = _loss(given, forward, backward, comm)
 
-    def back_to_all(dy: Any, wanted: Any) -> dict[str, Any]:
-        found = dict(back(dy, wanted))
-        found["x"] = None if found["x"] is None else comm.all_reduce(found["x"])
-        return found
-
-    return taped(call, loss, back_to_all, x=x, weight=weight)
+    return taped(call, loss, back, x=x, weight=weight)
 
 
 class Rows(NamedTuple):

@@ -56,12 +56,15 @@ class Zero3:
     Raises
     ------
     ConfigError
-        The model is divided by a Zero3 already.
+        The model is divided by a Zero3 already, or its heads of keys are copied among ranks.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
         if model.gather is not None:
             raise ConfigError("Zero3: the model is not whole, it has a Zero3; use that one")
+        if model.division is not None and model.division.copies is not None:
+            cure = "use as many ranks as heads of keys, or fewer"
+            raise ConfigError(f"Zero3: a model whose heads of keys are copied is not cut; {cure}")
         self.model, self.comm = model, comm
         self.cuts: dict[str, Cut] = {}
         self.ahead = Ahead(comm, lambda name: model.parameters[name])

@@ -15,7 +15,10 @@ from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
 from ..models.adapter_base import base_of
-from .options import FILE, QUANTIZE, NewPicture, option
+from ..profiling.scale import plan_ranks
+from ..profiling.stage_plan import Layout
+from .options import FILE, QUANTIZE, NewPicture, Number, option
+from .plan_ranks import Interconnect, rate_of, show
 from .timeline import draw_timeline
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
@@ -47,6 +50,13 @@ HOLDS = {
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks of rows, and again.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
 @option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
+@option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
+@option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
+@option("--data-parallel", click.IntRange(1), "Ranks with rows of their own.")
+@option("--zero", click.IntRange(0, 1), "1: data ranks divide the optimizer's averages.", 0)
+@option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
+@option("--node", click.IntRange(1), "Ranks in a node.", 8)
+@option("--rate", Number(0, min_open=True), "TFLOP/s of a rank's products.  [default: by device]")
 @option("--plot", NewPicture(), "PNG, PDF or SVG file of the step's timeline, if wanted.")
 def plan(
     config: Path,
@@ -61,12 +71,20 @@ def plan(
     chunked_mlp: bool,
     accumulate: int,
     device: str,
+    tensor_parallel: int | None,
+    pipeline_parallel: int | None,
+    data_parallel: int | None,
+    zero: int,
+    interconnect: tuple[float, float],
+    node: int,
+    rate: float | None,
     plot: Path | None,
 ) -> None:
     """Say how much memory a step of training takes, and which cards have it.
 
     CONFIG is a folder of a model or of an adapter, or a config.json; no weights of a model are
-    read.
+    read. With numbers of ranks: memory, bytes and time of each, and a replay of all of them;
+    --batch is of one data rank then.
     """
     from ..files import read_json
     from ..models.parse import parse
@@ -90,6 +108,24 @@ def plan(
         "accumulate": accumulate,
         "device": device,
     }
+
+    sizes = (tensor_parallel, pipeline_parallel, data_parallel)
+    if any(size is not None for size in sizes):
+        if lora or adapter or quantize or chunked_mlp or optimizer == "none":
+            raise ConfigError("plan: ranks are planned of all weights that learn; leave others out")
+        tensor, pipeline, data = (size or 1 for size in sizes)
+        layout = Layout(tensor, pipeline, data, zero, node)
+        length = min(TOKENS, parse(values).positions) if tokens is None else tokens
+        speed, told_rate = rate_of(rate, device, dtype)
+        many = plan_ranks(
+            values, layout, batch=batch, tokens=length, dtype=dtype, microbatches=accumulate,
+            rate=speed, interconnect=interconnect, state_bits=int(state_bits),
+            checkpoint_every=checkpoint_every, device=device,
+        )  # fmt: skip
+        title = f"{path}: {layout.tensor} x {layout.pipeline} x {layout.data} ranks"
+        title += f" (tensor, pipeline, data), {accumulate} x {batch} x {length} tokens, {dtype}"
+        show(many, title, told_rate, batch * length, plot)
+        return
 
     @functools.cache
     def planned(rows: int, length: int) -> MemoryPlan:

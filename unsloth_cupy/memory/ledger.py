@@ -159,6 +159,14 @@ class Ledger:
                     self.parts[number] = LOGITS
         self.note(op.__name__, self.layer)
 
+    def since(self, start: int) -> tuple[int, int]:
+        """Return what changes from a number on have added: at most at a time, and in the end."""
+        running = top = 0
+        for change in self.changes[start:]:
+            running += self.sizes[change] if change >= 0 else -self.sizes[~change]
+            top = max(top, running)
+        return top, running
+
     def plan(self) -> MemoryPlan:
         """Return what the changes amount to."""
         numbers = np.array(self.changes)

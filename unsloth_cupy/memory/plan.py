@@ -130,7 +130,7 @@ def plan_memory(
         given = _new_adapter(parsed, rank) if rank is not None else adapter
         codes = None if quantization is None else quantizing("plan_memory", quantization)
         given_to = (ledger, parsed, arrays, kind, optimizer, state_bits, given, codes)
-        model, steps = _trained(*given_to)
+        model, steps = trained(*given_to)
         model.chunked_mlp = chunked_mlp
         ledger.begin()
 
@@ -175,7 +175,7 @@ def _new_adapter(config: "Config", rank: int) -> "Adapter":
     return Adapter({"r": rank}, parameters)
 
 
-def _trained(
+def trained(
     ledger: "Ledger",
     config: "Config",
     arrays: Any,
@@ -184,8 +184,9 @@ def _trained(
     state_bits: int,
     adapter: "Adapter | None",
     codes: Callable[[str, Any], Any] | None,
+    shapes: Mapping[str, Any] | None = None,
 ) -> "tuple[Transformer, AdamW | None]":
-    """Return a model as it is before a step, and its optimizer."""
+    """Return a model as it is before a step, and its optimizer; shapes are those of a part."""
     from ..models.adapter import Adapter
     from ..models.transformer import Transformer
 
@@ -196,7 +197,8 @@ def _trained(
         }
 
     learns_all = adapter is None and optimizer != "none"
-    parameters = made(config.shapes(), narrow=not learns_all, all_axes=optimizer == "none")
+    of_all = config.shapes() if shapes is None else shapes
+    parameters = made(of_all, narrow=not learns_all, all_axes=optimizer == "none")
     if codes is not None:
         for name in parameters:
             parameters[name] = codes(name, parameters[name])

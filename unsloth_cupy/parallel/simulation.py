@@ -15,11 +15,12 @@ from .schedule import Schedule, Step, Timetable
 
 
 class Work(NamedTuple):
-    """Seconds of computing; bytes that are held from its begin on, or no more from its end on."""
+    """Seconds of computing; bytes that are held from then on, or no more, and while it runs."""
 
     seconds: float
     holds: int = 0
     name: str = ""
+    top: int = 0  # most that is held beyond what was held before
 
 
 class Pass(NamedTuple):
@@ -119,11 +120,9 @@ class _World:
         return []
 
     def _work(self, rank: int, event: Work) -> None:
-        if event.holds > 0:
-            self.held[rank] += event.holds
-        self.peaks[rank] = max(self.peaks[rank], self.held[rank])
-        if event.holds < 0:
-            self.held[rank] += event.holds
+        top = self.held[rank] + max(event.top, event.holds, 0)
+        self.peaks[rank] = max(self.peaks[rank], top)
+        self.held[rank] += event.holds
         begin = self.clock[rank]
         self.clock[rank] += event.seconds
         self.busy[rank] += event.seconds

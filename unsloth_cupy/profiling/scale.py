@@ -1,0 +1,183 @@
+"""Training on many ranks, planned: memory, bytes and time of each, and a replay of all of them.
+
+    plan = plan_ranks(config, Layout(tensor=8, pipeline=4, data=64, zero=1), batch=1, tokens=4096,
+                      dtype="bfloat16", microbatches=32, rate=400.0, interconnect=(900.0, 50.0))
+    plan.seconds, plan.bubble, plan.stages[0].memory.total
+
+A stage of the model runs on arrays that are shapes alone, in the order of its schedule, with the
+collectives that ranks run: its memory and its bytes are what that takes and sends.  Seconds are
+operations of products by a rate and bytes by a bandwidth, one after the other; sums of gradients
+come at the end.  Other work and latencies count for nothing, so a step takes longer than this.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.dtypes import KERNEL_DTYPES, float_dtype
+from ..errors import ConfigError
+from ..models.config import Config
+from ..models.parse import parse
+from ..parallel.schedule import Schedule, Step, Timetable, pipeline_schedule, timetable
+from ..parallel.simulation import Event, Replay, Together, Work, pipeline_program, replay
+from .stage_plan import Layout, StagePlan, plan_stage
+
+SPARE = 2  # microbatches beyond those that fill a pipeline: later ones take what these take
+
+
+class ScalePlan(NamedTuple):
+    """A step of all ranks; ``seconds`` by the replay of one column of stages."""
+
+    layout: Layout
+    stages: list[StagePlan]
+    schedule: Schedule
+    table: Timetable
+    seconds: float
+    busy: float
+    rates: tuple[float, float, float]  # operations/s, and bytes/s inside of a node and between
+    microbatches: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which the ranks of a column neither compute nor exchange."""
+        return 1 - self.busy / (self.seconds * len(self.stages)) if self.seconds else 0.0
+
+    def bandwidth(self, ranks: Sequence[int]) -> float:
+        """Return bytes per second among ranks."""
+        return self.rates[1 if self.layout.joined(ranks) else 2]
+
+    def programs(self, data: int) -> Iterator[Iterator[Event]]:
+        """Yield the programs of so many of the data ranks, in the order of ranks."""
+        for replica in range(data):
+            for stage in range(self.layout.pipeline):
+                for tensor in range(self.layout.tensor):
+                    yield self._program(tensor, stage, replica, data)
+
+    def _program(self, tensor: int, stage: int, replica: int, data: int) -> Iterator[Event]:
+        layout, mine = self.layout, self.stages[stage]
+        group = [layout.rank(each, stage, replica) for each in range(layout.tensor)]
+        columns = [layout.rank(tensor, stage, each) for each in range(data)]
+        whole = [layout.rank(tensor, stage, each) for each in range(layout.data)]
+        sums = [sum(way) for way in zip(*mine.sent.values(), strict=True)] or [0, 0]
+        number = iter(range(2**62))
+
+        def work(step: Step) -> Iterator[Event]:
+            top, added = mine.held[_like(step, self.schedule[stage], mine.held)]
+            seconds = mine.operations[step.backward] / self.rates[0]
+            yield Work(seconds, added, str(step), top)
+            if len(group) > 1:
+                taken = sums[step.backward] / self.bandwidth(group)
+                yield Together(group, ("tensor", next(number)), taken)
+
+        yield Work(0.0, mine.begin)
+        near = [
+            layout.rank(tensor, stage, replica),
+            layout.rank(tensor, max(stage - 1, 0), replica),
+        ]
+        seconds = mine.passes / self.bandwidth(near)
+        yield from pipeline_program(
+            self.schedule, self.table, stage, work,
+            rank_of=lambda other: layout.rank(tensor, other, replica), seconds=seconds,
+        )  # fmt: skip
+        if len(whole) > 1:
+            key = ("gradients", mine.gradients)
+            yield Together(columns, key, mine.gradients / self.bandwidth(whole))
+        yield Work(0.0, mine.after[1], "", mine.after[0])
+
+    def replay(self, data: int | None = None) -> Replay:
+        """Replay the programs of all ranks, or of those of so many data ranks.
+
+        Raises
+        ------
+        CommunicationError
+            A message does not meet its receive, or ranks wait for ever.
+        """
+        return replay([*self.programs(self.layout.data if data is None else data)])
+
+
+def _like(step: Step, steps: Sequence[Step], known: Mapping[Step, Any]) -> Step:
+    """Return the step that was run and takes what another one takes."""
+    count, run = len(steps) // 2, len(known) // 2
+    if count == run:
+        return step
+    filling = next(i for i, each in enumerate(steps) if each.backward) - 1  # before the steady part
+    back = step.microbatch - (count - run) if step.microbatch >= count - filling else None
+    if step.backward and back is not None:
+        return step._replace(microbatch=back)
+    return step._replace(microbatch=min(step.microbatch, run - 1 - filling * step.backward))
+
+
+def plan_ranks(
+    config: Mapping[str, Any] | Config,
+    layout: Layout,
+    *,
+    batch: int,
+    tokens: int,
+    dtype: Any,
+    microbatches: int = 1,
+    rate: float,
+    interconnect: tuple[float, float],
+    state_bits: int = 32,
+    checkpoint_every: int | None = None,
+    device: str = "cuda",
+) -> ScalePlan:
+    """Return what a step of training takes on a grid of ranks.
+
+    Parameters
+    ----------
+    config : dict
+        Of a Hugging Face config.json, or a Config.
+    layout : Layout
+    batch, tokens : int
+        Rows of a microbatch in one data rank, and tokens in a row.
+    dtype : dtype or its name
+    microbatches : int
+        In a step, of each data rank.
+    rate : float
+        TFLOP/s of products that a rank reaches.
+    interconnect : (float, float)
+        GB/s that a rank sends, inside of a node and between nodes.
+    state_bits, checkpoint_every, device
+        As in ``plan_memory``.
+
+    Raises
+    ------
+    ConfigError
+        The model does not divide among such ranks, or a number makes no sense.
+    """
+    sizes = {**layout._asdict(), "microbatches": microbatches, "zero": layout.zero + 1}
+    wrong = next((name for name, size in sizes.items() if size < 1), None)
+    if wrong is not None or layout.zero > 1:
+        cure = "pass sizes from 1 on, and zero 0 or 1"
+        raise ConfigError(f"plan_ranks({layout}, {microbatches=}) is not a grid; {cure}")
+    if not (rate > 0 and min(interconnect) > 0):
+        raise ConfigError(f"plan_ranks({rate=}, {interconnect=}) is not positive; pass rates")
+    parsed = config if isinstance(config, Config) else parse(config)
+    run = min(microbatches, layout.pipeline + SPARE)
+    short = pipeline_schedule(layout.pipeline, run)
+    kind = float_dtype("plan_ranks", dtype, KERNEL_DTYPES)
+    stages = [
+        plan_stage(
+            parsed, layout, stage, short[stage], (batch, tokens), kind, state_bits,
+            checkpoint_every, device,
+        )
+        for stage in range(layout.pipeline)
+    ]  # fmt: skip
+    schedule = pipeline_schedule(layout.pipeline, microbatches)
+    rates = (rate * 1e12, interconnect[0] * 1e9, interconnect[1] * 1e9)
+    made = ScalePlan(layout, stages, schedule, timetable(schedule), 0.0, 0.0, rates, microbatches)
+    column = made._replace(layout=layout._replace(data=1)).replay()
+    gradients = [_gradients(made, stage) for stage in range(layout.pipeline)]
+    exchanged = sum(
+        microbatches * sum(map(sum, s.sent.values())) / made.bandwidth(range(layout.tensor))
+        for s in stages
+    )
+    busy = sum(column.busy[:: layout.tensor]) + exchanged + sum(gradients)
+    ends = zip(column.seconds[:: layout.tensor], gradients, strict=True)
+    return made._replace(seconds=max(end + after for end, after in ends), busy=busy)
+
+
+def _gradients(plan: ScalePlan, stage: int) -> float:
+    """Return the seconds of the sums of gradients of a stage."""
+    layout = plan.layout
+    whole = [layout.rank(0, stage, each) for each in range(layout.data)]
+    return plan.stages[stage].gradients / plan.bandwidth(whole) if layout.data > 1 else 0.0

@@ -1,0 +1,244 @@
+"""One stage of a grid of ranks, run on shapes alone: what its first rank holds, sends, multiplies.
+
+The steps go in the order of the schedule, with the collectives that ranks run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import FLOAT32
+from ..memory.ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
+from ..memory.plan import DEVICES, trained
+from ..memory.planned import keeping
+from ..memory.planned_ranks import PlannedRanks
+from ..models.config import Config
+from ..models.division import Division
+from ..models.layers import EMBEDDING, HEAD, Stages
+from ..models.stages import ModelStage
+from ..parallel.data import BUCKET_BYTES, Buckets
+from ..parallel.schedule import Step
+from ..parallel.zero import divided
+from ..training.checkpoint import CheckpointConfig
+
+
+class Layout(NamedTuple):
+    """A grid of ranks, ``rank = (data * pipelines + pipeline) * tensors + tensor``."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    zero: int = 0
+    node: int = 8  # ranks that the faster link joins
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.tensor * self.pipeline * self.data
+
+    def rank(self, tensor: int, stage: int, data: int) -> int:
+        """Return the number of a rank."""
+        return (data * self.pipeline + stage) * self.tensor + tensor
+
+    def joined(self, ranks: Sequence[int]) -> bool:
+        """Say whether ranks are of one node."""
+        return len({rank // self.node for rank in ranks}) == 1
+
+
+class StagePlan(NamedTuple):
+    """What the first tensor rank of a stage, which has the largest parts, holds and sends.
+
+    Attributes
+    ----------
+    memory : MemoryPlan
+    begin : int
+        Bytes held before a step.
+    held : dict of Step to (int, int)
+        What each step adds: most at a time, and in the end; of the steps that were run.
+    after : tuple of (int, int)
+        The same of the sums of gradients and the optimizer.
+    sent : dict of str to (int, int)
+        Bytes sent by the call, in a microbatch forward and back, to ranks that divide weights.
+    passes, gradients : int
+        Bytes of a message to the next stage; sent for the sums of gradients, and with ZeRO for
+        the parameters.
+    operations : (float, float)
+        Of products, in a microbatch forward and back.
+    """
+
+    memory: MemoryPlan
+    begin: int
+    held: Mapping[Step, tuple[int, int]]
+    after: tuple[int, int]
+    sent: Mapping[str, tuple[int, int]]
+    passes: int
+    gradients: int
+    operations: tuple[float, float]
+
+
+def plan_stage(
+    config: Config,
+    layout: Layout,
+    stage: int,
+    steps: Sequence[Step],
+    rows: tuple[int, int],
+    kind: Any,
+    state_bits: int,
+    checkpoint_every: int | None,
+    device: str,
+) -> StagePlan:
+    """Run the steps of a stage on shapes alone."""
+    arrays, granule = DEVICES[device]
+    times = max(1, layout.tensor // config.kv_heads)
+    tensor = PlannedRanks(0, layout.tensor, times)
+    pipeline = PlannedRanks(stage, layout.pipeline, 2)
+    data = PlannedRanks(0, layout.data)
+    stages = Stages(config, pipeline) if layout.pipeline > 1 else None
+    alone = layout.tensor == layout.pipeline == 1
+    division = None if alone else Division(config, tensor, stages)
+    shapes = {n: _own(n, s, division) for n, s in config.shapes().items() if _held(n, division)}
+    ledger, held = Ledger(granule), dict[Step, tuple[int, int]]()
+    parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
+    with keeping(ledger), ledger.watching_ops():
+        here = config if division is None else division.config
+        optimizer = "adamw" if not layout.zero or layout.data == 1 else "none"
+        given = (ledger, here, arrays, kind, optimizer, state_bits, None, None, shapes)
+        model, adamw = trained(*given)
+        model.division = division
+        kept = _zero(ledger, arrays, shapes, kind, layout, state_bits) if adamw is None else adamw
+        tokens = arrays.of(rows, np.int64)
+        batch = {"tokens": tokens, "labels": tokens}
+        begin = ledger.since(0)[1]
+        ledger.begin()
+        runs = _Runs(model, batch, parts)
+        sent: dict[bool, dict[str, int]] = {False: {}, True: {}}
+        for step in steps:
+            before, start = dict(tensor.sent), len(ledger.changes)
+            runs.run(step)
+            ledger.note("backward" if step.backward else "forward")
+            held[step] = ledger.since(start)
+            sent[step.backward] = {n: v - before.get(n, 0) for n, v in tensor.sent.items()}
+        start = len(ledger.changes)
+        ledger.enter(GRADIENTS, runs.sums)
+        if layout.data > 1:
+            buckets = Buckets(runs.sums, data, BUCKET_BYTES)
+            for array in [*runs.sums.values()][::-1]:
+                buckets.take(array, array)
+            summed = buckets.sums()
+            ledger.note("sums of gradients")
+        else:
+            summed = runs.sums
+        if adamw is not None:
+            adamw.step(summed, finite=True, factor=0.5)
+        ledger.note("AdamW.step")
+        after = ledger.since(start)
+        del kept
+        calls = sent[False].keys() | sent[True].keys()
+        return StagePlan(
+            ledger.plan(),
+            begin,
+            held,
+            after,
+            {n: (sent[False].get(n, 0), sent[True].get(n, 0)) for n in sorted(calls)},
+            rows[0] * rows[1] * config.hidden * kind.itemsize if layout.pipeline > 1 else 0,
+            sum(data.sent.values()) + _passed_on(shapes, kind, layout),
+            _operations(config, shapes, division, rows, checkpoint_every is not None),
+        )
+
+
+class _Runs:
+    """The steps of a stage, with the gradients that they sum."""
+
+    def __init__(self, model: Any, batch: Mapping[str, Any], parts: Any) -> None:
+        self.model, self.batch, self.parts = model, batch, parts
+        division = model.division
+        staged = division is not None and division.stages is not None
+        self.stage = ModelStage(model, model.trainable, 1, None, parts) if staged else None
+        self.sums: dict[str, Any] = {} if self.stage is None else self.stage.sums
+
+    def run(self, step: Step) -> None:
+        """Go forward, or back; where there is one stage both are done on the way back."""
+        stage = self.stage
+        if stage is None:
+            if step.backward:
+                found = self.model.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
+                self._add(found[1])
+            return
+        of = stage.stages
+        if step.backward:
+            stage.backward(step, None if of.last else stage.like(self.batch))
+        else:
+            stage.forward(step, self.batch, None if of.first else stage.like(self.batch))
+
+    def _add(self, gradients: dict[str, Any]) -> None:
+        for name in [*gradients]:
+            if name not in self.sums:
+                self.sums[name] = gradients.pop(name).astype(FLOAT32)
+            else:
+                del gradients[name]
+
+
+def _held(name: str, division: Division | None) -> bool:
+    return division is None or division.holds(name)
+
+
+def _own(name: str, shape: tuple[int, ...], division: Division | None) -> tuple[int, ...]:
+    """Return the shape of this rank's part of a parameter."""
+    found = None if division is None else division.cut(name)
+    if found is None:
+        return shape
+    size = sum(where.stop - where.start for where in found[1])
+    return (*shape[: found[0]], size, *shape[found[0] + 1 :])
+
+
+def _zero(
+    ledger: Ledger, arrays: Any, shapes: Mapping[str, Any], kind: Any, layout: Layout, bits: int
+) -> list[Any]:
+    """Return the averages, and the masters of 16 bits, of the first of the data ranks."""
+    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+    pieces = divided(sizes, layout.data)[0]
+    size = sum(piece.where.stop - piece.where.start for piece in pieces)
+    width = np.dtype(np.uint8) if bits == 8 else FLOAT32
+    averages = [arrays.of((size,), width) for _ in range(2)]
+    ledger.enter(OPTIMIZER, {"mean": averages[0], "square": averages[1]})
+    if kind == FLOAT32:
+        return averages
+    master = arrays.of((size,), FLOAT32)
+    ledger.enter(MASTER, {"master": master})
+    return [*averages, master]
+
+
+def _passed_on(shapes: Mapping[str, Any], kind: Any, layout: Layout) -> int:
+    """Return the bytes of parameters that a rank passes on to others after a step of ZeRO."""
+    if not layout.zero or layout.data == 1:
+        return 0
+    size = sum(int(np.prod(shape)) for shape in shapes.values()) * kind.itemsize
+    return size // layout.data * (layout.data - 1)
+
+
+def _operations(
+    config: Config,
+    shapes: Mapping[str, Any],
+    division: Division | None,
+    rows: tuple[int, int],
+    again: bool,
+) -> tuple[float, float]:
+    """Return the operations of products in a microbatch, forward and back."""
+    batch, tokens = rows
+    heads = (config if division is None else division.config).heads
+    stages = None if division is None else division.stages
+    layers = range(config.layers) if stages is None else stages.layers[0]
+    last = stages is None or stages.last
+    used = [n for n in shapes if len(shapes[n]) == 2 and n not in (EMBEDDING, HEAD)]
+    head = shapes[EMBEDDING if config.tied else HEAD] if last else (0, 0)
+    weights = sum(int(np.prod(shapes[name])) for name in used)
+    seen = 0
+    for layer in layers:
+        window = config.window_of(layer) or tokens
+        seen += sum(min(query + 1, window) for query in range(tokens))
+    products = 2.0 * batch * tokens * weights
+    scores = 4.0 * batch * heads * config.dim * seen
+    loss = 2.0 * batch * tokens * head[0] * head[1]
+    forward = products + scores + loss
+    return forward, 2 * (products + loss) + 2.5 * scores + (products + scores) * again

@@ -210,7 +210,10 @@ __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, c
     }
 }
 
-KERNEL(32 * WM * WK) ternary_linear(
+// Floats of several scales fill 48 KiB of shared memory: two blocks have all registers they want.
+constexpr int RESIDENT = GROUPED && PARTS > 1 ? 2 : 0;
+
+KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
     const X *x, const float *x_scale, const unsigned char *planes, const S *scale,
     const unsigned char *marks, T *y, long long rows, int inputs, int outputs, int words, int group,
     int groups, int scale_step, int tiles) {

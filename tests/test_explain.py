@@ -1,21 +1,26 @@
 """What explain says of a call is what its launch does, and what the formulas of an op give."""
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import click.testing
 import numpy as np
 import pytest
 
+import unsloth_cupy
 from unsloth_cupy import attention, explain, linear, models, nf4_quantize, rms_norm, shape, softmax
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import target
+from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, ShapeError
-from unsloth_cupy.profiling import watch
+from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.cards import CARDS, card_of
 
-from .stand_in import gpu
+from . import budget
+from .stand_in import Launch, gpu
 from .test_cli import LLAMA
 
 CONFIG = {
@@ -183,6 +188,58 @@ def test_a_definition_on_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) ->
 
 def run(*arguments: object) -> click.testing.Result:
     return click.testing.CliRunner().invoke(group, ["explain", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_the_command_explains_every_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized ones too; a call of the sizes of a benchmark runs its kernel where one is."""
+    monkeypatch.setattr(explanation, "resources", lambda *_: None)  # to compile takes seconds
+    said = run(name, "--device", "sm_80")
+    assert said.exit_code == 0, said.exception
+    if OPS[name].launch is not None:
+        assert "runs as     kernel" in said.output
+
+
+def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
+    if budget.missing() is not None:
+        pytest.skip(str(budget.missing()))
+    x = shape((4, 4096), "bfloat16")
+    (step,) = explain(rms_norm, x, shape(4096, "bfloat16"), device="sm_90").steps
+    (launch,) = step.launches
+    with budget.without_a_device():
+        options = compiler_options(launch.source)
+        asked = Launch(launch.kernel, launch.source, options, launch.grid, launch.block, 0)
+        used = budget.resources(asked, "90")
+    found = launch.resources
+    assert found is not None
+    assert found[:2] == pytest.approx(used[:2], abs=budget.REGISTER_UNIT)
+    threads = launch.block[0]
+    share = budget.occupancy("90", found.registers, found.shared + launch.shared, threads)
+    assert launch.occupancy == share
+    assert f"{found.registers} registers of a thread" in str(step)
+    assert f"occupancy {share} %" in str(step)
+
+
+def test_a_launch_that_refuses_says_why() -> None:
+    """``no_kernel`` alone returns NotImplemented, or what handed on the one of another launch."""
+    root = Path(unsloth_cupy.__file__).parent / "ops"
+    silent = [
+        f"{path.name}:{number}"
+        for path in root.rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.strip() == "return NotImplemented" and path.name != "no_kernel.py"
+    ]
+    assert silent == []
+
+
+def test_a_step_has_a_floor_of_parts() -> None:
+    text = run(LLAMA, "--tokens", 16, "--device", "l4").output
+    assert re.search(r"on L4 this cannot be faster than [\d.]+ [um]s, of which are:", text)
+    whole = re.search(r"^  .*\battention [\d.]+ us \(\d+%\).*$", text, re.M)
+    assert whole is not None
+    assert sum(int(share) for share in re.findall(r"\((\d+)%\)", whole[0])) in range(96, 105)
+    assert re.search(r"^AdamW.step +1 +kernel +\d", text, re.M)
+    assert "AdamW" not in run(LLAMA, "--tokens", 16, "--optimizer", "none").output
 
 
 def test_command() -> None:

@@ -93,6 +93,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "argsort": lambda new, x, **_: new(x.shape, np.int64),
     "asarray": lambda new, x, dtype=None: new(np.shape(x), dtype or np.asarray(x).dtype),
     "bincount": lambda new, x, minlength: new(minlength, np.int64),
+    "broadcast_to": lambda new, x, shape: x._view(np.broadcast_to(x.form, shape)),
     "concatenate": _joined,
     "copyto": lambda new, *_, **__: None,
     "dot": lambda new, a, b: new((), a.dtype),

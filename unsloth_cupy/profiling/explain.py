@@ -78,7 +78,7 @@ def explain(
             function = getattr(twin_of(owner, kind), function.__name__)
         recorder.begin()
         function(*placed(args, kind), **placed(options, kind))
-    return Explanation(card, tuple(recorder.steps))
+    return Explanation(card, tuple(recorder.steps), (*recorder.outside, *recorder.launches))
 
 
 class HasLaunches(Protocol):
@@ -116,7 +116,17 @@ class Described:
             recorder = _recorder.get()
             if recorder is not None:
                 sizes = tuple(map(int, grid)), tuple(map(int, block))
-                recorder.launches.append(Launch(name, file, constants, *sizes, int(shared), source))
+                recorder.launches.append(
+                    Launch(
+                        name,
+                        file,
+                        constants,
+                        *sizes,
+                        int(shared),
+                        source,
+                        self.known[0].architecture,
+                    )
+                )
 
         return launch
 
@@ -136,6 +146,7 @@ class Recorder:
         self.card = card
         self.steps: list[Step] = []
         self.launches: list[Launch] = []
+        self.outside: list[Launch] = []  # of no op, such as those of an optimizer
         self.sizes: list[int] = []
         self.defined: list[str] = []  # why, of the calls that are under way
         self.depth = 0
@@ -150,7 +161,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Leave out what was before the call."""
-        self.steps, self.launches, self.sizes = [], [], []
+        self.steps, self.launches, self.outside, self.sizes = [], [], [], []
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
         """Return what runs in place of a call, or of the definition inside of one."""
@@ -164,6 +175,7 @@ class Recorder:
             if self.depth:
                 return run(arrays, options)
             given = dict(zip(op.names, arrays, strict=True))
+            self.outside += self.launches
             before, self.launches, self.defined = len(self.sizes), [], []
             self.depth = 1
             try:
@@ -171,6 +183,7 @@ class Recorder:
             finally:
                 self.depth = 0
             self.steps.append(self.step(op, given, options, result, self.sizes[before:]))
+            self.launches = []
             return result
 
         return call if why is None else definition

@@ -1,17 +1,21 @@
 """What ``explain`` returns: calls with their launches, and tables of them."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..core.op import OPS
 from ..machine import format_bytes
+from .binary import Resources, occupancy, resources
 from .cards import Card
 
 
 class Launch(NamedTuple):
     """One start of a kernel.
 
-    ``shared`` is the dynamic shared memory of a block in bytes, ``source`` the translation unit.
+    ``shared`` is the dynamic shared memory of a block in bytes, ``source`` the translation unit,
+    ``architecture`` what it is compiled for, as 86 for sm_86.
     """
 
     kernel: str
@@ -21,6 +25,21 @@ class Launch(NamedTuple):
     block: tuple[int, ...]
     shared: int
     source: str = ""
+    architecture: int = 0
+
+    @property
+    def resources(self) -> Resources | None:
+        """What the compiled kernel takes; None without NVRTC.  Compiling takes about a second."""
+        return resources(self.source, self.kernel, self.architecture) if self.source else None
+
+    @property
+    def occupancy(self) -> int | None:
+        """The share of an SM's threads that can be resident, in percent; None without NVRTC."""
+        used = self.resources
+        if used is None:
+            return None
+        shared, threads = used.shared + self.shared, math.prod(self.block)
+        return occupancy(self.architecture, used.registers, shared, threads)
 
     def __str__(self) -> str:
         """Return it in a line."""
@@ -62,6 +81,13 @@ class Step(NamedTuple):
             if launch.constants:
                 named = ", ".join(f"{name}={value}" for name, value in launch.constants.items())
                 rows.append(("", named))
+            if (used := launch.resources) is not None:
+                spilled = f", {used.spilled} bytes spilled" if used.spilled else ""
+                took = f"{used.registers} registers of a thread{spilled}"
+                static = f", {format_bytes(used.shared)} of static shared memory" * bool(
+                    used.shared
+                )
+                rows.append(("", f"{took}{static}, occupancy {launch.occupancy} %"))
         rows.append(("allocates", f"{self.arrays} arrays, {format_bytes(self.allocated_bytes)}"))
         rows.append(("moves", f"{format_bytes(self.moved)} at least"))
         rows.append(("operations", f"{self.operations:.4g} in products"))
@@ -81,10 +107,13 @@ class Explanation:
         The GPU that is spoken of; None where arrays are NumPy's.
     steps : tuple of Step
         One for every call of an op, in order.
+    outside : tuple of Launch
+        Those of no op, such as an optimizer's.
     """
 
     card: Card | None
     steps: tuple[Step, ...]
+    outside: tuple[Launch, ...] = ()
 
     @property
     def floor(self) -> float | None:
@@ -100,6 +129,17 @@ class Explanation:
             found.setdefault(step.op, []).append(step)
         key = lambda pair: -sum(step.floor or step.moved for step in pair[1])  # noqa: E731
         return dict(sorted(found.items(), key=key))
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """The floors in seconds by family of ops: attention, linear, norms; the longest first."""
+        found: dict[str, float] = {}
+        for step in self.steps:
+            known = OPS.get(step.op)
+            family = "optimizers" if known is None else known.__module__.split(".")[2]
+            if step.floor:
+                found[family] = found.get(family, 0.0) + step.floor
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
     def __str__(self) -> str:
         """Return one call in full, or a table of many by op."""
@@ -127,6 +167,14 @@ class Explanation:
         lines += [f"definition: {why}: {', '.join(ops)}" for why, ops in reasons.items()]
         if whole is not None:
             lines.append(f"sum of floors: {time(whole)}, where every op reads from memory")
+            name = "the card" if self.card is None else self.card.name
+            parts = self.parts
+            shares = [
+                f"{part} {time(floor)} ({floor / whole:.0%})" for part, floor in parts.items()
+            ]
+            if whole and len(parts) > 1:
+                lines.append(f"on {name} this cannot be faster than {time(whole)}, of which are:")
+                lines.append(f"  {', '.join(shares)}")
         return "\n".join(lines)
 
     def _head(self) -> str:

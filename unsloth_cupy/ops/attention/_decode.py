@@ -14,6 +14,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import Limits, limits
 from ..common.counters import counters
+from ..common.no_kernel import no_kernel
 from ..common.strides import batch_stride, in_chunks
 from ._forward import launch_forward
 from ._options import FARTHEST, Options, kernel_options, refused, row_bytes
@@ -112,7 +113,9 @@ def launch_decode(
     by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
     spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128  # all registers
     if scales is not None and (dim % 16 or value_dim % 16 or spills):
-        return NotImplemented
+        if spills:
+            return no_kernel(f"head dim {max(dim, value_dim)} in float32 with masks or dropout")
+        return no_kernel(f"head dims {dim} and {value_dim} are not multiples of 16, as codes need")
     k, v, apart = batch_stride(k, v)
     (q,) = in_chunks(q)
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)

@@ -12,6 +12,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ShapeError
+from ..common.no_kernel import no_kernel
 from .rope import launch_rope, rotated
 from .rope_tables import check_base, frequencies
 
@@ -89,7 +90,7 @@ def _launched(
 ) -> tuple[Array, Array]:
     """Turn q and k by angles that the kernel works out: no table, nothing sent to the device."""
     if q.shape[3] > WIDEST:
-        return NotImplemented
+        return no_kernel(f"head dim {q.shape[3]} is above {WIDEST}")
     return launch_rope(q, k, None, positions, inverse=inverse, base=base)
 
 

@@ -48,7 +48,7 @@ def _launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
     rows, inputs = w.shape
     (own_codes, own), layout = row_layout(codes, w)
     if not own.flags.c_contiguous:
-        return NotImplemented
+        return no_kernel("absmax is not packed")
     width = lanes(layout.alignment(inputs), own_codes, own)
     chosen = _dequantize_constants(w.dtype, absmax.dtype, width)
     tiles = -(-inputs // (THREADS * width))
@@ -84,7 +84,8 @@ def int8_few_rows_(x: Array, codes: Array, absmax: Array, y: Array, *, add: bool
 def _launch_few_rows(x: Array, codes: Array, absmax: Array, y: Array, add: bool) -> Any:
     (rows, inputs), outputs = x.shape, codes.shape[0]
     if rows > MOST_ROWS or not (y.flags.c_contiguous and codes.flags.c_contiguous):
-        return NotImplemented
+        many = f"{rows} rows are more than {MOST_ROWS}"
+        return no_kernel(many if rows > MOST_ROWS else "y or codes are not packed")
     x, absmax = packed(x), packed(absmax)
     width, of_x = min(lanes(inputs, codes), 16 if rows <= 4 else 8), lanes(inputs, x)
     part = min(width, 8 if of_x * x.dtype.itemsize == 16 else of_x)

@@ -15,6 +15,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...placement import placed
 from ..common import dynamic_codes
+from ..common.no_kernel import no_kernel
 from . import _four_bits
 
 THREADS, DEPTH = 256, 4  # of a block; accesses of a thread
@@ -79,7 +80,7 @@ def _launch(
     fp4: bool,
 ) -> Any:
     if not all(a is None or a.flags.c_contiguous for a in (w, packed, absmax, absmax_codes)):
-        return NotImplemented
+        return no_kernel("w, codes or absmax are not packed")
     rows, width = w.shape
     if width == columns or rows == 1:
         rows, width, apart = 1, rows * width, 0  # all lie in one row

@@ -13,6 +13,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ..common.gemm import gemm
+from ..common.no_kernel import no_kernel
 from ..common.strides import spanned
 from . import _four_bits
 from .nf4_dequantize import sizes_of
@@ -72,8 +73,12 @@ def _launch(
     add: bool,
 ) -> Any:
     whole = all(a is None or a.flags.c_contiguous for a in (packed, absmax, absmax_codes))
-    if not (whole and has_kernel(x, out)):
-        return NotImplemented
+    if not whole:
+        return no_kernel("codes or absmax are not packed")
+    if not has_kernel(x, out):
+        sizes = f"{len(x)} rows of {x.shape[1]} in {x.dtype}"
+        units = f"takes up to {FEW} rows of whole {UNITS[-1]}, packed"
+        return no_kernel(f"{sizes}, to {out.dtype}: the kernel {units}")
     size = x.dtype.itemsize
     if x.strides[1] != size or not 0 < x.strides[0] < 2**28:  # a kernel counts in 32 bits
         x = in_order(x)

@@ -13,6 +13,7 @@ from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ..common.no_kernel import no_kernel
 from ._planes import WORD, dense, row_bytes
 from .weight import on_gpu
 
@@ -48,12 +49,16 @@ def ternary_dense_(
     return w
 
 
+NOT_PACKED = "w, planes or scale are not packed"
+
+
 @ternary_dense_.kernel
 def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group: int) -> Any:
     columns, held, groups = w.shape[1], planes.shape[2], scale.shape[1]
     packed = w.flags.c_contiguous and planes.flags.c_contiguous and scale.flags.c_contiguous
     if not packed or column % EIGHT or row_bytes(column + columns) > held:
-        return NotImplemented
+        part = f"columns from {column} on, of {columns}"
+        return no_kernel(f"{part}, are not whole bytes of the planes" if packed else NOT_PACKED)
     whole = columns % EIGHT == 0 and lanes(columns, w) * w.dtype.itemsize == 16
     chosen = _constants(w.dtype, scale.dtype, EIGHT if whole else 1, groups > 1)
     eighths = w.shape[0] * -(-columns // EIGHT)

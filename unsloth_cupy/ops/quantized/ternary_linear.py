@@ -23,6 +23,7 @@ from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError
 from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
+from ..common.no_kernel import no_kernel
 from ..linear.linear import linear
 from ._planes import row_blocks, row_bytes
 from .int8_quantize import launch_quantize
@@ -160,8 +161,12 @@ def _launch(
     rows = x.size // inputs
     aligned = lanes(held, planes)
     apart = (rows > FEW and not int8) or (groups > 1 and group % GROUP_STEP != 0)
-    if apart or aligned < 4 or x.ndim * outputs == 0:
-        return NotImplemented
+    if apart:
+        many = f"{rows} rows of activations that are not int8 are multiplied by cuBLAS"
+        step = f"groups of {group} columns are not multiples of {GROUP_STEP}"
+        return no_kernel(many if rows > FEW and not int8 else step)
+    if aligned < 4 or x.ndim * outputs == 0:
+        return no_kernel("bytes of a row are not a multiple of 4, or begin at no such address")
     factors, values = None, x
     if int8:
         values, factors, _ = launch_quantize(x)

@@ -18,6 +18,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...errors import ConfigError, DTypeError, ShapeError
 from ..common.gemm import gemm
+from ..common.no_kernel import no_kernel
 from ._planes import WORD, codes_of, row_blocks
 from .ternary import Ternary
 
@@ -87,7 +88,7 @@ def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -
 def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
     words = q.shape[2] * 8 // WORD
     if q.shape[2] % 4 or lanes(q.shape[2], q, k) < 4:
-        return NotImplemented
+        return no_kernel("bytes of a row are not a multiple of 4, or begin at no such address")
     scores = empty((q.shape[0], k.shape[0]), q_scale.dtype, like=q_scale)
     own = 1 if q.shape[0] <= FEW else 4
     kernel = load("ternary_scores.cu", "ternary_scores", q, _constants(q_scale.dtype, own))

@@ -327,6 +327,7 @@ class Function:
         self, name: str, source: str, options: tuple[str, ...], limit: int, device: int = 0
     ) -> None:
         self.about, self._device = (name, source, options), device
+        self.num_regs = 40
         self.shared_size_bytes, self.limit = static_memory().get(name, 0), limit
         self._leave = (48 << 10) - self.shared_size_bytes
 

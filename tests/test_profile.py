@@ -13,10 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW, attention, linear, models, nf4_quantize, profile, rms_norm, softmax
+from unsloth_cupy import (
+    AdamW,
+    attention,
+    explain,
+    linear,
+    models,
+    nf4_quantize,
+    profile,
+    rms_norm,
+    shape,
+    softmax,
+)
 from unsloth_cupy.core import target
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.profiling.profile import until_exit
 
 from .parity import emulator
 from .stand_in import Machine, gpu
@@ -204,3 +216,53 @@ def test_nvtx_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match="NVTX comes with CuPy; install"), profile(nvtx=True):
         pass
+
+
+def test_kernels_are_those_that_were_launched(timed: Machine) -> None:
+    """Found by explaining each form of call: the stand-in has written down what was launched."""
+    model = models.create(CONFIG, seed=0)
+    parameters = {n: timed.array(a.shape, "float32") for n, a in model.parameters.items()}
+    on_gpu: Any = type(model)(model.config, parameters, {})
+    tokens, x = timed.array((2, 64), "int64"), timed.array((8, 256), "float16")
+    weight = nf4_quantize(timed.array((256, 256), "float16"))
+    q = timed.array((1, 512, 8, 128), "bfloat16")
+    timed.launches.clear()
+    with profile() as seen:
+        for _ in range(2):
+            on_gpu.loss_and_gradients(tokens, tokens)
+        linear(x, weight)
+        linear(x.astype("float64"), timed.array((4, 256), "float64"))
+        attention(q, q, q, causal=True)
+        explain(softmax, shape((4, 8), "float32"), device="h200")  # runs nothing
+    launched = {(x.kernel, x.source, x.grid, x.block, x.shared) for x in timed.launches}
+    forms = seen.forms.known.values()
+    found = [launch for form in forms for launch in form.launches()]
+    assert {(x.kernel, x.source, x.grid, x.block, x.shared) for x in found} == launched
+    lines = seen.kernels().splitlines()
+    assert len(lines) == 1 + len(launched)
+    (embedding,) = (line.split() for line in lines if line.startswith("embedding "))
+    assert embedding == ["embedding", "embedding", "2", "16", "128", "0", "B", "40", "75%"]
+    (hopper,) = (line.split() for line in lines if line.startswith("attention_forward_sm90 "))
+    assert hopper[-3:] == ["KiB", "40", "18%"]
+    assert "softmax" not in seen.kernels()
+
+
+def test_kernels_need_a_gpu() -> None:
+    with emulator(check=False), profile() as seen:
+        rms_norm(X, np.ones(64, np.float32))
+    assert seen.records[0].ran_as == "kernel"
+    assert seen.kernels() == ""
+
+
+def test_what_a_program_prints_as_it_ends(timed: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Any] = []
+    said: list[str] = []
+    monkeypatch.setattr("atexit.register", lambda *call: ends.append(call))
+    until_exit(said.append)
+    softmax(timed.array((4, 4096), "bfloat16"))
+    for function, *arguments in reversed(ends):  # as at exit
+        function(*arguments)
+    (text,) = said
+    assert "all calls: 1.00 ms" in text
+    assert "shared  registers  occupancy" in text
+    assert text.endswith("%\n")

@@ -51,7 +51,7 @@ class Steps:
         if not self.seen.records:
             return
         folder, last = self.trainer.run.folder, self.first + self.done - 1
-        table = f"steps {self.first} to {last}\n{self.seen.table()}\n"
+        table = f"steps {self.first} to {last}\n{self.seen.report()}"
         with written_beside(folder / "profile.txt") as partial:
             partial.write_text(table)
         self.seen.save_trace(folder / "trace.json")

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core import gpu
 from ..core.call import checked
+from ..core.stand_in import is_planned
 from ..core.target import Run
 from ..errors import ConfigError
 from ..files import path_of, written_beside
@@ -25,6 +26,7 @@ from ..ops.quantized.weight import held_arrays
 from ..pictures import FORMATS, INK, SOFT, save_picture
 from .explanation import aligned
 from .explanation import time as written
+from .kernels import Forms
 from .records import PHASES, Ended, Open, Record, layer_of, phase_of, rate
 from .watch import watching
 
@@ -48,6 +50,7 @@ class Profile:
         self.began = time.perf_counter()
         self.ended: list[Ended] = []
         self.found: list[Record] = []
+        self.forms = Forms()
 
     @property
     def records(self) -> list[Record]:
@@ -67,6 +70,8 @@ class Profile:
             return run(arrays, options)
 
         def call(arrays: list[Any], options: dict[str, Any]) -> Any:
+            if any(map(is_planned, arrays)):  # nothing is computed
+                return run(arrays, options)
             given = dict(zip(op.names, arrays, strict=True))
             calls = self.here.__dict__.setdefault("calls", [])
             opened = Open()
@@ -91,6 +96,8 @@ class Profile:
             for outer in calls[-1:]:
                 outer.inside.append(ended)
             self.ended.append(ended)
+            if begin is not None and opened.ran_as == "kernel":
+                self.forms.enter(name, given, options)
             return result
 
         return call if why is None else definition
@@ -135,6 +142,19 @@ class Profile:
             ]
             lines += ["", *aligned([["layer", "phase", "calls", "time"], *layers])]
         return "\n".join(lines)
+
+    def kernels(self) -> str:
+        """Return the kernels that ran on a GPU: grid, block, shared memory, registers, occupancy.
+
+        Registers are those of a thread, shared memory is that of a block, static and dynamic, and
+        occupancy the share of an SM's threads that can be resident.  Arrays of a call are taken to
+        begin at multiples of 16 bytes.  The text is empty where none ran on a GPU.
+        """
+        return self.forms.table()
+
+    def report(self) -> str:
+        """Return both tables, as a text that ends with a line break."""
+        return "\n\n".join(filter(None, [self.table(), self.kernels()])) + "\n"
 
     def save_trace(self, file: Any) -> None:
         """Write the calls as JSON that Chrome and Perfetto open; the file is whole or not there."""
@@ -235,7 +255,7 @@ def until_exit(write: Callable[[str], Any]) -> None:
     """Profile from now on, and write the table when the program ends."""
     block = profile()
     seen = block.__enter__()
-    atexit.register(lambda: write(seen.table() + "\n"))
+    atexit.register(lambda: write(seen.report()))
     atexit.register(block.__exit__, None, None, None)
 
 

@@ -220,15 +220,12 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         // Turn products into probabilities; `moved` where sums so far shrink `by`.
         auto soften = [&](int tile, bool edge) {
             scores.score<false>(parts_of(s), steep, job.head, top_row, tile * TILE_KEYS, edge);
-            moved = false;
-            float before[2];
+            const float before[2] = {top[0], top[1]};
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                before[half] = top[half];
+            for (int half = 0; half < 2; half++)
                 top[half] = row_max(top[half], parts_of(s)[0], half);
-                moved |= before[half] != top[half];
-            }
-            moved = __any_sync(0xffffffffu, moved);  // seldom, once rows have seen many keys
+            const bool grown = before[0] != top[0] || before[1] != top[1];
+            moved = __any_sync(0xffffffffu, grown);  // seldom, once rows have seen many keys
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float down = shift(half);

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from . import budget
+from . import budget, warpgroups
 from .sample import Sample
 from .sass import PRODUCT, disassembled, instructions, loops, nvdisasm, rows
 from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
@@ -41,7 +41,9 @@ OTHERS = {
     "cross_entropy_forward": (READ,),  # a row gives two numbers
     "attention_forward": (COPY, PRODUCT),  # reads go to shared memory; results leave by fragments
     # tiles come by TMA, products read them there, warpgroups hand registers over
-    "attention_forward_sm90": ("UTMALDG.4D", r"HGMMA\.64x", "SYNCS", "USETMAXREG"),
+    "attention_forward_sm90": (
+        *("UTMALDG.4D", r"HGMMA\.64x", "SYNCS", "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"),
+    ),
     "attention_decode": (COPY, PRODUCT),
     "attention_backward": (COPY, PRODUCT),
     "attention_bias": (COPY, PRODUCT),
@@ -123,6 +125,60 @@ def test_the_hardware_is_told(kernel: str) -> None:
             name for name in wanted(variant) if not any(re.match(name, each) for each in found)
         ]
         assert not missing, f"{variant} lacks {missing}: {sorted({*found})}"
+
+
+def told(dim: int) -> list[str]:
+    """Return the instructions of a tile's loop on Hopper, one after the other."""
+    names = instructions("\n".join(warpgroups.loop(warpgroups.disassembled(dim))))
+    return [name for name in names if not name.startswith("NOP")]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_exponentials_run_beside_products(dim: int) -> None:
+    """All of them between the products and the wait for their sums, which begins the next turn."""
+    names = told(dim)
+    last = max(at for at, name in enumerate(names) if name.startswith("HGMMA"))
+    waits = [at for at, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+    scores, sums = waits[-1], waits[0]
+    assert sums < last < scores  # the loop begins with the wait for the sums of the turn before
+    exponentials = [at for at, name in enumerate(names) if name.startswith("MUFU.EX2")]
+    assert len(exponentials) >= 64
+    assert sum(at < scores for at in exponentials) <= 2  # by what sums shrink
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_registers_are_ready_when_products_are_asked_for(dim: int) -> None:
+    """No probability is made behind the fence that hands registers over to tensor cores."""
+    names = told(dim)
+    asked = [at for at, name in enumerate(names) if name.startswith(("HGMMA", "WARPGROUP.ARRIVE"))]
+    made = [at for at, name in enumerate(names) if name.startswith("F2FP")]
+    assert len(made) >= 32
+    assert not [at for at in made if asked[0] < at < asked[-1]]
+
+
+@pytest.mark.parametrize(("dim", "most"), [(64, 440), (128, 500)])
+def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
+    """And the page says how many, where the compiler is the one that it speaks of."""
+    tile, more = warpgroups.tile_of(warpgroups.disassembled(dim))
+    assert tile.counts.total() <= most
+    assert tile.counts["FMUL"] < 16  # scores are scaled by what subtracts their maximum
+    assert tile.shapes == warpgroups.PEERS[dim].shapes
+    assert all(n <= warpgroups.PEERS[dim].cycles()[pipe] for pipe, n in tile.cycles().items())
+    assert more == dim // 2
+    if budget.read()[0]["compiler"] == budget.compiler_version():
+        told = f"| `{warpgroups.KERNEL}` | {dim} | "
+        lines = budget.PAGE.read_text(encoding="utf-8").splitlines()
+        (written,) = [line for line in lines if line.startswith(told)]
+        own = warpgroups.line("", dim, tile, f"+{more}", "", "").split("|")
+        kept = written.split("|")
+        cure = "python -m tests.warpgroups --write"
+        assert [own[3:10], own[12:]] == [kept[3:10], kept[12:]], cure
+
+
+def test_the_model_says_of_the_peer_what_was_measured() -> None:
+    assert round(warpgroups.estimate(warpgroups.PEERS[128])) == warpgroups.MEASURED
+    assert warpgroups.PEERS[128].counts.total() == 704
+    assert warpgroups.PEERS[64].counts.total() == 637
 
 
 def test_no_store_of_a_gradient_over_logits_is_split() -> None:

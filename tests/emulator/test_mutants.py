@@ -39,9 +39,11 @@ SYNCHRONISATION = re.compile(
     r"|tma_store_(wait<\w+>|commit))\([^;]*\);"
 )
 # a statement of one line, with the condition or loop that governs it; without a declaration or
-# the value of a function there is no kernel left to judge
+# the value of a function there is no kernel left to judge, and what speaks of registers alone is
+# judged by tests/test_sass.py
 STATEMENT = re.compile(
-    r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|T |Sums )"
+    r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|T |Sums "
+    r"|setmaxnreg|wgmma_name)"
     r"(?:[^/\n]|/(?![/*]))+;$"
 )
 

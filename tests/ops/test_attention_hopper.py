@@ -12,7 +12,15 @@ from unsloth_cupy.core.target import using
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
 
 from ..cuda_on_cpu import Emulator
-from ..parity import Case, KernelParity, _compare_kernels, emulator, outputs_of, within_rule
+from ..parity import (
+    Case,
+    KernelAlone,
+    KernelParity,
+    _compare_kernels,
+    emulator,
+    outputs_of,
+    within_rule,
+)
 from ..stand_in import LIMITS, gpu
 from .attention_cases import GROUPED, hides, some_sinks, tiles
 
@@ -57,7 +65,7 @@ class TestForward(OnWarpgroups):
         Case("two tiles", **PAIR | {"heads": 1}, queries=64, keys=200, dim=64, value_dim=64),
         Case(
             "causal, three warpgroups, jobs that take turns",
-            **GROUPED | {"queries": 200, "keys": 290, "dim": 64, "value_dim": 64},
+            **GROUPED | {"batch": 1, "queries": 200, "keys": 290, "dim": 64, "value_dim": 64},
             causal=True,
         ),
         Case("full, rings that come round", **PAIR, queries=129, keys=650, dim=128, value_dim=128),
@@ -70,10 +78,11 @@ class TestForward(OnWarpgroups):
         Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 64], "sinks": some_sinks}),
         Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
         Case("wide", **PAIR, queries=65, keys=150, dim=256, value_dim=248, causal=True),
+        Case("tiles of 96 keys", **PAIR, queries=65, keys=200, dim=136, value_dim=160, causal=True),
         Case("starts", **SMALL, window=(20, None), causal=True, arrays={"query_start": [60, -5]}),
         Case(
             "tiles",
-            **SMALL | {"queries": 140, "keys": 300, "dim": 128},
+            **SMALL | {"queries": 140, "keys": 300, "dim": 128, "value_dim": 192},
             arrays={"block_mask": [[[[True, False, True], [False, True, False]]]]},
             causal=True,
         ),
@@ -119,6 +128,26 @@ class TestPacked(OnWarpgroups):
     )
 
 
+class TestBeyondTheLengths(KernelAlone):
+    """What lies there does not count: nobody filled that cache, and NaN times 0 is NaN."""
+
+    op = "attention_forward"
+    cases = (Case("in the middle of a tile, and at its end"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((2, n, 2, 64)).astype(dtype) for n in (64, 300, 300))
+        results = []
+        for value in (0, np.nan):
+            for beyond in (k, v):
+                beyond[0, 70:] = beyond[1, 256:] = value
+            with emulator():
+                results.append(attention_forward(q, k, v, key_lengths=np.array([70, 256])))
+        for clean, same in zip(*results, strict=True):
+            assert clean.tobytes() == same.tobytes()
+            assert np.isfinite(clean.astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("number", [1, 4])
 def test_random_schedules(number: int, seed: int) -> None:
@@ -145,21 +174,6 @@ def test_every_length() -> None:
         with emulator(check=False, processors=3):
             found = outputs_of(call)
         within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), found)
-
-
-def test_what_lies_beyond_the_lengths_does_not_count() -> None:
-    """Of a cache that nobody has filled; NaN times 0 would be NaN."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, n, 2, 64)).astype(BFLOAT16) for n in (64, 300, 300))
-    results = []
-    for value in (0, np.nan):
-        for beyond in (k, v):
-            beyond[0, 70:] = beyond[1, 256:] = value
-        with emulator(processors=1):
-            results.append(attention_forward(q, k, v, key_lengths=np.array([70, 256])))
-    for clean, same in zip(*results, strict=True):
-        assert clean.tobytes() == same.tobytes()
-        assert np.isfinite(clean.astype(np.float32)).all()
 
 
 def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:

@@ -1,0 +1,192 @@
+"""What a tile of attention costs a warpgroup of Hopper, counted from its instructions.
+
+python -m tests.warpgroups --write      renews the table of docs/performance.md
+
+A quarter of an SM has one warp of every warpgroup.  It issues an instruction a cycle, and its pipes
+take what the CUDA C++ Programming Guide says (throughput of native arithmetic instructions, 9.0): a
+warp of FMAs 1 cycle, of comparisons, integers and conversions 2, of exp2 8.  Four quarters multiply
+together: 4,096 operations a cycle, of 989 TFLOP/s at 1.83 GHz and 132 SMs (H100 data sheet).
+
+    bound     the busiest pipe is never idle
+    estimate  beside products, a share of the other instructions shows: the one that a peer shows
+"""
+
+import functools
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from unsloth_cupy import attention_forward
+from unsloth_cupy.files import written_beside
+
+from . import budget, sass
+from .stand_in import gpu
+from .variants import Variant
+
+BEGIN, END = "<!-- warpgroups: begin -->", "<!-- warpgroups: end -->"
+KERNEL, ROWS = "attention_forward_sm90", 64
+PEAK, PER_CYCLE = 989.0, 4096  # TFLOP/s; operations of an SM a cycle
+FMA = {"FADD", "FMUL", "FFMA"}
+UNIFORM = r"U[A-Z]|R2UR|S2UR|VOTEU"
+OTHER = {"HGMMA", "MUFU", "WARPGROUP", "SYNCS", "BAR", "BRA", "SHFL", "BSSY", "BSYNC", "WARPSYNC"}
+
+
+class Tile(NamedTuple):
+    """The instructions of a warp for a tile of 64 queries, by name, and its products."""
+
+    counts: Counter[str]
+    shapes: Counter[int]  # columns of m64nNk16
+
+    @property
+    def operations(self) -> int:
+        """Return the operations of the products."""
+        return sum(2 * ROWS * 16 * columns * count for columns, count in self.shapes.items())
+
+    def cycles(self) -> dict[str, float]:
+        """Return the cycles of each pipe of a quarter."""
+        own = {name: n for name, n in self.counts.items() if name not in FMA | OTHER}
+        alu = sum(n for name, n in own.items() if not re.match(UNIFORM, name))
+        return {
+            "products": self.operations / PER_CYCLE,
+            "issue": self.counts.total(),
+            "FMA": sum(self.counts[name] for name in FMA),
+            "ALU": 2 * alu,
+            "exp2": 8 * self.counts["MUFU"],
+        }
+
+    def speed(self, cycles: float) -> float:
+        """Return TFLOP/s."""
+        return PEAK * self.operations / PER_CYCLE / cycles
+
+
+def peer(**counts: int) -> Counter[str]:
+    """Return the instructions of a kernel that is not here."""
+    return Counter(counts)
+
+
+# The forward kernels of head dim 128 and 64 that cudnn-frontend publishes as source, in
+# generated/sdpa/sm90/prefill/full_seqlens, compiled by NVRTC 12.9 for sm_90a and counted alike.
+SHARED = {"FADD": 130, "FMNMX": 68, "MUFU": 66, "SEL": 64, "ISETP": 35, "F2FP": 32, "UISETP": 9}
+SHARED |= {"IADD3": 7, "SYNCS": 6, "BRA": 6, "WARPGROUP": 4, "SHFL": 4, "BAR": 4, "USEL": 3}
+SHARED |= {"ULOP3": 2, "PLOP3": 2, "FSETP": 2, "FSEL": 2, "FFMA": 2, "ULEA": 1, "USHF": 1}
+PEERS = {
+    128: Tile(
+        peer(FMUL=130, VIADD=31, UIADD3=25, UMOV=19, R2UR=16, HGMMA=16, IMAD=13, MOV=4, **SHARED),
+        Counter({128: 16}),
+    ),
+    64: Tile(
+        peer(FMUL=98, VIADD=27, UIADD3=21, UMOV=8, R2UR=8, HGMMA=12, IMAD=11, MOV=2, **SHARED),
+        Counter({128: 4, 64: 8}),
+    ),
+}
+# TFLOP/s of cuDNN 9.19 on an H200: 8k tokens, 64 and 8 heads of 128, bfloat16, without a mask, as
+# cudnn-frontend's benchmark/sdpa_benchmark_training publishes it
+MEASURED = 691.0
+
+
+def exposed() -> float:
+    """Return the cycles that the peer loses for each instruction beside its products."""
+    tile = PEERS[128]
+    products = tile.cycles()["products"]
+    return (products * PEAK / MEASURED - products) / (tile.counts.total() - tile.counts["HGMMA"])
+
+
+def estimate(tile: Tile) -> float:
+    """Return TFLOP/s where all tiles lose as many cycles for an instruction as the peer's."""
+    cycles = tile.cycles()
+    beside = tile.counts.total() - tile.counts["HGMMA"]
+    return tile.speed(max(cycles["products"] + exposed() * beside, *cycles.values()))
+
+
+def variant(dim: int, causal: bool = False) -> Variant:
+    """Return what a call in bfloat16 launches."""
+    with gpu("90") as machine:
+        q, k = (machine.array((1, 1024, heads, dim), "bfloat16") for heads in (4, 2))
+        attention_forward(q, k, k, causal=causal)
+        (launch,) = machine.launches
+    assert launch.kernel == KERNEL
+    return Variant(KERNEL, f"dim={dim}", "90", launch)
+
+
+@functools.cache
+def disassembled(dim: int) -> str:
+    """Return the text of the kernel for a head dim."""
+    return sass.disassembled(variant(dim))
+
+
+def loop(text: str) -> list[str]:
+    """Return the lines of the shortest loop with products: tiles of which nothing is hidden."""
+    lines, begins, found = text.splitlines(), dict[str, int](), list[list[str]]()
+    for number, line in enumerate(lines):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            begins[label[1]] = number
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if branch and branch[1] in begins:
+            body = lines[begins[branch[1]] : number + 1]
+            products = [name for name in sass.instructions("\n".join(body)) if "HGMMA" in name]
+            found += [body] * (len(products) > 1)
+    return min(found, key=len)
+
+
+def seldom(body: list[str]) -> tuple[list[str], list[str]]:
+    """Return the lines of a loop without those of its longest detour, and these: the rescaling."""
+    best = 0, 0
+    for number, line in enumerate(body):
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        ends = [n for n, other in enumerate(body) if branch and other.strip() == f"{branch[1]}:"]
+        best = max([best, *((number + 1, end) for end in ends)], key=lambda span: span[1] - span[0])
+    return body[: best[0]] + body[best[1] :], body[best[0] : best[1]]
+
+
+def tile_of(text: str) -> tuple[Tile, int]:
+    """Return what a warp does for a tile, and how many instructions more where a maximum grows."""
+    body, detour = seldom(loop(text))
+    names, more = (sass.instructions("\n".join(part)) for part in (body, detour))
+    shapes = [int(n) for name in names for n in re.findall(r"HGMMA\.64x(\d+)x16", name)]
+    return Tile(Counter(name.partition(".")[0] for name in names), Counter(shapes)), len(more)
+
+
+def rows() -> Iterator[str]:
+    """Return the lines of the table."""
+    for dim in (64, 128, 192, 256):
+        own = variant(dim)
+        with budget.without_a_device():
+            text, registers = disassembled(dim), budget.numbers(own)[0]
+        tile, more = tile_of(text)
+        copies = sum(name.startswith("UTMALDG") for name in sass.instructions(text))
+        yield line(f"`{KERNEL}`", dim, tile, f"+{more}", f"{registers}", f"{copies}")
+        if dim in PEERS:
+            yield line("cuDNN's", dim, PEERS[dim], "-", "-", "-")
+
+
+def line(name: str, dim: int, tile: Tile, more: str, registers: str, copies: str) -> str:
+    """Return a line of the table."""
+    shapes = ", ".join(f"{count} of n{columns}" for columns, count in sorted(tile.shapes.items()))
+    cycles = tile.cycles()
+    cells = [name, dim, shapes, tile.counts.total(), more]
+    cells += [f"{cycles[pipe]:.0f}" for pipe in ("products", "FMA", "ALU", "exp2")]
+    cells += [registers, copies, f"{tile.speed(max(cycles.values())):.0f}", f"{estimate(tile):.0f}"]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def write() -> None:
+    """Renew the table."""
+    text = budget.PAGE.read_text(encoding="utf-8")
+    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
+    lines = [
+        "| kernel | head dim | `HGMMA` | instructions | where a maximum grows |"
+        " cycles of products | of FMA | of ALU | of exp2 | registers | `UTMALDG` |"
+        " bound, predicted TFLOP/s | estimate, predicted TFLOP/s |",
+        "|" + "---|" * 13,
+        *rows(),
+    ]
+    with written_beside(budget.PAGE) as partial:
+        partial.write_text("\n".join([f"{head}{BEGIN}", *lines, tail]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    write()

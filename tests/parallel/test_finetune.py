@@ -99,6 +99,18 @@ def test_two_stages_that_meet_by_sockets_go_on_with_it(stopped, text, tmp_path, 
     assert ended[0].said.split("8 tokens in")[0] == invoke(*words).output.split("8 tokens in")[0]
 
 
+@needs_mpi
+def test_a_new_model_of_two_stages_is_written_whole(text, tmp_path, reference) -> None:
+    out = tmp_path / "run"
+    grid = ("--tensor-parallel", "2", "--pipeline-parallel", "2", "--steps", "1")
+    done = run(4, WHOLE, "0", "--", *asked(text, out, *grid))
+    assert done.returncode == 0, done.stderr
+    wanted = load_file(reference / "model/model.safetensors")
+    for folder in ("model", "checkpoint-00000001"):
+        found = load_file(out / folder / "model.safetensors")
+        assert {n: a.shape for n, a in found.items()} == {n: a.shape for n, a in wanted.items()}
+
+
 def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
     done = invoke(*asked(text, tmp_path / "run", "--tensor-parallel", "2"))
     assert done.exit_code == 1

@@ -50,7 +50,7 @@ class Transformer(Network):
         layout: Layout | None = None,
     ) -> None:
         super().__init__(config, parameters)
-        self.texts, self.layout = texts, layout or {SINGLE: list(parameters)}
+        self.texts, self.layout = texts, layout
 
     @property
     def trainable(self) -> dict[str, Array]:
@@ -289,7 +289,8 @@ class Transformer(Network):
             )
         for parameters in whole_parameters(self.parameters, self.division):
             config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
-            write_folder(folder, {**self.texts, "config.json": config}, parameters, self.layout)
+            layout = self.layout or {SINGLE: list(parameters)}
+            write_folder(folder, {**self.texts, "config.json": config}, parameters, layout)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Write the adapter alone, as peft does; ``load(base, lora=folder)`` reads it."""

@@ -18,6 +18,7 @@ from unsloth_cupy import (
     attention,
     explain,
     linear,
+    measure_gradients,
     models,
     nf4_quantize,
     profile,
@@ -45,6 +46,7 @@ def stepped(**options: Any) -> Any:
     steps = AdamW(model.parameters)
     with profile(parameters=model.parameters, **options) as seen:
         _, gradients = model.loss_and_gradients(tokens, tokens)
+        measure_gradients(gradients)
         steps.step(gradients, lr=1e-3)
     return seen
 
@@ -79,7 +81,11 @@ def test_a_step_has_phases_and_layers() -> None:
     phases = {phase: {r.op for r in records} for (phase,), records in seen.grouped("phase").items()}
     assert "attention_forward" in phases["forward"]
     assert "attention_backward" in phases["backward"]
-    assert all(OPS[op].__module__.endswith("adamw") for op in phases["optimizer"])
+    assert phases["optimizer"] == {"AdamW.step", "measure_gradients", "adamw_"}
+    rest = next(record for record in seen.records if record.op == "AdamW.step")
+    parts = [record.seconds for record in seen.records if record.op == "adamw_"]
+    assert rest.own == pytest.approx(rest.seconds - sum(parts))
+    assert rest.moved == 0, "its ops count theirs"
     places = {r.layer for r in seen.records if r.op == "attention_forward"}
     assert places == {"layer 0", "layer 1"}
     table = seen.table()
@@ -178,6 +184,24 @@ def test_a_call_leaves_out_the_kernels_of_those_inside(timed: Machine) -> None:
     assert (inner.op, outer.op) == ("nf4_product_", "linear")
     assert outer.seconds == took > 0
     assert inner.own + outer.own == pytest.approx(took)
+
+
+def test_the_optimizer_of_a_gpu_is_seen(timed: Machine) -> None:
+    """Its kernels belong to no op; 4 + 4 bytes of averages, 4 of a weight, both ways, and 2 + 2."""
+    weights = {name: timed.array((64, 64), "float32") for name in "ab"}
+    steps = AdamW(weights)
+    steps.keep_copies({name: timed.array((64, 64), "bfloat16") for name in "ab"})
+    gradients = {name: timed.array((64, 64), "bfloat16") for name in "ab"}
+    found = []
+    with profile() as seen:
+        found.append(measure_gradients(gradients))
+        steps.step(gradients, lr=1e-3, finite=found[0].finite, factor=found[0].factor)
+    measured, step = seen.records
+    assert (measured.op, step.op) == ("measure_gradients", "AdamW.step")
+    assert measured.seconds == step.seconds == 1e-3
+    assert {(r.phase, r.ran_as) for r in seen.records} == {("optimizer", "kernel")}
+    assert measured.moved == 2 * 64 * 64 * 2
+    assert step.moved == 2 * 64 * 64 * (2 * (4 + 4 + 4) + 2 + 2)
 
 
 def test_a_capture_holds_no_event(timed: Machine) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from ..core import gpu
 from ..core.call import checked
 from ..core.stand_in import is_planned
-from ..core.target import Run
+from ..core.target import Run, target_of
 from ..errors import ConfigError
 from ..files import path_of, written_beside
 from ..ops.common.counters import LEGACY
@@ -73,34 +73,53 @@ class Profile:
             if any(map(is_planned, arrays)):  # nothing is computed
                 return run(arrays, options)
             given = dict(zip(op.names, arrays, strict=True))
-            calls = self.here.__dict__.setdefault("calls", [])
-            opened = Open()
-            calls.append(opened)
-            if self.nvtx is not None:
-                self.nvtx.RangePush(name)
-            begin, start = event(arrays), time.perf_counter()
-            try:
+            with self.opened(name, arrays) as opened:
                 result = run(arrays, options)
-            finally:
-                seconds = time.perf_counter() - start
-                end = None if begin is None else event(arrays)
-                calls.pop()
-                if self.nvtx is not None:
-                    self.nvtx.RangePop()
-            counted = counts(op, given, options, result)
-            place = phase_of(name), self.layer(arrays), opened.ran_as
-            record = Record(
-                name, *place, start - self.began, seconds, seconds, *counted, threading.get_ident()
-            )
-            ended = Ended(record, None if end is None else (begin, end), opened.inside)
-            for outer in calls[-1:]:
-                outer.inside.append(ended)
-            self.ended.append(ended)
-            if begin is not None and opened.ran_as == "kernel":
+            self.enter(opened, name, self.layer(arrays), counts(op, given, options, result))
+            if opened.begin is not None and opened.ran_as == "kernel":
                 self.forms.enter(name, given, options)
             return result
 
         return call if why is None else definition
+
+    @contextmanager
+    def span(self, name: str, like: Any, moved: int) -> Iterator[None]:
+        """Time work that is no op's; what ops inside of it move is theirs."""
+        if is_planned(like):
+            yield
+            return
+        with self.opened(name, [like]) as opened:
+            yield
+        opened.ran_as = "definition" if target_of(like) is None else "kernel"
+        self.enter(opened, name, "", (0 if opened.inside else moved, 0))
+
+    @contextmanager
+    def opened(self, name: str, arrays: list[Any]) -> Iterator[Open]:
+        """Time a call that runs inside a ``with`` block."""
+        calls = self.here.__dict__.setdefault("calls", [])
+        if self.nvtx is not None:
+            self.nvtx.RangePush(name)
+        opened = Open(event(arrays))
+        calls.append(opened)
+        try:
+            yield opened
+        finally:
+            opened.seconds = time.perf_counter() - opened.start
+            opened.end = None if opened.begin is None else event(arrays)
+            calls.pop()
+            if self.nvtx is not None:
+                self.nvtx.RangePop()
+
+    def enter(self, opened: Open, name: str, layer: str, counted: tuple[int, int]) -> None:
+        """Keep a call that has ended, in the one that it is inside of too."""
+        begun, took = opened.start - self.began, opened.seconds
+        place = phase_of(name), layer, opened.ran_as
+        record = Record(name, *place, begun, took, took, *counted, threading.get_ident())
+        events = None if opened.end is None else (opened.begin, opened.end)
+        ended = Ended(record, events, opened.inside)
+        for outer in self.here.calls[-1:]:
+            outer.inside.append(ended)
+        self.ended.append(ended)
 
     def layer(self, arrays: list[Any]) -> str:
         """Return the layer of a call: that of the parameter that was used last."""

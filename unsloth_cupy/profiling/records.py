@@ -1,6 +1,7 @@
 """A call that was timed, with the calls inside of it, and what it belongs to."""
 
 import re
+import time
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -49,12 +50,12 @@ class Ended(NamedTuple):
 
 
 class Open:
-    """A call that runs: what has ended inside of it, and how it runs."""
+    """A call that runs: what has ended inside of it, how it runs, and when it began."""
 
-    ran_as = "kernel"
-
-    def __init__(self) -> None:
-        self.inside: list[Ended] = []
+    def __init__(self, events: Any) -> None:
+        self.ran_as, self.inside = "kernel", list[Ended]()
+        self.begin, self.start, self.seconds = events, time.perf_counter(), 0.0
+        self.end: Any = None
 
 
 def rate(count: int, seconds: float, unit: float) -> str:
@@ -63,8 +64,8 @@ def rate(count: int, seconds: float, unit: float) -> str:
 
 
 def phase_of(name: str) -> str:
-    """Return which part of a step an op belongs to."""
-    if ".ops.optimizers." in OPS[name].__module__:
+    """Return which part of a step an op belongs to, or work of none."""
+    if name not in OPS or ".ops.optimizers." in OPS[name].__module__:
         return "optimizer"
     return "backward" if name in backward_ops() else "forward"
 

@@ -13,6 +13,7 @@ from ..core import gpu, target
 from ..core.dtypes import KERNEL_DTYPES, Stored
 from ..core.op import OPS
 from ..core.target import Run, using
+from ..ops.common import spans
 from ..ops.common.no_kernel import reason_of
 
 LOGGER = logging.getLogger("unsloth_cupy")
@@ -43,11 +44,14 @@ def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
     global _watchers  # noqa: PLW0603 -- as targets are
     marker: Any = Owner() if machine is None else machine
     _watchers = (*_watchers, watcher)
+    own = (watcher,) if hasattr(watcher, "span") else ()
+    spans.watchers = (*spans.watchers, *own)
     try:
         with using(marker):
             yield
     finally:
         _watchers = tuple(each for each in _watchers if each is not watcher)
+        spans.watchers = tuple(each for each in spans.watchers if each is not watcher)
         for op in OPS.values():
             for key in [key for key in list(op.routes) if marker in key[0]]:
                 op.routes.pop(key, None)

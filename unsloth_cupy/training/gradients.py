@@ -12,6 +12,7 @@ from ..core.dtypes import FLOATS, Array, Stored
 from ..core.gpu import at, several
 from ..errors import ConfigError, DTypeError, FrameworkError
 from ..ops.common.many import launchable
+from ..ops.common.spans import span
 from ..ops.elements.cast import accumulate_, cast
 from ..ops.optimizers.gradients import GradientMeasure, measured, rescale, square_sum
 from ..placement import at_first
@@ -123,10 +124,11 @@ def measure_gradients(
     if scaler is not None and not hasattr(scaler, "on_device"):
         raise ConfigError(f"measure_gradients(scaler={scaler!r}): pass a LossScaler, or None")
     arrays = list(gradients.values())
-    if launchable(arrays):
-        divisor = None if scaler is None else scaler.on_device(arrays[0]).scale
-        return measured(arrays, max_norm=max_norm, divisor=divisor)
-    return _measured(arrays, max_norm, 1.0 if scaler is None else scaler.value)
+    with span("measure_gradients", next(iter(arrays), None), lambda: sum(a.nbytes for a in arrays)):
+        if launchable(arrays):
+            divisor = None if scaler is None else scaler.on_device(arrays[0]).scale
+            return measured(arrays, max_norm=max_norm, divisor=divisor)
+        return _measured(arrays, max_norm, 1.0 if scaler is None else scaler.value)
 
 
 def _measured(arrays: list[Array], max_norm: float, divisor: float) -> GradientMeasure:

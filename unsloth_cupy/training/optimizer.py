@@ -13,6 +13,7 @@ from ..core.gpu import at, several
 from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.common.many import launchable
+from ..ops.common.spans import span
 from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
 from ..placement import at_home
 from .gradients import check_in_place, check_mapping
@@ -182,13 +183,20 @@ class AdamW:
             _check(what, gradients[name], tensor.parameter, tensor.dtypes)
         given: dict[str, Any] = {"lr": rate, "eps": self.eps, "weight_decay": self.weight_decay}
         ordered = [gradients[name] for name in self.tensors]
-        if self.launcher is not None:
-            self.launcher(ordered, finite=finite, factor=factor, **given)
-        elif finite:
-            self._steps += 1
-            for tensor, gradient in zip(self.tensors.values(), ordered, strict=True):
-                given |= {"betas": self.betas, "step": self._steps, "factor": float(factor)}
-                host_step(tensor, gradient, **given)
+        with span("AdamW.step", self.home, lambda: self._traffic(ordered)):
+            if self.launcher is not None:
+                self.launcher(ordered, finite=finite, factor=factor, **given)
+            elif finite:
+                self._steps += 1
+                for tensor, gradient in zip(self.tensors.values(), ordered, strict=True):
+                    given |= {"betas": self.betas, "step": self._steps, "factor": float(factor)}
+                    host_step(tensor, gradient, **given)
+
+    def _traffic(self, gradients: Sequence[Array]) -> int:
+        """Return the bytes that a step moves: copies are written, all but gradients both ways."""
+        held = (each for tensor in self.tensors.values() for each in tensor if each is not None)
+        copies = sum(t.copy.nbytes for t in self.tensors.values() if t.copy is not None)
+        return 2 * sum(array.nbytes for array in held) - copies + sum(g.nbytes for g in gradients)
 
     def state(self) -> dict[str, Array]:
         """Return what a checkpoint keeps beside the parameters: ``load_state`` resumes from it.

@@ -69,6 +69,12 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
     whole = load(folder, lora=lora)
     model = load(folder, communicator=place.tensor, pipeline=place.pipeline, lora=lora)
     assert model.parameters.keys() < whole.parameters.keys()
+    if lora is None:
+        fresh = load(folder, communicator=place.tensor, pipeline=place.pipeline)
+        fresh.add_adapter(2, seed=1)
+        assert {name.split(".layers.")[1][0] for name in fresh.trainable} == {
+            str(layer) for layers in fresh.division.stages.layers for layer in layers
+        }
     rng = np.random.default_rng(3)
     batches = [{"tokens": rng.integers(3, 97, (2, size))} for size in (7, 7, 5)]
     batches = [each | {"labels": each["tokens"]} for each in batches]

@@ -52,7 +52,7 @@ def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of a grid of 4 whose last rank was asked to stop in step 3."""
     out = tmp_path_factory.mktemp("four") / "run"
-    more = ("--tensor-parallel", "2", "--data-parallel", "2")
+    more = ("--tensor-parallel", "2", "--data-parallel", "2", "--zero", "1")
     done = run(4, WHOLE, "3", "--", *asked(text, out, *more))
     assert "go on with the same command" in done.stderr, done.stderr
     assert done.stderr.count("stopped after step 3") == 1, done.stderr
@@ -116,6 +116,8 @@ def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None
     assert done.exit_code == 1
     assert "is not a grid of 1 ranks; start it with mpiexec -n 2" in done.output
     assert not (tmp_path / "run").exists()
+    done = invoke(*asked(text, tmp_path / "run", "--zero", "1"))
+    assert "--zero 1 is not for one data rank; start more ranks" in done.output
 
 
 def two_of(data: int) -> Ranks:

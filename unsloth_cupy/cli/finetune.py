@@ -69,6 +69,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
+@option("--zero", click.IntRange(0, 1), "1: data ranks divide the optimizer's averages.", 0)
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
 @option("--profile", click.IntRange(1), "Steps to time, op by op; they are slower.")
@@ -104,6 +105,7 @@ def finetune(
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
     data_parallel: int | None,
+    zero: int,
     limit_memory: int | None,
     find_nan: bool,
     profile: int | None,
@@ -151,8 +153,9 @@ def finetune(
         quantize=kind, **({} if config is None else config.rest),
     )  # fmt: skip
     ranks = start(
-        tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel, device=device
-    )
+        tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel, device=device,
+        zero=zero,
+    )  # fmt: skip
     ranks.check(batch, state_bits=int(state_bits), limited=bool(limit_memory), offload=plan.offload)
     request = request._replace(device=ranks.device)
     run: RunFolder | None = None

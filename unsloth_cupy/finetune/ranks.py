@@ -42,8 +42,10 @@ UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 class Ranks:
     """All ranks of a run, and the groups in which they share its work."""
 
-    def __init__(self, comm: Communicator, groups: Grid, device: str | None = None) -> None:
-        self.comm, self.groups, self.device = comm, groups, device
+    def __init__(
+        self, comm: Communicator, groups: Grid, device: str | None = None, zero: int = 0
+    ) -> None:
+        self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
         self.alone, self.first = comm.size == 1, comm.rank == 0
         self.whole = groups.tensor.size * groups.pipeline.size == 1  # each rank has all weights
 
@@ -200,14 +202,19 @@ def alone() -> Ranks:
 
 
 def start(
-    *, tensor: int | None, pipeline: int | None, data: int | None, device: str | None
+    *,
+    tensor: int | None,
+    pipeline: int | None,
+    data: int | None,
+    device: str | None,
+    zero: int = 0,
 ) -> Ranks:
     """Return the ranks that mpiexec, torchrun or srun started; where nobody did, this one alone.
 
     Raises
     ------
     ConfigError
-        The product of the sizes is not the number of ranks.
+        The product of the sizes is not the number of ranks; or ZeRO has no data ranks.
     """
     asked = any(size is not None for size in (tensor, pipeline, data))
     comm = _started(asked, device)
@@ -220,7 +227,11 @@ def start(
         listed += f" --data-parallel {data or 1}"
         cure = f"start it with mpiexec -n {wanted} unsloth-cupy, torchrun or srun"
         raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
-    return Ranks(comm, grid(comm, data=data, **sizes), device)
+    groups = grid(comm, data=data, **sizes)
+    if zero and groups.data.size == 1:
+        cure = "start more ranks, with --data-parallel"
+        raise ConfigError(f"--zero {zero} is not for one data rank; {cure}")
+    return Ranks(comm, groups, device, zero)
 
 
 def _started(asked: bool, device: str | None) -> Communicator:

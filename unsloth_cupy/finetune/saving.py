@@ -15,6 +15,7 @@ from ..files import written_beside
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
 from ..models.division import Division
+from ..parallel.zero import Zero1
 from ..placement import placed, to_numpy
 from ..training.find_nan import fine
 from ..training.optimizer import AdamW
@@ -41,7 +42,7 @@ class Saving:
     files: Mapping[str, str]
     plan: Settings
     masters: dict[str, Array]
-    optimizer: AdamW
+    optimizer: AdamW | Zero1
     scaler: "LossScaler"
     stop: Stop
     step: int
@@ -65,7 +66,7 @@ class Saving:
         """Write a checkpoint of this step; the one before it stays until the next step."""
         self.stop.finishing(f"the checkpoint of step {self.step}")
         path = self.run.folder / f"checkpoint-{self.step:08d}"
-        broken = [name for name, array in self.masters.items() if not fine(name, array)]
+        broken = [name for name, array in self._learned().items() if not fine(name, array)]
         if broken:
             self._stop(f"the weight {broken[0]} is not finite", after=True)
         if not self.ranks.told(path.exists()):
@@ -91,6 +92,11 @@ class Saving:
                 }
                 (partial / "trainer.json").write_text(json.dumps(told) + "\n")
 
+    def _learned(self) -> dict[str, Array]:
+        """Return what steps change, in the precision that they have."""
+        optimizer = self.optimizer
+        return optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
+
     @contextmanager
     def _beside(self, path: Path) -> Iterator[Path | None]:
         """Yield a new folder that takes the place of path, in rank 0; None in the others."""
@@ -111,7 +117,7 @@ class Saving:
 
         All ranks take part; those but the first name no folder.
         """
-        model, written = self.model, self.masters
+        model, written = self.model, self._learned()
         if dtype != "float32":
             written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
             broken = [name for name, array in written.items() if not fine(name, array)]

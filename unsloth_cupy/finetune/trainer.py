@@ -17,6 +17,7 @@ from ..files import check_room
 from ..machine import peak_memory
 from ..ops.common.faults import check_errors
 from ..ops.quantized.weight import held_arrays
+from ..parallel.zero import Zero1
 from ..placement import placed
 from ..training.find_nan import NonFiniteError, find_nan
 from ..training.optimizer import AdamW
@@ -59,7 +60,7 @@ class Trainer(Saving):
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
         self.masters = dict(model.trainable)
-        self.optimizer = AdamW(
+        self.optimizer: AdamW | Zero1 = AdamW(
             self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
             state_bits=plan.state_bits,
         )  # fmt: skip
@@ -69,6 +70,8 @@ class Trainer(Saving):
         model.parameters = model.parameters | self.copies  # an adapter's own stay float32
         model.chunked_mlp = plan.chunked_mlp
         self.engine = self.ranks.engine(model)
+        if self.ranks.zero:  # which keeps a part of the masters alone
+            self.optimizer, self.masters = Zero1(self.optimizer, self.ranks.groups.data), {}
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
         self.begun = -1  # the step up to which the log is this run's
@@ -89,7 +92,8 @@ class Trainer(Saving):
         if ranks.first:
             self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
-        states = self.optimizer.state()
+        optimizer = self.optimizer
+        states = (optimizer.inner if isinstance(optimizer, Zero1) else optimizer).state()
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (self.masters, states))
         needed = (2 - bool(self.step)) * (weights + averages) + weights
         check_room(self.run.folder, needed, "the run, with two checkpoints,")

@@ -195,7 +195,8 @@ def create_adapter(
         if module.rpartition(".")[2] not in chosen:
             continue
         draw, bound = np.random.default_rng([seed, index]), 1 / math.sqrt(inputs)
-        a, weight = draw.uniform(-bound, bound, (rank, inputs)), weights[f"{module}.weight"]
+        a = draw.uniform(-bound, bound, (rank, inputs))
+        weight: Any = weights.get(f"{module}.weight", home)  # another rank may hold it
         prefix = f"{PREFIX}{module}."
         parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), weight)
         parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), weight)

@@ -452,26 +452,27 @@ class Driver:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, to: int, dtype: int, rank: int, address: int, *rest: int) -> int:
+    def __call__(self, to: Any, *given: Any) -> int:
+        dtype, rank, address, *rest = (getattr(one, "value", one) for one in given)
         sizes, strides, box, steps, interleave, swizzle, promotion, fill = rest
-        read = lambda at, kind, count: [*(kind * count).from_address(at)]  # noqa: E731
-        long, word = ctypes.c_uint64, ctypes.c_uint32
         asked = {
             "dtype": dtype,
             "address": address,
-            "sizes": read(sizes, long, rank),
-            "strides": read(strides, long, rank - 1),
-            "box": read(box, word, rank),
+            "sizes": [*sizes],
+            "strides": [*strides],
+            "box": [*box],
             "modes": (interleave, swizzle, promotion, fill),
         }
-        fits = to % 64 == address % 16 == 0 and 3 <= rank <= 5 and dtype in (6, 9)
-        fits &= all(0 < size < 2**32 for size in asked["sizes"])
-        fits &= all(0 < stride < 2**40 and stride % 16 == 0 for stride in asked["strides"])
-        fits &= all(0 < side <= 256 for side in asked["box"]) and asked["box"][0] * 2 <= 128
-        if not fits or read(steps, word, rank) != [1] * rank:
+        place = ctypes.addressof(to._obj)
+        fits = place % 64 == address % 16 == 0 and 3 <= rank <= 5 and dtype in (6, 9)
+        fits &= [len(one) for one in (sizes, strides, box, steps)] == [rank, rank - 1, rank, rank]
+        fits &= all(0 < size < 2**32 for size in sizes)
+        fits &= all(0 < stride < 2**40 and stride % 16 == 0 for stride in strides)
+        fits &= all(0 < side <= 256 for side in box) and box[0] * 2 <= 128
+        if not fits or [*steps] != [1] * rank:
             return 1  # CUDA_ERROR_INVALID_VALUE
         self.asked.append(asked)
-        ctypes.memset(to, len(self.asked) % 256, 128)
+        ctypes.memset(place, len(self.asked) % 256, 128)
         return 0
 
 

@@ -9,6 +9,7 @@ from unsloth_cupy import attention_forward
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
+from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
 
 from ..cuda_on_cpu import Emulator
@@ -24,6 +25,7 @@ from ..parity import (
 from ..stand_in import LIMITS, gpu
 from .attention_cases import GROUPED, hides, some_sinks, tiles
 
+GROUPS = (300, 10), (130, 5)  # tokens and heads of queries, of keys
 NARROW = tuple(dtype for dtype in KERNEL_DTYPES if dtype.itemsize == 2)
 PAIR = {"batch": 1, "heads": 2, "kv_heads": 1}
 SMALL = GROUPED | {"queries": 70, "keys": 90, "dim": 64, "value_dim": 64}
@@ -174,6 +176,21 @@ def test_every_length() -> None:
         with emulator(check=False, processors=3):
             found = outputs_of(call)
         within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), found)
+
+
+@pytest.mark.parametrize("room", [1, 3 * 130 * 128 * 2])
+def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of heads, the last one smaller, whoever runs which job: the same bits."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, n, heads, 64)).astype(np.float16) for n, heads in GROUPS)
+    results = []
+    for bytes_of_l2, processors in ((1 << 30, 1), (room, 3)):
+        monkeypatch.setattr(_hopper, "L2", bytes_of_l2)
+        OPS["attention_forward"].routes.clear()
+        with emulator(check=False, processors=processors):
+            results.append(attention_forward(q, k, k, causal=True))
+    for first, second in zip(*results, strict=True):
+        assert first.tobytes() == second.tobytes()
 
 
 def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:

@@ -6,6 +6,7 @@ attention_forward_sm90.cu takes a call, and attention_forward.cu takes the other
     q, k, v have 16 bits           tensor cores multiply no float32
     head dims are from 64 to 256   a panel of shared memory has 64 columns
     there are 64 queries or more   a warpgroup multiplies 64 rows, whether they are there or not
+    there are keys                 a tensor map has no empty axis
     nothing is dropped             random words would spill the sums; so do mask, bias, alibi and
                                    softcap where a head has more than 192 columns
 
@@ -81,7 +82,8 @@ def takes(q: Array, v: Array, call: KernelOptions) -> Warpgroups | None:
     """Return what a block works on, None for calls of the other kernel."""
     narrow, wide = sorted((q.shape[-1], v.shape[-1]))
     start, said = _tiles.start, call.constants
-    fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST and q.shape[-3] >= FEWEST
+    fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST
+    fits = fits and q.shape[-3] >= FEWEST and min(q.size, v.size) > 0
     asked = start is None or start.warpgroups
     if not fits or not asked or said["DROPOUT"] or limits(q).architecture != 90:
         return None

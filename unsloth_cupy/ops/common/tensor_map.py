@@ -44,9 +44,7 @@ def encoder() -> Callable[..., int] | None:
         found = driver.cuTensorMapEncodeTiled
     except (OSError, AttributeError):
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    found.argtypes = [pointer, number, ctypes.c_uint32, *[pointer] * 5, *[number] * 4]
-    return found
+    return found  # Form has its arguments as objects of C
 
 
 def available(like: Any) -> bool:
@@ -78,28 +76,24 @@ class Form:
         rank, size = len(box), dtype.itemsize
         lead = rank - len(shape)  # axes of one that the box has and the array has not
         sizes = (*(1,) * lead, *shape)[::-1]
-        room = sizes[0] * size  # that neighbours of an axis of one are said to lie apart
+        row = sizes[0] * size  # that neighbours of an axis of one are said to lie apart
         steps = [
-            room if n == 1 else stride
+            row if n == 1 else stride
             for n, stride in zip(sizes[1:], (*(0,) * lead, *strides)[-2::-1], strict=True)
         ]
         self.what = f"a tensor map of {dtype} {shape} with strides {strides} and box {box[::-1]}"
-        self.fixed = (
+        room = ctypes.create_string_buffer(BYTES + ALIGNED)
+        first = -ctypes.addressof(room) % ALIGNED
+        self.map = (ctypes.c_char * BYTES).from_buffer(room, first)
+        self.address, number = ctypes.c_void_p(), ctypes.c_int
+        self.arguments = (  # made once: to make them takes longer than to call
+            *(ctypes.byref(self.map), number(TYPES[dtype]), ctypes.c_uint32(rank), self.address),
             (ctypes.c_uint64 * rank)(*sizes),
             (ctypes.c_uint64 * (rank - 1))(*steps),
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
+            *map(number, (NOTHING, SWIZZLE_128B, L2_256B, NOTHING)),
         )
-        self.given = (
-            *[ctypes.addressof(each) for each in self.fixed],
-            NOTHING,
-            SWIZZLE_128B,
-            L2_256B,
-            NOTHING,
-        )
-        self.begin = TYPES[dtype], rank
-        self.memory = ctypes.create_string_buffer(BYTES + ALIGNED)
-        self.scratch = -(-ctypes.addressof(self.memory) // ALIGNED) * ALIGNED
         self.lock = threading.Lock()
 
     def encode(self, address: int) -> Any:
@@ -108,8 +102,9 @@ class Form:
         if call is None:
             raise KernelError(f"{self.what}: the driver has none; update it to CUDA 12 or later")
         with self.lock:
-            error = call(self.scratch, *self.begin, address, *self.given)
-            made = np.void(ctypes.string_at(self.scratch, BYTES))
+            self.address.value = address
+            error = call(*self.arguments)
+            made = np.void(self.map.raw)
         if error:
             raise KernelError(f"{self.what}, at {address:#x}: CUDA error {error}")
         return made

@@ -57,6 +57,7 @@ class DataParallel:
             problem = f"DataParallel(bucket_bytes={bucket_bytes!r}) is not a size"
             raise ConfigError(f"{problem}; pass 1 or more")
         self.model, self.comm, self.bucket_bytes = model, comm, bucket_bytes
+        self.beside = Beside(comm)
         for array in model.trainable.values():
             array[...] = comm.broadcast(array)
 
@@ -71,7 +72,7 @@ class DataParallel:
         if count is None:
             own = counted(labels, options.get("offsets"))
             count = self.comm.all_reduce(own).clip(1)
-        buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes)
+        buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes, self.beside)
         token = take_gradients.set(buckets.take)
         try:
             loss, _ = self.model.loss_and_gradients(tokens, labels, count=count, **options)
@@ -82,10 +83,39 @@ class DataParallel:
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sums over ranks of gradients by name, such as those of several batches."""
-        buckets = Buckets(gradients, self.comm, self.bucket_bytes)
+        buckets = Buckets(gradients, self.comm, self.bucket_bytes, self.beside)
         for array in gradients.values():
             buckets.take(array, array)
         return buckets.sums()
+
+
+class Beside:
+    """Sums over ranks that, on a GPU, a second stream makes beside the work of the current one."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.stream: Any = None  # one for all steps: memory goes back to the stream that took it
+        self.read: list[Any] = []  # what it reads, which nobody else may be given
+
+    def sum(self, flat: Any) -> Any:
+        """Return the sum over ranks, to be used after ``join``."""
+        kind: Any = type(flat)
+        if not is_cupys(kind):
+            return self.comm.all_reduce(flat)
+        with at(flat):
+            cuda = cupy().cuda
+            self.stream = self.stream or cuda.Stream(non_blocking=True)
+            self.stream.wait_event(cuda.get_current_stream().record())
+            self.read.append(flat)
+            with self.stream:
+                return self.comm.all_reduce(flat)
+
+    def join(self) -> None:
+        """Let later work on the current stream come after all sums."""
+        if self.read:
+            with at(self.read[0]):
+                cupy().cuda.get_current_stream().wait_event(self.stream.record())
+            self.read.clear()
 
 
 class Buckets:
@@ -94,15 +124,19 @@ class Buckets:
     Parameters go in from the last to the first, as the way back reaches them.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], comm: Communicator, most: int) -> None:
-        self.comm = comm
+    def __init__(
+        self,
+        parameters: Mapping[str, Any],
+        comm: Communicator,
+        most: int,
+        beside: Beside | None = None,
+    ) -> None:
+        self.beside = Beside(comm) if beside is None else beside
         self.names = {id(array): name for name, array in parameters.items()}
         self.shapes = {name: array.shape for name, array in parameters.items()}
         self.own: dict[str, Any] = {}  # gradients that wait for others of their bucket
         self.most, self.waiting = most, [*parameters][::-1]
         self.found: dict[str, Any] = {}
-        self.kept: list[Any] = []  # what the second stream reads
-        self.side: Any = None
 
     def take(self, parameter: Any, gradient: Any) -> None:
         """Take the gradient of a parameter; sum the buckets that are full."""
@@ -112,9 +146,7 @@ class Buckets:
 
     def sums(self) -> dict[str, Any]:
         """Return all sums by name, which later work on the current stream may use."""
-        if self.side is not None:
-            cupy().cuda.get_current_stream().wait_event(self.side.record())
-        self.kept.clear()
+        self.beside.join()
         return {name: self.found[name] for name in self.shapes}
 
     def _next(self) -> list[str]:
@@ -142,22 +174,9 @@ class Buckets:
             places.append(slice(start, start + array.size))
             flat[places[-1]] = array.reshape(-1)
             start += array.size
-        total = self._summed(flat)
+        total = self.beside.sum(flat)
         for name, place in zip(names, places, strict=True):
             self.found[name] = total[place].reshape(self.shapes[name])
-
-    def _summed(self, flat: Any) -> Any:
-        """Return the sum over ranks, on a GPU by a stream beside the current one."""
-        kind: Any = type(flat)
-        if not is_cupys(kind):
-            return self.comm.all_reduce(flat)
-        with at(flat):
-            here = cupy().cuda.get_current_stream()
-            self.side = self.side or cupy().cuda.Stream(non_blocking=True)
-            self.side.wait_event(here.record())
-            self.kept.append(flat)
-            with self.side:
-                return self.comm.all_reduce(flat)
 
 
 def counted(labels: Any, offsets: Any = None) -> Any:

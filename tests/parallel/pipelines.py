@@ -96,3 +96,11 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
     assert named.keys() == whole.trainable.keys()
     for name, array in whole.trainable.items():
         np.testing.assert_array_equal(named[name], array, name)
+    if lora is None:  # adapters are drawn as on one device, on the layers of this stage
+        for each in (whole, model):
+            each.add_adapter(2, seed=0)
+        held, every = model.adapter.parameters, whole.adapter.parameters
+        assert held
+        assert held.keys() < every.keys()
+        for name, array in held.items():
+            np.testing.assert_array_equal(model.division.gathered(name, array), every[name], name)

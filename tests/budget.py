@@ -180,23 +180,32 @@ def read() -> tuple[dict[str, Any], Lines]:
     return head, lines
 
 
-def _order(line: tuple[str, Any]) -> list[Any]:
+def order(line: tuple[str, Any]) -> list[Any]:
     """Return what sorts lines by their words, and numbers in them by size."""
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", line[0])]
+
+
+def by_architecture(by: dict[str, list[int]]) -> list[str]:
+    """Return numbers as a file keeps them: those of several architectures once."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for arch in sorted(by, key=int):
+        groups.setdefault(tuple(by[arch]), []).append(arch)
+    return [f'"{" ".join(archs)}" = {list(found)}' for found, archs in groups.items()]
+
+
+def reason_lines(reasons: dict[str, str]) -> list[str]:
+    """Return the reasons as a file keeps them."""
+    return [f"{name} = {json.dumps(why)}" for name, why in sorted(reasons.items())]
 
 
 def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
     yield HEAD + f'compiler = "{head["compiler"]}"'
     yield "\n[reasons]  # why no more than half of an SM's threads are resident"
-    yield from (f"{kernel} = {json.dumps(why)}" for kernel, why in sorted(head["reasons"].items()))
+    yield from reason_lines(head["reasons"])
     for kernel in sorted(lines):
         yield f"\n[kernels.{kernel}]"
-        for label, by in sorted(lines[kernel].items(), key=_order):
-            groups: dict[tuple[int, ...], list[str]] = {}
-            for arch in sorted(by, key=int):
-                groups.setdefault(tuple(by[arch]), []).append(arch)
-            cells = (f'"{" ".join(archs)}" = {list(found)}' for found, archs in groups.items())
-            yield f'"{label}" = {{ {", ".join(cells)} }}'
+        for label, by in sorted(lines[kernel].items(), key=order):
+            yield f'"{label}" = {{ {", ".join(by_architecture(by))} }}'
 
 
 def write(kernels: Iterable[str] = ()) -> None:

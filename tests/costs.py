@@ -1,0 +1,176 @@
+"""What a call of every op costs, exactly, where no clock can be trusted: ``op_costs.toml``.
+
+    python -m tests.costs --write "why it changed" [OP ...]     renews it, all or the lines of ops
+
+A line has, for an op with a kernel and arrays of bfloat16 of some hundreds of rows: launches,
+allocations and bytes allocated, by architectures; opcodes, the instructions of Python that the
+library runs in a call that is replayed; and moved, of smaller arrays on the emulator: sectors of
+global memory read and written, passes over shared memory for reads and writes.  What a kernel
+takes of an SM stands in ``kernel_budget.toml``.
+"""
+
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unsloth_cupy
+from unsloth_cupy import explain
+from unsloth_cupy.bench.cases import Call, Scale, draw
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.core.target import using
+from unsloth_cupy.profiling.shapes import DTYPES
+
+from .budget import by_architecture, order, reason_lines
+from .cuda_on_cpu import Emulator
+from .cuda_on_cpu.traffic import counted
+from .stand_in import gpu
+
+FILE = Path(__file__).with_name("op_costs.toml")
+ARCHITECTURES = ("80", "90")
+PYTHON = "{}.{}".format(*sys.version_info)  # each version has opcodes of its own
+LIBRARY = str(Path(unsloth_cupy.__file__).parent)
+SCALE = Scale(tokens=256, hidden=512, inner=1024, vocab=2048, heads=8, kv_heads=2, dim=64)
+TINY = Scale(tokens=32, hidden=128, inner=256, vocab=512, heads=4, kv_heads=2, dim=64)
+REPLAYED = 5  # the call that is counted; the second is recorded
+HEAD = """\
+# What a call of every op costs: launches, allocations, bytes by architectures; opcodes of Python;
+# sectors and passes.  Written by python -m tests.costs --write WHY; the reasons by it.
+"""
+Lines = dict[str, dict[str, Any]]  # op, what: numbers
+
+
+def with_kernels() -> list[str]:
+    """Return the ops that have a kernel."""
+    return sorted(name for name, op in OPS.items() if op.launch is not None)
+
+
+def drawn(name: str, scale: Scale = SCALE) -> Call:
+    """Return a call of an op in bfloat16; in another dtype where its own are others."""
+    call = draw(OPS[name], scale)
+    if not name.startswith("cast_"):
+        return call.cast(BFLOAT16)
+    kind = DTYPES[name.removeprefix("cast_to_").removesuffix("_backward")]
+    given: dict[str, Any] = call.arrays
+    return call._replace(arrays={n: a.astype(kind) if n == "dy" else a for n, a in given.items()})
+
+
+def planned(name: str, arch: str) -> list[int]:
+    """Return launches, allocations and bytes of a call."""
+    call = drawn(name)
+    shown: Any = OPS[name]
+    found = explain(shown, **call.arrays, **call.options, device=f"sm_{arch}")
+    steps = found.steps
+    launches = sum(len(step.launches) for step in steps)
+    return [launches, sum(s.arrays for s in steps), sum(s.allocated_bytes for s in steps)]
+
+
+def opcodes(name: str) -> int:
+    """Return the instructions of Python of a replayed call, without those of CuPy."""
+    with gpu("90") as machine:
+        machine.strict = False
+        call = drawn(name)
+        call = call.mapped(lambda array: machine.array(array.shape, array.dtype))
+        op, options = OPS[name], call.options
+        for _ in range(REPLAYED - 1):
+            op(**call.arrays, **options)
+        return traced(lambda: op(**call.arrays, **options))
+
+
+def traced(function: Callable[[], Any]) -> int:
+    """Return the instructions of the library that a function runs."""
+    count = 0
+
+    def instruction(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        return instruction
+
+    def begin(frame: Any, event: str, _: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.startswith((LIBRARY, "<")):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return instruction
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def moved(name: str) -> list[int]:
+    """Return sectors read and written, and passes for reads and writes, on the emulator."""
+    call = drawn(name, TINY).mapped(np.array)
+    with counted() as traffic, using(Emulator()):
+        call.run()
+    return [
+        traffic.of(space, write=write).moved
+        for space in ("global", "shared")
+        for write in (False, True)
+    ]
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Return the line of an op."""
+    line: dict[str, Any] = {arch: planned(name, arch) for arch in ARCHITECTURES}
+    line["opcodes"] = opcodes(name)
+    line["moved"] = moved(name)
+    return line
+
+
+def read() -> tuple[dict[str, Any], Lines]:
+    """Return the head of the file, and its lines by op."""
+    head = tomllib.loads(FILE.read_text())
+    lines = {
+        name: {
+            key: value
+            for keys, value in line.items()
+            for key in (keys.split() if keys[0].isdigit() else [keys])
+        }
+        for name, line in head.pop("ops").items()
+    }
+    return head, lines
+
+
+def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
+    """Return the lines of the file."""
+    yield HEAD + f'python = "{head["python"]}"'
+    yield "\n[reasons]  # of the last change"
+    yield from reason_lines(head["reasons"])
+    yield "\n[ops]"
+    for name, line in sorted(lines.items(), key=order):
+        cells = by_architecture({arch: line[arch] for arch in ARCHITECTURES})
+        cells += [f"{json.dumps(k)} = {v}" for k, v in line.items() if k not in ARCHITECTURES]
+        yield f"{name} = {{ {', '.join(cells)} }}"
+
+
+def write(why: str, names: Iterable[str] = ()) -> None:
+    """Renew the lines of these ops, or all, and say why of those that changed."""
+    head, lines = read() if FILE.exists() else ({"reasons": {}}, {})
+    known = with_kernels()
+    if strange := set(names) - {*known}:
+        sys.exit(f"there is no op {strange} with a kernel; choose from {known}")
+    for name in list(names) or known:
+        found = measured(name)
+        if name in lines and lines[name] != found:
+            head["reasons"][name] = why
+        lines[name] = found
+    head["python"] = PYTHON
+    head["reasons"] = {name: said for name, said in head["reasons"].items() if name in known}
+    lines = {name: line for name, line in lines.items() if name in known}
+    FILE.write_text("\n".join(text(head, lines)) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["--write"] or len(sys.argv) < 3 or sys.argv[2] in OPS:
+        sys.exit(__doc__)
+    write(sys.argv[2], sys.argv[3:])

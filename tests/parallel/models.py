@@ -13,7 +13,7 @@ from unsloth_cupy.models.division import Division
 from unsloth_cupy.parallel import Communicator, MpiCommunicator
 
 from ..models.peers import CONFIGS, SIZES
-from . import pipelines
+from . import held, pipelines
 from .ranks import close
 
 
@@ -136,6 +136,7 @@ def main() -> None:
     if comm.size == 2:
         quantized(folder / "wide", comm)
         narrow(folder / "narrow", comm)
+        held.all_checks(comm)
 
 
 if __name__ == "__main__":

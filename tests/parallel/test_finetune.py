@@ -111,6 +111,18 @@ def test_a_new_model_of_two_stages_is_written_whole(text, tmp_path, reference) -
         assert {n: a.shape for n, a in found.items()} == {n: a.shape for n, a in wanted.items()}
 
 
+def test_a_full_disk_in_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
+    """The other one is told why, and no half of a checkpoint is there."""
+    out = tmp_path / "run"
+    ended = by_sockets(2, WHOLE, "full", "--", *asked(text, out, "--data-parallel", "2"))
+    for each in ended:
+        assert each.code, each
+        assert "No space left on device" in each.said, each
+    assert "rank 0 has failed" in ended[1].said
+    assert not [*out.glob("checkpoint-*")]
+    assert not (out / "model").exists()
+
+
 def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
     done = invoke(*asked(text, tmp_path / "run", "--tensor-parallel", "2"))
     assert done.exit_code == 1

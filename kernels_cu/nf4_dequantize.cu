@@ -29,7 +29,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
         ((long long)(blockIdx.x % tiles) * DEPTH * THREADS + threadIdx.x) * LANES;
     const long long place = start + row * apart + column;
     const int left = (int)min(width - column, (long long)DEPTH * THREADS * LANES);
-    w += row * width + column;
+    const long long first = row * width + column;  // of w
 
     Vector<unsigned char, BYTES> pairs[DEPTH];
     float size[DEPTH];
@@ -58,6 +58,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
             const unsigned pair = pairs[k].at[j / 2];
             value[j] = levels[low ? pair & 15 : pair >> 4] * size[k];
         }
-        store(w + at, value, left - at);
+        if (left - at >= LANES) store(w, first + at, value);  // in one piece: see vector.cuh
+        else store(w + first + at, value, left - at);
     }
 }

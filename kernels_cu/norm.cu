@@ -72,8 +72,6 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
     const bool there = row < rows;
     x += start(row, of_x);
     if constexpr (RESIDUAL) residual += start(row, of_residual);
-    y += row * HIDDEN;
-    h += row * HIDDEN;
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
 
     float kept[KEEP ? DEPTH : 1][LANES], sum[1] = {}, squares[1] = {};
@@ -84,7 +82,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
         if (!there || !inside(column)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0], part = 0;
         read(v, x + column, residual + column);
-        if constexpr (RESIDUAL) store(h + column, v);
+        if constexpr (RESIDUAL) store(h, row * HIDDEN + column, v);
 #pragma unroll
         for (int j = 0; j < LANES; j++) part += CENTRED ? v[j] : v[j] * v[j];
         (CENTRED ? sum : squares)[0] += part;
@@ -129,7 +127,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
         if constexpr (BIAS) load(b, bias + column);
 #pragma unroll
         for (int j = 0; j < LANES; j++) v[j] = v[j] * scale * (w[j] + offset) + b[j];
-        store(y + column, v);
+        store(y, row * HIDDEN + column, v);
     }
 }
 
@@ -168,8 +166,8 @@ __device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> 
     }
 }
 
-// Write one vector of dx, and add what it gives to dw, and dbias.
-__device__ __forceinline__ void gradients(T *dx, float (&sums)[SUMS][LANES],
+// Write one vector of dx, at `at`, and add what it gives to dw, and dbias.
+__device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
                                           const Vector<T, LANES> &of_dy,
                                           const Vector<T, LANES> &of_h,
                                           const Vector<T, LANES> &of_dh, const float (&w)[LANES],
@@ -187,7 +185,7 @@ __device__ __forceinline__ void gradients(T *dx, float (&sums)[SUMS][LANES],
         if constexpr (BIAS) sums[1][j] += dy[j];
         if constexpr (RESIDUAL) d[j] += (float)of_dh.at[j];
     }
-    store(dx, d);
+    store(dx, at, d);
 }
 
 // partial[0, i] is what the rows of the i-th block, or cluster, give to dw; partial[1, i] to dbias.
@@ -284,7 +282,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
                 }
                 if constexpr (RESIDUAL && !EARLY) read_dh(k, at);
                 const int kept = KEEP ? k : 0;
-                gradients(dx + at * HIDDEN + column, sums, kept_dy[kept], kept_h[kept],
+                gradients(dx, at * HIDDEN + column, sums, kept_dy[kept], kept_h[kept],
                           kept_dh[EARLY ? k : 0], w, offset, row[i]);
             }
 #pragma unroll

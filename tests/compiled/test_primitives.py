@@ -72,5 +72,5 @@ def test_traffic_goes_by_lines_of_the_source() -> None:
     lines = [[row.where.partition(" in ")[2] for row in rows] for rows in found]
     assert len({*lines[0]}) == len(lines[0])  # all copies of a line count as one
     assert {*lines[0]} == {*lines[1]}
-    for space in ("global", "shared"):
-        assert compiled.of(space, write=False).moved == written.of(space, write=False).moved
+    for space in ("global", "shared"):  # of 16 bytes each: stores too, which may be split
+        assert compiled.of(space)[3:] == written.of(space)[3:]

@@ -197,7 +197,7 @@ def main() -> None:
     failed = sum(bool(outcome.error) for outcome in outcomes)
     kernels = frozenset().union(*(outcome.kernels for outcome in outcomes))
     seconds = time.monotonic() - start
-    what = "all" if given.all else f"sample --day {day}"
+    what = f"{'all' if given.all else f'sample --day {day}'}, NVRTC {compiler_version()}"
     for outcome in sorted(outcomes, key=lambda outcome: -outcome.seconds)[:SLOW]:
         print(f"{outcome.seconds:5.1f} s {outcome.job}")
     print(f"{len(outcomes) - failed} of {len(outcomes)} cases pass ({what}) in {seconds:.0f} s")

@@ -203,7 +203,8 @@ def cvt(f: "Function", words: list[str], ops: list[str]) -> str:
         high, low = (f"u32({NARROW[into[:-2]][1]}({f.value(o, 'f32')}))" for o in rest)
         return f.to(target, f"{high} << 16 | {low}")
     if into in EIGHT:
-        only(words[:-2], "rn satfinite")
+        if words[:-2] != ["rn", "satfinite"]:
+            raise UnknownError("8 bits that do not end at the largest")
         high, low = (f.value(o, "f32") for o in rest)
         return f.to(target, f"pack_fp8({EIGHT[into]}, {low}, {high})")
     if of in EIGHT:

@@ -83,7 +83,12 @@ def mma(f: "Function", words: list[str], ops: list[str]) -> str:
     kind, sums = words[-3], {"f32": "f32", "s32": "u32"}[words[-1]]
     only(words, f"sync aligned row col {SHAPES.get(kind, 'm16n8k32')} {kind} {words[-1]}")
     d, a, b, c = (f.several(o) for o in ops)
-    if words[-2] != kind or (len(d), len(a), len(b)) != (4, 4, 2) or kind not in TYPES:
+    if (
+        not {"row", "col"} <= {*words}
+        or words[-2] != kind
+        or (len(d), len(a), len(b)) != (4, 4, 2)
+        or kind not in TYPES
+    ):
         raise UnknownError("shape or dtypes of mma")
     given = (f"u32 {name}[] = {{{_list(f, o, 'u32')}}};" for name, o in (("A", a), ("B", b)))
     code = f"{' '.join(given)} {sums} C[] = {{{_list(f, c, sums)}}}, D[4]; "

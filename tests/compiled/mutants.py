@@ -1,0 +1,320 @@
+"""Break the inline assembly, one piece at a time: a run must notice, or the piece is harmless.
+
+    python -m tests.compiled.mutants [--arch 100] [WORDS]     all, or those whose names hold words
+
+A mutant is a copy of ``common/ptx.cuh`` or ``common/hopper.cuh`` in which one asm statement lacks
+``volatile`` or ``memory``, has two operands swapped, another constraint, size, modifier or count,
+or is gone.  It is judged by the primitives and the loops of ``kernels/order.cu`` whose PTX it
+changes.  One that changes no PTX of theirs is told as ``same``; one that changes it and is noticed
+by none must stand in ``harmless.toml``, with a reason.
+"""
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import re
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unsloth_cupy.core.source import source_root
+from unsloth_cupy.errors import KernelError
+
+from ..cuda_on_cpu import EmulatorError
+from ..emulator import KERNELS, kernel, primitive
+from ..hardware.primitives import PRIMITIVES, launch, runs_on
+from ..ptx_on_cpu import PtxEmulator, UnknownError, ptx
+from . import on
+
+HARMLESS = tomllib.loads((Path(__file__).with_name("harmless.toml")).read_text())
+OWN = Path(__file__).with_name("kernels")
+FILES = ("common/ptx.cuh", "common/hopper.cuh")
+JUDGES = 4  # that a mutant is shown to, at most
+ROUNDS = 3
+ASM = re.compile(r"\basm( volatile)?\s*\(")
+FUNCTION = re.compile(r"PTX [\w *]*?\b(\w+(?:##\w+)*)\s*\(")
+# In a template: what is replaced, by what.
+EDITS = {
+    r"\.trans\b": "",
+    r"\.x4\.shared": ".x4.trans.shared",
+    r", 16, %2": ", 8, %2",
+    r", 4;": ", 8;",
+    r"wait_group %0": "wait_group 7",
+    r"row\.col": "row.row",
+    r"\.bf16\.bf16": ".f16.f16",
+    r"\.e4m3x2|e4m3\.e4m3": lambda m: m[0].replace("e4m3", "e5m2"),
+    r"\.e5m2x2|e5m2\.e5m2": lambda m: m[0].replace("e5m2", "e4m3"),
+    r"p, 1, 1": "p, -1, 1",
+    r"\.satfinite": "",
+    r"\.add\.tile": ".and.tile",
+    r"setp\.ne": "setp.eq",
+    r"expect_tx": "arrive_expect",
+    r"\.relaxed": "",
+    r"ctarank": "nctarank",
+    r"cluster_nctarank": "cluster_ctarank",
+    r"bar\.sync": "bar.arrive",
+    r"bar\.arrive": "bar.sync",
+    r"cvt\.rna": "cvt.rz",
+}
+
+
+class Mutant(NamedTuple):
+    """A change of one asm statement: of a file, in a function, what is done, the new text."""
+
+    file: str
+    function: str
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.what}"
+
+
+def statements(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the asm statements: function, start, end behind the closing bracket."""
+    for found in ASM.finditer(text):
+        depth, quoted, end = 0, False, found.end() - 1
+        while True:
+            c = text[end]
+            quoted ^= c == '"' and text[end - 1] != "\\"
+            depth += 0 if quoted else (c == "(") - (c == ")")
+            end += 1
+            if not depth:
+                break
+        names = FUNCTION.findall(text[: found.start()])
+        named = "_Pragma" in text[found.start() - 70 : found.start()]
+        yield "WGMMA_NAME" if named else names[-1], found.start(), end
+
+
+def parts(asm: str) -> list[str]:
+    """Return template, outputs, inputs and clobbers, with what stands before."""
+    found, quoted, last = [], False, 0
+    for i, c in enumerate(asm):
+        quoted ^= c == '"' and asm[i - 1] != "\\"
+        if c == ":" and not quoted:
+            found.append(asm[last:i])
+            last = i + 1
+    return [*found, asm[last:]]
+
+
+def changes(asm: str) -> Iterator[tuple[str, str]]:
+    """Yield what can be done to a statement, and the statement then."""
+    if " volatile" in asm:
+        yield "no volatile", asm.replace(" volatile", "", 1)
+    if '"memory"' in asm:
+        yield "no memory", re.sub(r'\s*:+\s*"memory"', "", asm)
+    template, *operands = parts(asm)
+    rest = "".join(f":{part}" for part in operands)
+    numbers = re.findall(r'%\d+|%" #I\d "', template)
+    for a, b in itertools.pairwise(numbers):
+        if a != b:
+            swapped = re.sub(
+                rf"({re.escape(a)}|{re.escape(b)})(?!\d)",
+                lambda m, a=a, b=b: b if m[0] == a else a,
+                template,
+            )
+            yield f"{a} and {b} swapped".replace('"', ""), swapped + rest
+    for pattern, by in EDITS.items():
+        edited, count = re.subn(pattern, by, template)
+        if count and edited != template:
+            yield f"{pattern} edited".replace("\\", ""), edited + rest
+    if '"+f"' in rest:
+        yield "+f is =f", template + rest.replace('"+f"', '"=f"')
+    if not operands or '"=' not in operands[0]:
+        yield "gone", 'asm("")'
+
+
+def mutants() -> list[Mutant]:
+    """Return every mutant of both files."""
+    found = []
+    for file in FILES:
+        text = (source_root() / file).read_text()
+        for function, start, end in statements(text):
+            for what, asm in changes(text[start:end]):
+                found.append(Mutant(file, function, what, text[:start] + asm + text[end:]))
+    return found
+
+
+# ---- judges -------------------------------------------------------------------------------------
+class Judge(NamedTuple):
+    """A kernel, and what runs it: 0 where the result is right."""
+
+    file: str
+    kernel: str
+    name: str
+
+    def source(self) -> str:
+        return f'#include "common/device.cuh"\n#include "{self.file}"\n'
+
+    def ptx(self, folders: tuple[Path, ...], arch: int) -> str:
+        """Return the PTX of the kernel, without what changes with every edit of a line."""
+        made = ptx(self.source(), self.kernel, f"{arch}{'a' * (arch == 90)}", folders)
+        text = made.text[made.text.index(f".entry {made.entry}(") :]
+        text = re.sub(r"(?m)^\s*\.loc.*$|//.*$", "", text[: text.index("\n}")])
+        return re.sub(r"\n\s*\n+", "\n", text)
+
+    def wrong(self, folders: tuple[Path, ...], arch: int, seed: int) -> int:
+        """Return how many words are wrong."""
+
+        def kind(**how: Any) -> PtxEmulator:
+            return on(arch)(**{**how, "folders": (*folders, *how["folders"])})
+
+        if self.file != "order.cu":
+            return primitive(self.name, kind=kind, seed=seed)
+        run = kernel(self.file, self.kernel, folder=OWN, kind=kind, seed=seed)
+        blocks, threads = ORDER[self.kernel]
+        x, out = np.arange(128, dtype=np.float32), np.zeros(32, np.float32)
+        run((blocks,), (threads,), (x, out, np.int32(ROUNDS)), 0)
+        return int((out != expected(self.kernel)).sum())
+
+
+ORDER = {  # blocks, threads
+    "own_copy": (1, 32),
+    "copy_own": (1, 32),
+    "by_named_barriers": (1, 64),
+    "rows_that_change": (1, 32),
+    "by_mbarriers": (1, 64),
+    "by_clusters": (2, 32),
+    "by_bulk": (1, 32),
+}
+
+
+@functools.cache
+def expected(name: str) -> np.ndarray:
+    """Return what a loop of order.cu writes."""
+    t, rounds = np.arange(32), np.arange(ROUNDS)
+    if name == "own_copy":
+        return (ROUNDS * 4 * t).astype(np.float32)
+    if name == "copy_own":
+        return (rounds[:, None] + t).sum(0).astype(np.float32)
+    if name != "rows_that_change":
+        return (rounds[:, None] + 31 - t).sum(0).astype(np.float32)
+    total = np.zeros(32, np.uint32)
+    for i in range(ROUNDS):
+        words = (i * 128 + np.arange(128)).astype(np.uint32)
+        tiles = words.view(np.uint16).reshape(4, 8, 8)
+        row, column = t // 4, t % 4 * 2
+        pair = lambda a, b: a.astype(np.uint32) | b.astype(np.uint32) << 16  # noqa: E731
+        plain = [pair(m[row, column], m[row, column + 1]) for m in tiles]
+        turned = [pair(m[column, row], m[column + 1, row]) for m in tiles]
+        total += plain[0] + 2 * plain[3] + 3 * turned[1] + 4 * turned[2]
+        total += 5 * plain[0] + 6 * plain[1]
+    return (total & 0x3FFFFFFF).view(np.float32)
+
+
+@functools.cache
+def judges(arch: int) -> list[Judge]:
+    """Return the kernels that judge on an architecture, each once."""
+    found = {(launch(n).file, launch(n).kernel): n for n in [*PRIMITIVES][::-1] if runs_on(n, arch)}
+    own = [Judge("order.cu", name, name) for name in ORDER]
+    return [*own, *(Judge(file, name, label) for (file, name), label in found.items())]
+
+
+@functools.cache
+def plain_ptx(judge: Judge, arch: int) -> str:
+    return judge.ptx((OWN, KERNELS), arch)
+
+
+@functools.cache
+def marked(arch: int) -> list[tuple[Judge, str]]:
+    """Return each judge with its PTX, in which every asm statement names its function."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in FILES:
+            text = (source_root() / file).read_text()
+            for name, start, end in [*statements(text)][::-1]:
+                asm = re.sub(r'\(\s*"', f'("/*{name}*/', text[start:end], count=1)
+                text = text[:start] + asm + text[end:]
+            place(Path(folder), file, text)
+        return [(j, j.ptx((Path(folder), OWN, KERNELS), arch)) for j in judges(arch)]
+
+
+def place(folder: Path, file: str, text: str) -> None:
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_text(text)
+
+
+def verdict(mutant: Mutant, arch: int) -> str:
+    """Say what became of a mutant: unused, same, caught, and how, or survived."""
+    mark = f"/*{mutant.function}*/"
+    found = [judge for judge, text in marked(arch) if mark in text][:JUDGES]
+    if not found:
+        return "unused"
+    changed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        place(folder, mutant.file, mutant.text)
+        folders = (folder, OWN, KERNELS)
+        for judge in found:
+            try:
+                if judge.ptx(folders, arch) == plain_ptx(judge, arch):
+                    continue
+                changed += 1
+                wrong = [judge.wrong((folder,), arch, seed) for seed in (0, 3)]
+            except (EmulatorError, KernelError, UnknownError) as error:
+                return f"caught: {str(error).splitlines()[0][:100]}"
+            except Exception as error:  # CuPy's CompileException
+                if "Compile" not in type(error).__name__:
+                    raise
+                return "caught: does not compile"
+            if any(wrong):
+                return f"caught: {max(wrong)} words are wrong in {judge.name}"
+    return "survived" if changed else "same"
+
+
+def judged(mutant: Mutant, arch: int) -> str:
+    """Return the verdict of a process of its own, which a mutant may end."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: writer.send(verdict(mutant, arch)))
+    child.start()
+    writer.close()
+    try:
+        return str(reader.recv())
+    except EOFError:
+        return "caught: the process ends"
+    finally:
+        child.join()
+
+
+def accepted(mutant: Mutant, said: str) -> bool:
+    """Say whether a verdict is as it should be."""
+    return said.startswith(("caught", "same", "unused")) or reason(mutant) is not None
+
+
+def reason(mutant: Mutant) -> str | None:
+    """Return why a mutant is harmless, if a line of the file says so."""
+    lines = (why for pattern, why in HARMLESS.items() if re.fullmatch(pattern, str(mutant)))
+    return next(lines, None)
+
+
+def architecture(mutant: Mutant) -> int:
+    """Return where a mutant is judged: on sm_100, or on sm_90a what that alone has."""
+    mark = f"/*{mutant.function}*/"
+    return 100 if any(mark in text for _, text in marked(100)) else 90
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(prog="python -m tests.compiled.mutants", description=__doc__)
+    words.add_argument("--arch", type=int, help="90 or 100; else 100, and 90 for what it alone has")
+    words.add_argument("only", nargs="*", help="words of a mutant")
+    given = words.parse_args()
+    bad = 0
+    for mutant in mutants():
+        if not all(word in str(mutant) for word in given.only):
+            continue
+        arch = given.arch or architecture(mutant)
+        said = judged(mutant, arch)
+        fine = accepted(mutant, said)
+        bad += not fine
+        print(f"sm_{arch} {mutant}: {said}{'' if fine else '  <---'}", flush=True)
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What is emitted, read: of some variants in every run, of all with ``--sample all``."""
+
+import pytest
+
+from ..ptx_on_cpu.parse import functions
+from ..sample import Sample
+from ..test_sass import whole
+from ..variants import ARCHITECTURES, Variant, constants, declared, of_kernel
+from . import emitted
+from .emitted import CHECKS, DOUBLE, Kernel, faults, kernel_of, unproved
+
+SHARE = 3  # runs that look at every kernel
+# Kernels whose vector accesses no launch alone proves, and what does.
+ALIGNED_OTHERWISE = {
+    "cross_entropy_backward": "a row begins where `cut` says that it may",
+    "cross_entropy_over_": "a row begins where `cut` says that it may",
+    "rescale": "a table of addresses holds arrays of which each says what it allows",
+    "measure": "a table of addresses holds arrays of which each says what it allows",
+    "adamw_step": "a table of addresses holds arrays of which each says what it allows",
+    "nf4_product_": "a row of codes begins behind a division that the proof does not follow",
+    "int8_linear": "a pair of columns begins at an even one, which PAIRS asserts",
+}
+
+
+def asked(day: int = Sample.day) -> list[Variant]:
+    """Return one variant of a third of the kernels; architectures take turns."""
+    found = []
+    for number, kernel in enumerate(declared()):
+        if (number + day) % SHARE and not Sample.all:
+            continue
+        arch = ARCHITECTURES[(number + day // SHARE) % len(ARCHITECTURES)]
+        several = of_kernel(kernel, arch) or of_kernel(kernel, "90")
+        found += several if Sample.all else several[day // SHARE % len(several) :][:1]
+    return found
+
+
+@pytest.mark.parametrize("variant", asked(), ids=str)
+def test_nothing_is_wrong_with_a_kernel(variant: Variant) -> None:
+    assert faults(variant) == []
+
+
+@pytest.mark.parametrize("kernel", sorted({variant.kernel for variant in asked()}))
+def test_wide_accesses_are_aligned(kernel: str) -> None:
+    """By what a launch gives: pointers of 16 bytes, strides of as many values as a thread takes."""
+    several = of_kernel(kernel, "90")
+    for variant in several if Sample.all else several[len(several) // 2 :][:1]:
+        if whole(variant) and kernel not in ALIGNED_OTHERWISE:
+            lanes = int(constants(variant.launch.source).get("LANES", 1))
+            assert [*unproved(kernel_of(variant), lanes)] == [], variant
+
+
+def test_reasons_are_of_kernels() -> None:
+    assert {*DOUBLE, *ALIGNED_OTHERWISE} <= {*declared()}
+
+
+PLANTED = """
+.visible .entry k(.param .u64 x, .param .u64 y)
+{
+.reg .b64 %rd<5>; .reg .b32 %f<5>; .reg .b64 %fd<2>; .reg .pred %p; .reg .b32 %r<3>;
+.local .align 4 .b8 depot[8];
+ld.param.u64 %rd1, [x]; cvta.to.global.u64 %rd2, %rd1;
+ld.param.u64 %rd3, [y]; cvta.to.global.u64 %rd4, %rd3;
+.loc 1 1 1
+ld.global.nc.f32 %f1, [%rd2+4];
+mul.ftz.f32 %f2, %f1, 0f3D2AAAAB;
+add.f64 %fd1, %fd1, %fd1;
+st.global.f32 [%rd2], %f2;
+st.global.f32 [%rd2+4], %f2;
+st.global.f32 [%rd2+8], %f2;
+st.global.f32 [%rd2+12], %f2;
+@%p bar.sync 0;
+ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd4+8];
+ret;
+}
+.file 1 "unit.cu"
+"""
+SAYS = {
+    "read-only cache": "unit.cu:1: ld.global.nc of x, which is written",
+    "local memory": ".local .align 4 .b8 depot[8] lies in local memory",
+    "double precision": "unit.cu:1: add.f64",
+    "reciprocals": "unit.cu:1: x / 24 is a product: y = x / 24;",
+    "split stores": "unit.cu:1: four stores of 4 bytes side by side",
+    "guarded barriers": "unit.cu:1: @%p bar.sync",
+}
+
+
+def test_every_check_says_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emitted, "source_of", lambda place: "y = x / 24;")
+    kernel = Kernel(functions(PLANTED)[1][0])
+    assert {name: [*check(kernel)] for name, check in CHECKS.items()} == {
+        name: [said] for name, said in SAYS.items()
+    }
+    assert [*unproved(kernel, 4)] == ["unit.cu:1: ld.global.v4.f32 [%rd4+8]"]

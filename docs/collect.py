@@ -4,6 +4,7 @@ An op's page shows the signature string that checks its calls, so a new op docum
 """
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ MODULES = {
     "unsloth_cupy.errors": "Errors",
 }
 PARTS = ("_forward", "_backward")
+EXAMPLES = Path(__file__).with_name("examples") / "api.md"
 
 
 def groups() -> dict[str, list[str]]:
@@ -39,6 +41,36 @@ def groups() -> dict[str, list[str]]:
     return found
 
 
+def examples() -> dict[tuple[str, ...], str]:
+    """Return the blocks of examples/api.md by the full names that they are for."""
+    text = EXAMPLES.read_text(encoding="utf-8")
+    found = re.findall(r"^## (.+)\n\n```python\n((?:.*\n)*?)```$", text, re.M)
+    return {
+        tuple(f"unsloth_cupy.{name}" for name in heading.split(", ")): block
+        for heading, block in found
+    }
+
+
+def public() -> list[str]:
+    """Return the full names of the public functions, and of the classes of the package itself."""
+    names = [f"unsloth_cupy.{name}" for group in groups().values() for name in group]
+    for module in MODULES:
+        space = vars(importlib.import_module(module))
+        own = [name for name, value in space.items() if inspect.isfunction(value)]
+        names += [f"{module}.{name}" for name in own if name[0] != "_"]
+    return names
+
+
+def example(name: str) -> list[str]:
+    """Return what a page says behind the docstring of a name."""
+    for names, block in examples().items():
+        if name == names[0]:
+            return ["Example:", "", "```python", block.rstrip(), "```", ""]
+        if name in names:
+            return ["```{eval-rst}", f"Example: with :obj:`{names[0]}`.", "```", ""]
+    return []
+
+
 def page(title: str, module: str, names: list[str]) -> str:
     """Return one page: every name with its docstring, parts of an op after the op."""
     lines = [f"# {title}", ""]
@@ -49,7 +81,7 @@ def page(title: str, module: str, names: list[str]) -> str:
         lines += ["```{eval-rst}", f".. auto{kind}:: {module}.{name}"]
         if kind == "class" and not issubclass(value, Exception):
             lines += ["   :members:"]
-        lines += ["```", ""]
+        lines += ["```", "", *example(f"{module}.{name}")]
     return "\n".join(lines)
 
 

@@ -1,5 +1,7 @@
 """Every example and every block of Python in the pages runs; the pages build without a warning."""
 
+import functools
+import importlib.util
 import json
 import re
 import subprocess
@@ -54,6 +56,41 @@ def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+@pytest.fixture(scope="module")
+def collect() -> Any:
+    """The module that writes the API pages."""
+    pytest.importorskip("sphinx", reason="needs the extra `docs`")
+    spec = importlib.util.spec_from_file_location("collect", DOCS / "collect.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_public_functions_have_an_example(collect: Any) -> None:
+    named = [name for names in collect.examples() for name in names]
+    assert [name for name in collect.public() if name not in named] == []
+    assert len({*named}) == len(named), "a name has two"
+    strange = [n for n in named if not functools.reduce(getattr, n.split(".")[1:], unsloth_cupy)]
+    assert strange == []
+
+
+def test_examples_of_the_api_run(
+    collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself, and each calls all that it is for."""
+    monkeypatch.chdir(tmp_path)
+    for names, block in collect.examples().items():
+        needs = re.search(r"^# needs (\w+)$", block, re.M)
+        if needs and importlib.util.find_spec(needs[1]) is None:
+            continue
+        exec(compile(block, names[0], "exec"), {})
+        code = re.sub(r"^(from|import) .*|#.*", "", block, flags=re.M)
+        lasts = [name.rpartition(".")[2] for name in names]
+        assert [last for last in lasts if not re.search(rf"\b{last}\b", code)] == [], names
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)

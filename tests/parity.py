@@ -101,34 +101,7 @@ class Parity:
         """Every differentiable input, in one random direction, through every output."""
         op = OPS[self.op]
         assert op.backward is not None, f"{self.op} has no gradient: set this test to None"
-        call = case.draw(op, np.float64)
-        rng = np.random.default_rng(1)
-        made = outputs_of(call)
-        seeds = _seeds(op, made, rng)
-
-        def loss(**moved: np.ndarray) -> float:
-            outputs = outputs_of(call._replace(arrays=call.arrays | moved))
-            return sum(
-                float((seed * outputs[name[1:]])[np.isfinite(outputs[name[1:]])].sum())
-                for name, seed in seeds.items()  # the lse of a row without keys stays -inf
-            )
-
-        gradients = outputs_of(call.backward(made, seeds))
-        for operand in op.contract.inputs:
-            name, value = operand.name, call.arrays[operand.name]
-            if value is None or operand.kind not in DIFFERENTIABLE:
-                continue
-            gradient = gradients["d" + name]
-            assert (gradient.dtype, gradient.shape) == (value.dtype, value.shape), name
-            direction = np.where(np.isfinite(value), rng.standard_normal(value.shape), 0)
-            errors = []
-            for step in (1e-4, 1e-5, 1e-6):  # truncation and rounding pull apart: one is small
-                ahead, behind = (loss(**{name: value + s * step * direction}) for s in (1, -1))
-                slope = (ahead - behind) / (2 * step)
-                exact = float((gradient * direction).sum())
-                size = np.abs(gradient * direction).sum()
-                errors.append(abs(slope - exact) / max(size, 1e-300) if size else abs(slope))
-            assert min(errors) < 1e-7, f"{name}: {errors}"
+        judge_gradient(case.draw(op, np.float64))
 
     @pytest.mark.parametrize("dtype", [np.dtype("float16"), BFLOAT16], ids=str)
     def test_rounds_once(self, case: Case, dtype: Any) -> None:
@@ -147,6 +120,42 @@ class Parity:
 
 
 another: Callable[..., Any] | None = None  # what makes a target in the place of the emulator
+
+
+def judge_gradient(call: Call, least: float = 1e-300) -> None:
+    """Raise where a gradient of a float64 call is not the slope along a random direction.
+
+    A slope that is less than ``least`` is judged as if it were as much: differences of a loss near
+    1 tell no smaller ones.
+    """
+    op = call.op
+    rng = np.random.default_rng(1)
+    made = outputs_of(call)
+    seeds = _seeds(op, made, rng)
+
+    def loss(**moved: np.ndarray) -> float:
+        outputs = outputs_of(call._replace(arrays=call.arrays | moved))
+        return sum(
+            float((seed * outputs[name[1:]])[np.isfinite(outputs[name[1:]])].sum())
+            for name, seed in seeds.items()  # the lse of a row without keys stays -inf
+        )
+
+    gradients = outputs_of(call.backward(made, seeds))
+    for operand in op.contract.inputs:
+        name, value = operand.name, call.arrays[operand.name]
+        if value is None or operand.kind not in DIFFERENTIABLE:
+            continue
+        gradient = gradients["d" + name]
+        assert (gradient.dtype, gradient.shape) == (value.dtype, value.shape), name
+        direction = np.where(np.isfinite(value), rng.standard_normal(value.shape), 0)
+        errors = []
+        for step in (1e-4, 1e-5, 1e-6):  # truncation and rounding pull apart: one is small
+            ahead, behind = (loss(**{name: value + s * step * direction}) for s in (1, -1))
+            slope = (ahead - behind) / (2 * step)
+            exact = float((gradient * direction).sum())
+            size = np.abs(gradient * direction).sum()
+            errors.append(abs(slope - exact) / max(size, least) if size else abs(slope))
+        assert min(errors) < 1e-7, f"{name}: {errors}"
 
 
 def emulator(**machine: Any) -> AbstractContextManager[None]:
@@ -244,8 +253,18 @@ def _compare_kernels(
     place: Callable[[np.ndarray], Any],
     sides: Sequence[str] = KernelParity.sides,
 ) -> None:
-    call = case.draw(op, dtype)
-    wide, there = call.cast(np.float64), call.mapped(place)
+    judge_kernels(case.draw(op, dtype), run, place, sides, case.gaps)
+
+
+def judge_kernels(
+    call: Call,
+    run: Callable[[Callable[[], Arrays]], Arrays],
+    place: Callable[[np.ndarray], Any],
+    sides: Sequence[str] = KernelParity.sides,
+    gaps: bool = False,
+) -> None:
+    """Raise where the kernels of a call, or of its backward op, are off, or differ in two runs."""
+    op, wide, there = call.op, call.cast(np.float64), call.mapped(place)
     exact, plain = outputs_of(wide), outputs_of(call)
     if "forward" in sides:
         first, second = (run(lambda: outputs_of(there)) for _ in range(2))
@@ -255,7 +274,7 @@ def _compare_kernels(
         return
     seeds = _seeds(op, plain, np.random.default_rng(1))
     wide_seeds = {name: seed.astype(np.float64) for name, seed in seeds.items()}
-    seeds_there = {name: _between_gaps(a) if case.gaps else a for name, a in seeds.items()}
+    seeds_there = {name: _between_gaps(a) if gaps else a for name, a in seeds.items()}
     wide, call, there = (
         wide.backward(exact, wide_seeds),
         call.backward(plain, seeds),

@@ -14,6 +14,7 @@ import numpy as np
 from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
+from ...errors import ConfigError
 from ._head import gradients
 from ._launch import launch_both
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
@@ -110,3 +111,10 @@ def _launch(
 
 
 linear_cross_entropy_gradients.require(check_options)
+
+
+@linear_cross_entropy_gradients.require
+def _check_wanted(call: str, wanted: Any) -> None:
+    if wanted is not None and not (isinstance(wanted, Set) and wanted <= {"x", "weight"}):
+        cure = "pass {'x'}, {'weight'}, or None for both gradients"
+        raise ConfigError(f"{call}: wanted={wanted!r}; {cure}")

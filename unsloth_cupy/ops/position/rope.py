@@ -18,7 +18,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import RangeError, ShapeError
+from ...errors import DTypeError, RangeError, ShapeError
 from ..common import faults
 from ..common.strides import with_head_strides
 
@@ -92,11 +92,15 @@ def _launch_backward(
 
 
 def check_tables(call: str, cos: Array, positions: Array | None, **rest: Any) -> None:
-    """Raise for tables too wide for a head, or too short for tokens without positions.
+    """Raise for tables of two dtypes, too wide for a head, or too short without positions.
 
     The first of the other operands has the heads.
     """
     (length, half), shape = cos.shape, next(iter(rest.values())).shape
+    if cos.dtype != (sin := rest["sin"]).dtype:
+        problem = f"{call}: cos is {cos.dtype.name} and sin is {sin.dtype.name}"
+        cure = f"pass sin.astype({cos.dtype.name!r}), or make both with rope_tables"
+        raise DTypeError(f"{problem}; {cure}", expected=cos.dtype, actual=sin.dtype)
     if 2 * half > shape[3]:
         raise ShapeError(
             f"{call}: cos {cos.shape} turns {2 * half} columns and a head of x {shape} has"

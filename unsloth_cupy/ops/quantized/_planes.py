@@ -82,6 +82,11 @@ def ones(values: Any) -> int:
     return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
 
 
+def by_row(scale: Any) -> Any:
+    """Return scales as rows and groups, where one row of them stands for all."""
+    return scale if scale.ndim == 2 else scale[None]
+
+
 def spread(scale: Any, group: int, columns: int) -> Array:
     """Return the scale of every column, (rows, columns), from one a group."""
     if scale.shape[1] == 1:
@@ -93,6 +98,7 @@ def dense(
     planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
 ) -> Array:
     """Return a part of the matrix as a new array: codes times the scale of their group."""
+    scale = by_row(scale)
     first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
     held, shape = slice(first // 8, row_bytes(last)), (rows.stop - rows.start, last - first)
     found = empty(shape, dtype, like=planes)

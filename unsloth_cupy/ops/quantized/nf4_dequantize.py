@@ -13,6 +13,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...errors import ShapeError
 from ...placement import placed
 from ..common import dynamic_codes
 from ..common.no_kernel import no_kernel
@@ -37,6 +38,30 @@ def sizes_of(absmax: Array, codes: Array | None) -> Array:
         return absmax
     scales = np.repeat(absmax[SCALES:], dynamic_codes.BLOCK)[: codes.size]
     return absmax[:TABLE][codes] * scales + absmax[TABLE]
+
+
+def check_held(
+    call: str,
+    packed: Array,
+    absmax: Array,
+    codes: Array | None,
+    inputs: int,
+    values: int,
+    block: int,
+) -> None:
+    """Raise ShapeError where arrays do not hold so many values, in whole rows of inputs."""
+    blocks, held = -(-values // block), absmax if codes is None else codes
+    row, scales = max(1, inputs // 2), max(1, inputs // block)
+    wanted = -(-values // 2), blocks
+    whole = inputs % 2 or packed.size % row == 0
+    whole = whole and (inputs % block or held.size % scales == 0)
+    if codes is not None:
+        whole = whole and absmax.size >= SCALES + -(-codes.size // dynamic_codes.BLOCK)
+    if packed.size < wanted[0] or held.size < blocks or not whole:
+        found = packed.size, held.size
+        problem = f"{call}: {packed.size} bytes of packed and {held.size} of absmax"
+        cure = f"{values} values take {wanted[0]} and {wanted[1]}, in whole rows of {inputs}"
+        raise ShapeError(f"{problem}; {cure}", expected=wanted, actual=found)
 
 
 @op(
@@ -66,6 +91,22 @@ def nf4_dequantize_(
     sizes = sizes_of(absmax, absmax_codes)
     w[...] = _four_bits.decode(packed, sizes, *part, columns, block, fp4)
     return w
+
+
+@nf4_dequantize_.require
+def _check(
+    call: str,
+    w: Array,
+    packed: Array,
+    absmax: Array,
+    absmax_codes: Array | None,
+    columns: int,
+    start: int,
+    block: int,
+) -> None:
+    rows, width = w.shape
+    last = start + (rows - 1) * columns + width if w.size else 0
+    check_held(call, packed, absmax, absmax_codes, columns, last, block)
 
 
 @nf4_dequantize_.kernel

@@ -16,7 +16,7 @@ from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.strides import spanned
 from . import _four_bits
-from .nf4_dequantize import sizes_of
+from .nf4_dequantize import check_held, sizes_of
 
 FEW = 16  # rows; with more, cuBLAS reads chunks whose levels are made once for all of them
 MANY_OUTPUTS = 2048  # so many give the SMs enough to read where a block has 32
@@ -49,6 +49,20 @@ def nf4_product_(
     sizes = sizes_of(absmax, absmax_codes)
     w = _four_bits.decode(packed, sizes, *whole, inputs, block, fp4)
     return gemm(x, w.astype(x.dtype, copy=False).T, out=out, add=add)
+
+
+@nf4_product_.require
+def _check(
+    call: str,
+    out: Array,
+    x: Array,
+    packed: Array,
+    absmax: Array,
+    absmax_codes: Array | None,
+    block: int,
+) -> None:
+    inputs = x.shape[1]
+    check_held(call, packed, absmax, absmax_codes, inputs, out.shape[1] * inputs, block)
 
 
 def has_kernel(x: Array, out: Array) -> bool:

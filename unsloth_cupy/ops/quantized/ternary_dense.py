@@ -13,6 +13,7 @@ from ...core.dtypes import KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...errors import ShapeError
 from ..common.no_kernel import no_kernel
 from ._planes import WORD, dense, row_bytes
 from .weight import on_gpu
@@ -52,9 +53,21 @@ def ternary_dense_(
 NOT_PACKED = "w, planes or scale are not packed"
 
 
+@ternary_dense_.require
+def _check(call: str, w: Array, planes: Array, scale: Array, row: int, column: int) -> None:
+    (rows, columns), (outputs, signs, held) = w.shape, planes.shape
+    if signs != 2 or row + rows > outputs or column + columns > held * EIGHT or not scale.size:
+        problem = f"{call}: planes {planes.shape} and scale {scale.shape} do not hold"
+        problem += f" {rows} rows from {row} and {columns} columns from {column} on"
+        wanted = (row + rows, 2, row_bytes(column + columns))
+        raise ShapeError(
+            f"{problem}; pass those of a whole weight", expected=wanted, actual=planes.shape
+        )
+
+
 @ternary_dense_.kernel
 def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group: int) -> Any:
-    columns, held, groups = w.shape[1], planes.shape[2], scale.shape[1]
+    columns, held, groups = w.shape[1], planes.shape[2], scale.shape[-1]
     packed = w.flags.c_contiguous and planes.flags.c_contiguous and scale.flags.c_contiguous
     if not packed or column % EIGHT or row_bytes(column + columns) > held:
         part = f"columns from {column} on, of {columns}"
@@ -65,7 +78,7 @@ def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group:
     kernel = load("ternary_dense.cu", "ternary_dense_", w, chosen)
     kernel[-(-eighths // THREADS), THREADS](
         *(w, planes, scale, eighths, columns, row, column, held, group, groups),
-        int(scale.shape[0] > 1),
+        int(scale.size > groups),
     )
     return w
 

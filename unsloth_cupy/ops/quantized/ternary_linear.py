@@ -25,7 +25,7 @@ from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..linear.linear import linear
-from ._planes import row_blocks, row_bytes
+from ._planes import by_row, row_blocks, row_bytes
 from .int8_quantize import launch_quantize
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
@@ -101,7 +101,7 @@ def ternary_linear_forward(
     Marks say which 256 columns of a row of w hold a code that is not 0; group is the columns that
     share a scale, where a row has several.
     """
-    inputs, outputs = x.shape[-1], len(planes)
+    inputs, outputs, scale = x.shape[-1], len(planes), by_row(scale)
     rows: Any = packed(x.reshape(math.prod(x.shape[:-1]), inputs))
     scales = None
     if int8:
@@ -155,7 +155,7 @@ def _launch(
 ) -> Any:
     outputs, (inputs, groups), held = (
         planes.shape[0],
-        (x.shape[-1], scale.shape[1]),
+        (x.shape[-1], scale.shape[-1]),
         planes.shape[2],
     )
     rows = x.size // inputs
@@ -181,7 +181,7 @@ def _launch(
     kernel = load("ternary_linear.cu", "ternary_linear", x, chosen)
     kernel[-(-outputs // (16 * wm)) * tiles, 32 * wm * wk, shared](
         *(values, factors, planes, scale, marks, y, rows, inputs, outputs, held // 4),
-        *(group, groups, int(scale.shape[0] > 1), tiles),
+        *(group, groups, int(scale.size > groups), tiles),
     )
     return y
 

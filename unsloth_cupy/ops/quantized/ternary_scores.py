@@ -80,7 +80,7 @@ def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -
     rows = codes_of(q, columns).astype(wide)
     for part in row_blocks(len(k), columns):
         gemm(rows, codes_of(k[part], columns).astype(wide).T, out=scores[:, part])
-    scores *= q_scale[:, None] * k_scale
+    scores *= q_scale.reshape(-1, 1) * k_scale
     return scores
 
 
@@ -95,7 +95,7 @@ def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
     tiles = -(-q.shape[0] // (SIDE * own))
     kernel[-(-k.shape[0] // (SIDE * 4)) * tiles, SIDE * SIDE](
         *(q, k, q_scale, k_scale, scores, q.shape[0], k.shape[0], words, tiles),
-        *(int(q_scale.shape[0] > 1), int(k_scale.shape[0] > 1)),
+        *(int(q_scale.size > 1), int(k_scale.size > 1)),
     )
     return scores
 

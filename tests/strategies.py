@@ -1,0 +1,457 @@
+"""Random calls of every op for hypothesis, derived from signatures.
+
+    @given(calls(OPS["softmax"]))
+    def test_it(call: Call) -> None: ...
+
+Sizes of axes from 0 on, dtypes, how arrays lie and optional operands come from the signature; a
+table below has the values of options, and the few arrays whose values have a meaning.  ``broken``
+draws calls that are wrong in one thing.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import unsloth_cupy
+from unsloth_cupy.bench.cases import Call
+from unsloth_cupy.core.dtypes import FLOATS, allowed
+from unsloth_cupy.core.op import Op
+from unsloth_cupy.core.signature import Operand, parts, size_of
+
+PUBLIC = frozenset(dir(unsloth_cupy))
+MOST = 5  # the size of an axis
+TILE = 128  # tokens of a bit of a block mask
+TABLES = ("rope", "rope_qk", "rope_qk_", "qk_norm_rope")  # ops whose tables share a dtype
+WRITTEN = {"int8_few_rows_": ("y",), "nf4_product_": ("out",)}  # of the dtype of x, as results are
+Draw = Callable[[Any], Any]
+Sizes = dict[str, Any]
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+LENGTHS: Mapping[str, Sequence[int]] = {  # of axes that are no free number
+    "dim": (2, 4, 8, 16),
+    "value_dim": (1, 3, 8, 16),
+    "page": (1, 2, 16),
+    "signs": (2,),
+    "columns": (1, 2, 7, 33, 65),  # of a row: more than a warp among them
+    "inputs": (0, 1, 8, 31, 64, 130),
+    "hidden": (0, 1, 2, 7, 64),
+    "inner": (0, 1, 8, 9),
+    "outputs": (0, 1, 3, 32),
+    "vocab": (1, 2, 7, 64),
+    "groups": (1,),
+    "blocks": (1,),
+    "scales": (1,),
+}
+SIZE = st.one_of(st.integers(1, MOST), st.integers(0, 1))
+
+
+def _sizes(draw: Draw, op: Op) -> Sizes:
+    """Return a size for every axis that inputs have."""
+    sizes: Sizes = {}
+    for operand in op.contract.inputs:
+        for axis in operand.axes:
+            name = parts(axis)[0]
+            if name.isdigit() or name in sizes:
+                continue
+            if axis.startswith("*"):
+                sizes[name] = tuple(draw(st.lists(SIZE, max_size=3)))
+            else:
+                known = LENGTHS.get(name)
+                sizes[name] = draw(st.sampled_from(known) if known else SIZE)
+    for many, few in op.contract.multiples:
+        sizes[many] = sizes[few] * draw(st.integers(1, 3))
+    BETWEEN.get(op.__name__, lambda draw, sizes: None)(draw, sizes)
+    return sizes
+
+
+def _no_more_than(small: str, large: str) -> Callable[[Draw, Sizes], None]:
+    def between(draw: Draw, sizes: Sizes) -> None:
+        sizes[large] = sizes[small] + draw(st.integers(0, 3))
+
+    return between
+
+
+def _tables(draw: Draw, sizes: Sizes) -> None:
+    sizes["length"] = sizes["tokens"] + draw(st.integers(0, 3))
+    sizes["half"] = draw(st.integers(0, sizes["dim"] // 2))
+
+
+def _whole_tables(draw: Draw, sizes: Sizes) -> None:
+    _tables(draw, sizes)
+    sizes["half"] = sizes["dim"] // 2
+
+
+def _paged(draw: Draw, sizes: Sizes) -> None:
+    sizes["pages"] = sizes["batch"] * sizes["max_pages"] + draw(st.integers(1, 2))
+    sizes["keys"] = sizes["max_pages"] * sizes["page"]
+
+
+def _rows_of_pages(draw: Draw, sizes: Sizes) -> None:
+    rows = -(-sizes["tokens"] // sizes["page"]) + draw(st.integers(0, 2))
+    sizes["row_pages"] = rows
+    sizes["pages"] = sizes["batch"] * rows + draw(st.integers(0, 2))
+
+
+def _one_row_a_page(draw: Draw, sizes: Sizes) -> None:
+    sizes["page"] = sizes["tokens"] + draw(st.integers(0, 3))
+    sizes["pages"] = sizes["batch"]
+
+
+def _planes_of(columns: str) -> Callable[[Draw, Sizes], None]:
+    def between(draw: Draw, sizes: Sizes) -> None:
+        sizes["bytes"] = -(-sizes[columns] // 32) * 4
+        sizes["mark_bytes"] = -(-sizes[columns] // 8)
+
+    return between
+
+
+def _part_of_planes(draw: Draw, sizes: Sizes) -> None:
+    sizes["bytes"] = -(-sizes["columns"] // 32) * 4
+    sizes["outputs"] = sizes["rows"] + draw(st.integers(0, 3))
+
+
+def _blocks(draw: Draw, sizes: Sizes) -> None:
+    values = sizes["outputs"] * sizes.get("inputs", 0)
+    sizes["bytes"], sizes["scales"] = -(-values // 2), -(-values // 64)
+    sizes["blocks"] = sizes["scales"]
+
+
+def _slots(draw: Draw, sizes: Sizes) -> None:
+    sizes["slots"] = sizes["tokens"] + draw(st.integers(0, 3))
+
+
+BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
+    "rope": _tables,
+    "rope_qk": _tables,
+    "rope_qk_over_": _tables,
+    "qk_norm_rope_forward": _whole_tables,
+    "attention_paged_forward": _paged,
+    "attention_paged_int8_forward": _paged,
+    "kv_append_": _slots,
+    "kv_append_paged_": _rows_of_pages,
+    "kv_append_int8_": _one_row_a_page,
+    "ternary_linear_forward": _planes_of("inputs"),
+    "ternary_dense_": _part_of_planes,
+    "nf4_dequantize_": _blocks,
+    "nf4_product_": _blocks,
+}
+
+
+# ---- arrays -------------------------------------------------------------------------------------
+def _offsets(tokens: str, most: str) -> Callable[..., Any]:
+    def made(rng: Any, shape: Any, sizes: Sizes) -> Any:
+        if shape[0] == 1:  # no sequence, and so no token
+            sizes[tokens] = sizes[most] = 0
+            return np.zeros(1, int)
+        inner = rng.integers(0, sizes[tokens] + 1, shape[0] - 2)
+        offsets = np.sort(np.concatenate([[0], inner, [sizes[tokens]]]))
+        sizes[most] = int(np.diff(offsets).max()) + int(rng.integers(0, 3))
+        return offsets
+
+    return made
+
+
+def _pages(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    return rng.permutation(sizes["pages"])[: shape[0] * shape[1]].reshape(shape)
+
+
+def _lengths(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    return rng.integers(0, sizes["max_pages"] * sizes["page"] + 1, shape)
+
+
+def _starts(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    rows = sizes.get("row_pages")
+    room = sizes["slots"] if "slots" in sizes else sizes["page"] * (rows or 1)
+    return rng.integers(0, room - sizes["tokens"] + 1, shape)
+
+
+def _codes(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    plus, minus = rng.integers(0, 256, (2, shape[0], shape[2]), np.uint8)
+    return np.stack([plus, minus & ~plus], 1)
+
+
+def _positive(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    return rng.random(shape) + 0.5
+
+
+VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
+    "labels": lambda rng, shape, sizes: np.where(
+        rng.random(shape) < 0.2, -100, rng.integers(0, max(sizes["vocab"], 1), shape)
+    ),
+    "q_offsets": _offsets("tokens", "max_queries"),
+    "k_offsets": _offsets("key_tokens", "max_keys"),
+    "page_table": _pages,
+    "lengths": _lengths,
+    "starts": _starts,
+    "positions": lambda rng, shape, sizes: rng.integers(0, max(sizes.get("length", 99), 1), shape),
+    "key_lengths": lambda rng, shape, sizes: rng.integers(0, sizes["keys"] + 1, shape),
+    "query_start": lambda rng, shape, sizes: rng.integers(-3, 9, shape),
+    "alibi": lambda rng, shape, sizes: rng.random(shape),
+    "planes": _codes,
+    "ternary_scores_forward.q": _codes,
+    "ternary_scores_forward.k": _codes,
+    "marks": lambda rng, shape, sizes: np.zeros(shape, np.uint8),
+    **dict.fromkeys(("absmax", "scales", "square", "norm"), _positive),
+    **dict.fromkeys(("log.x", "divide.b", "power.x", "sum.x", "mean.x"), _positive),
+    "absmax_codes": lambda rng, shape, sizes: np.zeros(shape, np.uint8),
+}
+
+
+def _packed_in_c(array: Any) -> Any:
+    return array
+
+
+def _fortran(array: Any) -> Any:
+    return np.asarray(array, order="F")
+
+
+def _gaps(array: Any) -> Any:
+    if not array.ndim:
+        return array
+    room = np.zeros((*array.shape[:-1], array.shape[-1] + 3), array.dtype)
+    view = room[..., : array.shape[-1]]
+    view[...] = array
+    return view
+
+
+def _reversed(array: Any) -> Any:
+    return array[..., ::-1].copy()[..., ::-1] if array.ndim else array
+
+
+def _off_alignment(array: Any) -> Any:
+    room = np.empty(array.size + 1, array.dtype)
+    view = room[1:].reshape(array.shape)
+    view[...] = array
+    return view
+
+
+LAYOUTS = (_packed_in_c, _fortran, _gaps, _reversed, _off_alignment)
+
+
+def _shape(draw: Draw, operand: Operand, sizes: Sizes) -> tuple[int, ...]:
+    """Return a shape that the operand may have: what may be absent or 1 is, at times."""
+    shape: list[int] = []
+    leading = True
+    for axis in operand.axes:
+        operator = parts(axis)[1]
+        size = size_of(axis, sizes)
+        if operator == "?" and draw(st.booleans()):
+            continue
+        if operator == "|":
+            how = draw(st.sampled_from(("whole", "one", "absent")))
+            if how == "absent" and leading and not shape:
+                continue
+            size = 1 if how == "one" else size
+        leading = False
+        shape.extend(size if isinstance(size, tuple) else [size])
+    return tuple(shape)
+
+
+def _array(draw: Draw, op: Op, operand: Operand, sizes: Sizes, dtype: Any, rng: Any) -> Any:
+    shape = _shape(draw, operand, sizes)
+    made = VALUES.get(f"{op.__name__}.{operand.name}", VALUES.get(operand.name))
+    choices = allowed(operand.kind, dtype)
+    chosen = choices[draw(st.integers(0, len(choices) - 1))]
+    if operand.kind == "table" and op.called in TABLES:
+        chosen = sizes.setdefault("dtype of tables", chosen)
+    if made is not None:
+        array = made(rng, shape, sizes)
+    elif operand.kind == "bool":
+        array = rng.random(shape) < 0.7
+    elif operand.kind in ("code", "byte"):
+        array = rng.integers(-127 if operand.kind == "code" else 0, 127, shape)
+    elif operand.kind == "int":
+        array = rng.integers(0, max(sizes[operand.below or ""], 1), shape)
+    else:
+        array = rng.standard_normal(shape)
+    array = np.asarray(array)
+    if operand.name in WRITTEN.get(op.__name__, ()):
+        chosen = dtype
+    if chosen in FLOATS:  # numbers that every dtype holds
+        array = array.astype(np.float16)
+    array = draw(st.sampled_from(LAYOUTS))(array.astype(chosen))
+    array.flags.writeable = False
+    return array
+
+
+# ---- options ------------------------------------------------------------------------------------
+def _some(*values: Any) -> Callable[..., Any]:
+    return lambda draw, sizes, arrays: draw(st.sampled_from(values))
+
+
+def _window(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    side = st.none() | st.integers(0, 6)
+    return draw(st.none() | st.tuples(side, side))
+
+
+def _axis(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    axes = len(arrays["x"].shape)
+    one = st.integers(-axes, axes - 1) if axes else st.none()
+    many = st.lists(st.integers(0, axes - 1), unique=True) if axes else st.just([])
+    return draw(st.none() | one | many.map(tuple))
+
+
+def _order(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    axes = len(arrays["x"].shape)
+    return draw(st.none() | st.permutations(range(axes)).map(tuple))
+
+
+def _new_shape(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    shape = arrays["x"].shape
+    return draw(st.sampled_from([shape, (1, *shape), (arrays["x"].size,), (*shape, 1)]))
+
+
+def _broadcast(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    return (*draw(st.lists(SIZE, max_size=2)), *arrays["x"].shape)
+
+
+def _key(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    if not arrays["x"].ndim:
+        return draw(st.sampled_from([..., (), None]))
+    every = [..., np.s_[::-1], np.s_[1:], np.s_[..., :2], None, np.s_[:, None], ()]
+    return draw(st.sampled_from([*every, -1] if arrays["x"].shape[0] else every))
+
+
+def _first(axis: str) -> Callable[..., Any]:
+    return lambda draw, sizes, arrays: draw(st.integers(0, sizes[axis]))
+
+
+def _most(axis: str) -> Callable[..., Any]:
+    return lambda draw, sizes, arrays: draw(st.sampled_from([None, sizes[axis]]))
+
+
+OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
+    "eps": _some(1e-6, 1e-5, 1e-3),
+    "offset": _some(0.0, 1.0),
+    "scale": _some(1.0, 0.3, -0.5),
+    "softcap": _some(None, 0.5, 30.0),
+    "window": _window,
+    "dropout": _some(0.0, 0.1, 0.9),
+    "seed": lambda draw, sizes, arrays: draw(st.integers(0, 2**63 - 1)),
+    "smoothing": _some(0.0, 0.1),
+    "z_loss": _some(0.0, 1e-3),
+    "ignore": _some(-100),
+    "max_bytes": _some(None, 1, 4096),
+    "chunk": _some(None, 1, 2, 7),
+    "betas": _some((0.9, 0.999), (0.0, 0.5)),
+    "lr": _some(1e-3, 0.0),
+    "weight_decay": _some(0.0, 0.01),
+    "step": _some(1, 2, 1000),
+    "exponent": _some(2.0, 3.0, 0.5, -1.0, 1.0, 0.0),
+    "factor": _some(0.5, -2.0, 0.0),
+    "rope_theta": _some(1e4, 1e6),
+    "threshold": _some(None, 0.5, 6.0),
+    "block": _some(64),
+    "axis": _axis,
+    "order": _order,
+    "key": _key,
+    "reshape.shape": _new_shape,
+    "broadcast_to.shape": _broadcast,
+    "columns.start": _first("columns"),
+    "columns.stop": _first("columns"),
+    "kv_append_.start": lambda draw, sizes, arrays: draw(
+        st.integers(0, sizes["slots"] - sizes["tokens"])
+    ),
+    "kv_append_int8_.start": lambda draw, sizes, arrays: draw(
+        st.integers(0, sizes["page"] - sizes["tokens"])
+    ),
+    "sinks": _some(0),
+    "nf4_dequantize_.columns": lambda draw, sizes, arrays: sizes["inputs"],
+    "nf4_dequantize_.start": _some(0),
+    "max_queries": _most("max_queries"),
+    "max_keys": _most("max_keys"),
+    "row": _some(0),
+    "column": _some(0),
+    "group": _some(128),
+    "wanted": _some(None),
+}
+ABSENT: Mapping[str, Sequence[str]] = {  # operands of which a call has none
+    "ternary_linear_forward": ("marks",),  # they say what stands in the planes
+    "kv_append_int8_": ("page_table", "starts"),
+    "nf4_dequantize_": ("absmax_codes",),
+    "nf4_product_": ("absmax_codes",),
+}
+
+
+def _options(draw: Draw, op: Op, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    parameters = inspect.signature(op.definition).parameters
+    for name in sorted(op.options):
+        made = OPTIONS.get(f"{op.__name__}.{name}", OPTIONS.get(name))
+        given = parameters[name].default is inspect.Parameter.empty or draw(st.booleans())
+        if isinstance(parameters[name].default, bool):
+            found[name] = draw(st.booleans())
+        elif given:
+            assert made is not None, f"{op.__name__}: give {name} a line in OPTIONS"
+            found[name] = made(draw, sizes, arrays)
+    if found.get("dropout"):
+        found["seed"] = OPTIONS["seed"](draw, sizes, arrays)
+    return found
+
+
+@st.composite
+def calls(draw: Draw, op: Op, dtypes: Sequence[Any] = FLOATS) -> Call:
+    """Draw a call that the signature allows, of read-only arrays."""
+    dtype = draw(st.sampled_from(dtypes))
+    sizes = _sizes(draw, op)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    arrays: dict[str, Any] = dict.fromkeys(op.names)
+    inputs = sorted(op.contract.inputs, key=lambda o: not o.name.endswith("_offsets"))
+    for operand in inputs:
+        never = operand.name in ABSENT.get(op.__name__, ())
+        if operand.optional and (never or draw(st.booleans())):
+            continue
+        arrays[operand.name] = _array(draw, op, operand, sizes, dtype, rng)
+    return Call(op, arrays, _options(draw, op, sizes, arrays))
+
+
+# ---- calls that are wrong -----------------------------------------------------------------------
+STRANGE_DTYPES = ("complex64", "int16", "uint32", "bool", "float64", "float16", ">f4", "U3", "O")
+STRANGE_OPTIONS = (
+    *(-1, 0, 3, 2**40, -0.5, 1.5, float("nan"), float("inf"), True, None, "x", (), (1, 2), [3]),
+)
+
+
+@st.composite
+def broken(draw: Draw, op: Op) -> Call:
+    """Draw a call of which one array or one option is another than it should be."""
+    call = draw(calls(op))
+    given = [name for name, array in call.arrays.items() if array is not None]
+    options = (
+        sorted(op.options) if op.__name__ in PUBLIC else []
+    )  # others are called by the library
+    at = draw(st.sampled_from([*given, *options]))
+    if at in options:
+        value = draw(st.sampled_from(STRANGE_OPTIONS))
+        return call._replace(options=call.options | {at: value})
+    array = call.arrays[at]
+    wrong = draw(
+        st.one_of(
+            st.sampled_from(STRANGE_DTYPES).map(lambda name: _of(array, name)),
+            st.sampled_from([array[None], array[..., None], array.ravel()]),
+            st.sampled_from([np.zeros((*array.shape, 2), array.dtype), np.array(1, array.dtype)]),
+            st.sampled_from([_longer(array, axis) for axis in range(array.ndim)] or [None]),
+            st.sampled_from([None, 1, 1.5, "x", [1.0, 2.0], object()]),
+            st.sampled_from([_filled(array, 2**31 - 1), _filled(array, -1), _filled(array, 99)]),
+        )
+    )
+    return call._replace(arrays=call.arrays | {at: wrong})
+
+
+def _of(array: Any, name: str) -> Any:
+    with np.errstate(all="ignore"):
+        return array.astype(np.float32).astype(name)
+
+
+def _filled(array: Any, value: int) -> Any:
+    """Return the array, of integers all the same one."""
+    return np.full_like(array, value) if array.dtype.kind == "i" and array.itemsize > 1 else array
+
+
+def _longer(array: Any, axis: int) -> Any:
+    shape = [n + (i == axis) for i, n in enumerate(array.shape)]
+    return np.ones(shape, array.dtype)

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,13 +152,38 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     home = tmp_path / "home"
     home.touch()
     monkeypatch.delenv(cache.CACHE, raising=False)
-    monkeypatch.delenv(cache.IN_MEMORY, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(home / "kernels"))
     assert "code" in cache.unit(cupy_of("90"), "source", OPTIONS)
-    assert os.environ[cache.IN_MEMORY] == "1", "or CuPy would fail as it writes"
     with pytest.raises(ConfigError, match=f"set {cache.CACHE} to a folder"):
         cache.keep(cache.folder(), key("source"), b"binary")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_cupy_is_imported_where_it_cannot_write(named: bool, tmp_path: Path) -> None:
+    """It makes its folder as it is imported, and would end the program."""
+    home = tmp_path / "home"
+    home.touch()
+    env = os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home)}
+    env |= {"CUPY_CACHE_DIR": str(home / "cache")} if named else {}
+    env = {k: v for k, v in env.items() if k != cache.IN_MEMORY and (named or k[:6] != "CUPY_C")}
+    program = "import os; from unsloth_cupy.core import gpu; gpu.cupy(); print(os.environ)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    missing = "No module named 'cupy'" in done.stderr
+    assert missing or f"'{cache.IN_MEMORY}': '1'" in done.stdout, done.stderr
+    assert [*tmp_path.iterdir()] == [home]
+
+
+def test_a_folder_that_can_be_written_is_left_to_cupy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(cache.IN_MEMORY, raising=False)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new"))
+    cache.prepare.cache_clear()
+    cache.prepare()
+    assert cache.IN_MEMORY not in os.environ
+    assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "new")
 
 
 def run(*arguments: object) -> click.testing.Result:

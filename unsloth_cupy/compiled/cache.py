@@ -6,6 +6,7 @@ are written beside their names and renamed, which is safe for many processes on 
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -79,11 +80,21 @@ def keep(root: Path, key: str, binary: bytes) -> Path:
     return entry
 
 
-def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return what ``cupy.RawModule`` is to make a module of: a kept binary, or the source.
+@functools.cache
+def prepare() -> None:
+    """Let CuPy be imported, and compile, where it cannot write to the folder of its own cache.
 
-    CuPy keeps what it compiles in a folder of its own, and in memory where that is read-only.
+    It makes that folder as it is imported, and fails where it cannot.
     """
+    own = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
+    if not _writable(own):
+        os.environ.setdefault(IN_MEMORY, "1")
+        if not own.is_dir():
+            os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # it is there; nothing is written
+
+
+def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
+    """Return what ``cupy.RawModule`` is to make a module of: a kept binary, or the source."""
     root = folder()
     if root.is_dir():
         architecture = str(cupy.cuda.Device().compute_capability)
@@ -91,14 +102,12 @@ def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
         entry = find(root, key)
         if entry is not None:
             return {"path": str(entry)}
-    if not _writable(Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache")):
-        os.environ.setdefault(IN_MEMORY, "1")
     return {"code": source, "options": tuple(options)}
 
 
 def _writable(place: Path) -> bool:
     """Say whether files can be made in a folder, which may not be there yet."""
-    there = place.expanduser()
+    there = place
     while not there.exists() and there != there.parent:
         there = there.parent
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

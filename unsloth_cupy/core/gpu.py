@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..compiled.cache import unit
+from ..compiled.cache import prepare, unit
 from ..errors import KernelError
 from . import target
 from .source import source_root
@@ -27,6 +27,7 @@ CLUSTER_LAUNCH = 120  # in cudaDeviceAttr; CuPy has no name for it
 
 def cupy() -> Any:
     """Return CuPy, which is asked for here alone; raise ImportError where it is missing."""
+    prepare()
     import cupy
 
     return cupy
@@ -78,12 +79,11 @@ class CupyTarget:
 @functools.cache
 def limits_of(device: int) -> Limits:
     """Return the limits of the GPU of this number."""
-    cuda = cupy().cuda
-    runtime, architecture = cuda.runtime, int(cuda.Device(device).compute_capability)
+    runtime, there = cupy().cuda.runtime, cupy().cuda.Device(device)
     shared = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
     processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
     clusters = bool(runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))
-    return Limits(architecture, shared, processors, clusters)
+    return Limits(int(there.compute_capability), shared, processors, clusters)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from unsloth_cupy import (
 from unsloth_cupy.core import target
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.profiling.profile import until_exit
 
 from .parity import emulator
@@ -242,8 +243,11 @@ def test_nvtx_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_kernels_are_those_that_were_launched(timed: Machine) -> None:
+def test_kernels_are_those_that_were_launched(
+    timed: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found by explaining each form of call: the stand-in has written down what was launched."""
+    monkeypatch.setattr(_hopper, "asked", True)
     model = models.create(CONFIG, seed=0)
     parameters = {n: timed.array(a.shape, "float32") for n, a in model.parameters.items()}
     on_gpu: Any = type(model)(model.config, parameters, {})

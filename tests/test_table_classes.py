@@ -29,6 +29,7 @@ class Noted(NamedTuple):
     shared_memory: int = DYNAMIC_SHARED
     architecture: int = 90
     clusters: bool = True
+    processors: int = 1
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -37,7 +38,7 @@ class Noted(NamedTuple):
         return lambda *_: NOTES.append((name, source))
 
     def limits(self, array: Any) -> Limits:
-        return Limits(self.architecture, self.shared_memory, 1, self.clusters)
+        return Limits(self.architecture, self.shared_memory, self.processors, self.clusters)
 
 
 def classes(call: Call, sides: tuple[str, ...]) -> set[Class]:

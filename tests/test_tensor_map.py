@@ -12,12 +12,18 @@ import pytest
 from unsloth_cupy import AttentionConfig, attention_forward
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import KernelError
+from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.ops.common import tensor_map
 from unsloth_cupy.ops.common.tensor_map import Form, mappable
 
 from .stand_in import Machine, gpu
 
 NAME = "attention_forward_sm90"
+
+
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_hopper, "asked", True)
 
 
 def kernels(machine: Machine) -> list[str]:
@@ -77,10 +83,11 @@ def test_arrays_that_tma_cannot_copy_are_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["sm_80", "sm_100", "compiler", "driver", "float32", "few", "config"]
+    "why", ["sm_80", "sm_100", "compiler", "driver", "float32", "few", "config", "nobody asks"]
 )
 def test_other_calls_take_the_other_kernel(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arch = why.partition("_")[2] or "90"
+    monkeypatch.setattr(_hopper, "asked", why != "nobody asks")
     with gpu(arch) as machine:
         if why == "compiler":
             machine.compiler = (12, 8)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from unsloth_cupy import attention_forward
+from unsloth_cupy import AttentionConfig, attention_forward
 from unsloth_cupy.files import written_beside
 
 from . import budget, sass
@@ -102,7 +102,7 @@ def estimate(tile: Tile) -> float:
 
 def variant(dim: int, causal: bool = False) -> Variant:
     """Return what a call in bfloat16 launches."""
-    with gpu("90") as machine:
+    with gpu("90") as machine, AttentionConfig(warpgroups=True).use():
         q, k = (machine.array((1, 1024, heads, dim), "bfloat16") for heads in (4, 2))
         attention_forward(q, k, k, causal=causal)
         (launch,) = machine.launches

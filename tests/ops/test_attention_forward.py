@@ -304,20 +304,21 @@ def test_attention_begins_where_a_config_says(name: str, dtype: Any) -> None:
 
 
 def test_a_config_is_asked_for_and_forgotten() -> None:
-    def asked() -> tuple[int, ...]:
+    def asked() -> tuple[str, tuple[int, ...]]:
         with gpu("90") as machine:
             q = machine.array((1, 512, 1, 64), "float16")
             attention_forward(q, q, q)
-            return machine.launches[0].block
+            return machine.launches[0].kernel, machine.launches[0].block
 
     before = asked()
-    with AttentionConfig(tile=128, block=256).use(), AttentionConfig(256).use():
-        assert asked() == (256,)
+    with AttentionConfig(tile=64, block=128).use(), AttentionConfig(256).use():
+        assert asked() == ("attention_forward", (256,))
     with AttentionConfig(warpgroups=True).use():
-        assert asked() == before
-    with pytest.raises(ZeroDivisionError), AttentionConfig(tile=256).use():
+        assert asked() == ("attention_forward_sm90", (512,))
+    with pytest.raises(ZeroDivisionError), AttentionConfig(tile=256, warpgroups=True).use():
         _ = 1 / 0
-    assert asked() == before == (512,)
+    assert asked() == before
+    assert before[0] == "attention_forward"
 
 
 @pytest.mark.parametrize(

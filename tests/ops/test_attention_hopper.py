@@ -31,6 +31,11 @@ PAIR = {"batch": 1, "heads": 2, "kv_heads": 1}
 SMALL = GROUPED | {"queries": 70, "keys": 90, "dim": 64, "value_dim": 64}
 
 
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_hopper, "asked", True)
+
+
 class OnWarpgroups(KernelParity):
     """What a GPU of sm_90 runs on warpgroups, several jobs a block."""
 

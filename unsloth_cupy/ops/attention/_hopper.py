@@ -10,7 +10,7 @@ attention_forward_sm90.cu takes a call, and attention_forward.cu takes the other
     nothing is dropped             random words would spill the sums; so do mask, bias, alibi and
                                    softcap where a head has more than 192 columns
 
-and, inside of an ``AttentionConfig``, it asks for warpgroups.
+and an ``AttentionConfig`` asks for warpgroups: no GPU has run this kernel yet.
 
 bytes = rows * panel(dim) + stages * keys * (panel(dim) + panel(value_dim)) + barriers
 """
@@ -34,6 +34,7 @@ PANEL = 64  # columns under a swizzle of 128 bytes
 LEAST, WIDEST = 64, 256  # columns of a head
 FEWEST = 64  # queries
 L2 = 24 << 20  # bytes of keys and values at a time: half of the L2 of an H100
+asked = False  # for warpgroups, where there is no AttentionConfig
 
 
 class Warpgroups(NamedTuple):
@@ -84,8 +85,8 @@ def takes(q: Array, v: Array, call: KernelOptions) -> Warpgroups | None:
     start, said = _tiles.start, call.constants
     fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST
     fits = fits and q.shape[-3] >= FEWEST and min(q.size, v.size) > 0
-    asked = start is None or start.warpgroups
-    if not fits or not asked or said["DROPOUT"] or limits(q).architecture != 90:
+    wanted = asked if start is None else start.warpgroups
+    if not fits or not wanted or said["DROPOUT"] or limits(q).architecture != 90:
         return None
     width = next(width for width in TABLE if wide <= width)
     plain = said["FOLD"] and not said["MASK"]

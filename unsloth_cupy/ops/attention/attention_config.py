@@ -42,8 +42,8 @@ class AttentionConfig:
     head_dim : int
         Columns of a head, 1 or more: what ``resolve`` and ``shared_memory_bytes`` are asked for.
     warpgroups : bool
-        On Hopper, what attention_forward_sm90.cu takes goes there, as without a config; tile and
-        block are of the other calls.
+        On Hopper, what attention_forward_sm90.cu takes goes there, and tile and block are of the
+        other calls.  No GPU has run that kernel yet: nothing goes there without being asked for.
 
     Raises
     ------

@@ -166,7 +166,7 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
     assert all(n <= warpgroups.PEERS[dim].cycles()[pipe] for pipe, n in tile.cycles().items())
     assert more == dim // 2
     if budget.read()[0]["compiler"] == budget.compiler_version():
-        told = f"| `{warpgroups.KERNEL}` | {dim} | "
+        told = f"| `{warpgroups.KERNEL}.cu` | {dim} | "
         lines = budget.PAGE.read_text(encoding="utf-8").splitlines()
         (written,) = [line for line in lines if line.startswith(told)]
         own = warpgroups.line("", dim, tile, f"+{more}", "", "").split("|")

@@ -156,7 +156,7 @@ def rows() -> Iterator[str]:
             text, registers = disassembled(dim), budget.numbers(own)[0]
         tile, more = tile_of(text)
         copies = sum(name.startswith("UTMALDG") for name in sass.instructions(text))
-        yield line(f"`{KERNEL}`", dim, tile, f"+{more}", f"{registers}", f"{copies}")
+        yield line(f"`{KERNEL}.cu`", dim, tile, f"+{more}", f"{registers}", f"{copies}")
         if dim in PEERS:
             yield line("cuDNN's", dim, PEERS[dim], "-", "-", "-")
 

@@ -24,11 +24,25 @@ PLAIN = re.compile(r"(attention_forward )?bfloat16 queries=\d+ dim=(\d+) value_d
 LOOPS = ("attention_forward", "attention_backward", "attention_decode")
 
 
+SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
+
+
 class Loop(NamedTuple):
     """A loop of a kernel: all its instructions, and those that are products of tensor cores."""
 
     instructions: int
     products: int
+
+
+def whole(variant: Variant) -> bool:
+    """Say whether a variant accesses 16 bytes at a time: addresses and its row allow it."""
+    given = constants(variant.launch.source)
+    size = SIZES[given.get("T", "float")]
+    if given.get("RAGGED") == "true" and int(given["COLUMNS"]) * size < 16:
+        return False  # all accesses are cut
+    if "false" in (given.get("WIDE"), given.get("X_WIDE")):
+        return False
+    return int(given.get("LANES", 16 // size)) * size == 16
 
 
 @functools.cache

@@ -10,7 +10,16 @@ import pytest
 
 from . import budget, warpgroups
 from .sample import Sample
-from .sass import PRODUCT, disassembled, instructions, loops, nvdisasm, rows
+from .sass import (
+    PRODUCT,
+    SIZES,
+    disassembled,
+    instructions,
+    loops,
+    nvdisasm,
+    rows,
+    whole,
+)
 from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
 
 if (reason := budget.missing()) is not None:
@@ -20,7 +29,6 @@ try:
 except LookupError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
 INTEGERS = r"IMMA\.16832\.S8"
 COPY = r"LDGSTS\.E.*128"  # to shared memory, of 16 bytes
 
@@ -67,17 +75,6 @@ OTHERS = {
     "ternary_scores": ("POPC",),
     "column_sum": (),  # a warp reads 32 neighbouring columns of float32: 128 bytes all the same
 }
-
-
-def whole(variant: Variant) -> bool:
-    """Say whether a variant accesses 16 bytes at a time: addresses and its row allow it."""
-    given = constants(variant.launch.source)
-    size = SIZES[given.get("T", "float")]
-    if given.get("RAGGED") == "true" and int(given["COLUMNS"]) * size < 16:
-        return False  # all accesses are cut
-    if "false" in (given.get("WIDE"), given.get("X_WIDE")):
-        return False
-    return int(given.get("LANES", 16 // size)) * size == 16
 
 
 def many(kernel: str, given: dict[str, str]) -> tuple[str, ...]:

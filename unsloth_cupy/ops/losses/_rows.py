@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.stand_in import representative_steps
-from ...errors import ConfigError, RangeError
+from ...errors import ConfigError, DTypeError, RangeError
 from ..activations.softmax import finite
 
 CACHED = 2**15  # logits at a time: 128 KiB in float32, and of what is computed with them
@@ -27,9 +27,11 @@ class Options(NamedTuple):
 
 
 def check_options(
-    call: str, ignore: int, smoothing: float, z_loss: float, softcap: float | None
+    call: str, labels: Any, ignore: int, smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
-    """Raise ConfigError for an option that makes no sense."""
+    """Raise ConfigError for options that make no sense, DTypeError for a number as labels."""
+    if isinstance(labels, int):
+        raise DTypeError(f"{call}: labels is the number {labels}; pass np.array({labels})")
     if not -(2**63) <= ignore < 2**63:
         raise ConfigError(f"{call}(ignore={ignore}): ignore must be an integer of 64 bits")
     if not 0 <= smoothing <= 1:

@@ -15,7 +15,7 @@ where exact is the definition in float64 and plain the definition in the dtype o
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -171,11 +171,12 @@ class KernelParity(Parity):
     """A Parity whose op, and whose backward op, have kernels.
 
     ``sides`` are those it judges; ``machine`` changes the emulated one: ``{"clusters": False}`` is
-    that before sm_90.
+    that before sm_90.  Calls are made in a ``context``, as an ``AttentionConfig`` is one.
     """
 
     sides: Sequence[str] = ("forward", "backward")
     machine: dict[str, Any] = {}  # noqa: RUF012
+    context: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
 
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
@@ -183,21 +184,23 @@ class KernelParity(Parity):
         _compare_kernels(OPS[self.op], case, dtype, self._emulated, np.asarray, self.sides)
 
     def _emulated(self, function: Callable[[], Arrays]) -> Arrays:
-        with emulator(**self.machine):
+        with self.context(), emulator(**self.machine):
             return function()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_gpu_kernels(self, case: Case, dtype: Any) -> None:
         """The same on a GPU."""
-        _compare_kernels(OPS[self.op], case, dtype, _as_it_is, on_gpu, self.sides)
+        with self.context():
+            _compare_kernels(OPS[self.op], case, dtype, _as_it_is, on_gpu, self.sides)
 
     @pytest.mark.gpu
     def test_gpu_kernels_off_alignment(self) -> None:
         """The same on a GPU, which takes no wide access to such an address."""
         op, case, dtype = OPS[self.op], self.cases[0], KERNEL_DTYPES[0]
         shifted = lambda array: on_gpu(_shifted(array))  # noqa: E731
-        _compare_kernels(op, case, dtype, _as_it_is, shifted, self.sides)
+        with self.context():
+            _compare_kernels(op, case, dtype, _as_it_is, shifted, self.sides)
 
 
 class KernelInPlace(KernelParity):

@@ -76,7 +76,7 @@ def met(op: str, dtype: Any) -> set[Class]:
     for proof in proofs():
         judges = issubclass(proof, KernelParity) and not issubclass(proof, KernelAlone)
         if judges and proof.op == op:
-            with using(Noted(**proof.machine)):
+            with proof.context(), using(Noted(**proof.machine)):
                 for case in proof.cases:
                     call = case.draw(OPS[op], dtype).mapped(np.copy)
                     if all(a is None or a.size for a in call.arrays.values()):

@@ -128,7 +128,7 @@ def prove(job: Job) -> None:
     seeds = itertools.cycle((0, 17))
 
     def emulated(function: Any) -> Any:
-        with parity.emulator(**proof.machine, seed=next(seeds)):
+        with proof.context(), parity.emulator(**proof.machine, seed=next(seeds)):
             return function()
 
     op = OPS[proof.op]
@@ -142,7 +142,7 @@ def differences(job: Job) -> str:
     if "forward" not in job.proof.sides:
         return ""
     for kind in (on(job.architecture, fuse=False), on(job.architecture, Emulator, fuse=False)):
-        with using(kind(**job.proof.machine, check=False)):
+        with job.proof.context(), using(kind(**job.proof.machine, check=False)):
             found.append(parity.outputs_of(call))
     ptx, source = found
     told = [f"{n}: {count}" for n in ptx if (count := unequal(ptx[n], source[n]))]

@@ -55,6 +55,23 @@ def test_a_message_names_the_lines_of_ptx_and_of_the_source() -> None:
         flash(kind=on(90), bugs=["MISSING_SYNC"])
 
 
+def test_a_copy_that_reads_more_than_it_copies_is_refused() -> None:
+    source = """#include "common/device.cuh"
+KERNEL(1) k(const float *x, int n) {
+  __shared__ float4 to;
+  const unsigned at = __cvta_generic_to_shared(&to);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(x), "r"(n));
+  asm volatile("cp.async.wait_all;");
+}
+"""
+    launch = on(80)().compile("k", source)
+    for n in (0, 4, 16):
+        launch((1,), (1,), (np.ones(4, np.float32), np.int32(n)), 0)
+    for n in (-1, 17):
+        with pytest.raises(EmulatorError, match=r"cp\.async reads more than it copies"):
+            launch((1,), (1,), (np.ones(4, np.float32), np.int32(n)), 0)
+
+
 def test_an_unknown_instruction_names_itself() -> None:
     text = ".visible .entry odd()\n{\n.reg .b32 %r<2>;\ntex.1d %r0, %r1;\nret;\n}\n"
     with pytest.raises(UnknownError, match=re.escape("PTX line 4: tex.1d %r0, %r1")):

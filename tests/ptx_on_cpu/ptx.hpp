@@ -76,6 +76,10 @@ inline int rank_of(u32 a) { return a >> 24 ? int(a >> 24) - 1 : M.cur->rank; }
 inline char *near(u64 a, size_t n, const Where &at) {  // shared::cta, shared::cluster
   return from_shared(u32(a) & 0xffffff, n, at, rank_of(u32(a)));
 }
+inline int at_most(int n, int copied, const Where &at) {
+  if (n < 0 || n > copied) fail("cp.async reads more than it copies", at);
+  return n;
+}
 inline char *access(char *p, size_t n, Access a, const Where &at) {
   if (uintptr_t(p) % n)
     fail("address not aligned to " + std::to_string(n) + " bytes (" + describe(p) + ")", at);

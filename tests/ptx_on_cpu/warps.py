@@ -156,7 +156,8 @@ def cp(f: "Function", words: list[str], ops: list[str]) -> str:
     if bulk:
         return tensor(f, words, ops) if "tensor" in words else line(f, words, ops)
     only(words, "async ca cg shared shared::cta global L2::64B L2::128B L2::256B")
-    source = f.value(ops[3], "s32") if len(ops) > 3 else ops[2]
+    read = f.value(ops[3], "s32") if len(ops) > 3 else ops[2]
+    source = f"at_most({read}, {ops[2]}, {f.at()})"
     ends = f.address(ops[0], "shared", int(ops[2])), f.address(ops[1], "global")
     return f"{f.call('cp_async', *ends, ops[2], source)};"
 
@@ -219,6 +220,6 @@ def mapa(f: "Function", words: list[str], ops: list[str]) -> str:
     if "u64" in words:
         own = f"(const void *){f.value(ops[1], 'u64')}"
         return f.to(ops[0], f"(u64){f.call('cluster_map', own, rank)}")
-    own = f"near({f.value(ops[1], 'u32')}, 0, {f.at()})"
+    own = f"near({f.value(ops[1], 'u32')}, 1, {f.at()})"
     checked = f.call("cluster_map", own, rank)
     return f.to(ops[0], f"({checked}, u32({rank} + 1) << 24 | {f.value(ops[1], 'u32')})")

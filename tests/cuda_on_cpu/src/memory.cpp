@@ -332,7 +332,9 @@ uint32_t shared_address(const void *p, const char *file, int line) {
 char *from_shared(uint32_t a, size_t n, Where at, int rank) {
   for (int i : {STATIC_BELOW, STATIC_ABOVE, DYNAMIC}) {
     auto &r = M.regions[rank * REGIONS_OF_A_BLOCK + i];
-    if (a >= window(i) && a - window(i) + n <= r.size) return r.base + (a - window(i));
+    // a place of no bytes at the end of one region is that at the begin of the next
+    size_t least = i == DYNAMIC ? n : std::max<size_t>(n, 1);
+    if (a >= window(i) && a - window(i) + least <= r.size) return r.base + (a - window(i));
   }
   fail("shared-memory address " + std::to_string(a) + " is outside the block's " +
            std::to_string(window(DYNAMIC) + M.regions[DYNAMIC].size) + " bytes", at);

@@ -239,13 +239,12 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
             stage(to, x + (left > 0 ? (first_row + n) * inputs + at : 0), left);
         }
         __syncthreads();
-        if (column >= inputs) continue;
 #pragma unroll
         for (int turn = 0; turn < 4; turn++) {
             if constexpr (MARKED) {  // a product with nothing but 0 adds 0
                 const unsigned any = w.at[0][0][turn] | w.at[0][1][turn] | w.at[1][0][turn] |
                                      w.at[1][1][turn];
-                if (!__any_sync(0xffffffffu, any != 0)) continue;
+                if (!__any_sync(0xffffffffu, any != 0)) continue;  // to save time, no more
             }
             add(sums, w, own, turn, lane);
             if constexpr (GROUPED) {  // 128 columns, which are of one group

@@ -490,7 +490,8 @@ def gpu(
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
     found, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
-    encoder, tensor_map.encoder = tensor_map.encoder, lambda: machine.maps
+    encoder = tensor_map.encoder
+    tensor_map.encoder = functools.wraps(encoder)(functools.cache(lambda: machine.maps))
     tensor_map._maps.clear()
     folder, cache.folder = cache.folder, lambda: Path(os.devnull)  # none is kept
     records = dict(faults._records)

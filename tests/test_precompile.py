@@ -125,7 +125,7 @@ def write_and_read(root: Path) -> bool:
 
 
 def test_many_processes_write_one_entry(tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(3) as pool:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
         assert pool.map(write_and_read, [tmp_path] * 3) == [True] * 3
 
 

@@ -20,14 +20,16 @@ from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import FLOATS, allowed
 from unsloth_cupy.core.op import Op
 from unsloth_cupy.core.signature import Operand, parts, size_of
+from unsloth_cupy.ops.common import dynamic_codes
+from unsloth_cupy.ops.quantized._planes import WORD, marks_of
+from unsloth_cupy.ops.quantized.nf4_dequantize import SCALES, double_absmax
 
 PUBLIC = frozenset(dir(unsloth_cupy))
 MOST = 5  # the size of an axis
 TILE = 128  # tokens of a bit of a block mask
 TABLES = ("rope", "rope_qk", "rope_qk_", "qk_norm_rope")  # ops whose tables share a dtype
-WRITTEN = {"int8_few_rows_": ("y",), "nf4_product_": ("out",)}  # of the dtype of x, as results are
 Draw = Callable[[Any], Any]
-Sizes = dict[str, Any]
+Sizes = dict[str, Any]  # of axes; options that follow from them; "given": operands, there or not
 
 
 # ---- sizes --------------------------------------------------------------------------------------
@@ -96,28 +98,61 @@ def _rows_of_pages(draw: Draw, sizes: Sizes) -> None:
     sizes["pages"] = sizes["batch"] * rows + draw(st.integers(0, 2))
 
 
-def _one_row_a_page(draw: Draw, sizes: Sizes) -> None:
-    sizes["page"] = sizes["tokens"] + draw(st.integers(0, 3))
-    sizes["pages"] = sizes["batch"]
+def _pages_or_rows(draw: Draw, sizes: Sizes) -> None:
+    paged, sizes["start"] = draw(st.booleans()), 0
+    sizes["given"] = {"page_table": paged, "starts": paged}
+    if paged:
+        _rows_of_pages(draw, sizes)
+    else:
+        sizes["start"] = draw(st.integers(0, 3))
+        sizes["page"] = sizes["start"] + sizes["tokens"] + draw(st.integers(0, 3))
+        sizes["pages"] = sizes["batch"]
 
 
-def _planes_of(columns: str) -> Callable[[Draw, Sizes], None]:
-    def between(draw: Draw, sizes: Sizes) -> None:
-        sizes["bytes"] = -(-sizes[columns] // 32) * 4
-        sizes["mark_bytes"] = -(-sizes[columns] // 8)
+def _groups(draw: Draw, sizes: Sizes, columns: int) -> None:
+    """Have a scale for each group of columns, or one for all."""
+    sizes["group"] = draw(st.sampled_from((WORD, 2 * WORD, 128)))
+    several = draw(st.booleans()) and columns
+    sizes["groups"] = -(-columns // sizes["group"]) if several else 1
 
-    return between
+
+def _planes(draw: Draw, sizes: Sizes) -> None:
+    sizes["inputs"] = draw(st.sampled_from((*LENGTHS["inputs"], 300, 520)))  # parts that are marked
+    sizes["bytes"] = -(-sizes["inputs"] // 32) * 4
+    _groups(draw, sizes, sizes["inputs"])
 
 
 def _part_of_planes(draw: Draw, sizes: Sizes) -> None:
-    sizes["bytes"] = -(-sizes["columns"] // 32) * 4
-    sizes["outputs"] = sizes["rows"] + draw(st.integers(0, 3))
+    sizes["row"], sizes["column"] = draw(st.integers(0, 3)), draw(st.sampled_from((0, 0, 8, 5, 64)))
+    columns = sizes["column"] + sizes["columns"] + draw(st.sampled_from((0, 32)))
+    sizes["bytes"] = -(-columns // 32) * 4
+    sizes["outputs"] = sizes["row"] + sizes["rows"] + draw(st.integers(0, 3))
+    _groups(draw, sizes, columns)
 
 
 def _blocks(draw: Draw, sizes: Sizes) -> None:
-    values = sizes["outputs"] * sizes.get("inputs", 0)
-    sizes["bytes"], sizes["scales"] = -(-values // 2), -(-values // 64)
-    sizes["blocks"] = sizes["scales"]
+    """Keep a whole weight in blocks of 4 bits, whose absmax are in 8 bits at times."""
+    double, block = draw(st.booleans()), draw(st.sampled_from((32, 64, 256)))
+    values = (sizes.get("top", 0) + sizes["outputs"]) * sizes["columns"]
+    sizes["given"], sizes["block"] = {"absmax_codes": double}, block
+    sizes["bytes"], sizes["blocks"] = -(-values // 2), -(-values // block)
+    sizes["scales"] = sizes["blocks"]
+    if double:
+        sizes["scales"] = SCALES + -(-sizes["blocks"] // dynamic_codes.BLOCK)
+
+
+def _whole_of_blocks(draw: Draw, sizes: Sizes) -> None:
+    sizes["columns"] = sizes["inputs"]
+    _blocks(draw, sizes)
+
+
+def _part_of_blocks(draw: Draw, sizes: Sizes) -> None:
+    left = draw(st.sampled_from((0, 0, 2, 64)))
+    right = draw(st.sampled_from((0, 0, 1, 62)))
+    sizes["columns"] = columns = left + sizes["inputs"] + right
+    sizes["top"] = draw(st.integers(0, 2))
+    sizes["start"] = sizes["top"] * columns + left
+    _blocks(draw, sizes)
 
 
 def _slots(draw: Draw, sizes: Sizes) -> None:
@@ -133,11 +168,11 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_int8_forward": _paged,
     "kv_append_": _slots,
     "kv_append_paged_": _rows_of_pages,
-    "kv_append_int8_": _one_row_a_page,
-    "ternary_linear_forward": _planes_of("inputs"),
+    "kv_append_int8_": _pages_or_rows,
+    "ternary_linear_forward": _planes,
     "ternary_dense_": _part_of_planes,
-    "nf4_dequantize_": _blocks,
-    "nf4_product_": _blocks,
+    "nf4_dequantize_": _part_of_blocks,
+    "nf4_product_": _whole_of_blocks,
 }
 
 
@@ -171,7 +206,15 @@ def _starts(rng: Any, shape: Any, sizes: Sizes) -> Any:
 
 def _codes(rng: Any, shape: Any, sizes: Sizes) -> Any:
     plus, minus = rng.integers(0, 256, (2, shape[0], shape[2]), np.uint8)
+    plus[rng.random(len(plus)) < 0.3] = 0
+    minus &= plus[:, ::-1]  # rows of zeros among them
     return np.stack([plus, minus & ~plus], 1)
+
+
+def _absmax(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    if not sizes.get("given", {}).get("absmax_codes"):
+        return rng.random(shape) + 0.5
+    return double_absmax((rng.random(shape[0] - SCALES) + 0.5).astype(np.float32), 3.0)
 
 
 def _positive(rng: Any, shape: Any, sizes: Sizes) -> Any:
@@ -194,10 +237,13 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "planes": _codes,
     "ternary_scores_forward.q": _codes,
     "ternary_scores_forward.k": _codes,
-    "marks": lambda rng, shape, sizes: np.zeros(shape, np.uint8),
-    **dict.fromkeys(("absmax", "scales", "square", "norm"), _positive),
+    "absmax": _absmax,
+    **dict.fromkeys(("scales", "square", "norm"), _positive),
     **dict.fromkeys(("log.x", "divide.b", "power.x", "sum.x", "mean.x"), _positive),
-    "absmax_codes": lambda rng, shape, sizes: np.zeros(shape, np.uint8),
+    "absmax_codes": lambda rng, shape, sizes: rng.integers(0, 256, shape, np.uint8),
+}
+DERIVED: Mapping[str, Callable[[Any], Any]] = {  # operands that say what another one holds
+    "marks": lambda arrays: marks_of(arrays["planes"]),
 }
 
 
@@ -269,8 +315,6 @@ def _array(draw: Draw, op: Op, operand: Operand, sizes: Sizes, dtype: Any, rng: 
     else:
         array = rng.standard_normal(shape)
     array = np.asarray(array)
-    if operand.name in WRITTEN.get(op.__name__, ()):
-        chosen = dtype
     if chosen in FLOATS:  # numbers that every dtype holds
         array = array.astype(np.float16)
     array = draw(st.sampled_from(LAYOUTS))(array.astype(chosen))
@@ -356,25 +400,12 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "kv_append_.start": lambda draw, sizes, arrays: draw(
         st.integers(0, sizes["slots"] - sizes["tokens"])
     ),
-    "kv_append_int8_.start": lambda draw, sizes, arrays: draw(
-        st.integers(0, sizes["page"] - sizes["tokens"])
-    ),
     "sinks": _some(0),
-    "nf4_dequantize_.columns": lambda draw, sizes, arrays: sizes["inputs"],
-    "nf4_dequantize_.start": _some(0),
     "max_queries": _most("max_queries"),
     "max_keys": _most("max_keys"),
-    "row": _some(0),
-    "column": _some(0),
-    "group": _some(128),
     "wanted": _some(None),
 }
-ABSENT: Mapping[str, Sequence[str]] = {  # operands of which a call has none
-    "ternary_linear_forward": ("marks",),  # they say what stands in the planes
-    "kv_append_int8_": ("page_table", "starts"),
-    "nf4_dequantize_": ("absmax_codes",),
-    "nf4_product_": ("absmax_codes",),
-}
+FOLLOW = {"block", "column", "columns", "group", "row", "start"}  # options that sizes decide
 
 
 def _options(draw: Draw, op: Op, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,7 +414,9 @@ def _options(draw: Draw, op: Op, sizes: Sizes, arrays: Mapping[str, Any]) -> dic
     for name in sorted(op.options):
         made = OPTIONS.get(f"{op.__name__}.{name}", OPTIONS.get(name))
         given = parameters[name].default is inspect.Parameter.empty or draw(st.booleans())
-        if isinstance(parameters[name].default, bool):
+        if name in FOLLOW & sizes.keys():
+            found[name] = sizes[name]
+        elif isinstance(parameters[name].default, bool):
             found[name] = draw(st.booleans())
         elif given:
             assert made is not None, f"{op.__name__}: give {name} a line in OPTIONS"
@@ -402,10 +435,13 @@ def calls(draw: Draw, op: Op, dtypes: Sequence[Any] = FLOATS) -> Call:
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     inputs = sorted(op.contract.inputs, key=lambda o: not o.name.endswith("_offsets"))
     for operand in inputs:
-        never = operand.name in ABSENT.get(op.__name__, ())
-        if operand.optional and (never or draw(st.booleans())):
+        decided = sizes.get("given", {}).get(operand.name)
+        if operand.optional and not (draw(st.booleans()) if decided is None else decided):
             continue
-        arrays[operand.name] = _array(draw, op, operand, sizes, dtype, rng)
+        if operand.name in DERIVED:
+            arrays[operand.name] = DERIVED[operand.name](arrays)
+        else:
+            arrays[operand.name] = _array(draw, op, operand, sizes, dtype, rng)
     return Call(op, arrays, _options(draw, op, sizes, arrays))
 
 

@@ -36,7 +36,7 @@ from .sample import Sample
 from .strategies import broken, calls
 from .variants import proofs
 
-A_RUN, MANY = 8, 400  # calls of an op and a property
+A_RUN, MANY = 8, 570  # calls of an op and a property; many are 10^5 in all
 EMULATED = 2  # ops whose kernels a run judges: each call is one or two more to compile
 NAMES = forward_ops()
 # A number that lies on a step is rounded to another integer in float64, and a result moves with it.
@@ -260,3 +260,16 @@ def test_a_scale_of_one_axis_stands_for_every_row(emulated: bool) -> None:
     assert (found[0][:, 0] == [2, 2, -2]).all()
     assert dense.tolist() == [[2, 2, -2, 0, 0, 0, 0, 0]]
     assert scores.tolist() == [[6]]
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("emulated", [False, True], ids=["definition", "kernel"])
+def test_what_is_written_over_is_what_comes_back(emulated: bool, dtype: Any) -> None:
+    """The array itself, in float32 beside narrow rows too."""
+    x, y, out = np.ones((1, 32), dtype), np.empty((1, 1), "f4"), np.empty((1, 1), "f4")
+    with emulator() if emulated else contextlib.nullcontext():
+        ours = OPS["int8_few_rows_"](x, np.ones((1, 32), np.int8), 127 * ONE, y)
+        theirs = OPS["nf4_product_"](out, x, np.full(16, 255, np.uint8), ONE)
+    assert ours is y
+    assert theirs is out
+    assert y[0, 0] == out[0, 0] == 32

@@ -11,7 +11,7 @@ An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
     batch?      may be absent
     keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
 
-An output may be a sum of inputs, ``h(*rows) = x + residual``: x itself where there is no residual.
+An output may be a sum of inputs, ``h(*rows) = x + residual``; x itself where it is the only one.
 
 A kind names dtypes (``dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of
 the call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` asks for a multiple.
@@ -157,9 +157,9 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
             problem = explain(op, problem, contract.inputs, arrays)
             raise ShapeError(problem, expected=f"a multiple of {sizes[few]}", actual=sizes[many])
-    known = {operand.name: array.dtype for operand, array in given}
+    own = {operand.name: array.dtype for operand, array in given}
     outputs = [
-        None if o.kind == "none" else known.get(o.name[1:], allowed(o.kind, dtype)[0])
+        None if o.kind == "none" else own.get((*o.terms, o.name[1:])[0], allowed(o.kind, dtype)[0])
         for o in contract.outputs
     ]
     return Bound(sizes, dtype, tuple(outputs))

@@ -119,7 +119,7 @@ def marks_of(planes: Any) -> Array:
     for i in range(chunks):
         part = planes[:, :, i * MARKED_BYTES : (i + 1) * MARKED_BYTES]
         used[:, i] = part.max(axis=(1, 2)) > 0
-    bits = used.reshape(rows, -1, 8).astype(np.uint8)
+    bits = used.reshape(rows, -(-chunks // 8), 8).astype(np.uint8)
     return (bits << placed(np.arange(8, dtype=np.uint8), planes)).sum(axis=-1, dtype=np.uint8)
 
 

@@ -65,7 +65,7 @@ def _dequantize_constants(dtype: Any, absmax: Any, lanes: int) -> Constants:
 
 @op(
     "x(few, inputs), codes(outputs, inputs): code, absmax(outputs): table,"
-    " y(few, outputs): param -> product(few, outputs): param",
+    " y(few, outputs): param -> product(few, outputs): param = y",
     widen=False,
     no_gradient="linear, whose product it is, has one",
     traffic=lambda a: a["codes"].nbytes + a["x"].nbytes + a["y"].nbytes,

@@ -26,7 +26,7 @@ WARPS = 8
 
 @op(
     "out(few, outputs): param, x(few, inputs), packed(bytes): byte, absmax(scales): stat,"
-    " absmax_codes?(blocks): byte -> product(few, outputs): param",
+    " absmax_codes?(blocks): byte -> product(few, outputs): param = out",
     widen=False,
     no_gradient="it changes an array; linear has a gradient",
     traffic=lambda a: sum(each.nbytes for each in a.values() if each is not None),

@@ -1,13 +1,16 @@
-"""The command line in a rank: ``python -m tests.parallel.commands FAULT -- ARGUMENTS``.
+"""Commands in a rank: ``python -m tests.parallel.commands FAULT -- ARGUMENTS -- ARGUMENTS``.
 
-FAULT is the step in whose middle the last rank alone is asked to stop; 0: none; full: the disk is,
-when rank 0 writes a checkpoint.
+FAULT is what goes wrong in a run that saves every two steps: killed, the last rank is in the middle
+of step 3; full, the disk of rank 0 is; torn, rank 0 is killed when half of its second checkpoint is
+written; none, nothing.
 """
 
 import errno
 import os
 import signal
 import sys
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
@@ -15,24 +18,39 @@ from unsloth_cupy.finetune import saving
 from unsloth_cupy.finetune.trainer import Trainer
 
 
-def interrupted(step: int) -> None:
+def killed() -> None:
     whole = Trainer._gradients
 
     def gradients(self: Trainer) -> Any:
-        if self.step + 1 == step and self.ranks.comm.rank == self.ranks.comm.size - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return whole(self)
+        found = whole(self)
+        if self.step == 2 and self.ranks.comm.rank == self.ranks.comm.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
 
     Trainer._gradients = gradients  # type: ignore[method-assign]
 
 
-def full(path: Any, tensors: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+def full() -> None:
+    def write(path: Any, tensors: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    saving.write_tensors = write
+
+
+def torn() -> None:
+    whole = saving.write_tensors
+
+    def write(path: Path, tensors: Any) -> None:
+        whole(path, tensors)
+        if tensors["steps"] == 4:
+            path.write_bytes(path.read_bytes()[:99])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saving.write_tensors = write
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "full":
-        saving.write_tensors = full
-    else:
-        interrupted(int(sys.argv[1]))
-    group(sys.argv[3:])
+    {"killed": killed, "full": full, "torn": torn, "none": list}[sys.argv[1]]()
+    for ends, command in groupby(sys.argv[2:], "--".__eq__):
+        if not ends:
+            group([*command], standalone_mode=False)

@@ -1,11 +1,36 @@
-"""All checks in the ranks that MPI started; each is one start less of Python."""
+"""All checks, ranks started once: ``python -m tests.parallel.everything TEXT FOLDER``."""
 
-from unsloth_cupy.parallel import MpiCommunicator
+import sys
+from pathlib import Path
 
-from . import collectives, layers, ring, training
+from unsloth_cupy.parallel import Communicator, MpiCommunicator
+
+from . import collectives, grids, layers, ring, training
+
+GROUPS = ((8,), (4, 3, 1), (2, 6))  # ranks that share the checks at a time
+
+
+def checks(comm: Communicator) -> None:
+    """Check what so many ranks compute."""
+    for room in (collectives, layers, ring) if comm.size < 5 else (collectives, layers):
+        room.all_checks(comm)
+    if comm.size < 5:
+        training.all_checks(comm)
+
+
+def main(text: str, folder: str) -> None:
+    world = MpiCommunicator(timeout=60)
+    for sizes in GROUPS:
+        color = next(i for i in range(len(sizes)) if world.rank < sum(sizes[: i + 1]))
+        comm = world.split(color)
+        comm.checked = True
+        if comm.size != 6:
+            checks(comm)
+        comm.checked = False
+        collectives.all_checks(comm)
+        world.barrier()
+    grids.all_runs(world, Path(text), Path(folder))
+
 
 if __name__ == "__main__":
-    for checked in (False, True):
-        collectives.all_checks(MpiCommunicator(timeout=60, checked=checked))
-    for room in (layers, ring, training):
-        room.all_checks(MpiCommunicator(timeout=60, checked=room is not training))
+    main(*sys.argv[1:])

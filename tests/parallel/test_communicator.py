@@ -19,20 +19,11 @@ def test_a_process_alone_has_all_exchanges() -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_equal_numpy_and_one_device(ranks: int) -> None:
-    done = run(ranks, "tests.parallel.everything")
-    assert done.returncode == 0, done.stderr
-
-
-@needs_mpi
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
         ("raise", r"rank 2 failed:"),
-        ("late", r"waited 3 s for rank [01, ]*2"),
-        ("size", "bytes where"),
-        ("kill", r"KILLED BY SIGNAL: 9|EXIT CODE: 9"),
+        ("late", r"waited 1 s for rank [01, ]*2"),  # after all that is noticed of other faults
     ],
 )
 def test_a_rank_that_fails_ends_all(kind: str, said: str) -> None:
@@ -40,13 +31,8 @@ def test_a_rank_that_fails_ends_all(kind: str, said: str) -> None:
     done = run(3, "tests.parallel.faults", kind)
     assert done.returncode != 0
     assert re.search(said, done.stderr + done.stdout), done
+    assert "was killed" not in done.stderr
     assert time.monotonic() - start < 45, "others waited"
-
-
-@needs_mpi
-def test_ranks_that_disagree_are_told() -> None:
-    done = run(3, "tests.parallel.faults", "disagree")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -1,6 +1,5 @@
 """Ranks that are connected by sockets: the same exchanges, and who failed is known to all."""
 
-import signal
 import time
 
 import numpy as np
@@ -25,7 +24,7 @@ def test_ranks_exchange_what_numpy_says(checked: bool) -> None:
     in_threads(3, work)
 
 
-@pytest.mark.parametrize("kind", ["raise", "kill", "late"])
+@pytest.mark.parametrize("kind", ["raise", "late"])
 def test_a_rank_that_fails_ends_all(kind: str) -> None:
     """Without mpiexec: each of the others notices, and says who it was."""
     start = time.monotonic()
@@ -35,11 +34,9 @@ def test_a_rank_that_fails_ends_all(kind: str) -> None:
         assert "this rank has a problem" in odd.said
     if kind == "late":
         assert "did not come" in odd.said, "it sleeps, and others end it"
-    if kind == "kill":
-        assert odd.code == -signal.SIGKILL
     for other in (first, second):
         assert other.code > 0
-        said = "rank 2 did not come within 3 s" if kind == "late" else "rank 2 has failed"
+        said = "rank 2 did not come within 1 s" if kind == "late" else "rank 2 has failed"
         assert said in other.said, other
 
 

@@ -4,6 +4,7 @@ Every exchange is made of messages between two ranks, waited for with a limit of
 rank that did not come is known by its number.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommunicationError, DeviceError
+from ._killed import FAILED, farewell, watched
 from .communicator import check_color
 from .exchanges import Exchanges, raw
 
 DATA, TOLD = range(2)  # tags of messages
 PRINTED = 0.3  # seconds in which mpiexec passes on what was printed, before it ends all
-SPINS, NAP = 200, 1e-4  # looks without a pause, then one each 0.1 ms
+SPINS = 200  # looks without a pause, where each rank has a core
+NAPS = 1e-4, 2e-3  # seconds of a pause: a twentieth of the time waited, in these limits
 
 
 class MpiCommunicator(Exchanges):
@@ -25,7 +28,7 @@ class MpiCommunicator(Exchanges):
 
     Elements travel as the bytes that they are, bfloat16 too; sums of 16-bit floats are made in
     float32 and rounded once, and all sums in the order of the ranks.  A process that ends with an
-    error ends all of them, at once.
+    error, or is killed, ends all of them, at once, and its rank is printed.
 
     Parameters
     ----------
@@ -54,9 +57,13 @@ class MpiCommunicator(Exchanges):
         self._mpi = load_mpi()
         self._comm = (self._mpi.COMM_WORLD if comm is None else comm).Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        world = self._mpi.COMM_WORLD.Get_size()
+        self._cores = int(os.environ.get("MPI_LOCALNRANKS", world)) <= (os.cpu_count() or 1)
         self._sent: list[tuple[Any, Any]] = []  # requests of messages under way, and their arrays
-        if self._mpi.COMM_WORLD.Get_size() > 1:
+        if world > 1:
             _end_all_on_error(self._mpi)
+            if comm is None:
+                watched(self._mpi)
 
     def split(self, color: int) -> "MpiCommunicator":
         """Return a communicator of the ranks that passed the same color, in their order."""
@@ -96,11 +103,12 @@ class MpiCommunicator(Exchanges):
 
     def _wait(self, call: str, under_way: list[tuple[Any, int, Any]]) -> None:
         """Wait until all messages have arrived; raise for the ranks whose messages have not."""
-        limit, looks = time.monotonic() + self.timeout, 0
+        begun = time.monotonic()
+        looks = 0 if self._cores else SPINS
         while under_way:
             under_way = [each for each in under_way if not self._done(call, *each)]
-            looks += 1
-            if under_way and time.monotonic() > limit:
+            looks, waited = looks + 1, time.monotonic() - begun
+            if under_way and waited > self.timeout:
                 late = sorted({rank for _, rank, _ in under_way})
                 for request, _, array in under_way:
                     request.Cancel()
@@ -108,8 +116,8 @@ class MpiCommunicator(Exchanges):
                 names = ", ".join(map(str, late))
                 problem = f"rank {self.rank}: {call} waited {self.timeout:g} s for rank {names}"
                 raise CommunicationError(f"{problem}; see what it printed", rank=late[0])
-            if looks > SPINS:
-                time.sleep(NAP)
+            if under_way and looks > SPINS:
+                time.sleep(min(max(NAPS[0], waited / 20), NAPS[1]))
 
     def _done(self, call: str, request: Any, rank: int, array: Any) -> bool:
         """Say whether a message has arrived; raise where it is not of the size of the array."""
@@ -151,6 +159,7 @@ def _end_all_on_error(mpi: Any) -> None:
                 before(*error)
             time.sleep(PRINTED)
         finally:
+            farewell(FAILED)
             mpi.COMM_WORLD.Abort(1)
 
     hook.ends_all = True  # type: ignore[attr-defined]

@@ -1,0 +1,97 @@
+"""Runs of the command in many grids of ranks that were started once; each shall equal one rank's.
+
+In each round 8 ranks run other grids at a time.  Beside the folder of a run lie the gradients of
+its first and its last step.
+"""
+
+import os
+import shutil
+import signal
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unsloth_cupy import AdamW
+from unsloth_cupy.cli import finetune as command
+from unsloth_cupy.cli.commands import group
+from unsloth_cupy.finetune import ranks, trainer
+from unsloth_cupy.parallel import Communicator
+from unsloth_cupy.placement import to_numpy
+
+STEPS, STOP = 20, 9
+SIZES = (
+    "--batch", "3", "--tokens", "8", "--layers", "2", "--hidden", "64", "--vocabulary", "300",
+    "--accumulate", "2", "--evaluate-every", "20", "--save-every", "100", "--lr", "0.003",
+    "--steps", str(STEPS),
+)  # fmt: skip
+# above what sums in another order differ by, which Adam would make as large as the rate
+EPS = 1e-3
+
+
+class Run(NamedTuple):
+    """So many ranks, and their grid; the run that they go on with."""
+
+    ranks: int
+    grid: str
+    of: str = ""
+
+
+STOPPED = "stopped"  # in the middle of a step, by the last rank alone
+ROUNDS: tuple[dict[str, Run], ...] = (
+    {
+        "one": Run(1, ""),
+        "data": Run(3, "--data-parallel 3"),
+        STOPPED: Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 1"),
+    },
+    {
+        "zero": Run(2, "--data-parallel 2 --zero 1"),
+        "tensor": Run(2, "--tensor-parallel 2"),
+        "pipeline": Run(2, "--pipeline-parallel 2"),
+        "on-one": Run(1, "", STOPPED),
+        "idle": Run(1, "--help"),
+    },
+    {
+        "on-three": Run(3, "--data-parallel 3 --zero 1", STOPPED),
+        "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2", STOPPED),
+        "idle": Run(1, "--help"),
+    },
+    {"all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1")},
+)
+RUNS = {name: run for runs in ROUNDS for name, run in runs.items() if name != "idle"}
+
+
+def gradients(self: Any, whole: Any) -> Any:
+    """Return what a step learns by; rank 0 writes it down at the ends of a run."""
+    folder = self.run.folder
+    if folder.name == STOPPED and self.step == STOP and self.ranks.comm.rank == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    loss, count, sums = whole(self)
+    if self.step in (0, STEPS - 1):
+        found = self.ranks.gathered(self.model, sums)
+        if self.ranks.first:
+            named = {name: to_numpy(array) for name, array in found.items()}
+            np.savez(folder.parent / f"{folder.name}-{self.step}.npz", **named)
+    return loss, count, sums
+
+
+def all_runs(world: Communicator, text: Path, folder: Path) -> None:
+    """Run all grids; what a run draws or says at its end is no matter here."""
+    whole = trainer.Trainer._gradients
+    trainer.Trainer._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
+    trainer.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
+    command.draw_curve = command.sample = lambda *_: None  # type: ignore[assignment]
+    for runs in ROUNDS:
+        names = [name for name, run in runs.items() for _ in range(run.ranks)]
+        name = names[world.rank]
+        comm, run = world.split([*runs].index(name)), runs[name]
+        if run.of and comm.rank == 0:
+            shutil.copytree(folder / run.of, folder / name)
+        comm.barrier()
+        ranks._started = lambda *_, comm=comm: comm  # type: ignore[assignment]
+        asked = ("finetune", "--text", str(text), "--out", str(folder / name), *SIZES)
+        with suppress(SystemExit):  # of the one that is stopped
+            group([*asked, *run.grid.split()], standalone_mode=False)
+        world.barrier()

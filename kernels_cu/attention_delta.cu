@@ -27,7 +27,7 @@ constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 //         in float32, then (batch, heads, stat_rows): rests, at first what a query's sink adds to
 //         the sum of its p
 // 4 blocks an SM are half of its threads, and 64 registers: left alone, ptxas spills to save some.
-KERNEL(THREADS, 4) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
+KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
                                    const float *__restrict__ lse, const float *__restrict__ dlse,
                                    const S *__restrict__ sinks, float *__restrict__ stats,
                                    int heads, int queries, int stat_rows, long long count,
@@ -52,6 +52,7 @@ KERNEL(THREADS, 4) attention_delta(const T *__restrict__ dout, const T *__restri
     float sum = 0;
     if (real) {
         const long long from = ((batch * queries + query) * heads + head) * VALUE_DIM;
+#pragma unroll 1  // two loads at once would take more registers: half of the warps
         for (int at = lane * LANES; at < VALUE_DIM; at += ROW_THREADS * LANES) {
             float a[LANES], b[LANES];
             load(a, dout + from + at);

@@ -22,6 +22,8 @@
 
 constexpr float STEEPNESS = 0.7978845608028654f, CUBIC = 0.044715f;  // sqrt(2 / pi)
 constexpr float SATURATION = 10;  // from here on s is 0 or 1, and x^3 may not overflow
+// Blocks that an SM holds, backward; 0 leaves it to the compiler.
+constexpr int RESIDENT = STRIDED && APPROXIMATE && sizeof(T) == 2 ? 6 : 0;
 
 __device__ __forceinline__ float share(float x) {
     if constexpr (APPROXIMATE) return sigmoid(2 * STEEPNESS * x * (1 + CUBIC * x * x));
@@ -48,7 +50,7 @@ KERNEL(THREADS) geglu(const T *gate, const T *up, T *y, const __grid_constant__ 
     at.store(y, 2, u);
 }
 
-KERNEL(THREADS) geglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
+KERNEL(THREADS, RESIDENT) geglu_backward(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
                                const __grid_constant__ Rows rows) {
     const Access<STRIDED> at(rows);
     float d[LANES], g[LANES], u[LANES];

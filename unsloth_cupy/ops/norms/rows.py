@@ -37,6 +37,7 @@ def constants(
     ``centred`` says whether the mean of a row is subtracted, as by layer_norm.  ``shared`` is given
     backward: the bytes that a block may use for its sums of dw and dbias.
 
+        hidden <= 8        a thread takes a row; backward, 48 registers where only dw is summed
         hidden <= 512      a power of two of threads a row, several rows a block: no barrier
                            backward, 8 values a thread: the compiler, which meets no barrier, moves
                            sums from shared memory to registers
@@ -54,6 +55,8 @@ def constants(
     wanted = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
     row_threads, cluster = spread(wanted, clusters)
     room = 1024  # threads of an SM
+    if backward and hidden <= 8 and bias is None and not residual:
+        room = 1280
     if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
         room = 512
     row_threads = min(room, row_threads)

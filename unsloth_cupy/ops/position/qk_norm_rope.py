@@ -151,7 +151,7 @@ def _constants(
         LANES=lanes,
         GROUP=min(32, 1 << (chunks - 1).bit_length()),
         THREADS=128,
-        FORWARD_RESIDENT=6,
+        FORWARD_RESIDENT=7,
         RESIDENT=3,
         INTERLEAVED=interleaved,
     )

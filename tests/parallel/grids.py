@@ -39,34 +39,40 @@ class Run(NamedTuple):
     of: str = ""
 
 
-STOPPED = "stopped"  # in the middle of a step, by the last rank alone
+STOPPED = "stopped", "deep-stopped"  # in the middle of a step, by the last rank alone
+INTERLEAVED = "--layers 4 --pipeline-parallel 2 --schedule interleaved"
 ROUNDS: tuple[dict[str, Run], ...] = (
     {
         "one": Run(1, ""),
         "data": Run(3, "--data-parallel 3"),
-        STOPPED: Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 1"),
+        "stopped": Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 1"),
     },
     {
         "zero": Run(2, "--data-parallel 2 --zero 1"),
         "tensor": Run(2, "--tensor-parallel 2"),
         "pipeline": Run(2, "--pipeline-parallel 2"),
-        "on-one": Run(1, "", STOPPED),
-        "idle": Run(1, "--help"),
+        "on-one": Run(1, "", "stopped"),
+        "deep-one": Run(1, "--layers 4"),
     },
     {
-        "on-three": Run(3, "--data-parallel 3 --zero 1", STOPPED),
-        "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2", STOPPED),
-        "idle": Run(1, "--help"),
+        "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2 --schedule gpipe", "stopped"),
+        "deep-stopped": Run(2, INTERLEAVED),
+    },
+    {
+        "on-three": Run(3, "--data-parallel 3 --zero 1", "stopped"),
+        "deep-on-four": Run(4, f"--tensor-parallel 2 {INTERLEAVED}", "deep-stopped"),
+        "deep-on-one": Run(1, "--layers 4", "deep-stopped"),
     },
     {"all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1")},
 )
-RUNS = {name: run for runs in ROUNDS for name, run in runs.items() if name != "idle"}
+RUNS = {name: run for runs in ROUNDS for name, run in runs.items()}
 
 
 def gradients(self: Any, whole: Any) -> Any:
     """Return what a step learns by; rank 0 writes it down at the ends of a run."""
     folder = self.run.folder
-    if folder.name == STOPPED and self.step == STOP and self.ranks.comm.rank == 3:
+    comm = self.ranks.comm
+    if folder.name in STOPPED and self.step == STOP and comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGINT)
     loss, count, sums = whole(self)
     if self.step in (0, STEPS - 1):
@@ -85,13 +91,18 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     command.draw_curve = command.sample = lambda *_: None  # type: ignore[assignment]
     for runs in ROUNDS:
         names = [name for name, run in runs.items() for _ in range(run.ranks)]
-        name = names[world.rank]
-        comm, run = world.split([*runs].index(name)), runs[name]
-        if run.of and comm.rank == 0:
-            shutil.copytree(folder / run.of, folder / name)
-        comm.barrier()
-        ranks._started = lambda *_, comm=comm: comm  # type: ignore[assignment]
-        asked = ("finetune", "--text", str(text), "--out", str(folder / name), *SIZES)
-        with suppress(SystemExit):  # of the one that is stopped
-            group([*asked, *run.grid.split()], standalone_mode=False)
+        name = names[world.rank] if world.rank < len(names) else ""
+        comm = world.split([*runs, ""].index(name))
+        if name:
+            one_run(comm, runs[name], text, folder / name)
         world.barrier()
+
+
+def one_run(comm: Communicator, run: Run, text: Path, folder: Path) -> None:
+    if run.of and comm.rank == 0:
+        shutil.copytree(folder.parent / run.of, folder)
+    comm.barrier()
+    ranks._started = lambda *_: comm  # type: ignore[assignment]
+    asked = ("finetune", "--text", str(text), "--out", str(folder), *SIZES)
+    with suppress(SystemExit):  # of the one that is stopped
+        group([*asked, *run.grid.split()], standalone_mode=False)

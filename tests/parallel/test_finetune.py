@@ -72,13 +72,13 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     """
     done = run(8, "tests.parallel.everything", str(text), str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"stopped after step {STOP + 1}") == 1, done.stderr
+    assert done.stderr.count(f"stopped after step {STOP + 1}") == len(STOPPED), done.stderr
     for name, asked_for in RUNS.items():
-        if name in ("one", STOPPED):
-            continue
-        same(tmp_path / name, tmp_path / "one")
-        for step in (STEPS - 1,) if asked_for.of else (0, STEPS - 1):
-            equal(*(np.load(tmp_path / f"{run}-{step}.npz") for run in (name, "one")))
+        one = "deep-one" if name.startswith("deep") else "one"
+        if name not in STOPPED:
+            same(tmp_path / name, tmp_path / one)
+        for step in {0} if name in STOPPED else {STEPS - 1, STEPS - 1 if asked_for.of else 0}:
+            equal(*(np.load(tmp_path / f"{run}-{step}.npz") for run in (name, one)))
 
 
 def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
@@ -141,6 +141,8 @@ def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
     done = invoke(*asked(text, tmp_path / "run", "--zero", "1"))
     assert "--zero 1 is not for one data rank; start more ranks" in done.output
+    done = invoke(*asked(text, tmp_path / "run", "--schedule", "interleaved"))
+    assert "--schedule interleaved is not for one stage; give --pipeline-parallel" in done.output
 
 
 def two_of(data: int) -> Ranks:
@@ -161,12 +163,16 @@ def test_rows_are_divided_at_the_ends_of_texts() -> None:
 
 def test_what_ranks_do_not_do_is_refused() -> None:
     fine: dict[str, Any] = {"state_bits": 32, "limited": False, "offload": False}
-    two_of(0).check(2, **fine)
+    two_of(0).check(2, 1, **fine)
     with pytest.raises(ConfigError, match="--batch 1 is not enough for 2 ranks"):
-        two_of(0).check(1, **fine)
+        two_of(0).check(1, 1, **fine)
     with pytest.raises(ConfigError, match="--limit-memory is not for"):
-        two_of(0).check(2, **fine | {"limited": True})
+        two_of(0).check(2, 1, **fine | {"limited": True})
+    ranks = two_of(0)
+    ranks.schedule, ranks.groups = "interleaved", ranks.groups._replace(pipeline=ranks.groups.data)
+    with pytest.raises(ConfigError, match=r"--accumulate 3 is not a multiple of 2.*--accumulate 4"):
+        ranks.check(2, 3, **fine)
     ranks = two_of(0)
     ranks.whole = False
     with pytest.raises(ConfigError, match="--state-bits 8 is not for divided weights"):
-        ranks.check(2, **fine | {"state_bits": 8})
+        ranks.check(2, 1, **fine | {"state_bits": 8})

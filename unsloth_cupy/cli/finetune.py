@@ -24,6 +24,7 @@ from ..finetune.text import Text, read_text
 from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
+from ..parallel.schedule import KINDS
 from .options import FILE, QUANTIZE, ConfigFile, Device, Number, Size, option
 from .profiled import profiled
 
@@ -68,6 +69,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
+@option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
 @option("--zero", click.IntRange(0, 1), "1: data ranks divide the optimizer's averages.", 0)
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
@@ -104,6 +106,7 @@ def finetune(
     device: str | None,
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
+    schedule: str | None,
     data_parallel: int | None,
     zero: int,
     limit_memory: int | None,
@@ -154,9 +157,15 @@ def finetune(
     )  # fmt: skip
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel, device=device,
-        zero=zero,
+        zero=zero, schedule=schedule,
     )  # fmt: skip
-    ranks.check(batch, state_bits=int(state_bits), limited=bool(limit_memory), offload=plan.offload)
+    ranks.check(
+        batch,
+        accumulate,
+        state_bits=int(state_bits),
+        limited=bool(limit_memory),
+        offload=plan.offload,
+    )
     request = request._replace(device=ranks.device)
     run: RunFolder | None = None
     with stop_request() as stop, ranks.ending():

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from ..training.loss_scaler import LossScaler
 
+CHUNKS = 2  # of blocks in each stage of an interleaved pipeline
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -43,9 +44,15 @@ class Ranks:
     """All ranks of a run, and the groups in which they share its work."""
 
     def __init__(
-        self, comm: Communicator, groups: Grid, device: str | None = None, zero: int = 0
+        self,
+        comm: Communicator,
+        groups: Grid,
+        device: str | None = None,
+        zero: int = 0,
+        schedule: str = "1f1b",
     ) -> None:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
+        self.schedule = schedule
         self.alone, self.first = comm.size == 1, comm.rank == 0
         self.whole = groups.tensor.size * groups.pipeline.size == 1  # each rank has all weights
 
@@ -56,14 +63,22 @@ class Ranks:
         return {
             "communicator": tensor if tensor.size > 1 else None,
             "pipeline": pipeline if pipeline.size > 1 else None,
+            "chunks": CHUNKS if self.schedule == "interleaved" else 1,
         }
 
-    def check(self, batch: int, *, state_bits: int, limited: bool, offload: bool) -> None:
+    def check(
+        self, batch: int, accumulate: int, *, state_bits: int, limited: bool, offload: bool
+    ) -> None:
         """Raise a ConfigError for what such ranks do not do."""
         if batch < self.groups.data.size:
             cure = f"give --batch {self.groups.data.size} or more"
             problem = f"--batch {batch} is not enough for {self.groups.data.size} ranks"
             raise ConfigError(f"{problem} of --data-parallel; {cure}")
+        stages = self.groups.pipeline.size
+        if self.schedule == "interleaved" and accumulate % stages:
+            cure = f"give --accumulate {-(-accumulate // stages) * stages}"
+            problem = f"--accumulate {accumulate} is not a multiple of {stages} ranks"
+            raise ConfigError(f"{problem} of --pipeline-parallel, as interleaved asks; {cure}")
         if not self.whole and state_bits != 32:
             cure = "leave it out, or use --data-parallel alone"
             raise ConfigError(f"--state-bits {state_bits} is not for divided weights; {cure}")
@@ -154,7 +169,8 @@ class Engine:
                 yield self.model.loss_and_gradients(**each, count=count, **options)
             return
         stage = ModelStage(self.model, self.model.trainable, count, **options)
-        yield pipeline_gradients(stage, schedule_of(self.stages, len(passes)), passes)
+        schedule = schedule_of(self.stages, len(passes), self.ranks.schedule)
+        yield pipeline_gradients(stage, schedule, passes)
 
     def summed(
         self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
@@ -208,13 +224,15 @@ def start(
     data: int | None,
     device: str | None,
     zero: int = 0,
+    schedule: str | None = None,
 ) -> Ranks:
     """Return the ranks that mpiexec, torchrun or srun started; where nobody did, this one alone.
 
     Raises
     ------
     ConfigError
-        The product of the sizes is not the number of ranks; or ZeRO has no data ranks.
+        The product of the sizes is not the number of ranks; ZeRO has no data ranks, or a schedule
+        no stages.
     """
     asked = any(size is not None for size in (tensor, pipeline, data))
     comm = _started(asked, device)
@@ -231,7 +249,10 @@ def start(
     if zero and groups.data.size == 1:
         cure = "start more ranks, with --data-parallel"
         raise ConfigError(f"--zero {zero} is not for one data rank; {cure}")
-    return Ranks(comm, groups, device, zero)
+    if schedule is not None and groups.pipeline.size == 1:
+        cure = "give --pipeline-parallel 2 or more"
+        raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
+    return Ranks(comm, groups, device, zero, schedule or "1f1b")
 
 
 def _started(asked: bool, device: str | None) -> Communicator:

@@ -38,6 +38,7 @@ def load(
     lora: str | PathLike[str] | None = None,
     communicator: Communicator | None = None,
     pipeline: Communicator | None = None,
+    chunks: int = 1,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -67,6 +68,8 @@ def load(
         of one device; ``save`` writes it whole.
     pipeline : Communicator, optional
         Of ranks that divide the blocks; ``models.stages`` runs them, in place of the model itself.
+    chunks : int
+        Parts of the blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
 
     Returns
     -------
@@ -94,7 +97,7 @@ def load(
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
     make = None if quantize is None else quantizing("load", quantize)
-    division = _division(config, communicator, pipeline)
+    division = _division(config, communicator, pipeline, chunks)
     own, holds = (None, bool) if division is None else (division.own, division.holds)
     with on_device("load", device) as place:
         parameters, layout = read_tensors(path, config, wanted, keeping(place, make), own, holds)
@@ -134,6 +137,7 @@ def create(
     device: str | None = None,
     communicator: Communicator | None = None,
     pipeline: Communicator | None = None,
+    chunks: int = 1,
 ) -> Transformer:
     """Return a model with random parameters.
 
@@ -146,7 +150,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device, communicator, pipeline
+    dtype, device, communicator, pipeline, chunks
         As in ``load``.
 
     Returns
@@ -164,7 +168,7 @@ def create(
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
-    division = _division(parsed, communicator, pipeline)
+    division = _division(parsed, communicator, pipeline, chunks)
     size //= 1 if communicator is None else communicator.size
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
@@ -190,12 +194,12 @@ def create(
 
 
 def _division(
-    config: Config, communicator: Communicator | None, pipeline: Communicator | None
+    config: Config, communicator: Communicator | None, pipeline: Communicator | None, chunks: int
 ) -> Division | None:
     """Return what this rank holds of a model; None where it holds all of it."""
     if communicator is None and pipeline is None:
         return None
-    stages = None if pipeline is None else Stages(config, pipeline)
+    stages = None if pipeline is None else Stages(config, pipeline, chunks)
     return Division(config, communicator or SingleCommunicator(), stages)
 
 

@@ -37,7 +37,8 @@ class Stages:
     def __init__(self, config: Config, comm: Communicator, chunks: int = 1) -> None:
         parts = comm.size * chunks
         if config.layers < parts:
-            problem = f"{config.layers} layers are not enough for {comm.size} stages of {chunks}"
+            of = f"{comm.size} stages" + f" of {chunks} chunks each" * (chunks > 1)
+            problem = f"{config.layers} layers are not enough for {of}"
             raise ConfigError(f"Stages: {problem}; use at most {config.layers} in all")
         self.comm, self.chunks = comm, chunks
         of_all = SingleCommunicator()

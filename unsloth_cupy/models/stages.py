@@ -142,7 +142,7 @@ def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
     return float(comm.broadcast(loss, comm.size - 1))
 
 
-def schedule_of(stages: Stages, microbatches: int) -> Schedule:
-    """Return 1f1b, or interleaved where a rank holds several chunks."""
-    kind = "1f1b" if stages.chunks == 1 else "interleaved"
+def schedule_of(stages: Stages, microbatches: int, kind: str = "1f1b") -> Schedule:
+    """Return a schedule: interleaved where a rank holds several chunks."""
+    kind = kind if stages.chunks == 1 else "interleaved"
     return pipeline_schedule(stages.comm.size, microbatches, kind, chunks=stages.chunks)

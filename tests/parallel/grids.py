@@ -1,7 +1,7 @@
 """Runs of the command in many grids of ranks that were started once; each shall equal one rank's.
 
 In each round 8 ranks run other grids at a time.  Beside the folder of a run lie the gradients of
-its first and its last step.
+its first and its last step, and tokens that its model writes.
 """
 
 import os
@@ -83,12 +83,21 @@ def gradients(self: Any, whole: Any) -> Any:
     return loss, count, sums
 
 
+def sample(trainer: Any, _: int) -> None:
+    """Let all ranks write a few tokens; rank 0 keeps them."""
+    model, folder = trainer.model, trainer.run.folder
+    found = model.generate(np.array([trainer.lessons.prompt[:5]]), max_new_tokens=4, stop=())
+    if trainer.ranks.first:
+        np.savez(folder.parent / f"{folder.name}-sample.npz", found)
+
+
 def all_runs(world: Communicator, text: Path, folder: Path) -> None:
-    """Run all grids; what a run draws or says at its end is no matter here."""
+    """Run all grids."""
     whole = trainer.Trainer._gradients
     trainer.Trainer._gradients = lambda self: gradients(self, whole)  # type: ignore[method-assign]
     trainer.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
-    command.draw_curve = command.sample = lambda *_: None  # type: ignore[assignment]
+    command.draw_curve = lambda *_: None  # type: ignore[assignment]
+    command.sample = sample  # type: ignore[assignment]
     for runs in ROUNDS:
         names = [name for name, run in runs.items() for _ in range(run.ranks)]
         name = names[world.rank] if world.rank < len(names) else ""

@@ -63,6 +63,15 @@ def small_layers(comm: Communicator) -> None:
             close(found, gradient)
 
 
+def written(model: Any, whole: Any, rng: np.random.Generator) -> None:
+    """All ranks write what one device does, whatever each row holds, drawn or not."""
+    prompts, mask = rng.integers(3, 97, (3, 5)), np.ones((3, 5), int)
+    mask[1, :2] = 0
+    for options in ({"mask": mask}, {"temperature": 2.0, "seed": 5, "min_new_tokens": 3}):
+        found, wanted = (m.generate(prompts, max_new_tokens=4, **options) for m in (model, whole))
+        np.testing.assert_array_equal(found, wanted)
+
+
 def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None) -> None:
     """Stages, of ranks that divide their weights where there are 4, equal one device."""
     place = grid(comm, pipeline=2, tensor=comm.size // 2)
@@ -88,6 +97,7 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
     for name, gradient in sums.items():
         total = np.sum([gradients[name] for _, gradients in wanted], axis=0)
         close(model.division.gathered(name, gradient), total)
+    written(model, whole, rng)
     stage = ModelStage(model, model.trainable, 12)
     close(pipeline_loss(stage, batches[0]), whole.loss(**batches[0]))
     (model.save if lora is None else model.save_adapter)(out)

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +78,25 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
         one = "deep-one" if name.startswith("deep") else "one"
         if name not in STOPPED:
             same(tmp_path / name, tmp_path / one)
+            made = (np.load(tmp_path / f"{run}-sample.npz")["arr_0"] for run in (name, one))
+            np.testing.assert_array_equal(*made)
         for step in {0} if name in STOPPED else {STEPS - 1, STEPS - 1 if asked_for.of else 0}:
             equal(*(np.load(tmp_path / f"{run}-{step}.npz") for run in (name, one)))
 
 
 def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
-    """As torchrun starts them: a run of two stages, and what its model says, divided by weights."""
+    """As torchrun starts them: a run of two stages, and what its model says, divided both ways."""
     out = tmp_path / "run"
     words = ("generate", str(out), "7 and", "--max-new-tokens", "8", "--temperature", "0")
     first = asked(text, out, "--pipeline-parallel", "2", "--steps", "2")
-    ended = by_sockets(2, WHOLE, "none", "--", *first, "--", *words, "--tensor-parallel", "2")
+    ways = (("--", *words, f"--{way}-parallel", "2") for way in ("tensor", "pipeline"))
+    ended = by_sockets(2, WHOLE, "none", "--", *first, *chain.from_iterable(ways))
     assert [each.code for each in ended] == [0, 0], ended
     assert "held-out loss" in ended[0].said
     assert ended[1].said == ""
-    assert ended[0].said.split("8 tokens in")[0].endswith(invoke(*words).output.split("8 tok")[0])
+    *both, _ = re.split(r"8 tokens in .*\n", ended[0].said)
+    wanted = invoke(*words).output.split("8 tokens in")[0]
+    assert [each.endswith(wanted) for each in both] == [True, True], (both, wanted)
 
 
 @needs_mpi

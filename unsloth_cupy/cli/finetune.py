@@ -227,9 +227,8 @@ def learn(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
     if trainer.ranks.first:
         run.drop_checkpoints(before=newest)
     report(run)
-    if trainer.ranks.groups.pipeline.size == 1:
-        with stop.leaving("the sample"):
-            sample(trainer, trainer.plan.seed)
+    with stop.leaving("the sample"):
+        sample(trainer, trainer.plan.seed)
 
 
 def stopped(run: RunFolder | None, stop: Stop) -> NoReturn:

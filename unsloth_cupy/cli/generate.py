@@ -49,6 +49,7 @@ Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments kn
 @option("--quantize", QUANTIZE, "Keep the weights in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
+@option("--pipeline-parallel", click.IntRange(1), "Ranks of mpiexec that divide the blocks.")
 def generate(
     folder: Path,
     prompt: str | None,
@@ -58,6 +59,7 @@ def generate(
     quantize: str | None,
     device: str | None,
     tensor_parallel: int | None,
+    pipeline_parallel: int | None,
     **options: Any,
 ) -> None:
     """Continue PROMPT with the model in MODEL_FOLDER.
@@ -77,7 +79,7 @@ def generate(
     tokenizer, template = load_tokenizer(source), Chat(source)
     asked = "" if talk else _prompt(prompt)
     told = [] if system is None else [{"role": "system", "content": system}]
-    ranks = start(tensor=tensor_parallel, pipeline=None, data=1, device=device)
+    ranks = start(tensor=tensor_parallel, pipeline=pipeline_parallel, data=1, device=device)
     if talk and not ranks.alone:
         raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
     with ranks.ending(), on_device("generate", ranks.device):

@@ -18,7 +18,9 @@ from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
 from ..placement import at_home, placed
 from .config import Config
+from .layers import Stages
 from .network import Network
+from .stages import pipeline_logits
 from .step import Step
 
 
@@ -28,7 +30,8 @@ class InOrder:
 
     def __init__(self, model: Network, like: Array, batch: int, most: int) -> None:
         self.model, self.like, self.most = model, like, most
-        config = model.config
+        config, stages = model.config, stages_of(model)
+        held = [stages is None or stages.holds(layer) for layer in range(config.layers)]
         self.cache = KVCache(
             config.layers,
             batch,
@@ -37,7 +40,7 @@ class InOrder:
             config.dim,
             dtype=model.table.dtype,
             like=model.table,
-            window=[config.window_of(layer) for layer in range(config.layers)],
+            window=[config.window_of(i) if here else 1 for i, here in enumerate(held)],
         )
         self.switch = _switch(config)
         self.step: Step | None = None
@@ -52,11 +55,7 @@ class InOrder:
         if self.step is not None:
             return self.step(new)
         shown = None if self.cache.length or real.all() else on_device_of(real, self.like)
-        x = self.model.hidden(
-            self.model.parameters, on_device_of(new, self.like), shown, self.cache
-        )
-        logits: Array = self.model.head(x[:, -1:])[:, 0]
-        return logits
+        return last_logits(self.model, on_device_of(new, self.like), mask=shown, cache=self.cache)
 
 
 @at_home("model.table")
@@ -82,9 +81,22 @@ class InPages:
 
     def _last(self, tokens: Array, sequences: Sequence[int]) -> Array:
         new = on_device_of(tokens, self.like)
-        x = self.model.hidden(self.model.parameters, new, cache=self.cache, sequences=sequences)
-        logits: Array = self.model.head(x[:, -1:])[:, 0]
-        return logits
+        return last_logits(self.model, new, cache=self.cache, sequences=sequences)
+
+
+def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
+    """Return the logits behind the last tokens: (batch, vocab)."""
+    stages = stages_of(model)
+    if stages is not None:
+        return pipeline_logits(model, stages, tokens, **options)
+    x = model.hidden(model.parameters, tokens, **options)
+    logits: Array = model.head(x[:, -1:])[:, 0]
+    return logits
+
+
+def stages_of(model: Network) -> Stages | None:
+    """Return which blocks are in this rank, where the ranks of a pipeline divide them."""
+    return None if model.division is None else model.division.stages
 
 
 def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
@@ -128,6 +140,8 @@ def _switch(config: Config) -> int | None:
 
 def _steps_on_device(model: Network, most: int) -> bool:
     """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay."""
+    if stages_of(model) is not None:
+        return False
     ropes = model.config.ropes.values()
     stay = all(rope.original is None or most <= rope.original for rope in ropes)
     return stay and not isinstance(model.table, np.ndarray)

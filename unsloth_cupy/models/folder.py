@@ -67,7 +67,8 @@ def load(
         part of the files alone.  All ranks make the same calls of the model, and get the numbers
         of one device; ``save`` writes it whole.
     pipeline : Communicator, optional
-        Of ranks that divide the blocks; ``models.stages`` runs them, in place of the model itself.
+        Of ranks that divide the blocks: ``generate`` goes through all of them, and
+        ``models.stages`` through a step of training.
     chunks : int
         Parts of the blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
 

@@ -51,6 +51,14 @@ class Stages:
         self.ends = outer if config.tied and comm.size > 1 and (self.first or self.last) else None
         self.tied = config.tied
 
+    def ends_with(self, chunk: int) -> bool:
+        """Say whether the last block of all is in this chunk."""
+        return self.last and chunk == self.chunks - 1
+
+    def holds(self, layer: int) -> bool:
+        """Say whether a block is in this rank."""
+        return any(layer in layers for layers in self.layers)
+
     def chunk_of(self, name: str) -> list[int]:
         """Return the chunks of this rank that use a parameter."""
         number = re.search(r"model\.layers\.(\d+)\.", name)

@@ -73,7 +73,8 @@ class Network:
     @property
     def table(self) -> Array:
         """The embedding of every token: (vocab, hidden); another weight where it has none."""
-        first = next(iter(self.parameters.values()))
+        values = [*self.parameters.values()]
+        first = next((value for value in values if not isinstance(value, Stored)), values[0])
         return self.parameters.get("model.embed_tokens.weight", first)
 
     @property
@@ -97,6 +98,27 @@ class Network:
 
         Texts that lie end to end are one row of it: (1, tokens, hidden).
         """
+        if self.division is not None and self.division.stages is not None:
+            cure = "models.stages.ModelStage runs them with those of other ranks"
+            raise ConfigError(f"Transformer: some blocks are not in this rank; {cure}")
+        call = self.call(parameters, tokens, mask, cache, checkpoints, seed, offsets, sequences)
+        tokens = tokens if offsets is None else tokens.reshape(1, -1)
+        branch = embedded(self.config, parameters, tokens, self.division)
+        branch, stream = blocks(call, branch, checkpoints)
+        return join(call, "model.", "norm", branch, stream)[0]
+
+    def call(
+        self,
+        parameters: Mapping[str, Any],
+        tokens: Array,
+        mask: Array | None = None,
+        cache: KVCache | PagedKVCache | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        seed: int | None = None,
+        offsets: Array | None = None,
+        sequences: Sequence[int] | None = None,
+    ) -> Call:
+        """Return what the blocks of a call share, or raise where its arguments do not fit."""
         held = check(tokens, mask, cache, offsets, checkpoints, sequences)
         if cache is not None and len(cache.keys) != self.config.layers:
             layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
@@ -107,15 +129,11 @@ class Network:
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
         here = places(Angles(self.tables, self.config.ropes), tokens, mask, held, offsets)
-        tokens = tokens if offsets is None else tokens.reshape(1, -1)
-        branch = embedded(self.config, parameters, tokens, self.division)
-        parameters = self.used(parameters, seed)
-        call = Call(
-            self.config, parameters, *here, held, self.adapter, seed, self.chunked_mlp,
+        used = self.used(parameters, seed)
+        return Call(
+            self.config, used, *here, held, self.adapter, seed, self.chunked_mlp,
             division=self.division, gather=self.gather,
         )  # fmt: skip
-        branch, stream = blocks(call, branch, checkpoints)
-        return join(call, "model.", "norm", branch, stream)[0]
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters, of which those outside of the blocks are whole."""

@@ -1,6 +1,6 @@
 """A step of the blocks that a rank of a pipeline holds: forward, and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from ..training.tape import Tape
 from ..training.variable import Var
 from .adapter import PREFIX
 from .block import Call, blocks, embedded, join
-from .inputs import Angles, check, places
 from .layers import EMBEDDING, Stages
 from .loss import head_weight, loss_on_tape, losses_of, next_labels
 
@@ -86,23 +85,13 @@ class ModelStage:
         """Return what a chunk makes of x, and the loss where it is the last one."""
         model, stages = self.model, self.stages
         tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
-        check(tokens, None, None, offsets)
-        here = places(Angles(model.tables, model.config.ropes), tokens, None, None, offsets)
-        parameters = {**model.parameters, **watched}
         config, division = model.config, model.division
-        branch = x
-        if x is None:
-            rows = tokens if offsets is None else tokens.reshape(1, -1)
-            branch = embedded(config, parameters, rows, division)
-        used = model.used(parameters, None)
-        call = Call(
-            config, used, *here, adapter=model.adapter, chunked_mlp=model.chunked_mlp,
-            division=division,
-        )  # fmt: skip
-        branch, stream = blocks(call, branch, self.checkpoint, stages.layers[chunk])
-        if consumer(stages.comm.size, stages.chunks, stages.comm.rank, Step(0, chunk)) is not None:
-            return add(branch, stream), None
-        normed = join(call, "model.", "norm", branch, stream)[0]
+        call = model.call({**model.parameters, **watched}, tokens, offsets=offsets)
+        rows = tokens if offsets is None else tokens.reshape(1, -1)
+        y = chunk_of_blocks(call, stages, chunk, rows, x, self.checkpoint)
+        if not stages.ends_with(chunk):
+            return y, None
+        normed, used = y, call.parameters
         shifted = next_labels(tokens, microbatch["labels"], offsets)
         if not isinstance(normed, Var):
             head = head_weight(config, used)
@@ -127,19 +116,60 @@ def pipeline_gradients(
 def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
     """Return the loss of a microbatch, alike in all ranks; nothing goes back."""
     stages = stage.stages
-    comm, loss = stages.comm, np.zeros(())
-    x: Any = None
+
+    def run(chunk: int, x: Any) -> Any:
+        y, loss = stage._run(chunk, microbatch, x, {})
+        return y if loss is None else loss
+
+    found = through(stages, lambda: stage.like(microbatch), run)
+    loss = np.array(float(found) if stages.last else 0.0)
+    return float(stages.comm.broadcast(loss, stages.comm.size - 1))
+
+
+def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:
+    """Return the logits behind the last tokens, (batch, vocab), alike in all ranks."""
+    call = model.call(model.parameters, tokens, **options)
+    rows = (*tokens.shape, model.config.hidden)
+
+    def run(chunk: int, x: Any) -> Any:
+        y = chunk_of_blocks(call, stages, chunk, tokens, x)
+        return model.head(y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
+
+    found = through(stages, lambda: np.empty_like(model.table, shape=rows), run)
+    if not stages.last:
+        found = np.empty_like(model.table, shape=(len(tokens), model.config.vocab))
+    logits: Array = stages.comm.broadcast(found, stages.comm.size - 1)
+    return logits
+
+
+def chunk_of_blocks(
+    call: Call,
+    stages: Stages,
+    chunk: int,
+    tokens: Array,
+    x: Any,
+    checkpoint: CheckpointConfig | None = None,
+) -> Any:
+    """Return hidden states behind a chunk, behind the last one normed; x is None for the first."""
+    branch = embedded(call.config, call.parameters, tokens, call.division) if x is None else x
+    branch, stream = blocks(call, branch, checkpoint, stages.layers[chunk])
+    if stages.ends_with(chunk):
+        return join(call, "model.", "norm", branch, stream)[0]
+    return add(branch, stream)
+
+
+def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], Any]) -> Any:
+    """Let an array go through the chunks of all ranks, and return what the last one here made."""
+    comm, x = stages.comm, None
     for chunk in range(stages.chunks):
         source = producer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
         if source is not None and source[0] != comm.rank:
-            x = comm.receive(stage.like(microbatch), source[0])
-        x, found = stage._run(chunk, microbatch, x, {})
+            x = comm.receive(like(), source[0])
+        x = run(chunk, x)
         to = consumer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
-        if to is None:
-            loss = np.array(float(found))
-        elif to[0] != comm.rank:
+        if to is not None and to[0] != comm.rank:
             comm.send(x, to[0])
-    return float(comm.broadcast(loss, comm.size - 1))
+    return x
 
 
 def schedule_of(stages: Stages, microbatches: int, kind: str = "1f1b") -> Schedule:

@@ -39,7 +39,8 @@ from .variants import proofs
 A_RUN, MANY = 8, 570  # calls of an op and a property; many are 10^5 in all
 EMULATED = 2  # ops whose kernels a run judges: each call is one or two more to compile
 NAMES = forward_ops()
-# A number that lies on a step is rounded to another integer in float64, and a result moves with it.
+# A number that lies on a step is rounded to another integer in float64, and a result moves with it;
+# so do those of an op that is asked for int8.
 STEPS = {"bit_linear_forward", "int8_linear_forward"}
 LEAST = 1e-2  # slope: see judge_gradient
 
@@ -77,7 +78,7 @@ def near(call: Call, roundings: int = 1) -> Arrays:
     for name, array in plain.items():
         error, size = _error(array, exact[name]), _size(exact[name])
         lost = 1.0 if array.dtype == np.int8 else max(size, 1.0) * work
-        if op.__name__ not in STEPS:
+        if op.__name__ not in STEPS and not call.options.get("int8"):
             assert error <= roundings * EPS[array.dtype.name] * size + lost, (name, error, size)
     return plain
 
@@ -229,6 +230,16 @@ BYTES = np.zeros(4, np.uint8)
             "ternary_dense_",
             {"w": np.ones((2, 8), "f4"), "planes": PLANES, "scale": ONE[None]},
             {},
+            ShapeError,
+        ),
+        (  # fewer groups than there are columns
+            "ternary_dense_",
+            {
+                "w": np.ones((1, 33), "f4"),
+                "planes": np.zeros((1, 2, 12), np.uint8),
+                "scale": np.ones((1, 2), "f4"),
+            },
+            {"group": 16},
             ShapeError,
         ),
         (

@@ -54,9 +54,13 @@ NOT_PACKED = "w, planes or scale are not packed"
 
 
 @ternary_dense_.require
-def _check(call: str, w: Array, planes: Array, scale: Array, row: int, column: int) -> None:
+def _check(
+    call: str, w: Array, planes: Array, scale: Array, row: int, column: int, group: int
+) -> None:
     (rows, columns), (outputs, signs, held) = w.shape, planes.shape
-    if signs != 2 or row + rows > outputs or column + columns > held * EIGHT or not scale.shape[-1]:
+    groups = scale.shape[-1]
+    scaled = held * EIGHT if groups == 1 else groups * group
+    if signs != 2 or row + rows > outputs or column + columns > min(held * EIGHT, scaled):
         problem = f"{call}: planes {planes.shape} and scale {scale.shape} do not hold"
         problem += f" {rows} rows from {row} and {columns} columns from {column} on"
         wanted = (row + rows, 2, row_bytes(column + columns))

@@ -1,5 +1,6 @@
 """Every example and every block of Python in the pages runs; the pages build without a warning."""
 
+import configparser
 import functools
 import importlib.util
 import json
@@ -17,12 +18,15 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.source import source_root
 
 from .compilers import NEWEST, OLDEST
+from .cuda_on_cpu import missing
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 NOTEBOOKS = sorted((DOCS / "examples").glob("*.ipynb"))
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md"))]
+PAGES = [
+    page for folder in (".", "guide", "tutorials") for page in sorted((DOCS / folder).glob("*.md"))
+]
 
 LARGE = {"mlx", "numba", "paddle", "tensorflow"}  # tests/interop/test_stacks.py runs what they need
 
@@ -38,7 +42,9 @@ def blocks(page: Path) -> list[str]:
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page share their names, as a reader who types them would."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    if any("cuda_on_cpu" in block for block in blocks(page)) and (reason := missing()):
+        pytest.skip(reason)
     for block in blocks(page):
         needs = re.search(r"^# needs (\w+)$", block, re.M)
         if needs and needs[1] in LARGE:
@@ -120,10 +126,23 @@ def test_errors_in_the_guide_are_what_is_raised(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == shown[1]
 
 
-@pytest.mark.parametrize("page", ["docs/guide/getting-started.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/install.md", "README.md"])
 def test_compilers_that_are_supported_are_named(page: str) -> None:
     text = (ROOT / page).read_text()
     assert re.search(rf"NVRTC,? {re.escape(OLDEST)}\b[^.]* {re.escape(NEWEST)}\b", text)
+
+
+def test_every_extra_is_told_and_no_other() -> None:
+    read = configparser.ConfigParser()
+    read.read(ROOT / "setup.cfg")
+    page = (DOCS / "install.md").read_text()
+    table = page[page.index("## Extras") : page.index("## Without a network")]
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split("`")[1::2]
+    }
+    assert named == {*read["options.extras_require"]}
+    asked = {name for found in re.findall(r"\[([\w,]+)\]'", page) for name in found.split(",")}
+    assert asked <= named
 
 
 def test_performance_lists_every_kernel() -> None:
@@ -161,7 +180,13 @@ def test_pages_build(tmp_path: Path) -> None:
     assert kernels - {"index", "instructions"} == {p.stem for p in source_root().glob("*.cu")}
 
 
-def test_floors_are_drawn_as_they_are() -> None:
-    command = [sys.executable, "-c", "import floors; print(floors.drawn(), end='')"]
+DIAGRAMS = {"floors": ("floors.svg",), "one_op": ("one-op.svg", "one-op-narrow.svg")}
+
+
+@pytest.mark.parametrize("module", DIAGRAMS)
+def test_diagrams_are_drawn_as_the_code_is(module: str) -> None:
+    every = "(made.drawn(n) for n in made.FILES)" if module == "one_op" else "[made.drawn()]"
+    command = [sys.executable, "-c", f"import {module} as made; print(*{every}, sep='', end='')"]
     done = subprocess.run(command, cwd=DOCS, capture_output=True, text=True, check=True)
-    assert done.stdout == (DOCS / "floors.svg").read_text(), "run python docs/floors.py"
+    drawn = "".join((DOCS / file).read_text() for file in DIAGRAMS[module])
+    assert done.stdout == drawn, f"run python docs/{module}.py"

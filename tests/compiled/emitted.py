@@ -15,8 +15,8 @@ from typing import NamedTuple
 from unsloth_cupy.core.source import source_root
 
 from ..ptx_on_cpu import ptx
-from ..ptx_on_cpu.instructions import SIZE, WIDTH
-from ..ptx_on_cpu.parse import Body, functions, operands
+from ..ptx_on_cpu.parse import Body, functions, instruction, operands
+from ..ptx_on_cpu.rules import SIZE, WIDTH
 from ..variants import ARCHITECTURES, Variant, variants
 
 # Kernels that compute in float64, and where they mean to.
@@ -31,11 +31,11 @@ WRITES = ("st", "red", "atom")
 
 
 class Statement(NamedTuple):
-    """An instruction of PTX: its words, operands, guard, and place in the source."""
+    """An instruction of PTX: its guard, words, operands, and place in the source."""
 
-    words: list[str]
-    ops: list[str]
     guard: str
+    words: tuple[str, ...]
+    ops: tuple[str, ...]
     place: str
 
     @property
@@ -48,12 +48,11 @@ class Kernel:
 
     def __init__(self, body: Body) -> None:
         self.parameters = body.parameters
-        self.declared = [p.text for p in body.pieces if p.text.startswith(".")]
+        self.declared = [p.text for p in body.pieces if p.kind == "declaration"]
         self.statements = [
-            Statement(m[2].split("."), operands(m[3]), m[1] or "", f"{p.place[0]}:{p.place[1]}")
+            Statement(*instruction(p.text), f"{p.place[0]}:{p.place[1]}")
             for p in body.pieces
-            if p.kind == "statement"
-            and (m := re.match(r"(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", p.text, re.S))
+            if p.kind == "instruction"
         ]
         self.arrays = self._follow()
 

@@ -1,285 +1,216 @@
 """Arithmetic, logic, comparisons and conversions."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .instructions import BITS, ROUND, SIZE, WIDTH, instruction, only
 from .parse import UnknownError
+from .rules import BITS, RULES, SIZE, WIDTH, Ops, Rule, Words, instruction, longest, only
 
 if TYPE_CHECKING:
     from .translate import Function
 
-# Operands, then C++ of them.  t: the type of the instruction, w: twice as wide, u: 32 bits, p: a
-# predicate.  A name may hold a word that tells forms of an instruction apart.
 INTEGERS = {
-    "add": ("tt", "{t}({x} + {y})"),
-    "add.sat": ("tt", "clamped<{t}>(s64({x}) + {y})"),
-    "sub": ("tt", "{t}({x} - {y})"),
-    "sub.sat": ("tt", "clamped<{t}>(s64({x}) - {y})"),
-    "add.cc": ("tt", "add_carry<{t}>({x}, {y}, false, &carry)"),
-    "addc": ("tt", "add_carry<{t}>({x}, {y}, carry, nullptr)"),
-    "addc.cc": ("tt", "add_carry<{t}>({x}, {y}, carry, &carry)"),
-    "sub.cc": ("tt", "subtract_carry<{t}>({x}, {y}, false, &carry)"),
-    "subc": ("tt", "subtract_carry<{t}>({x}, {y}, carry, nullptr)"),
-    "subc.cc": ("tt", "subtract_carry<{t}>({x}, {y}, carry, &carry)"),
-    "mul.lo": ("tt", "{t}({b}({x}) * 1ull * {b}({y}))"),
-    "mul.hi": ("tt", "mul_hi({x}, {y})"),
-    "mul.wide": ("tt", "{w}({x}) * {w}({y})"),
-    "mad.lo": ("ttt", "{t}({b}({x}) * 1ull * {b}({y}) + {z})"),
-    "mad.lo.cc": ("ttt", "add_carry<{t}>({t}({b}({x}) * 1ull * {b}({y})), {z}, false, &carry)"),
-    "mad.hi.cc": ("ttt", "add_carry<{t}>(mul_hi({x}, {y}), {z}, false, &carry)"),
-    "madc.lo": ("ttt", "add_carry<{t}>({t}({b}({x}) * 1ull * {b}({y})), {z}, carry, nullptr)"),
-    "madc.lo.cc": ("ttt", "add_carry<{t}>({t}({b}({x}) * 1ull * {b}({y})), {z}, carry, &carry)"),
-    "madc.hi": ("ttt", "add_carry<{t}>(mul_hi({x}, {y}), {z}, carry, nullptr)"),
-    "madc.hi.cc": ("ttt", "add_carry<{t}>(mul_hi({x}, {y}), {z}, carry, &carry)"),
-    "mad.hi": ("ttt", "{t}(mul_hi({x}, {y}) + {z})"),
-    "mad.wide": ("ttw", "{w}({w}({x}) * {w}({y}) + {z})"),
-    "div": ("tt", "divide<{t}>({x}, {y}, {at})"),
-    "rem": ("tt", "remainder<{t}>({x}, {y}, {at})"),
-    "min": ("tt", "({x} < {y} ? {x} : {y})"),
-    "max": ("tt", "({x} > {y} ? {x} : {y})"),
+    "add": ("t t", "{t}({x} + {y})"),
+    "sub": ("t t", "{t}({x} - {y})"),
+    "mul.lo": ("t t", "low({x}, {y})"),
+    "mul.hi": ("t t", "high({x}, {y})"),
+    "mul.wide": ("t t", "{w}({x}) * {w}({y})"),
+    "mad.lo": ("t t t", "{t}(low({x}, {y}) + {z})"),
+    "mad.hi": ("t t t", "{t}(high({x}, {y}) + {z})"),
+    "mad.wide": ("t t w", "{w}({w}({x}) * {w}({y}) + {z})"),
+    "div": ("t t", "divide<{t}>({x}, {y}, {where})"),
+    "rem": ("t t", "remainder<{t}>({x}, {y}, {where})"),
+    "min": ("t t", "({x} < {y} ? {x} : {y})"),
+    "max": ("t t", "({x} > {y} ? {x} : {y})"),
+    "min.relu": ("t t", "std::max({t}(0), std::min({x}, {y}))"),
+    "max.relu": ("t t", "std::max({t}(0), std::max({x}, {y}))"),
     "neg": ("t", "{t}(0 - {x})"),
     "abs": ("t", "{t}({x} < 0 ? 0 - {x} : {x})"),
-    "and": ("tt", "{t}({x} & {y})"),
-    "or": ("tt", "{t}({x} | {y})"),
-    "xor": ("tt", "{t}({x} ^ {y})"),
+    "and": ("t t", "{t}({x} & {y})"),
+    "or": ("t t", "{t}({x} | {y})"),
+    "xor": ("t t", "{t}({x} ^ {y})"),
     "not": ("t", "{t}(~{x})"),
-    "shl": ("tu", "shl<{t}>({x}, {y})"),
-    "shr": ("tu", "shr<{t}>({x}, {y})"),
-    "selp": ("ttp", "({z} ? {x} : {y})"),
-    "bfe": ("tuu", "bfe<{t}>({x}, {y}, {z})"),
-    "bfi": ("ttuu", "bfi<{t}>({x}, {y}, {z}, {v})"),
-    "popc": ("t", "popc({x})"),
-    "clz": ("t", "clz({x})"),
+    "not.pred": ("p", "!{x}"),
+    "shl": ("t u", "shl<{t}>({x}, {y})"),
+    "shr": ("t u", "shr<{t}>({x}, {y})"),
+    "selp": ("r r p", "({z} ? {x} : {y})"),
+    "bfi": ("t t u u", "bfi<{t}>({x}, {y}, {z}, {v})"),
+    "popc": ("t", "__builtin_popcountll({x})"),
+    "clz": ("t", "leading_zeros({x})"),
     "brev": ("t", "brev({x})"),
     "bfind": ("t", "bfind<{t}>({x}, false)"),
     "bfind.shiftamt": ("t", "bfind<{t}>({x}, true)"),
-    "prmt": ("uuu", "prmt({x}, {y}, {z})"),
-    "lop3": ("uuuu", "lop3({x}, {y}, {z}, {v})"),
-    "shf.l.wrap": ("uuu", "funnel<true, false>({x}, {y}, {z})"),
-    "shf.l.clamp": ("uuu", "funnel<true, true>({x}, {y}, {z})"),
-    "shf.r.wrap": ("uuu", "funnel<false, false>({x}, {y}, {z})"),
-    "shf.r.clamp": ("uuu", "funnel<false, true>({x}, {y}, {z})"),
-    "dp4a.u32": ("uuu", "dp4a<u8, u8>({x}, {y}, {z})"),
-    "dp4a.s32": ("uuu", "dp4a<s8, s8>({x}, {y}, {z})"),
+    "prmt.b32": ("u u u", "prmt({x}, {y}, {z})"),
+    "shf.l.wrap.b32": ("u u u", "u32(((u64({y}) << 32 | {x}) << ({z} & 31)) >> 32)"),
+    "shf.r.wrap.b32": ("u u u", "u32((u64({y}) << 32 | {x}) >> ({z} & 31))"),
+    "dp4a.u32": ("u u u", "dot<u8, u8>({x}, {y}, {z})"),
+    "dp4a.s32": ("u u u", "dot<s8, s8>({x}, {y}, {z})"),
+    "dp2a.lo.u32": ("u u u", "dot<u16, u8>({x}, {y}, {z})"),
+    "dp2a.hi.u32": ("u u u", "dot<u16, u8>({x}, {y} >> 16, {z})"),
 }
-PREDICATES = {"not": "!{x}", "and": "{x} & {y}", "or": "{x} | {y}", "xor": "{x} ^ {y}"}
-# n: the number of operands; then C++ of them
+# A sum with a carry: c behind the name takes it, .cc leaves it.
+for _name, _sum in {
+    "add": "{x}, {y}",
+    "sub": "{x}, {y}",
+    "mad.lo": "low({x}, {y}), {z}",
+    "mad.hi": "high({x}, {y}), {z}",
+}.items():
+    for _takes, _leaves in ((False, True), (True, False), (True, True)):
+        _word, _, _half = _name.partition(".")
+        _whole = ".".join([_word + "c" * _takes, *filter(None, [_half]), *["cc"] * _leaves])
+        _call = f"{'subtract' if _name == 'sub' else 'add'}_carry<{{t}}>"
+        _carries = f"{'carry' if _takes else 'false'}, {'&carry' if _leaves else 'nullptr'}"
+        INTEGERS[_whole] = ("t t t" if _half else "t t", f"{_call}({_sum}, {_carries})")
+RULES.update({name: Rule(f"d {takes}", code) for name, (takes, code) in INTEGERS.items()})
+
 FLOATS = {
-    "add": (2, "{x} + {y}"),
-    "sub": (2, "{x} - {y}"),
-    "mul": (2, "{x} * {y}"),
-    "fma": (3, "fused({x}, {y}, {z})"),
-    "mad": (3, "fused({x}, {y}, {z})"),
-    "div": (2, "{x} / {y}"),
-    "div.approx": (2, "div_approx({x}, {y})"),
-    "rcp": (1, "{c}(1) / {x}"),
-    "sqrt": (1, "std::sqrt({x})"),
-    "min": (2, "least({x}, {y})"),
-    "max": (2, "most({x}, {y})"),
-    "min.NaN": (2, "either_nan({x}, {y}, least({x}, {y}))"),
-    "max.NaN": (2, "either_nan({x}, {y}, most({x}, {y}))"),
-    "neg": (1, "-{x}"),
-    "abs": (1, "std::fabs({x})"),
-    "copysign": (2, "std::copysign({y}, {x})"),
-    "ex2": (1, "std::exp2({x})"),
-    "lg2": (1, "std::log2({x})"),
-    "rsqrt": (1, "{c}(1) / std::sqrt({x})"),
-    "sin": (1, "std::sin({x})"),
-    "cos": (1, "std::cos({x})"),
-    "tanh": (1, "std::tanh({x})"),
+    "add": "{x} + {y}",
+    "sub": "{x} - {y}",
+    "mul": "{x} * {y}",
+    "fma": "std::fma({x}, {y}, {z})",
+    "div": "{x} / {y}",
+    "div.approx": "div_approx({x}, {y})",
+    "rcp": "{c}(1) / {x}",
+    "sqrt": "std::sqrt({x})",
+    "min": "least({x}, {y})",
+    "max": "most({x}, {y})",
+    "min.NaN": "either_nan({x}, {y}, least({x}, {y}))",
+    "max.NaN": "either_nan({x}, {y}, most({x}, {y}))",
+    "neg": "-{x}",
+    "abs": "std::fabs({x})",
+    "copysign": "std::copysign({y}, {x})",
+    "ex2": "std::exp2({x})",
+    "lg2": "std::log2({x})",
+    "rsqrt": "{c}(1) / std::sqrt({x})",
+    "sin": "std::sin({x})",
+    "cos": "std::cos({x})",
+    "tanh": "std::tanh({x})",
 }
 BARE = ("neg", "abs", "copysign")  # they move bits and round nothing
-ROUNDED = ("add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt")  # by the CPU, which flushes
-NARROW = {"f16": ("from_f16", "to_f16"), "bf16": ("from_bf16", "to_bf16")}
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt")  # by the CPU, which flushes
+ROUND = {"rn": "NEAREST", "rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
 WHOLE = {"rni": "std::rint", "rzi": "std::trunc", "rmi": "std::floor", "rpi": "std::ceil"}
+PLAIN = "NEAREST | FLUSH"  # as a launch sets the CPU
+NARROW = {"f16": ("from_f16", "to_f16"), "bf16": ("from_bf16", "to_bf16")}
 EIGHT = {"e4m3x2": "4", "e5m2x2": "5"}  # as the machine numbers them
+SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
 
 
-def form(table: dict[str, object], word: str, words: list[str]) -> str:
-    """Return the longest name in a table that an instruction's words make."""
-    said = {word, *words}
-    return max((n for n in table if n.split(".")[0] == word and {*n.split(".")} <= said), key=len)
-
-
-def control(words: list[str], kind: str) -> str:
-    """Return how the CPU should round, and whether denormals are zero."""
-    mode = next((ROUND[word] for word in words if word in ROUND), "NEAREST")
-    return f"{mode} | {'FLUSH' if 'ftz' in words and kind == 'f32' else 'DENORMALS'}"
-
-
-def under(words: list[str], kind: str, code: str) -> str:
+def under(words: Iterable[str], kind: str, code: str) -> str:
     """Return code that runs with the rounding that the words ask for; most runs as it stands."""
-    how = control(words, kind)
-    return code if how == "NEAREST | FLUSH" else f"under<{how}>([&] {{ return {code}; }})"
+    mode = next((ROUND[word] for word in words if word in ROUND), "NEAREST")
+    how = f"{mode} | {'FLUSH' if 'ftz' in words and kind == 'f32' else 'DENORMALS'}"
+    return code if how == PLAIN else f"under<{how}>([&] {{ return {code}; }})"
 
 
-def arithmetic(f: "Function", words: list[str], ops: list[str]) -> str:
-    """Translate what the tables hold."""
-    kind = WIDTH[words[-1]]
-    target, *rest = ops
-    if kind == "bool":
-        only(words, "pred")
-        names = zip("xy", (f.value(o, "bool") for o in rest), strict=False)
-        return f.to(target, f"bool({PREDICATES[f.word].format(**dict(names))})")
-    if "f" in words[-1] and f.word != "selp":
-        return floats(f, words, ops)
-    name = form(INTEGERS, f.word, words)
-    only(
-        words, f"sync {name.replace('.', ' ')} {words[-1]} {'u32 s32' if f.word == 'dp4a' else ''}"
-    )
-    takes, code = INTEGERS[name]
-    if f.word == "dp4a" and len({*words}) > 1:
-        raise UnknownError("signs that differ")
-    twice = f"{kind[0]}{SIZE[kind] * 16}" if kind[0] != "f" else ""
-    kinds = {"t": kind, "w": twice, "u": "u32", "p": "bool"}
-    if len(takes) != len(rest):
-        raise UnknownError(f"{len(rest)} operands")
-    given = {n: f.value(o, kinds[k]) for n, o, k in zip("xyzv", rest, takes, strict=False)}
-    return f.to(target, code.format(t=kind, w=twice, b=BITS[kind], at=f.at(), **given))
-
-
-def floats(f: "Function", words: list[str], ops: list[str]) -> str:
-    """Translate arithmetic of floats: of 16 bits in float32 or wider, rounded once; pairs apart."""
-    kind, name = words[-1], form(FLOATS, f.word, words)
+@instruction(*(f"{n.partition('.')[0]}.{kind}" for n in FLOATS for kind in ("f32", "f64", "f32x2")))
+def floats(f: "Function", words: Words, ops: Ops) -> str:
+    """Write arithmetic of floats, and of pairs of them."""
+    kind, name, (target, *rest) = words[-1], longest(FLOATS, words), ops
     only(words, f"{' '.join(ROUND)} ftz sat approx full {name.replace('.', ' ')} {kind}")
-    count, code = FLOATS[name]
-    target, *rest = ops
-    if len(rest) != count:
+    real, code = kind.removesuffix("x2"), FLOATS[name]
+    names = [n for n in "xyz" if f"{{{n}}}" in code]
+    if len(rest) != len(names):
         raise UnknownError(f"{len(rest)} operands")
-    one = kind.removesuffix("x2")
-    narrow = NARROW.get(one)
-    c = "f32" if narrow else WIDTH[one]
+    plain = words[0] in BARE or not under(words, real, "")
+    flush = "ftz" in words and words[0] not in ROUNDED
 
-    def made(operands: list[str]) -> str:
-        how = [] if narrow else words
-        plain = f.word in BARE or control(how, c) == "NEAREST | FLUSH"
-        flush = "ftz" in how and c == "f32" and f.word not in ROUNDED
-        operands = [f"flushed({o})" for o in operands] if flush else operands
-        given = operands if plain else [f"hidden({o})" for o in operands]
-        done = code.format(c=c, **dict(zip("xyz", given, strict=False)))
-        done = done.replace("fused(", "fused_odd(") if narrow else done
-        done = done if plain else under(how, c, done)
+    def made(given: list[str]) -> str:
+        given = [f"flushed({o})" if flush else o for o in given]
+        given = given if plain else [f"hidden({o})" for o in given]
+        done = code.format(c=real, **dict(zip(names, given, strict=True)))
+        done = done if plain else under(words, real, done)
         done = f"flushed({done})" if flush else done
         return f"sat({done})" if "sat" in words else done
 
-    if one == kind:
-        read = [f.value(o, WIDTH[one]) for o in rest]
-        read = [f"{narrow[0]}({o})" for o in read] if narrow else read
-        return f.to(target, f"{narrow[1]}({made(read)})" if narrow else f"{c}({made(read)})")
-    bits = BITS[WIDTH[one]]
-    get, put = narrow or (f"as<{c}>", "as<u32>")
-    each = (
-        f"[&](auto x, auto y, auto z) {{ return {put}({made([f'{get}({n})' for n in 'xyz'])}); }}"
-    )
     whole = [f.value(o, WIDTH[kind]) for o in rest]
-    return f.to(target, f"by_halves<{bits}, {WIDTH[kind]}>({each}, {', '.join(whole)})")
+    if kind == real:
+        return f.to(target, made(whole), real)
+    half = f"as<u32>({made([f'as<f32>({n})' for n in names])})"
+    given = f"[&](u32 x, u32 y, u32 z) {{ return {half}; }}, {', '.join(whole)}"
+    return f.to(target, f"by_halves({given})")
 
 
 @instruction("mov")
-def mov(f: "Function", words: list[str], ops: list[str]) -> str:
-    kind, (target, source) = WIDTH[words[-1]], ops
-    only(words, words[-1])
-    whole = f"u{SIZE[kind] * 8}"
-    parts = f.several(source if source.startswith("{") else target)
+def mov(f: "Function", words: Words, ops: Ops) -> str:
+    kind, (target, source) = BITS[WIDTH[words[-1]]], ops
+    only(words, f"mov {words[-1]}")
+    packs = source.startswith("{")
+    parts = f.several(source if packs else target)
     each = SIZE[kind] * 8 // len(parts)
-    if source.startswith("{"):
+    if packs:
         shifted = (f"u64({f.value(p, f'u{each}')}) << {each * i}" for i, p in enumerate(parts))
-        return f.to(target, f"{whole}({' | '.join(shifted)})")
+        return f.to(target, f"{kind}({' | '.join(shifted)})")
     if target.startswith("{"):
         pieces = (f.to(p, f"u{each}(w >> {each * i})") for i, p in enumerate(parts))
-        return f"u64 w = {f.value(source, whole)}; {' '.join(pieces)}"
+        return f"u64 w = {f.value(source, kind)}; {' '.join(pieces)}"
     return f.to(target, f.value(source, kind))
 
 
 @instruction("cvt")
-def cvt(f: "Function", words: list[str], ops: list[str]) -> str:
-    into, of = words[-2:]
+def cvt(f: "Function", words: Words, ops: Ops) -> str:
+    _, *how, into, of = words
     target, *rest = ops
-    only(words[:-2], f"{' '.join(ROUND)} {' '.join(WHOLE)} rna ftz sat satfinite")
+    only(how, f"{' '.join(ROUND)} {' '.join(WHOLE)} rna ftz sat satfinite")
+    given = [f.value(o, WIDTH[of]) for o in rest]
     if into in ("f16x2", "bf16x2") and of == "f32":
-        only(words[:-2], "rn")
-        high, low = (f"u32({NARROW[into[:-2]][1]}({f.value(o, 'f32')}))" for o in rest)
+        only(how, "rn")
+        high, low = (f"u32({NARROW[into[:-2]][1]}({x}))" for x in given)
         return f.to(target, f"{high} << 16 | {low}")
     if into in EIGHT:
-        if words[:-2] != ["rn", "satfinite"]:
+        if how != ["rn", "satfinite"]:
             raise UnknownError("8 bits that do not end at the largest")
-        high, low = (f.value(o, "f32") for o in rest)
+        high, low = given
         return f.to(target, f"pack_fp8({EIGHT[into]}, {low}, {high})")
     if of in EIGHT:
-        return f.to(target, f"unpack_fp8({EIGHT[of]}, {f.value(rest[0], 'u16')})")
+        return f.to(target, f"unpack_fp8({EIGHT[of]}, {given[0]})")
     if into == "tf32":
-        only(words[:-2], "rna")
-        return f.to(target, f"(as<u32>({f.value(rest[0], 'f32')}) + 0x1000) & ~0x1fffu")
-    return f.to(target, converted(words, into, of, f.value(rest[0], WIDTH[of])))
+        only(how, "rna")
+        return f.to(target, f"(as<u32>({given[0]}) + 0x1000) & ~0x1fffu")
+    return f.to(target, converted(words, into, of, given[0]), WIDTH[into])
 
 
-def converted(words: list[str], into: str, of: str, x: str) -> str:
+def converted(words: Words, into: str, of: str, x: str) -> str:
     """Return a number of one type as another."""
     wanted, given = WIDTH[into], WIDTH[of]
     if of in NARROW:
         x, given = f"{NARROW[of][0]}({x})", "f32"
     whole = next((WHOLE[word] for word in words if word in WHOLE), "")
-    if given[0] == "f" and wanted[0] == "f" and into not in NARROW:
+    if into in NARROW:
+        only([w for w in words if w in ROUND], "rn")
+        only([given], "f32")
+        return f"{NARROW[into][1]}({x})"
+    if given[0] == wanted[0] == "f":
         if whole or given != wanted:
             x = under(words, "f32", f"{wanted}({whole}(hidden({x})))")
         x = f"flushed({x})" if "ftz" in words and wanted == "f32" else x
         return f"sat({x})" if "sat" in words else x
-    if into in NARROW:
-        only([w for w in words[:-2] if w in ROUND], "rn")
-        if given in ("s64", "u64"):
-            raise UnknownError("64 bits in 16")
-        return f"{NARROW[into][1]}({x if given[0] == 'f' else f'f64({x})'})"
     if given[0] == "f":
         if not whole:
             raise UnknownError("rounding")
-        plain = "ftz" in words and given == "f32"
-        x = x if plain else f"under<NEAREST | DENORMALS>([&] {{ return {whole}(hidden({x})); }})"
-        return f"integer<{wanted}>({f'{whole}({x})' if plain else x})"
+        how = ("ftz",) if "ftz" in words and given == "f32" else ()
+        return f"clamped<{wanted}>({under(how, given, f'{whole}(hidden({x}))')})"
     if wanted[0] == "f":
-        return under([*words, "ftz"], "f32", f"{wanted}(hidden({x}))")
-    if "sat" in words:
-        return f"clamped<{wanted}>({x})"
-    return f"{wanted}({x})"
+        return under((*words, "ftz"), "f32", f"{wanted}(hidden({x}))")
+    return f"clamped<{wanted}>({x})" if "sat" in words else f"{wanted}({x})"
 
 
-@instruction("setp", "set")
-def setp(f: "Function", words: list[str], ops: list[str]) -> str:
-    if f.word == "set":
-        raise UnknownError("set")
-    compare, of = words[0], words[-1]
+@instruction("setp")
+def setp(f: "Function", words: Words, ops: Ops) -> str:
+    _, compare, *more, of = words
     kind = WIDTH[of]
-    only(words[1:-1], "ftz and or xor")
-    a, b = (f.value(o, kind) for o in ops[1:3])
-    if of in NARROW:
-        (a, b), kind = (f"{NARROW[of][0]}({x})" for x in (a, b)), "f32"
-    if kind[0] == "f":
-        code = compared(compare)
-        code = code.format(a=f"hidden({a})", b=f"hidden({b})")
-        code = under(["ftz"] if "ftz" in words else [], kind, code)
-    else:
-        code = f"({a} {COMPARE[compare]} {b})"
-    (p, _, q) = ops[0].partition("|")
-    more = next((w for w in words[1:-1] if w in ("and", "or", "xor")), None)
-    if not more:
-        return f"bool t = {code}; {f.to(p, 't')}{f.to(q, '!t') if q else ''}"
-    sign = {"and": "&", "or": "|", "xor": "^"}[more]
-    done = f"bool t = {code}, c = {f.value(ops[3], 'bool')}; {f.to(p, f'bool(t {sign} c)')}"
-    return done + (f.to(q, f"bool(!t {sign} c)") if q else "")
+    only(more, "ftz")
+    a, b = (f.value(o, kind) for o in ops[1:])
+    if kind[0] != "f":
+        return f.to(ops[0], f"{a} {SIGNS[compare]} {b}")
+    return f.to(ops[0], under((*more,), kind, compared(compare, f"hidden({a})", f"hidden({b})")))
 
 
-def compared(compare: str) -> str:
+def compared(word: str, a: str, b: str) -> str:
     """Return a comparison of two floats; with u, also true where one is NaN."""
-    if compare in ("num", "nan"):
-        return f"{'!' if compare == 'num' else ''}std::isunordered({{a}}, {{b}})"
-    ordered = compare in COMPARE
-    sign = COMPARE[compare if ordered else compare[:-1]]
-    if compare == "ne":
-        return "std::islessgreater({a}, {b})"
-    if compare == "equ":
-        return "!std::islessgreater({a}, {b})"
-    if ordered or compare == "neu":
-        return f"({{a}} {sign} {{b}})"
-    opposite = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}[sign]
-    return f"!({{a}} {opposite} {{b}})"
+    if word in ("num", "nan"):
+        return f"{'!' * (word == 'num')}std::isunordered({a}, {b})"
+    if word not in SIGNS:
+        return f"!({compared(OPPOSITE[word[:-1]], a, b)})"
+    return f"std::islessgreater({a}, {b})" if word == "ne" else f"{a} {SIGNS[word]} {b}"

@@ -1,13 +1,17 @@
-"""The text of a PTX module, as statements: what is declared, and the body of each function."""
+"""The text of a PTX module, as the statements of its functions, with their places in the source."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Directives that stand on a line of their own, without a semicolon.
-LINE = re.compile(r"\.(version|target|address_size|file|loc|noreturn|pragma)\b")
-HEAD = re.compile(r"(\.visible |\.weak |\.extern )*\.(entry|func)\b")
-LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?")
+TOKEN = re.compile(
+    r"""\s*(?: (?P<loc> \.loc\b[^\n]*)
+    | (?P<skip> \.(?:version|target|address_size|file|noreturn|pragma)\b[^\n]* | \.section[^}]*\})
+    | (?P<head> (?:\.(?:visible|weak|extern)\ )*\.(?:entry|func)\b[^{;]*) (?P<prototype>;?)
+    | (?P<label> [$\w%]+):(?!:)
+    | (?P<open> \{) | (?P<close> \}) | (?P<instruction> [^;]+); | \Z)""",
+    re.X,
+)
 Place = tuple[str, int]  # "ptx.cuh:61 in tile.cuh", 113: of inlined code the caller too
 
 
@@ -16,12 +20,13 @@ class UnknownError(Exception):
 
 
 class Piece(NamedTuple):
-    """A statement, label, brace or directive, with its line of PTX and its place in the source."""
+    """A label, declaration or instruction; where it stands in PTX, in the source, in blocks."""
 
-    kind: str  # statement, label, open, close, head
+    kind: str
     text: str
     line: int
-    place: Place = ("?", 0)
+    place: Place
+    blocks: tuple[int, ...]  # by number, from the outermost
 
 
 class Body(NamedTuple):
@@ -30,59 +35,44 @@ class Body(NamedTuple):
     name: str
     entry: bool
     parameters: tuple[str, ...]
-    cluster: tuple[int, int, int]
+    cluster: tuple[int, ...]
     pieces: list[Piece]
 
 
 def operands(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
-    found, depth, last = [], 0, 0
-    for i, c in enumerate(text):
+    found, depth = [""], 0
+    for c in text:
         depth += (c in "{[(") - (c in "}])")
         if c == "," and not depth:
-            found.append(text[last:i].strip())
-            last = i + 1
-    return [*found, text[last:].strip()] if text.strip() else []
+            found.append("")
+        else:
+            found[-1] += c
+    return [each.strip() for each in found] if text.strip() else []
 
 
-def pieces(text: str) -> Iterator[Piece]:
-    """Yield statements, labels and braces."""
-    skip, buffer, start = False, "", 0
-    named = re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"]*)"', text, re.M)
-    files = dict(named)  # they stand at the end
-    place: Place = ("?", 0)
+def places(text: str) -> Callable[[str], Place]:
+    """Return what reads a .loc, one after the other: of inlined code with the places of callers."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"]*)"', text, re.M))
     chains: dict[tuple[str | Any, ...], tuple[Any, ...]] = {}  # of calls, by place and column
-    for number, whole_line in enumerate(text.splitlines(), 1):
-        line = whole_line.partition("//")[0].strip()
-        skip |= line.startswith(".section")
-        if skip:
-            skip = "}" not in line
-            continue
-        if not buffer and LINE.match(line):
-            if m := LOC.match(line):
-                own, by = m.group(1, 2, 3), m.group(4, 5, 6)
-                calls = chains.get(by, (by[:2],)) if m[4] else ()
-                chains[own] = own[:2], *calls
-                names = [f"{files[file]}:{at}" for file, at in chains[own]]
-                words = " in ".join(names).rpartition(":")
-                place = (words[0], int(words[2]))
-            continue
-        for part in re.split(r"([;{}]|(?<!:):(?!:))", line + " "):
-            start = start if buffer else number
-            kind = ""
-            if part == ";":
-                kind = "statement"
-            elif part == ":" and re.fullmatch(r"[$\w%]+", buffer.strip()):
-                kind = "label"
-            elif part == "{" and (not buffer or HEAD.match(buffer)):
-                kind = "head" if buffer else "open"
-            elif part == "}" and not buffer:
-                kind = "close"
-            if kind:
-                yield Piece(kind, buffer.strip(), start, place)
-                buffer = ""
-            else:
-                buffer = (buffer + part).lstrip()
+
+    def place(loc: str) -> Place:
+        here, _, caller = loc.partition("inlined_at")
+        own, by = (*re.findall(r"\d+", here)[:3],), (*re.findall(r"\d+", caller),)
+        chains[own] = own[:2], *(chains.get(by, (by[:2],)) if by else ())
+        *inner, last = (f"{files[file]}:{line}" for file, line in chains[own])
+        name, _, line = last.rpartition(":")
+        return " in ".join([*inner, name]), int(line)
+
+    return place
+
+
+def instruction(text: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the guard, with its !, the words between dots, and the operands."""
+    found = re.match(r"(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.S)
+    if found is None:
+        raise UnknownError(text)
+    return found[1] or "", (*found[2].split("."),), (*operands(found[3]),)
 
 
 def head(text: str) -> Body:
@@ -94,23 +84,35 @@ def head(text: str) -> Body:
     names = [p.split()[-1].partition("[")[0] for p in operands(f"{results},{given}".strip(", "))]
     sides = re.search(r"\.reqnctapercluster\s+([\d, ]+)", text)
     several = [*map(int, sides[1].split(",") if sides else ()), 1, 1, 1]
-    return Body(name, kind == "entry", tuple(names), (several[0], several[1], several[2]), [])
+    return Body(name, kind == "entry", (*names,), (*several[:3],), [])
 
 
 def functions(text: str) -> tuple[list[str], list[Body]]:
     """Return what a module declares outside of functions, and its functions."""
-    declared: list[str] = []
-    found: list[Body] = []
-    depth = 0
-    for piece in pieces(text):
-        if piece.kind == "head":
-            found.append(head(piece.text))
-            depth = 1
-        elif not depth:
-            if not HEAD.match(piece.text):  # the prototype of a function
-                declared.append(piece.text)
+    declared, found, blocks = list[str](), list[Body](), list[int]()
+    read, place, count, line, last = places(text), ("?", 0), 0, 1, 0
+    text = re.sub(r"//[^\n]*", "", text)
+    for token in TOKEN.finditer(text):
+        kind = token.lastgroup if token.lastgroup != "prototype" else "head"
+        if kind is None or kind == "skip":
+            continue
+        start = token.start(kind)
+        line, last = line + text.count("\n", last, start), start
+        said = token[kind].strip()
+        if kind == "loc":
+            place = read(said)
+        elif kind == "head":
+            if not token["prototype"]:
+                found.append(head(said))
+                count = -1
+        elif kind == "open":
+            count += 1
+            blocks.append(count)
+        elif kind == "close":
+            blocks.pop()
+        elif not blocks:
+            declared.append(said)
         else:
-            depth += (piece.kind == "open") - (piece.kind == "close")
-            if depth:
-                found[-1].pieces.append(piece)
+            kind = "declaration" if said.startswith(".") else kind
+            found[-1].pieces.append(Piece(kind, said, line, place, (*blocks,)))
     return declared, found

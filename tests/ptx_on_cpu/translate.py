@@ -3,15 +3,15 @@
     unit(text, "rms_norm_forward", dynamic=232448)       C++ that includes ptx.hpp
 
 Registers are unsigned integers of their width, and predicates bool.  A guard is an if; a statement
-is a block of C++, written by the function that ``instructions.py`` keeps for its first word.
+is a block of C++, written by a rule or a function of ``arithmetic.py`` or ``machine.py``.
 """
 
 import re
 from collections.abc import Iterator
 
-from . import arithmetic, memory, warps  # noqa: F401  they register what they know
-from .instructions import BITS, INSTRUCTIONS, SIZE, SPECIAL, WIDTH, Poison
-from .parse import Body, Piece, UnknownError, functions, operands
+from . import arithmetic, machine  # noqa: F401  they say what they know
+from .parse import Body, Piece, UnknownError, functions, instruction, operands
+from .rules import BITS, SIZE, SPECIAL, WIDTH, write
 
 VARIABLE = re.compile(
     r"(?:\.(?:visible|weak|extern)\s+)*\.(global|const|shared|local|param)\s+"
@@ -19,6 +19,7 @@ VARIABLE = re.compile(
     r"\.(\w+)\s+([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?",
     re.S,
 )
+MOVES = ("mov", "selp", "wgmma")  # what may touch a sum in flight
 Symbols = dict[str, tuple[str, str]]  # by name: space, C++
 
 
@@ -26,77 +27,61 @@ class Function:
     """Translate one function; ``code`` holds its lines of C++."""
 
     def __init__(self, body: Body, symbols: Symbols, places: dict[tuple[str, int], int]) -> None:
-        self.symbols, self.places = dict(symbols), places
+        self.symbols, self.places, self.entry = dict(symbols), places, body.entry
+        self.name = "emu_entry" if body.entry else f"f_{body.name}"
         self.params = {name: number for number, name in enumerate(body.parameters)}
-        self.scopes: list[dict[str, tuple[str, str]]] = [{}]  # register: (C++, type)
-        self.inside = [0]  # the numbers of the blocks around a statement
-        self.labels = set(_labels(body.pieces))
-        self.locals: list[str] = []
-        self.shared: list[str] = []
-        self.poison = Poison(body.pieces)
-        self.blocks, self.piece, self.word = 0, Piece("", "", 0), ""
-        self.entry = body.entry
-        self.code = [line for piece in body.pieces for line in self.translated(piece)]
+        self.registers: dict[tuple[str, int], tuple[str, str]] = {}  # with block: C++, its type
+        self.labels = {(p.text, p.blocks[-1]) for p in body.pieces if p.kind == "label"}
+        self.locals, self.shared = list[str](), list[str]()
+        self.poison = in_flight(body.pieces)
+        self.code = [line for self.piece in body.pieces for line in self.translated()]
 
-    def translated(self, piece: Piece) -> Iterator[str]:
-        """Yield the C++ of a statement or label; follow blocks."""
-        self.piece = piece
-        if piece.kind == "open":
-            self.blocks += 1
-            self.inside.append(self.blocks)
-            self.scopes.append({})
-        elif piece.kind == "close":
-            self.inside.pop()
-            self.scopes.pop()
-        elif piece.kind == "label":
-            yield f"{_label(piece.text, self.inside[-1])}:;"
-        elif piece.text.startswith("."):
+    def translated(self) -> Iterator[str]:
+        """Yield the C++ of a piece; a declaration goes to ``locals`` or ``shared``."""
+        piece = self.piece
+        if piece.kind == "label":
+            yield f"{self.label(piece.text)}:;"
+        elif piece.kind == "declaration":
             self.declare(piece.text)
         else:
-            yield self.instruction(piece.text)
-
-    def instruction(self, text: str) -> str:
-        """Return the C++ of an instruction with its guard."""
-        found = re.match(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.S)
-        if found is None:
-            raise UnknownError(f"PTX line {self.piece.line}: {text}")
-        self.word, *words = found[3].split(".")
-        try:
-            guard = f"if ({found[1]}{self.value(found[2], 'bool')}) " if found[2] else ""
-            write = INSTRUCTIONS.get(self.word, arithmetic.arithmetic)
-            code = write(self, words, operands(found[4]))
-        except (UnknownError, KeyError, ValueError, IndexError, StopIteration) as error:
-            raise UnknownError(f"PTX line {self.piece.line}: {text} ({error})") from error
-        return f"  {guard}{{ {code} }}  // {self.piece.line}: {' '.join(text.split())}"
+            words = " ".join(piece.text.split())
+            try:
+                guard, names, ops = instruction(piece.text)
+                self.word = names[0]
+                test = f"if ({self.value(guard, 'bool')}) " if guard else ""
+                code = write(self, names, ops)
+            except (UnknownError, KeyError, ValueError, IndexError, StopIteration) as error:
+                raise UnknownError(f"PTX line {piece.line}: {words} ({error})") from error
+            yield f"{test}{{ {code} }}  // {piece.line}: {words}"
 
     # ---- names ---------------------------------------------------------------------------------
     def declare(self, text: str) -> None:
         """Declare registers, .reg .b32 %r<5>; or a variable, .shared .align 4 .b8 name[40]."""
-        if text.startswith(".pragma"):
-            return
+        block = self.piece.blocks[-1]
         if found := re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S):
             bits, made = BITS[WIDTH[found[1]]], {}
             for name in operands(found[2]):
                 bare, _, count = name.rstrip(">").partition("<")
                 for each in [f"{bare}{i}" for i in range(int(count))] if count else [bare]:
-                    made[each] = (f"v_{each.lstrip('%')}_{self.inside[-1]}", bits)
-            self.scopes[-1] |= made
+                    made[each, block] = (f"{each.lstrip('%')}_{block}", bits)
+            self.registers |= made
             self.locals.append(f"{bits} {', '.join(code for code, _ in made.values())};")
             return
-        space, name, code = variable(text, f"_{self.blocks}")
-        self.symbols[name] = (space, f"s_{name}_{self.blocks}")
+        space, name, code = variable(text, f"_{block}")
+        self.symbols[name] = (space, f"s_{name}_{block}")
         (self.shared if space == "shared" else self.locals).append(code)
 
     def register(self, name: str) -> tuple[str, str] | None:
-        """Return the C++ and the type of a register, or None."""
-        return next((s[name] for s in reversed(self.scopes) if name in s), None)
+        """Return the C++ and the type of a register of the nearest block, or None."""
+        found = (self.registers.get((name, block)) for block in reversed(self.piece.blocks))
+        return next(filter(None, found), None)
 
     def label(self, name: str) -> str:
-        """Return the label of that name in the nearest block around."""
-        known = (_label(name, n) for n in reversed(self.inside))
-        return next(label for label in known if label in self.labels)
+        """Return the label of that name in the nearest block."""
+        block = next(b for b in reversed(self.piece.blocks) if (name, b) in self.labels)
+        return f"L_{name.replace('$', '_')}_{block}"
 
-    def at(self, collective: bool = False) -> str:
+    def where(self, collective: bool = False) -> str:
         """Return where this is, the line of PTX and that of the source.
 
         Lanes may meet in copies that the compiler made of one line: there the line alone counts.
@@ -105,9 +90,14 @@ class Function:
         key = (file if collective else f"PTX {self.piece.line}, {file}", line)
         return f"W[{self.places.setdefault(key, len(self.places))}]"
 
-    def call(self, name: str, *given: str, collective: bool = False) -> str:
-        """Return a call of the machine, which takes file and line last."""
-        return f"{name}({', '.join([*given, f'AT({self.at(collective)})'])})"
+    def at(self, collective: bool = False) -> str:
+        """Return it as the machine takes it: file and line."""
+        return f"AT({self.where(collective)})"
+
+    def places_in(self, code: str) -> dict[str, str]:
+        """Return the places that C++ has room for."""
+        made = {"at": self.at, "where": self.where, "line": lambda: self.at(collective=True)}
+        return {name: make() for name, make in made.items() if f"{{{name}}}" in code}
 
     # ---- operands ------------------------------------------------------------------------------
     def value(self, text: str, kind: str) -> str:
@@ -116,9 +106,17 @@ class Function:
             return f"{text[0]}{self.value(text[1:], kind)}"
         if found := self.register(text):
             code, bits = found
-            if text in self.poison.registers and self.word not in Poison.MOVES:
-                code = f"arrived({code}, {self.at()})"
-            return code if bits == kind else f"as<{kind}>({code})"
+            if text in self.poison and self.word not in MOVES:
+                code = f"arrived({code}, {self.where()})"
+            if SIZE[kind] > SIZE[bits] or (kind[0] == "f" and SIZE[kind] < SIZE[bits]):
+                raise UnknownError(f"{text} has another width than .{kind}")
+            return (
+                code
+                if bits == kind
+                else f"as<{kind}>({code})"
+                if kind[0] == "f"
+                else f"{kind}({code})"
+            )
         if (number := _constant(text, kind)) is not None:
             return number
         if text.startswith("%"):
@@ -126,7 +124,7 @@ class Function:
         if text in self.params:
             return f"{kind}((u64)a[{self.params[text]}])"
         space, code = self.symbols[text]
-        own = f"shared_address({code}, {self.at()})" if space == "shared" else f"(u64){code}"
+        own = f"shared_address({code}, {self.where()})" if space == "shared" else f"(u64){code}"
         return f"{kind}({own})"
 
     def address(self, text: str, space: str, size: int = 1) -> str:
@@ -140,31 +138,48 @@ class Function:
         found = self.register(base)  # of 32 or 64 bits
         far = f"({found[0] if found else self.value(base, 'u64')}{offset})"
         is_shared = space.startswith("shared") or base in self.symbols
-        return f"near({far}, {size}, {self.at()})" if is_shared else f"(char *)(u64){far}"
+        return f"near({far}, {size}, {self.where()})" if is_shared else f"(char *)(u64){far}"
 
     def several(self, text: str) -> list[str]:
         """Return the parts of {a, b}, or what stands alone."""
         return operands(text.strip()[1:-1]) if text.startswith("{") else [text]
 
-    def to(self, name: str, value: str) -> str:
-        """Return what writes a register."""
+    def to(self, name: str, value: str, kind: str = "") -> str:
+        """Return what writes a register; kind is the type of a value that is a float."""
         if name == "_":
             return f"(void)({value});"
-        found = self.register(name)
-        if found is None:
+        if (found := self.register(name)) is None:
             raise UnknownError(f"result {name}")
-        return f"put({found[0]}, {value});"
+        return f"{found[0]} = {f'as<{BITS[kind]}>({kind}({value}))' if kind[:1] == 'f' else value};"
 
-    def text(self, name: str, entry: bool) -> list[str]:
-        """Return the whole function."""
-        return [
-            f"{'' if entry else 'static '}void {name}(void **a) {{",
-            *("  bool carry = false;" for _ in range(any("carry" in line for line in self.code))),
-            *self.locals,
-            *self.poison.declared(self),
-            *self.code,
-            "}",
-        ]
+    def text(self) -> Iterator[str]:
+        """Yield the whole function."""
+        yield f"{'' if self.entry else 'static '}void {self.name}(void **a) {{ bool carry = false;"
+        yield from self.locals
+        if self.poison:
+            sums = [code for (name, _), (code, _) in self.registers.items() if name in self.poison]
+            yield f"Products products; u32 *const sums[] = {{&{', &'.join(sums)}}};"
+        yield from [*self.code, "}"]
+
+
+def in_flight(pieces: list[Piece]) -> set[str]:
+    """Return the registers that wgmma writes, and those that copies of them may reach.
+
+    Until the wait such a register holds the name of its sum, which a move carries along; whatever
+    computes with one fails.  The wait puts sums where their names have come to.
+    """
+    found, edges = set[str](), list[tuple[str, str]]()
+    for piece in pieces:
+        if "wgmma.mma_async" in piece.text:
+            found |= {*operands(piece.text[piece.text.index("{") + 1 :].split("}")[0])}
+        elif moved := re.match(r"(?:@\S+ )?(?:mov|selp)\.[bf]32\s+(.*)", piece.text):
+            target, *sources = operands(moved[1])
+            edges += [(target, source) for source in sources[:2]]
+    reached = 0
+    while found and reached < len(found):
+        reached = len(found)
+        found |= {target for target, source in edges if source in found}
+    return found
 
 
 def _constant(text: str, kind: str) -> str | None:
@@ -172,28 +187,11 @@ def _constant(text: str, kind: str) -> str | None:
     if found := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", text):
         return f"as<f32>(0x{found[1]}u)" if kind == "f32" else f"{kind}(0x{found[1]}u)"
     if found := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", text):
-        return f"as<f64>(u64(0x{found[1]}ull))"
+        return f"as<f64>(0x{found[1]}ull)" if kind == "f64" else f"{kind}(0x{found[1]}ull)"
     if not re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", text):
         return None
     number = int(text.rstrip("U"), 0)
     return f"{kind}({number})" if kind[0] == "f" else f"{kind}({number & (1 << 64) - 1}ull)"
-
-
-def _label(name: str, block: int) -> str:
-    return f"L_{name.replace('$', '_')}_{block}"
-
-
-def _labels(pieces: list[Piece]) -> Iterator[str]:
-    """Yield the labels of a function, each with the number of its block."""
-    inside, blocks = [0], 0
-    for piece in pieces:
-        if piece.kind == "open":
-            blocks += 1
-            inside.append(blocks)
-        elif piece.kind == "close":
-            inside.pop()
-        elif piece.kind == "label":
-            yield _label(piece.text, inside[-1])
 
 
 def variable(text: str, suffix: str = "") -> tuple[str, str, str]:
@@ -203,9 +201,8 @@ def variable(text: str, suffix: str = "") -> tuple[str, str, str]:
         raise UnknownError(text)
     space, align, kind, name, sides, value = found.groups()
     bits = BITS[WIDTH[kind]]
-    code = (
-        f"__attribute__((aligned({align or SIZE[bits]}))) {bits} s_{name}{suffix}{sides or '[1]'}"
-    )
+    own = f"{bits} s_{name}{suffix}{sides or '[1]'}"
+    code = f"__attribute__((aligned({align or SIZE[bits]}))) {own}"
     if space == "shared":
         if text.startswith(".extern") or sides == "[]":
             return space, name, f"#define s_{name}{suffix} emu_buffer"
@@ -219,39 +216,32 @@ def variable(text: str, suffix: str = "") -> tuple[str, str, str]:
 def unit(text: str, name: str, dynamic: int) -> str:
     """Return the C++ of an entry of a PTX module, and of the functions that it may call."""
     declared, bodies = functions(text)
-    symbols: Symbols = {}
-    outside, places, code = [], dict[tuple[str, int], int](), list[str]()
-    for statement in declared:
-        space, symbol, written = variable(statement)
-        symbols[symbol] = (space, f"s_{symbol}")
-        outside.append(written)
+    variables = [variable(statement) for statement in declared]
+    symbols = {symbol: (space, f"s_{symbol}") for space, symbol, _ in variables}
+    places: dict[tuple[str, int], int] = {}
     wanted = [body for body in bodies if not body.entry or body.name == name]
     if not wanted or not wanted[-1].entry:
         raise UnknownError(f"no entry {name}")
-    for body in wanted:
-        made = Function(body, symbols, places)
-        outside += made.shared
-        code += made.text("emu_entry" if body.entry else f"f_{body.name}", body.entry)
-    entry = wanted[-1]
+    made, entry = [Function(body, symbols, places) for body in wanted], wanted[-1]
+    outside = [*(code for *_, code in variables), *(line for f in made for line in f.shared)]
     has_buffer = any(line.startswith("#") for line in outside)
     section = r".section .tbss, \"awT\", @nobits; .balign 1024"
-    buffer = [section, ".globl emu_buffer; .type emu_buffer, @object; emu_buffer:"]
-    assembly = "".join(f'"{line}\\n" ' for line in (*buffer, f".zero {dynamic}; .text"))
+    buffer = rf"{section}\n.globl emu_buffer; .type emu_buffer, @object; emu_buffer:\n"
     lines = [
         "static thread_local volatile char emu_first;",
         f"extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{dynamic}];",
-        f"asm({assembly});" if has_buffer else "",
+        rf'asm("{buffer}.zero {dynamic}; .text\n");' if has_buffer else "",
         'extern "C" void *emu_dynamic() {',
         f"  emu_first = 0; return {'emu_buffer' if has_buffer else 'nullptr'}; }}",
         *outside,
         "static const Where W[] = {",
         *(f'  {{"{file}", {line}}},' for file, line in places or {("?", 0): 0}),
         "};",
-        *(f"static void f_{body.name}(void **a);" for body in wanted if not body.entry),
+        *(f"static void {f.name}(void **a);" for f in made if not f.entry),
         'extern "C" {',
         f"extern const int emu_arity = {len(entry.parameters)};",
         f"extern const unsigned emu_cluster[3] = {{{', '.join(map(str, entry.cluster))}}};",
-        *code,
+        *(line for f in made for line in f.text()),
         "}",
     ]
     return "\n".join([*lines, ""])

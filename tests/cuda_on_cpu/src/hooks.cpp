@@ -3,10 +3,9 @@
 #include "machine.hpp"
 
 namespace emu {
-static inline void hook(void *p, size_t n, Access a, void *pc) {
+void access(char *p, size_t n, Access a, Where at) {
   if (!M.checks || !M.cur) return;
-  Where at{(const char *)pc, kInstructionPointer};
-  if (size_t((char *)p - M.cur->stack) < kStack) {
+  if (size_t(p - M.cur->stack) < kStack) {
     if (M.cur->accumulating) check_registers(p, n, at);
     return;
   }
@@ -17,11 +16,18 @@ static inline void hook(void *p, size_t n, Access a, void *pc) {
 }
 
 // Volatile accesses are relaxed atomics: a flag that one thread writes and others poll.
-static inline void hook_volatile(void *p, size_t n, bool write, void *pc) {
-  if (!M.checks || !M.cur || size_t((char *)p - M.cur->stack) < kStack) return;
-  hook(p, n, write ? Atomic : Peek, pc);
+void access_volatile(char *p, size_t n, bool write, Where at) {
+  if (!M.checks || !M.cur || size_t(p - M.cur->stack) < kStack) return;
+  access(p, n, write ? Atomic : Peek, at);
   heard(p);
   if (write) publish(p, true);
+}
+
+static inline void hook(void *p, size_t n, Access a, void *pc) {
+  access((char *)p, n, a, {(const char *)pc, kInstructionPointer});
+}
+static inline void hook_volatile(void *p, size_t n, bool write, void *pc) {
+  access_volatile((char *)p, n, write, {(const char *)pc, kInstructionPointer});
 }
 
 #define HERE __builtin_return_address(0)

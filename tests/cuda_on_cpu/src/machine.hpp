@@ -4,12 +4,14 @@
 //   cluster.cpp       the blocks of a cluster side by side, each with its own shared memory
 //   collectives.cpp   the rendezvous behind barriers, shuffles, votes and tensor-core products
 //   memory.cpp        bounds, uninitialised reads, races by vector clocks
+//   calls.hpp         what kernels call
 //   hooks.cpp         what the compiler calls on every access
 //   tensor_core.cpp   mma, ldmatrix, wgmma
 //   narrow.cpp        8-bit floats; sums of every dtype that a copy can add
 //   async_copy.cpp    cp.async, mbarrier, TMA
 //   traffic.cpp       sectors of global memory and banks of shared memory, warp by warp
 #pragma once
+#include "calls.hpp"
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -158,7 +160,6 @@ void switch_to(Fiber *f);                // from the current fiber, whose block 
 void run_cluster();                      // until M.over
 void start_blocks(void (*touch_image)(), const void *symbol);  // a launch
 void stop_blocks();
-void *cluster_map(const void *p, int rank, const char *file, int line);
 bool pass_signal(int number);
 void release_cluster();                  // the barrier, if everybody has arrived
 void check_exit(Fiber *f);               // nobody may still need its block's shared memory
@@ -190,6 +191,10 @@ void add_image(int rank, char *dynamic, const void *symbol);  // ... the shared 
 bool touched_after(int rank, const Clock *end, std::string &what, Where &at);
 void reset_memory();                                          // a cluster
 inline Clock *agent_clock(int a) { return &M.agent_clocks[size_t(a) * M.ids]; }
+
+// hooks.cpp: every access of a checked build
+void access(char *p, size_t n, Access a, Where at);
+void access_volatile(char *p, size_t n, bool write, Where at);
 
 // traffic.cpp: of checked builds, while M.counting
 void count_access(uint64_t address, size_t size, bool shared, Access a, Where at, const Fiber *f);

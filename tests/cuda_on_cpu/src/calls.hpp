@@ -1,0 +1,50 @@
+// What kernels call: the twins of the files with inline assembly, and translated PTX.
+#pragma once
+#include <cstdint>
+
+namespace emu {
+#define WHERE const char *file, int line
+// collectives.cpp
+void barrier(int id, int count, bool wait, WHERE);
+int barrier_count(bool pred, WHERE);
+void syncwarp(unsigned mask, WHERE);
+uint64_t shfl(unsigned mask, uint64_t v, int src, WHERE);
+unsigned ballot(unsigned mask, bool pred, WHERE);
+unsigned active_lanes();
+// memory.cpp
+void atomic_enter(void *p, unsigned size, WHERE);
+void threadfence(bool device);
+// tensor_core.cpp, narrow.cpp
+void mma(int type, void *d, const uint32_t *a, const uint32_t *b, const void *c, WHERE);
+void ldmatrix(int n, bool trans, uint32_t *r, const void *row, WHERE);
+uint32_t pack_fp8(int type, float low, float high);
+uint32_t unpack_fp8(int type, uint32_t pair);
+void wgmma_fence(WHERE);
+void wgmma_commit();
+void wgmma_wait(int pending, WHERE);
+void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uint64_t b,
+           int scale_d, bool transpose_a, bool transpose_b, WHERE);
+// async_copy.cpp
+void cp_async(void *dst, const void *src, int bytes, int src_bytes, WHERE);
+void cp_async_commit();
+void cp_async_wait(int pending, WHERE);
+void mbarrier_init(void *bar, int count, WHERE);
+void mbarrier_init_fence();
+void mbarrier_arrive(void *bar, int expect_tx, WHERE);
+void mbarrier_complete(void *bar, int bytes, WHERE);
+void mbarrier_wait(void *bar, int parity, WHERE);
+void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const int *coord,
+                        unsigned ranks, WHERE);
+void tma_store(int rank, const void *map, const void *src, const int *coord, bool add, WHERE);
+void tma_store_commit();
+void tma_store_wait(int pending);
+void bulk_load(void *dst, const void *src, int bytes, void *bar, WHERE);
+void bulk_store(void *dst, const void *src, int bytes, WHERE);
+void store_async(void *dst, uint32_t value, void *bar, int rank, WHERE);
+void fence_proxy_async();
+// cluster.cpp
+void cluster_arrive(bool relaxed, WHERE);
+void cluster_wait(WHERE);
+void *cluster_map(const void *p, int rank, WHERE);
+#undef WHERE
+}  // namespace emu

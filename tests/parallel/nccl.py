@@ -30,7 +30,61 @@ class Array(np.ndarray):
         return nullcontext()
 
     def get(self) -> np.ndarray:
+        waited()
         return np.array(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        asks_how_many(key)
+        return np.asarray(super().__getitem__(key)).view(Array)  # a number too is on the GPU
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        asks_how_many(key)
+        super().__setitem__(key, value)
+
+    def __bool__(self) -> bool:
+        waited()
+        return super().__bool__()
+
+    def __int__(self) -> int:
+        waited()
+        return super().__int__()
+
+    def __float__(self) -> float:
+        waited()
+        return super().__float__()
+
+    def __index__(self) -> int:
+        waited()
+        return super().__index__()
+
+    def item(self, *key: Any) -> Any:
+        waited()
+        return super().item(*key)
+
+    def tolist(self) -> Any:
+        waited()
+        return super().tolist()
+
+
+class Capture(threading.local):
+    """Whether a graph captures what this thread does."""
+
+    on = False
+
+
+CAPTURE = Capture()
+
+
+def waited() -> None:
+    """Raise where the host asks for a result while a graph captures, as CUDA does."""
+    assert not CAPTURE.on, "the host waits for the GPU"
+
+
+def asks_how_many(key: Any) -> None:
+    """Raise for a mask as a key: CuPy asks the GPU how many elements it means."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if any(getattr(part, "dtype", None) in (bool,) for part in parts):
+        waited()
 
 
 Array.__module__ = "cupy"
@@ -146,7 +200,7 @@ def stand_in() -> Iterator[types.ModuleType]:
         groupEnd=wires.end,
     )
     runtime = types.SimpleNamespace(
-        getDeviceCount=lambda: 1, getDevice=lambda: 0, streamIsCapturing=lambda stream: False
+        getDeviceCount=lambda: 1, getDevice=lambda: 0, streamIsCapturing=lambda stream: CAPTURE.on
     )
     cuda = types.SimpleNamespace(
         is_available=lambda: True,

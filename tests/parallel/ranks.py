@@ -6,6 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +34,12 @@ class Ended(NamedTuple):
     said: str
 
 
-def free_port() -> int:
-    """Return a port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
+def free_port(ports: Iterable[int] = (0,)) -> int:
+    """Return a port at which nobody listens, any one or the first of some."""
+    for port in ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)) as door:
+            return int(door.getsockname()[1])
+    raise OSError("no port is free")
 
 
 def by_sockets(ranks: int, *arguments: str, limit: float = 60) -> list[Ended]:

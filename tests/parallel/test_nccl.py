@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import CommunicationError, DeviceError, FrameworkError
-from unsloth_cupy.parallel import DataParallel, NcclCommunicator, SocketCommunicator, nccl
+from unsloth_cupy.parallel import (
+    DataParallel,
+    NcclCommunicator,
+    SocketCommunicator,
+    nccl,
+    part,
+    vocab_parallel_embedding,
+    vocabulary,
+)
 from unsloth_cupy.parallel._ahead import Ahead
 from unsloth_cupy.parallel._shards import Cut
 
 from .collectives import CHECKS
-from .nccl import array, in_threads, stand_in
+from .nccl import CAPTURE, Array, array, in_threads, stand_in
 from .ranks import free_port
 
 
@@ -83,12 +91,52 @@ def test_what_is_overdue_ends_the_process(monkeypatch, capsys) -> None:
         assert "rank 3 has failed: ValueError: no" in capsys.readouterr().err
 
 
-def test_a_graph_that_is_captured_is_not_watched(monkeypatch) -> None:
-    with stand_in() as cupy:
-        monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", lambda stream: True)
-        comm = NcclCommunicator(0, 1, bytes(128))
-        comm.all_reduce(array([1.0]))
-        assert not comm._overdue.waiting
+def test_a_graph_captures_exchanges(monkeypatch) -> None:
+    """The host waits for no GPU meanwhile; a graph is watched when it is launched."""
+    monkeypatch.setattr(vocabulary, "embedding", lambda tokens, table: table[tokens])
+    where = lambda *parts: np.where(*parts).view(Array)  # noqa: E731
+    theirs = types.SimpleNamespace(where=where, ndarray=int)  # for whom the stand-in is a GPU
+    monkeypatch.setattr(vocabulary, "np", theirs)
+    port, table = free_port(), np.arange(14, dtype=np.float16).reshape(7, 2)
+    with stand_in():
+
+        def work(rank: int) -> None:
+            host = SocketCommunicator(rank, 2, port=port, timeout=30)
+            comm = NcclCommunicator._of(host, 30, False)
+            own, tokens = array(table[part(7, comm)]), array([[6, 0], [3, 4]])
+            x, out = array([[rank, 2.0], [3.0, 4.0]]), array(np.zeros((2, 2)))
+            comm._overdue.thread = types.SimpleNamespace()  # nobody looks
+            CAPTURE.on = True
+            made = [
+                comm.all_reduce(x),
+                comm.all_reduce(x, "max"),
+                comm.reduce_scatter(x, 0),
+                comm.all_gather(x, 1),
+                comm.all_to_all(x, 0, 1),
+                comm.broadcast(x, 1),
+                comm.exchange(x, 1 - rank, out, 1 - rank),
+                vocab_parallel_embedding(tokens, own, 7, comm=comm),
+            ]
+            CAPTURE.on = False
+            np.testing.assert_array_equal(made[-1], table[[[6, 0], [3, 4]]], strict=True)
+            np.testing.assert_array_equal(made[0], [[1, 4], [6, 8]])
+            assert not comm._overdue.waiting
+            comm.launched("generate")
+            assert [call for _, call in comm._overdue.waiting] == ["generate"]
+
+        in_threads(2, work)
+
+
+def test_a_stand_in_knows_who_waits() -> None:
+    x = array([1.0])
+    calls = (x.get, x.item, x.tolist, lambda: float(x[0]), lambda: bool(x), lambda: x[x > 0])
+    for call in calls:
+        CAPTURE.on = False
+        call()
+        CAPTURE.on = True
+        with pytest.raises(AssertionError, match="waits for the GPU"):
+            call()
+    CAPTURE.on = False
 
 
 def test_what_makes_no_sense_is_refused(monkeypatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.parallel import SocketCommunicator
-from unsloth_cupy.parallel.sockets import rendezvous
+from unsloth_cupy.parallel.sockets import PORTS, first_host, rendezvous
 
 from .collectives import all_checks
 from .nccl import in_threads
@@ -54,9 +54,44 @@ def test_the_environment_says_how_ranks_meet() -> None:
     assert rendezvous(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[3] == 29501
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
     assert rendezvous(slurm | {k: given[k] for k in ("MASTER_ADDR", "MASTER_PORT")})[:2] == (1, 4)
+    assert rendezvous(slurm | given)[:2] == (1, 4)  # torchrun inside of srun
+    srun = slurm | {"SLURM_STEP_NODELIST": "gpu-[07-09,12]", "SLURM_JOB_ID": "4012345"}
+    assert rendezvous(srun) == (1, 4, "gpu-07", 20000 + 4012345 % 12000)
+    assert rendezvous(srun | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})[2:] == ("a", 1)
+    for name in (*slurm, "SLURM_STEP_NODELIST", "SLURM_JOB_ID"):
+        with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
+            rendezvous({k: v for k, v in srun.items() if k != name})
     for name in given:
         with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
             rendezvous({k: v for k, v in given.items() if k != name})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[3-5]", "n3"),
+        ("n[003,7-8]-ib,m[1-2]", "n003-ib"),
+        ("a,n[1-2]", "a"),
+        ("rack2-n[9]", "rack2-n9"),
+        ("10.0.0.7", "10.0.0.7"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_ranks_of_srun_meet() -> None:
+    """By what srun sets alone, in threads: on this host, at the port of the job."""
+    place = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    place |= {"SLURM_JOB_ID": str(free_port(PORTS) - PORTS.start)}
+
+    def work(rank: int) -> None:
+        comm = SocketCommunicator(*rendezvous(place | {"SLURM_PROCID": str(rank)}), timeout=30)
+        assert comm.all_gather(np.array([rank])).tolist() == [0, 1]
+
+    in_threads(2, work)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -15,6 +15,7 @@ from ..errors import DeviceMemoryError
 from ..inference.kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
 from ..ops.attention.kv_append import kv_append_
+from ..parallel.nccl import NcclCommunicator
 from ..placement import at_home, placed
 from .block import Call, blocks, embedded, join
 from .network import Network
@@ -105,6 +106,9 @@ class Step:
         """Run the step on a GPU: as it is, then into a graph, then by the graph."""
         if self.graph is not None:
             self.graph.launch()
+            division = self.model.division
+            if division is not None and isinstance(division.comm, NcclCommunicator):
+                division.comm.launched("generate")
             return self.logits
         if not self.captures:
             return self.run()

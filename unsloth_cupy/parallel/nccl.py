@@ -118,6 +118,10 @@ class NcclCommunicator(Exchanges):
             place, len(members), made, timeout=self.timeout, checked=self.checked
         )
 
+    def launched(self, call: str) -> None:
+        """Take note of a graph with exchanges that was launched on the current stream."""
+        self._overdue.watch(call)
+
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
         stream = cupy().cuda.get_current_stream().ptr
         kind = self._nccl.NCCL_UINT8

@@ -7,6 +7,7 @@ ranks has a connection.
 """
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from ._peers import Peers, connected
 from .communicator import check_color
 from .exchanges import Exchanges, raw
 
+NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
+PORTS = range(20000, 32000)  # below those that systems give away
 RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 
 
@@ -73,7 +76,8 @@ class SocketCommunicator(Exchanges):
         Raises
         ------
         ConfigError
-            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set to what it should be.
+            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set to what it should be, and
+            SLURM does not say it either.
         """
         rank, size, address, port = rendezvous(os.environ)
         return cls(rank, size, address, port, timeout=timeout, checked=checked)
@@ -136,10 +140,17 @@ class SocketCommunicator(Exchanges):
 def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     """Return rank, size, and where rank 0 listens, as torchrun and SLURM tell a process.
 
-    torchrun listens at MASTER_PORT itself, so ranks meet at the port after it.
+    torchrun listens at MASTER_PORT itself, so ranks meet at the port after it.  Where srun alone
+    starts them, it is on the first node of the step, at a port that the number of the job gives.
     """
     rank, size = (first_of(environment, names) for names in (RANK, SIZE))
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if address is None and "SLURM_PROCID" in environment:
+        nodes = (environment.get(name, "") for name in NODES)
+        address = first_host(next(filter(None, nodes), "")) or None
+    job = environment.get("SLURM_JOB_ID", "")
+    if port is None and job.isdigit():
+        port = str(PORTS.start + int(job) % len(PORTS))
     if None in (rank, size) or address is None or not (port or "").isdigit():
         given = {name: environment.get(name) for name in (*RANK, *SIZE)}
         listed = ", ".join(f"{n}={v}" for n, v in given.items() if v is not None)
@@ -148,6 +159,15 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
         raise ConfigError(f"{problem} how ranks meet; {cure}")
     taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(rank or 0), int(size or 0), address, int(port or 0) + taken
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of a list of hosts as SLURM writes it: node07 of node[07-09,12],gpu1."""
+    head, _, tail = nodes.partition("[")
+    if not tail or "," in head:
+        return head.partition(",")[0]
+    inside, _, after = tail.partition("]")
+    return head + re.split("[-,]", inside)[0] + after.partition(",")[0]
 
 
 def first_of(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:

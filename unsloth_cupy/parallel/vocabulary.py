@@ -61,14 +61,11 @@ def vocab_parallel_embedding(
     outside = (tokens < 0) | (tokens >= vocab)
     if isinstance(tokens, np.ndarray) and outside.any():
         embedding(tokens, np.broadcast_to(table[:1], (vocab, table.shape[1])))  # raises for it
-    x = embedding(local, table)
-    x[~here] = 0
-
+    x = _where(here, embedding(local, table))
     axis = None if sequence_axis is None else check_axis("reduce_scatter", x, sequence_axis)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        own = dy.copy() if axis is None else comm.all_gather(dy, axis)
-        own[~here] = 0
+        own = _where(here, dy if axis is None else comm.all_gather(dy, axis))
         return {"weight": embedding_backward(own, local, table)[1]}
 
     y = comm.all_reduce(x) if axis is None else comm.reduce_scatter(x, axis)
@@ -236,6 +233,11 @@ def _loss(rows: Rows, forward: Any, backward: Any, comm: Communicator) -> tuple[
         return found
 
     return loss, back
+
+
+def _where(here: Any, x: Any) -> Any:
+    """Return rows as they are here, and zeros elsewhere: a mask as a key would make a GPU wait."""
+    return np.where(here[..., None], x, x.dtype.type(0))
 
 
 def _check_smoothing(call: str, smoothing: float) -> None:

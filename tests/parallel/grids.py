@@ -22,8 +22,9 @@ from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
 STEPS, STOP = 20, 9
+NEW = ("--layers", "2", "--hidden", "64", "--vocabulary", "300")
 SIZES = (
-    "--batch", "3", "--tokens", "8", "--layers", "2", "--hidden", "64", "--vocabulary", "300",
+    "--batch", "3", "--tokens", "8",
     "--accumulate", "2", "--evaluate-every", "20", "--save-every", "100", "--lr", "0.003",
     "--steps", str(STEPS),
 )  # fmt: skip
@@ -32,20 +33,22 @@ EPS = 1e-3
 
 
 class Run(NamedTuple):
-    """So many ranks, and their grid; the run that they go on with."""
+    """So many ranks, and their grid; the run that they go on with, or whose model they adapt."""
 
     ranks: int
     grid: str
     of: str = ""
+    base: str = ""
 
 
 STOPPED = "stopped", "deep-stopped"  # in the middle of a step, by the last rank alone
 INTERLEAVED = "--layers 4 --pipeline-parallel 2 --schedule interleaved"
+LORA = "--quantize nf4 --lora 8"
 ROUNDS: tuple[dict[str, Run], ...] = (
     {
         "one": Run(1, ""),
         "data": Run(3, "--data-parallel 3"),
-        "stopped": Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 1"),
+        "stopped": Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 3"),
     },
     {
         "zero": Run(2, "--data-parallel 2 --zero 1"),
@@ -57,11 +60,16 @@ ROUNDS: tuple[dict[str, Run], ...] = (
     {
         "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2 --schedule gpipe", "stopped"),
         "deep-stopped": Run(2, INTERLEAVED),
+        "zero-3": Run(2, "--data-parallel 2 --zero 3"),
     },
     {
         "on-three": Run(3, "--data-parallel 3 --zero 1", "stopped"),
         "deep-on-four": Run(4, f"--tensor-parallel 2 {INTERLEAVED}", "deep-stopped"),
         "deep-on-one": Run(1, "--layers 4", "deep-stopped"),
+    },
+    {
+        "lora-one": Run(1, LORA, base="one"),
+        "lora-zero-3": Run(2, f"{LORA} --zero 3", base="one"),
     },
     {"all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1")},
 )
@@ -76,7 +84,7 @@ def gradients(self: Any, whole: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
     loss, count, sums = whole(self)
     if self.step in (0, STEPS - 1):
-        found = self.ranks.gathered(self.model, sums)
+        found = self.engine.gathered(sums)
         if self.ranks.first:
             named = {name: to_numpy(array) for name, array in found.items()}
             np.savez(folder.parent / f"{folder.name}-{self.step}.npz", **named)
@@ -113,5 +121,6 @@ def one_run(comm: Communicator, run: Run, text: Path, folder: Path) -> None:
     comm.barrier()
     ranks._started = lambda *_: comm  # type: ignore[assignment]
     asked = ("finetune", "--text", str(text), "--out", str(folder), *SIZES)
+    asked += (str(folder.parent / run.base),) if run.base else NEW
     with suppress(SystemExit):  # of the one that is stopped
         group([*asked, *run.grid.split()], standalone_mode=False)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.engine import squares
 from unsloth_cupy.finetune.ranks import Ranks, alone
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.text import Batch
@@ -53,8 +54,8 @@ def same(out: Path, one: Path) -> None:
     for line, other in zip(*logs, strict=True):
         for key in {"loss", "held_out_loss", "gradient_norm"} & other.keys():
             close(line[key], other[key])
-    for name in ("model/model", "checkpoint-00000020/optimizer"):
-        found, wanted = (load_file(run / f"{name}.safetensors") for run in (out, one))
+    for name in ("model/*model", "checkpoint-00000020/optimizer"):
+        found, wanted = (load_file(*run.glob(f"{name}.safetensors")) for run in (out, one))
         equal(found, wanted)
 
 
@@ -75,7 +76,7 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"stopped after step {STOP + 1}") == len(STOPPED), done.stderr
     for name, asked_for in RUNS.items():
-        one = "deep-one" if name.startswith("deep") else "one"
+        one = next((f"{kind}-one" for kind in ("deep", "lora") if name.startswith(kind)), "one")
         if name not in STOPPED:
             same(tmp_path / name, tmp_path / one)
             made = (np.load(tmp_path / f"{run}-sample.npz")["arr_0"] for run in (name, one))
@@ -168,7 +169,7 @@ def test_rows_are_divided_at_the_ends_of_texts() -> None:
 
 
 def test_what_ranks_do_not_do_is_refused() -> None:
-    fine: dict[str, Any] = {"state_bits": 32, "limited": False, "offload": False}
+    fine: dict[str, Any] = {"state_bits": 32, "limited": False, "offload": False, "find_nan": False}
     two_of(0).check(2, 1, **fine)
     with pytest.raises(ConfigError, match="--batch 1 is not enough for 2 ranks"):
         two_of(0).check(1, 1, **fine)
@@ -179,6 +180,21 @@ def test_what_ranks_do_not_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--accumulate 3 is not a multiple of 2.*--accumulate 4"):
         ranks.check(2, 3, **fine)
     ranks = two_of(0)
-    ranks.whole = False
+    ranks.zero = 3
+    with pytest.raises(ConfigError, match="--zero 3 is not for --find-nan"):
+        ranks.check(2, 1, **fine | {"find_nan": True})
+    ranks.groups = ranks.groups._replace(pipeline=ranks.groups.data)
+    with pytest.raises(ConfigError, match="--zero 3 is not for --pipeline-parallel: the weights"):
+        ranks.check(2, 1, **fine)
+    ranks.zero = 0
     with pytest.raises(ConfigError, match="--state-bits 8 is not for divided weights"):
         ranks.check(2, 1, **fine | {"state_bits": 8})
+
+
+def test_squares_of_parts_add_up_by_the_shares_of_rows() -> None:
+    array = np.random.default_rng(0).standard_normal((6, 5))
+    shares = [(slice(0, 2), 1.0), (slice(2, None), 0.25)]
+    wanted = sum(share * np.square(array[rows]).sum() for rows, share in shares)
+    parts = (squares(array.reshape(-1)[at : at + 7], at, array.shape, shares) for at in (0, 7, 14))
+    rest = squares(np.append(array.reshape(-1)[21:], np.zeros(4)), 21, array.shape, shares)
+    assert sum(parts) + rest == pytest.approx(wanted)

@@ -37,8 +37,12 @@ def test_one_rank_is_planned_as_one_device_is() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4, 9])
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 1, 2), Layout(1, 4, 1), Layout(2, 2, 3, 1), Layout(4, 2, 1, node=2)]
-)
+    "layout",
+    [
+        Layout(2, 1, 2), Layout(1, 4, 1), Layout(2, 2, 3, 1), Layout(4, 2, 1, node=2),
+        Layout(2, 1, 3, 3),
+    ],
+)  # fmt: skip
 def test_a_replay_of_all_ranks_holds_what_is_planned(layout: Layout, microbatches: int) -> None:
     plan = planned(layout, microbatches=microbatches)
     seen = plan.replay()
@@ -83,6 +87,20 @@ def test_zero_divides_averages_and_masters() -> None:
     for name in ("optimizer", "master"):
         assert 7 < getattr(plain, name) / getattr(zero, name) < 9, name
     assert plain.weights == zero.weights
+
+
+def test_zero_3_divides_all_but_a_block() -> None:
+    """And sends each weight twice in a microbatch, and its gradient once, (n - 1) / n of each."""
+    plain, zero = (planned(Layout(1, 1, 8, each), device="cpu").stages[0] for each in (0, 3))
+    for name in ("weights", "optimizer", "master"):
+        assert 7 < getattr(plain.memory, name) / getattr(zero.memory, name) < 9, name
+    sent, size = zero.shared["data"], 7 / 8 * plain.memory.weights
+    inside = 1 - (2 * 97 * 32 + 32) * 2 / plain.memory.weights  # embedding and head: once
+    for call, times in (("all_gather", 1 + inside), ("reduce_scatter", 1)):
+        assert sum(sent[call]) == pytest.approx(times * size, rel=0.02), call  # parts are filled up
+    assert zero.gradients == 0
+    with pytest.raises(ConfigError, match="would gather the weights of a stage for each"):
+        planned(Layout(1, 2, 2, 3))
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2 tied", "bitnet"])

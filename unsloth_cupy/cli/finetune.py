@@ -25,7 +25,7 @@ from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..parallel.schedule import KINDS
-from .options import FILE, QUANTIZE, ConfigFile, Device, Number, Size, option
+from .options import FILE, QUANTIZE, ZERO, ConfigFile, Device, Number, Size, option
 from .profiled import profiled
 
 STEPS = 1200
@@ -71,7 +71,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
-@option("--zero", click.IntRange(0, 1), "1: data ranks divide the optimizer's averages.", 0)
+@option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
 @option("--profile", click.IntRange(1), "Steps to time, op by op; they are slower.")
@@ -108,7 +108,7 @@ def finetune(
     pipeline_parallel: int | None,
     schedule: str | None,
     data_parallel: int | None,
-    zero: int,
+    zero: str,
     limit_memory: int | None,
     find_nan: bool,
     profile: int | None,
@@ -157,15 +157,12 @@ def finetune(
     )  # fmt: skip
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel, device=device,
-        zero=zero, schedule=schedule,
+        zero=int(zero), schedule=schedule,
     )  # fmt: skip
     ranks.check(
-        batch,
-        accumulate,
-        state_bits=int(state_bits),
-        limited=bool(limit_memory),
-        offload=plan.offload,
-    )
+        batch, accumulate, state_bits=int(state_bits), limited=bool(limit_memory),
+        offload=plan.offload, find_nan=find_nan,
+    )  # fmt: skip
     request = request._replace(device=ranks.device)
     run: RunFolder | None = None
     with stop_request() as stop, ranks.ending():

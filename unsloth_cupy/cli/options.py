@@ -16,6 +16,7 @@ from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
 QUANTIZE = click.Choice([*KINDS])
+ZERO = click.Choice(["0", "1", "3"])
 
 
 class Number(click.FloatRange):

@@ -17,7 +17,7 @@ from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
 from ..models.adapter_base import base_of
 from ..profiling.scale import plan_ranks
 from ..profiling.stage_plan import Layout
-from .options import FILE, QUANTIZE, NewPicture, Number, option
+from .options import FILE, QUANTIZE, ZERO, NewPicture, Number, option
 from .plan_ranks import Interconnect, rate_of, show
 from .timeline import draw_timeline
 
@@ -53,7 +53,7 @@ HOLDS = {
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--data-parallel", click.IntRange(1), "Ranks with rows of their own.")
-@option("--zero", click.IntRange(0, 1), "1: data ranks divide the optimizer's averages.", 0)
+@option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
 @option("--node", click.IntRange(1), "Ranks in a node.", 8)
 @option("--rate", Number(0, min_open=True), "TFLOP/s of a rank's products.  [default: by device]")
@@ -74,7 +74,7 @@ def plan(
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
     data_parallel: int | None,
-    zero: int,
+    zero: str,
     interconnect: tuple[float, float],
     node: int,
     rate: float | None,
@@ -114,7 +114,7 @@ def plan(
         if lora or adapter or quantize or chunked_mlp or optimizer == "none":
             raise ConfigError("plan: ranks are planned of all weights that learn; leave others out")
         tensor, pipeline, data = (size or 1 for size in sizes)
-        layout = Layout(tensor, pipeline, data, zero, node)
+        layout = Layout(tensor, pipeline, data, int(zero), node)
         length = min(TOKENS, parse(values).positions) if tokens is None else tokens
         speed, told_rate = rate_of(rate, device, dtype)
         many = plan_ranks(

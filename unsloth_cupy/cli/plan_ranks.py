@@ -131,10 +131,12 @@ def exchanges(plan: ScalePlan) -> Any:
     if layout.pipeline > 1:
         pair = [layout.rank(0, 0, 0), layout.rank(0, 1, 0)]
         found.append(("pipeline", "send", pair, ways * plan.stages[0].passes * count))
-    if layout.data > 1:
-        column = [layout.rank(0, 0, each) for each in range(layout.data)]
+    column = [layout.rank(0, 0, each) for each in range(layout.data)]
+    for call, way in plan.stages[0].shared.get("data", {}).items():  # of one stage alone
+        found.append(("data", call, column, sum(way) * count))
+    if layout.data > 1 and layout.zero < 3:
         most = max(stage.gradients for stage in plan.stages)
-        call = "all_reduce, broadcast" if layout.zero else "all_reduce"
+        call = "all_reduce, all_gather" if layout.zero else "all_reduce"
         found.append(("data", call, column, most))
     for kind, call, ranks, size in found:
         link = "in a node" if layout.joined(ranks) else "between nodes"

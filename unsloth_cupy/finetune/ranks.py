@@ -7,34 +7,24 @@ A step takes the same rows whatever the grid is, so a run that 4 ranks saved goe
 Rank 0 writes the files of the run and says how far it is.
 """
 
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import gpu
 from ..errors import ConfigError
-from ..models.division import whole_parameters
-from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
-from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.communicator import Communicator, SingleCommunicator, part
-from ..parallel.data import DataParallel
 from ..parallel.grid import Grid, grid
 from ..parallel.mpi import MpiCommunicator
 from ..parallel.nccl import NcclCommunicator
 from ..parallel.sockets import SocketCommunicator
-from ..training.gradients import measure_gradients, sum_gradients
 from .interrupt import Interrupted, Stop
 from .text import Batch
-
-if TYPE_CHECKING:
-    from ..models import Transformer
-    from ..training.loss_scaler import LossScaler
 
 CHUNKS = 2  # of blocks in each stage of an interleaved pipeline
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
@@ -54,7 +44,8 @@ class Ranks:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
         self.schedule = schedule
         self.alone, self.first = comm.size == 1, comm.rank == 0
-        self.whole = groups.tensor.size * groups.pipeline.size == 1  # each rank has all weights
+        divided = groups.tensor.size * groups.pipeline.size > 1
+        self.whole = not divided and zero < 3  # each rank has all weights
 
     @property
     def placing(self) -> dict[str, Any]:
@@ -67,7 +58,14 @@ class Ranks:
         }
 
     def check(
-        self, batch: int, accumulate: int, *, state_bits: int, limited: bool, offload: bool
+        self,
+        batch: int,
+        accumulate: int,
+        *,
+        state_bits: int,
+        limited: bool,
+        offload: bool,
+        find_nan: bool,
     ) -> None:
         """Raise a ConfigError for what such ranks do not do."""
         if batch < self.groups.data.size:
@@ -79,7 +77,15 @@ class Ranks:
             cure = f"give --accumulate {-(-accumulate // stages) * stages}"
             problem = f"--accumulate {accumulate} is not a multiple of {stages} ranks"
             raise ConfigError(f"{problem} of --pipeline-parallel, as interleaved asks; {cure}")
-        if not self.whole and state_bits != 32:
+        if self.zero == 3 and stages > 1:
+            cure = "use --zero 1, which divides the averages"
+            problem = "the weights of a stage would be gathered for each microbatch"
+            raise ConfigError(f"--zero 3 is not for --pipeline-parallel: {problem}; {cure}")
+        if self.zero == 3 and find_nan:
+            cure = "look with --zero 1, which has the same numbers"
+            problem = "a block is whole for a moment alone, and has no name"
+            raise ConfigError(f"--zero 3 is not for --find-nan: {problem}; {cure}")
+        if self.groups.tensor.size * self.groups.pipeline.size > 1 and state_bits != 32:
             cure = "leave it out, or use --data-parallel alone"
             raise ConfigError(f"--state-bits {state_bits} is not for divided weights; {cure}")
         if not self.alone and (limited or offload):
@@ -137,78 +143,6 @@ class Ranks:
                 raise ConfigError(f"--data-parallel: a text is not in one row; {cure}")
             offsets = offsets[(offsets >= begin) & (offsets <= end)] - begin
         return batch._replace(tokens=batch.tokens[rows], labels=batch.labels[rows], offsets=offsets)
-
-    def engine(self, model: "Transformer") -> "Engine":
-        """Return what computes the gradients of a model."""
-        return Engine(self, model)
-
-    def gathered(self, model: "Transformer", named: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return whole arrays by the names of parameters, in rank 0; None in the others."""
-        if self.groups.data.rank:
-            return None
-        if model.division is None:
-            return dict(named)
-        return next(iter([*whole_parameters(named, model.division)]), None)
-
-
-class Engine:
-    """Losses and gradients of a model that the ranks of a run share."""
-
-    def __init__(self, ranks: Ranks, model: "Transformer") -> None:
-        self.ranks, self.model, self.data = ranks, model, ranks.groups.data
-        learns: Any = model
-        self.many = DataParallel(learns, self.data) if self.data.size > 1 else None
-        self.stages = None if model.division is None else model.division.stages
-
-    def gradients(
-        self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
-    ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield losses and gradients, whose sums over passes and data ranks are those of a step."""
-        if self.stages is None:
-            for each in passes:
-                yield self.model.loss_and_gradients(**each, count=count, **options)
-            return
-        stage = ModelStage(self.model, self.model.trainable, count, **options)
-        schedule = schedule_of(self.stages, len(passes), self.ranks.schedule)
-        yield pipeline_gradients(stage, schedule, passes)
-
-    def summed(
-        self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
-    ) -> tuple[float, dict[str, Any]]:
-        """Return the sums over passes, and over ranks that have other rows."""
-        loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
-        if self.many is None:
-            return loss, sums
-        return float(self.data.all_reduce(np.array(loss))[()]), self.many.sums(sums)
-
-    def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
-        """Return the losses of batches, which the data ranks have shared among them."""
-        losses = np.zeros(len(batches))
-        for number in range(self.data.rank, len(batches), self.data.size):
-            if self.stages is None:
-                losses[number] = float(self.model.loss(**batches[number]))
-            else:
-                stage = ModelStage(self.model, {}, max(1, asked[number]))
-                losses[number] = pipeline_loss(stage, batches[number])
-        return [float(loss) for loss in self.data.all_reduce(losses)]
-
-    def measured(
-        self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
-    ) -> GradientMeasure:
-        """Return ``measure_gradients`` of the gradients of all ranks, each counted once."""
-        division = self.model.division
-        if division is None:
-            return measure_gradients(gradients, max_norm, scaler=scaler)
-        total = 0.0
-        for name, gradient in gradients.items():
-            for rows, share in division.shares(name):
-                total += share * float(square_sum(gradient[rows]))
-        whole = division.comm.all_reduce(np.array(total))
-        if division.stages is not None:
-            whole = division.stages.comm.all_reduce(whole)
-        norm = math.sqrt(whole[()]) / scaler.value
-        clipped = max_norm / norm if norm > max_norm else 1.0
-        return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
 
 
 def alone() -> Ranks:

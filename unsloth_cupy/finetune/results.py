@@ -16,7 +16,8 @@ SAMPLE_TOKENS = 120
 def announce(trainer: Trainer) -> None:
     """Say what learns what."""
     model, lessons = trainer.model, trainer.lessons
-    count = sum(array.size for array in model.parameters.values())
+    whole = model.config if model.division is None else model.division.whole
+    count = sum(map(math.prod, whole.shapes().values()))
     learned = sum(array.size for array in model.trainable.values())
     adapted = f", adapters of {learned:,}" if model.adapter else ""
     if lessons.told:

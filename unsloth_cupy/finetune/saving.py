@@ -14,12 +14,12 @@ from ..errors import ConfigError
 from ..files import written_beside
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
-from ..models.division import Division
 from ..parallel.zero import Zero1
 from ..placement import placed, to_numpy
 from ..training.find_nan import fine
 from ..training.optimizer import AdamW
 from ..training.precision import DTYPES
+from .engine import Engine
 from .interrupt import Stop
 from .ranks import Ranks
 from .run_folder import RunFolder
@@ -37,6 +37,7 @@ class Saving:
 
     run: RunFolder
     ranks: Ranks
+    engine: Engine
     model: "Transformer"
     tokenizer: Any
     files: Mapping[str, str]
@@ -78,7 +79,7 @@ class Saving:
         """Write a checkpoint that is not there yet; all ranks take part, and go on together."""
         state = self.optimizer.state()
         steps = state.pop("steps")
-        averages = self.ranks.gathered(self.model, state)
+        averages = self.engine.gathered(state)
         with self._beside(path) as partial:
             self.save_model(partial)
             if partial is not None and averages is not None:
@@ -92,10 +93,13 @@ class Saving:
                 }
                 (partial / "trainer.json").write_text(json.dumps(told) + "\n")
 
+    def _own(self) -> AdamW:
+        """Return the optimizer of what this rank changes."""
+        return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
+
     def _learned(self) -> dict[str, Array]:
-        """Return what steps change, in the precision that they have."""
-        optimizer = self.optimizer
-        return optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
+        """Return what this rank changes, in the precision that steps have."""
+        return self._own().parameters
 
     @contextmanager
     def _beside(self, path: Path) -> Iterator[Path | None]:
@@ -117,13 +121,14 @@ class Saving:
 
         All ranks take part; those but the first name no folder.
         """
-        model, written = self.model, self._learned()
+        model, optimizer = self.model, self.optimizer
+        written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
         if dtype != "float32":
             written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
             broken = [name for name, array in written.items() if not fine(name, array)]
             if broken:
                 raise ConfigError(f"{dtype} does not hold {broken[0]}; give another --save-dtype")
-        whole = self.ranks.gathered(model, written)
+        whole = self.engine.gathered(written)
         if folder is None or whole is None:
             return
         if model.adapter is not None:
@@ -146,10 +151,8 @@ class Saving:
             state = json.loads((checkpoint / "trainer.json").read_text())
             averages = load_file(checkpoint / "optimizer.safetensors")
             steps, table = averages.pop("steps"), self.model.table
-            if (division := self.model.division) is not None:
-                mine = {name: array for name, array in averages.items() if _held(name, division)}
-                averages = {name: division.own(name, array) for name, array in mine.items()}
-            there = {name: placed(array, table) for name, array in averages.items()}
+            own = self.engine.own(averages)
+            there = {name: placed(array, table) for name, array in own.items()}
             self.optimizer.load_state({"steps": steps, **there})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step
@@ -160,8 +163,3 @@ class Saving:
             raise ConfigError(
                 f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
             ) from None
-
-
-def _held(name: str, division: Division) -> bool:
-    """Say whether this rank has the parameter of an average, as mean.model.norm.weight."""
-    return division.holds(name.partition(".")[2])

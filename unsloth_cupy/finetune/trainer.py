@@ -21,8 +21,8 @@ from ..parallel.zero import Zero1
 from ..placement import placed
 from ..training.find_nan import NonFiniteError, find_nan
 from ..training.optimizer import AdamW
-from ..training.precision import compute_copies
 from ..training.schedules import cosine_schedule
+from .engine import Engine
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .progress import Progress
@@ -59,19 +59,20 @@ class Trainer(Saving):
         self.memory, self.ranks = memory, alone() if ranks is None else ranks
         self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
         self.lessons, self.plan, self.find_nan = lessons, plan, find_nan
+        self.engine = Engine(self.ranks, model)
         self.masters = dict(model.trainable)
-        self.optimizer: AdamW | Zero1 = AdamW(
+        optimizer = AdamW(
             self.masters, lr=plan.lr, betas=BETAS, weight_decay=plan.weight_decay,
             state_bits=plan.state_bits,
         )  # fmt: skip
-        self.copies = compute_copies(model.parameters, plan.dtype)
+        self.copies = self.engine.copies(plan.dtype)
         if model.adapter is None:
-            self.optimizer.keep_copies(self.copies)
+            optimizer.keep_copies(self.copies)
         model.parameters = model.parameters | self.copies  # an adapter's own stay float32
         model.chunked_mlp = plan.chunked_mlp
-        self.engine = self.ranks.engine(model)
-        if self.ranks.zero:  # which keeps a part of the masters alone
-            self.optimizer, self.masters = Zero1(self.optimizer, self.ranks.groups.data), {}
+        self.optimizer = self.engine.optimizer(optimizer)
+        if isinstance(self.optimizer, Zero1):  # which keeps a part of them alone
+            self.masters = {}
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
         self.begun = -1  # the step up to which the log is this run's
@@ -92,12 +93,12 @@ class Trainer(Saving):
         if ranks.first:
             self.run.trim(self.begun)
         started = time.perf_counter() - self.seconds
-        optimizer = self.optimizer
-        states = (optimizer.inner if isinstance(optimizer, Zero1) else optimizer).state()
-        weights, averages = (sum(a.nbytes for a in s.values()) for s in (self.masters, states))
-        needed = (2 - bool(self.step)) * (weights + averages) + weights
+        learned, states = self._learned(), self._own().state()
+        weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
+        parts = ranks.groups.data.size if ranks.zero else 1
+        needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
-        arrays = (self.model.parameters, self.masters, states)
+        arrays = (self.model.parameters, learned, states)
         held = [array for named in arrays for _, array in held_arrays(named)]
         with (
             Progress(self.step, steps) as progress,

@@ -185,10 +185,15 @@ def trained(
     adapter: "Adapter | None",
     codes: Callable[[str, Any], Any] | None,
     shapes: Mapping[str, Any] | None = None,
+    ranks: Any = None,
 ) -> "tuple[Transformer, AdamW | None]":
-    """Return a model as it is before a step, and its optimizer; shapes are those of a part."""
+    """Return a model as it is before a step, and its optimizer; shapes are those of a part.
+
+    Where there are ranks, they divide the parameters by Zero3.
+    """
     from ..models.adapter import Adapter
     from ..models.transformer import Transformer
+    from ..parallel.zero3 import Zero3
 
     def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
         return {
@@ -202,8 +207,10 @@ def trained(
     if codes is not None:
         for name in parameters:
             parameters[name] = codes(name, parameters[name])
-    ledger.enter(WEIGHTS, parameters)
     model = Transformer(config, parameters, {})
+    parts = None if ranks is None else Zero3(model, ranks)
+    parameters = model.parameters
+    ledger.enter(WEIGHTS, parameters)
     if adapter is not None:
         shapes = {name: array.shape for name, array in adapter.parameters.items()}
         model.adapter = Adapter(adapter.settings, made(shapes, narrow=False))
@@ -213,7 +220,11 @@ def trained(
     steps = AdamW(model.trainable, state_bits=state_bits)
     ledger.enter(OPTIMIZER, steps.state())
     if learns_all:
-        copies = compute_copies(parameters, kind.name)
+        copies = (
+            compute_copies(parameters, kind.name)
+            if parts is None
+            else parts.compute_copies(kind.name)
+        )
         ledger.enter(MASTER, {name: parameters[name] for name in copies})
         ledger.enter(WEIGHTS, copies)
         steps.keep_copies(copies)

@@ -89,8 +89,9 @@ def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
     stages = stages_of(model)
     if stages is not None:
         return pipeline_logits(model, stages, tokens, **options)
-    x = model.hidden(model.parameters, tokens, **options)
-    logits: Array = model.head(x[:, -1:])[:, 0]
+    whole = model.entered(model.parameters)
+    x = model.hidden(whole, tokens, **options)
+    logits: Array = model.head(whole, x[:, -1:])[:, 0]
     return logits
 
 
@@ -139,8 +140,11 @@ def _switch(config: Config) -> int | None:
 
 
 def _steps_on_device(model: Network, most: int) -> bool:
-    """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay."""
-    if stages_of(model) is not None:
+    """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay.
+
+    Where weights are gathered block by block, nothing would stay whole for it.
+    """
+    if stages_of(model) is not None or model.gather is not None:
         return False
     ropes = model.config.ropes.values()
     stay = all(rope.original is None or most <= rope.original for rope in ropes)

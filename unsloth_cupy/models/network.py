@@ -17,7 +17,7 @@ from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_row
 from .config import Config
 from .division import Division
 from .inputs import Angles, check, places
-from .loss import head_weight, logits_of
+from .loss import logits_of
 from .other_libraries import to_torch
 
 
@@ -76,12 +76,6 @@ class Network:
         values = [*self.parameters.values()]
         first = next((value for value in values if not isinstance(value, Stored)), values[0])
         return self.parameters.get("model.embed_tokens.weight", first)
-
-    @property
-    def head_weight(self) -> Array:
-        """The weight of the output head: (vocab, hidden)."""
-        weight: Array = head_weight(self.config, self.parameters)
-        return weight
 
     def hidden(
         self,
@@ -173,6 +167,6 @@ class Network:
             raise ConfigError(f"to_torch: {frozen} is quantized, and no tensor; {cure}")
         return to_torch(self.texts["config.json"], self.texts, self.parameters)
 
-    def head(self, x: Array) -> Array:
+    def head(self, parameters: Mapping[str, Any], x: Array) -> Array:
         """Return the logits of normed hidden states."""
-        return logits_of(self.config, self.parameters, x, self.division)
+        return logits_of(self.config, parameters, x, self.division)

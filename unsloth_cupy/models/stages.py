@@ -133,7 +133,7 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
 
     def run(chunk: int, x: Any) -> Any:
         y = chunk_of_blocks(call, stages, chunk, tokens, x)
-        return model.head(y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
+        return model.head(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
 
     found = through(stages, lambda: np.empty_like(model.table, shape=rows), run)
     if not stages.last:

@@ -89,7 +89,7 @@ class Step:
         )
         branch, stream = blocks(call, branch, None)
         x = join(call, "model.", "norm", branch, stream)[0]
-        logits: Array = model.head(x)[:, 0]
+        logits: Array = model.head(model.parameters, x)[:, 0]
         self.positions += 1
         self.starts += 1
         return logits

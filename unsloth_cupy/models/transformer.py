@@ -17,13 +17,12 @@ from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
-from ..training.tape import Tape
 from . import generate as generation
 from .adapter import Adapter, create_adapter
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
 from .division import divided_adapter, whole_parameters
-from .loss import count_labels, loss_on_tape, losses_of, next_labels
+from .learning import loss_and_gradients, mean_loss
 from .network import Network
 from .other_libraries import from_any_library
 from .quantized_weights import saved_config, trainable
@@ -125,8 +124,9 @@ class Transformer(Network):
         ConfigError
             There are offsets and a mask, or a cache.
         """
-        x = self.hidden(self.parameters, tokens, mask, cache, offsets=offsets, sequences=sequences)
-        return self.head(x).reshape(*tokens.shape, self.config.vocab)
+        whole = self.entered(self.parameters)
+        x = self.hidden(whole, tokens, mask, cache, offsets=offsets, sequences=sequences)
+        return self.head(whole, x).reshape(*tokens.shape, self.config.vocab)
 
     @from_any_library
     def loss(
@@ -155,10 +155,7 @@ class Transformer(Network):
         loss : float64 scalar
             0 where no label counts.
         """
-        x, head = self.hidden(self.parameters, tokens, mask, offsets=offsets), self.head_weight
-        shifted = next_labels(tokens, labels, offsets)
-        losses = losses_of(self.config, x, head, shifted, self.division)
-        return losses.sum(dtype=np.float64) / count_labels(shifted)
+        return mean_loss(self, tokens, labels, mask, offsets)
 
     @from_any_library
     def loss_and_gradients(
@@ -182,17 +179,8 @@ class Transformer(Network):
         infinite.  ``count`` is what sums are divided by: the labels of a whole batch where this is
         a part of it, so that parts only need to be added; None: the labels that count here.
         """
-        quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
-        tape = Tape()
-        watched = {name: tape.watch(array) for name, array in self.trainable.items()}
-        parameters = self.entered({**self.parameters, **watched})
-        with np.errstate(**quiet):
-            x = self.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets)
-            shifted = next_labels(tokens, labels, offsets)
-            by = count_labels(shifted) if count is None else count
-            of, loss = loss_on_tape(self.config, parameters, x, shifted, by, scaler, self.division)
-            gradients = tape.gradients(of, [*watched.values()], release=True)
-        return loss, dict(zip(watched, gradients, strict=True))
+        options = checkpoint, scaler, seed, count
+        return loss_and_gradients(self, self.trainable, tokens, labels, mask, offsets, *options)
 
     @from_any_library
     def generate(

@@ -47,9 +47,13 @@ class Cut(NamedTuple):
         """Return the part of a rank: a new array."""
         made = empty((self.length,), array.dtype, array)
         made[...] = fill
-        own = array.reshape(-1)[rank * self.length : (rank + 1) * self.length]
+        own = self.of_rank(array, rank)
         made[: own.size] = own
         return made
+
+    def of_rank(self, array: Any, rank: int) -> Any:
+        """Return the elements of a rank, without zeros behind them."""
+        return array.reshape(-1)[rank * self.length : (rank + 1) * self.length]
 
     def whole(self, rows: Any) -> Any:
         """Return the array of the parts of all ranks, (ranks, length)."""
@@ -81,15 +85,19 @@ def scattered(arrays: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communic
     """Return this rank's parts of the sums over ranks of whole arrays."""
     found: dict[str, Any] = {}
     for names in by_dtype(arrays):
-        rows = [
-            np.concatenate([cuts[name].part(arrays[name], rank) for name in names])
-            for rank in range(comm.size)
-        ]
-        own, start = comm.reduce_scatter(np.stack(rows))[0], 0
+        first, stop = arrays[names[0]], 0
+        length = sum(cuts[name].length for name in names)
+        rows = empty((comm.size, length), first.dtype, first)
+        rows[...] = 0
+        places: dict[str, slice] = {}
         for name in names:
-            stop = start + cuts[name].length
-            found[name] = own[start:stop]
-            start = stop
+            places[name] = slice(stop, stop + cuts[name].length)
+            for rank in range(comm.size):
+                own = cuts[name].of_rank(arrays[name], rank)
+                rows[rank, stop : stop + own.size] = own
+            stop = places[name].stop
+        sums = comm.reduce_scatter(rows)[0]
+        found |= {name: sums[place].copy() for name, place in places.items()}  # let sums go
     return found
 
 
@@ -101,7 +109,7 @@ def summed(arrays: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
         start = 0
         for name in names:
             stop = start + arrays[name].size
-            found[name] = flat[start:stop].reshape(arrays[name].shape)
+            found[name] = flat[start:stop].reshape(arrays[name].shape).copy()
             start = stop
     return found
 

@@ -19,6 +19,7 @@ from ..ops.optimizers.gradients import GradientMeasure
 from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients
+from ..training.precision import compute_copies
 from ..training.variable import Var
 from ._ahead import Ahead
 from ._shards import ZERO, Cut, Entered, gathered
@@ -35,6 +36,10 @@ class Part(NamedTuple):
     dtype: Any
     arrays: dict[str, Any]
     cuts: dict[str, Cut]
+
+    def held(self) -> dict[str, Any]:
+        """Return the arrays of this part, by name."""
+        return self.arrays
 
 
 class Zero3:
@@ -151,6 +156,12 @@ class Zero3:
             return GradientMeasure(norm, math.isfinite(norm), by / divisor)
         clipped = np.where(norm > max_norm, max_norm / norm.clip(1e-300), 1.0)
         return GradientMeasure(norm, np.isfinite(norm), (clipped / divisor).astype(np.float32))
+
+    def compute_copies(self, dtype: Any) -> dict[str, Any]:
+        """Return what the function of this name returns, of the parts of matrices."""
+        found = self.model.parameters
+        rows = {n: found[n][None] for n, cut in self.cuts.items() if len(cut.shape) > 1}
+        return {name: copy[0] for name, copy in compute_copies(rows, dtype).items()}
 
     def gathered(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return whole arrays of parts by the names of parameters, or of an ``AdamW.state()``.

@@ -45,6 +45,15 @@ class ScalePlan(NamedTuple):
         """Return bytes per second among ranks."""
         return self.rates[1 if self.layout.joined(ranks) else 2]
 
+    def exchanged(self, stage: int) -> float:
+        """Return the seconds that the calls of a stage take in a step."""
+        layout, mine = self.layout, self.stages[stage]
+        group = [layout.rank(each, stage, 0) for each in range(layout.tensor)]
+        whole = [layout.rank(0, stage, each) for each in range(layout.data)]
+        taken = self.microbatches * sum(ways(mine.sent)) / self.bandwidth(group)
+        shared = self.microbatches * sum(ways(mine.shared.get("data", {}))) + mine.gradients
+        return taken + (shared / self.bandwidth(whole) if layout.data > 1 else 0.0)
+
     def programs(self, data: int) -> Iterator[Iterator[Event]]:
         """Yield the programs of so many of the data ranks, in the order of ranks."""
         for replica in range(data):
@@ -57,7 +66,7 @@ class ScalePlan(NamedTuple):
         group = [layout.rank(each, stage, replica) for each in range(layout.tensor)]
         columns = [layout.rank(tensor, stage, each) for each in range(data)]
         whole = [layout.rank(tensor, stage, each) for each in range(layout.data)]
-        sums = [sum(way) for way in zip(*mine.sent.values(), strict=True)] or [0, 0]
+        gathers = mine.shared.get("data", {})
         number = iter(range(2**62))
 
         def work(step: Step) -> Iterator[Event]:
@@ -65,8 +74,11 @@ class ScalePlan(NamedTuple):
             seconds = mine.operations[step.backward] / self.rates[0]
             yield Work(seconds, added, str(step), top)
             if len(group) > 1:
-                taken = sums[step.backward] / self.bandwidth(group)
+                taken = ways(mine.sent)[step.backward] / self.bandwidth(group)
                 yield Together(group, ("tensor", next(number)), taken)
+            if gathers and len(whole) > 1:
+                taken = ways(gathers)[step.backward] / self.bandwidth(whole)
+                yield Together(columns, ("data", next(number)), taken)
 
         yield Work(0.0, mine.begin)
         near = [
@@ -92,6 +104,11 @@ class ScalePlan(NamedTuple):
             A message does not meet its receive, or ranks wait for ever.
         """
         return replay([*self.programs(self.layout.data if data is None else data)])
+
+
+def ways(sent: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Return the bytes of all calls, forward and back."""
+    return sum(each[0] for each in sent.values()), sum(each[1] for each in sent.values())
 
 
 def _like(step: Step, steps: Sequence[Step], known: Mapping[Step, Any]) -> Step:
@@ -146,9 +163,12 @@ def plan_ranks(
     """
     sizes = {**layout._asdict(), "microbatches": microbatches, "zero": layout.zero + 1}
     wrong = next((name for name, size in sizes.items() if size < 1), None)
-    if wrong is not None or layout.zero > 1:
-        cure = "pass sizes from 1 on, and zero 0 or 1"
+    if wrong is not None or layout.zero not in (0, 1, 3):
+        cure = "pass sizes from 1 on, and zero 0, 1 or 3"
         raise ConfigError(f"plan_ranks({layout}, {microbatches=}) is not a grid; {cure}")
+    if layout.zero == 3 and layout.pipeline > 1:
+        problem = "would gather the weights of a stage for each microbatch"
+        raise ConfigError(f"plan_ranks({layout}): zero=3 {problem}; pass zero=1, or pipeline=1")
     if not (rate > 0 and min(interconnect) > 0):
         raise ConfigError(f"plan_ranks({rate=}, {interconnect=}) is not positive; pass rates")
     parsed = config if isinstance(config, Config) else parse(config)
@@ -165,19 +185,7 @@ def plan_ranks(
     schedule = pipeline_schedule(layout.pipeline, microbatches)
     rates = (rate * 1e12, interconnect[0] * 1e9, interconnect[1] * 1e9)
     made = ScalePlan(layout, stages, schedule, timetable(schedule), 0.0, 0.0, rates, microbatches)
-    column = made._replace(layout=layout._replace(data=1)).replay()
-    gradients = [_gradients(made, stage) for stage in range(layout.pipeline)]
-    exchanged = sum(
-        microbatches * sum(map(sum, s.sent.values())) / made.bandwidth(range(layout.tensor))
-        for s in stages
-    )
-    busy = sum(column.busy[:: layout.tensor]) + exchanged + sum(gradients)
-    ends = zip(column.seconds[:: layout.tensor], gradients, strict=True)
-    return made._replace(seconds=max(end + after for end, after in ends), busy=busy)
-
-
-def _gradients(plan: ScalePlan, stage: int) -> float:
-    """Return the seconds of the sums of gradients of a stage."""
-    layout = plan.layout
-    whole = [layout.rank(0, stage, each) for each in range(layout.data)]
-    return plan.stages[stage].gradients / plan.bandwidth(whole) if layout.data > 1 else 0.0
+    column = made.replay(1)
+    exchanged = sum(made.exchanged(stage) for stage in range(layout.pipeline))
+    busy = sum(column.busy[:: layout.tensor]) + exchanged
+    return made._replace(seconds=max(column.seconds), busy=busy)

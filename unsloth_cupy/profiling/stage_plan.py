@@ -3,6 +3,7 @@
 The steps go in the order of the schedule, with the collectives that ranks run.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,8 @@ class StagePlan(NamedTuple):
         The same of the sums of gradients and the optimizer.
     sent : dict of str to (int, int)
         Bytes sent by the call, in a microbatch forward and back, to ranks that divide weights.
+    shared : dict of str to dict
+        The same of other groups: ``data``, of ranks that divide the weights by ZeRO.
     passes, gradients : int
         Bytes of a message to the next stage; sent for the sums of gradients, and with ZeRO for
         the parameters.
@@ -72,6 +75,7 @@ class StagePlan(NamedTuple):
     held: Mapping[Step, tuple[int, int]]
     after: tuple[int, int]
     sent: Mapping[str, tuple[int, int]]
+    shared: Mapping[str, Mapping[str, tuple[int, int]]]
     passes: int
     gradients: int
     operations: tuple[float, float]
@@ -102,9 +106,9 @@ def plan_stage(
     parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
     with keeping(ledger), ledger.watching_ops():
         here = config if division is None else division.config
-        optimizer = "adamw" if not layout.zero or layout.data == 1 else "none"
-        given = (ledger, here, arrays, kind, optimizer, state_bits, None, None, shapes)
-        model, adamw = trained(*given)
+        zero = layout.zero if layout.data > 1 else 0
+        given = (ledger, here, arrays, kind, "none" if zero == 1 else "adamw", state_bits)
+        model, adamw = trained(*given, None, None, shapes, data if zero == 3 else None)
         model.division = division
         kept = _zero(ledger, arrays, shapes, kind, layout, state_bits) if adamw is None else adamw
         tokens = arrays.of(rows, np.int64)
@@ -112,16 +116,19 @@ def plan_stage(
         begin = ledger.since(0)[1]
         ledger.begin()
         runs = _Runs(model, batch, parts)
-        sent: dict[bool, dict[str, int]] = {False: {}, True: {}}
+        groups = {"tensor": tensor, "data": data}
+        sent = {name: _Sent(group) for name, group in groups.items()}
         for step in steps:
-            before, start = dict(tensor.sent), len(ledger.changes)
+            start = len(ledger.changes)
             runs.run(step)
             ledger.note("backward" if step.backward else "forward")
             held[step] = ledger.since(start)
-            sent[step.backward] = {n: v - before.get(n, 0) for n, v in tensor.sent.items()}
+            for each in sent.values():
+                each.note(step.backward)
+        data.sent.clear()
         start = len(ledger.changes)
         ledger.enter(GRADIENTS, runs.sums)
-        if layout.data > 1:
+        if layout.data > 1 and zero < 3:
             buckets = Buckets(runs.sums, data, BUCKET_BYTES)
             for array in [*runs.sums.values()][::-1]:
                 buckets.take(array, array)
@@ -134,17 +141,41 @@ def plan_stage(
         ledger.note("AdamW.step")
         after = ledger.since(start)
         del kept
-        calls = sent[False].keys() | sent[True].keys()
         return StagePlan(
             ledger.plan(),
             begin,
             held,
             after,
-            {n: (sent[False].get(n, 0), sent[True].get(n, 0)) for n in sorted(calls)},
+            sent["tensor"].by_call(),
+            {
+                name: found
+                for name, each in sent.items()
+                if name != "tensor" and (found := each.by_call())
+            },
             rows[0] * rows[1] * config.hidden * kind.itemsize if layout.pipeline > 1 else 0,
             sum(data.sent.values()) + _passed_on(shapes, kind, layout),
             _operations(config, shapes, division, rows, checkpoint_every is not None),
         )
+
+
+class _Sent:
+    """Bytes that a group has sent in the last step forward, and in the last one back."""
+
+    def __init__(self, group: PlannedRanks) -> None:
+        self.group = group
+        group.sent.clear()
+        self.before, self.ways = dict[str, int](), {False: Counter[str](), True: Counter[str]()}
+
+    def note(self, backward: bool) -> None:
+        """Take down what a step has sent."""
+        now = dict(self.group.sent)
+        self.ways[backward] = Counter({n: v - self.before.get(n, 0) for n, v in now.items()})
+        self.before = now
+
+    def by_call(self) -> dict[str, tuple[int, int]]:
+        """Return bytes forward and back, by the call."""
+        forward, back = self.ways[False], self.ways[True]
+        return {n: (forward[n], back[n]) for n in sorted(forward.keys() | back.keys())}
 
 
 class _Runs:
@@ -152,6 +183,7 @@ class _Runs:
 
     def __init__(self, model: Any, batch: Mapping[str, Any], parts: Any) -> None:
         self.model, self.batch, self.parts = model, batch, parts
+        self.learns = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None
         self.stage = ModelStage(model, model.trainable, 1, None, parts) if staged else None
@@ -162,7 +194,7 @@ class _Runs:
         stage = self.stage
         if stage is None:
             if step.backward:
-                found = self.model.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
+                found = self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
                 self._add(found[1])
             return
         of = stage.stages
@@ -211,7 +243,7 @@ def _zero(
 
 def _passed_on(shapes: Mapping[str, Any], kind: Any, layout: Layout) -> int:
     """Return the bytes of parameters that a rank passes on to others after a step of ZeRO."""
-    if not layout.zero or layout.data == 1:
+    if layout.zero != 1 or layout.data == 1:
         return 0
     size = sum(int(np.prod(shape)) for shape in shapes.values()) * kind.itemsize
     return size // layout.data * (layout.data - 1)

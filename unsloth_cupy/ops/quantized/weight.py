@@ -202,7 +202,7 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
 def held_arrays(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the arrays that parameters are kept in, each with the name of its parameter."""
     for name, value in named.items():
-        if isinstance(value, Quantized):
+        if hasattr(value, "held"):  # a quantized weight, or a part of one
             yield from ((name, array) for array in value.held().values())
         else:
             yield name, value

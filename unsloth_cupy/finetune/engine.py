@@ -1,0 +1,150 @@
+"""Losses and gradients of a model that the ranks of a run share, and its whole arrays."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..models.division import whole_parameters
+from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ..ops.optimizers.gradients import GradientMeasure, square_sum
+from ..parallel.data import DataParallel
+from ..parallel.zero import Zero1
+from ..parallel.zero3 import Zero3
+from ..placement import to_numpy
+from ..training.gradients import measure_gradients, sum_gradients
+from ..training.optimizer import AdamW
+from ..training.precision import compute_copies
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+    from ..training.loss_scaler import LossScaler
+    from .ranks import Ranks
+
+
+class Engine:
+    """What the ranks of a run do together with a model.
+
+    Attributes
+    ----------
+    parts : Zero3 or None
+        What divides the parameters among the data ranks; the model has parts of them then.
+    """
+
+    def __init__(self, ranks: "Ranks", model: "Transformer") -> None:
+        self.ranks, self.model, self.data = ranks, model, ranks.groups.data
+        learns: Any = model
+        self.parts = Zero3(model, self.data) if ranks.zero == 3 else None
+        alone = self.data.size == 1 or self.parts is not None
+        self.many = None if alone else DataParallel(learns, self.data)
+        self.stages = None if model.division is None else model.division.stages
+
+    def copies(self, dtype: str) -> dict[str, Any]:
+        """Return what the model computes with in place of float32 parameters."""
+        if self.parts is not None:
+            return self.parts.compute_copies(dtype)
+        return compute_copies(self.model.parameters, dtype)
+
+    def optimizer(self, optimizer: AdamW) -> AdamW | Zero1:
+        """Return an optimizer whose states are divided, where that is asked for."""
+        whole = self.parts is None or self.model.adapter is not None  # what is stepped
+        return Zero1(optimizer, self.data) if self.ranks.zero and whole else optimizer
+
+    def gradients(
+        self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield losses and gradients, whose sums over passes and data ranks are those of a step."""
+        if self.stages is None:
+            learns = self.model if self.parts is None else self.parts
+            for each in passes:
+                yield learns.loss_and_gradients(**each, count=count, **options)
+            return
+        stage = ModelStage(self.model, self.model.trainable, count, **options)
+        schedule = schedule_of(self.stages, len(passes), self.ranks.schedule)
+        yield pipeline_gradients(stage, schedule, passes)
+
+    def summed(
+        self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
+    ) -> tuple[float, dict[str, Any]]:
+        """Return the sums over passes, and over ranks that have other rows."""
+        loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
+        if self.many is None:  # alone, or both are summed already
+            return loss, sums
+        return float(self.data.all_reduce(np.array(loss))[()]), self.many.sums(sums)
+
+    def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
+        """Return the losses of batches, which the data ranks have shared among them."""
+        losses, data = np.zeros(len(batches)), self.data
+        for first in range(0, len(batches), data.size):
+            number = first + data.rank
+            if number < len(batches):
+                losses[number] = self._loss(batches[number], asked[number])
+            elif self.parts is not None:  # the others gather what this rank has a part of
+                self._loss(batches[first], asked[first])
+        return [float(loss) for loss in data.all_reduce(losses)]
+
+    def _loss(self, batch: Mapping[str, Any], asked: int) -> float:
+        if self.stages is None:
+            return float(self.model.loss(**batch))
+        return pipeline_loss(ModelStage(self.model, {}, max(1, asked)), batch)
+
+    def measured(
+        self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
+    ) -> GradientMeasure:
+        """Return ``measure_gradients`` of the gradients of all ranks, each counted once."""
+        division, parts = self.model.division, self.parts
+        if division is None:
+            measure = measure_gradients if parts is None else parts.measure_gradients
+            return measure(gradients, max_norm, scaler=scaler)
+        whole, divided = 0.0, 0.0
+        for name, gradient in gradients.items():
+            cut, shares = None if parts is None else parts.cuts.get(name), division.shares(name)
+            if cut is None:
+                whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
+            else:
+                divided += squares(gradient, self.data.rank * cut.length, cut.shape, shares)
+        if parts is not None:
+            whole += float(self.data.all_reduce(np.array(divided))[()])
+        total = division.comm.all_reduce(np.array(whole))
+        if division.stages is not None:
+            total = division.stages.comm.all_reduce(total)
+        norm = math.sqrt(total[()]) / scaler.value
+        clipped = max_norm / norm if norm > max_norm else 1.0
+        return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
+
+    def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return whole arrays by the names of parameters, in rank 0; None in the others."""
+        division, first = self.model.division, self.data.rank == 0
+        if self.parts is not None:
+            whole = {}
+            for name, array in named.items():
+                made = self.parts.gathered({name: array})[name]
+                if first:  # on a host, where no rank need have room for all of them
+                    whole[name] = to_numpy(made) if division is None else made
+            named = whole
+        if not first:
+            return None
+        if division is None:
+            return dict(named)
+        return next(iter([*whole_parameters(named, division)]), None)
+
+    def own(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of the whole arrays of an optimizer."""
+        division = self.model.division
+        if division is not None:  # names are those of parameters, as in mean.model.norm.weight
+            here = (name for name in named if division.holds(name.partition(".")[2]))
+            named = {name: division.own(name, named[name]) for name in here}
+        return dict(named) if self.parts is None else self.parts.divided(named)
+
+
+def squares(
+    flat: Any, start: int, shape: Sequence[int], shares: Sequence[tuple[slice, float]]
+) -> float:
+    """Return the sum of the squares of an array's elements from start on, by shares of its rows."""
+    total, row = 0.0, math.prod(shape[1:])
+    for rows, share in shares:
+        first, last, _ = rows.indices(shape[0])
+        part = flat[max(0, first * row - start) : max(0, last * row - start)]
+        total += share * float(square_sum(part))
+    return total

@@ -1,6 +1,6 @@
 """Every kernel, compiled once by the oldest and by the newest NVRTC that is supported.
 
-    python -m tests.compilers             installs both, each in an environment of its own
+    python -m tests.compilers             installs both, each in an environment inside this one
     python -m tests.compilers --here      tries the NVRTC of this environment
 
 An environment has NVRTC and its headers, which must be of one version, and sees all other packages
@@ -11,7 +11,6 @@ Registers that it spills are only told, as ``kernel_budget.toml`` holds for one 
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import venv
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,14 +30,17 @@ def wheels(version: str) -> list[str]:
     return [f"nvidia-cuda-{part}{suffix}=={version}.*" for part in ("nvrtc", "runtime")]
 
 
-def environment(folder: Path, version: str) -> Path:
-    """Make an environment with this NVRTC; return its Python."""
-    venv.create(folder)
+def environment(version: str) -> Path:
+    """Return the Python of an environment with this NVRTC, which is made once, inside this one."""
+    folder = Path(sys.prefix) / f"nvrtc-{version}"
     places = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", "venv", places))
-    (site / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site)]
-    subprocess.run([*pip, *wheels(version)], check=True)
+    made = site / "base.pth"  # written last
+    if not made.exists():
+        venv.create(folder, clear=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
+        subprocess.run([*pip, *wheels(version)], check=True)
+        made.write_text(sysconfig.get_path("purelib") + "\n")
     return Path(sysconfig.get_path("scripts", "venv", places)) / "python"
 
 
@@ -112,9 +114,8 @@ def try_here(wanted: str | None = None) -> None:
 def try_all() -> None:
     """Compile by the oldest and the newest NVRTC; exit with the first that fails."""
     for version in (OLDEST, NEWEST):
-        with tempfile.TemporaryDirectory() as folder:
-            python = environment(Path(folder), version)
-            done = subprocess.run([python, "-m", "tests.compilers", "--here", version], check=False)
+        command = [environment(version), "-m", "tests.compilers", "--here", version]
+        done = subprocess.run(command, check=False)
         if done.returncode:
             sys.exit(done.returncode)
 

@@ -47,7 +47,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = build.HERE / "src"
 FLAGS = [
     *(flag for flag in build.COMMON if not flag.startswith(("-g1", "-ffp-contract"))),
-    "-O1",
+    "-Og",
     "-ffp-contract=off",  # what is fused says so
     "-fno-extern-tls-init",
     "-w",

@@ -67,7 +67,7 @@ FLOATS = {
     "add": "{x} + {y}",
     "sub": "{x} - {y}",
     "mul": "{x} * {y}",
-    "fma": "std::fma({x}, {y}, {z})",
+    "fma": "__builtin_fma{s}({x}, {y}, {z})",
     "div": "{x} / {y}",
     "div.approx": "div_approx({x}, {y})",
     "rcp": "{c}(1) / {x}",
@@ -119,7 +119,7 @@ def floats(f: "Function", words: Words, ops: Ops) -> str:
     def made(given: list[str]) -> str:
         given = [f"flushed({o})" if flush else o for o in given]
         given = given if plain else [f"hidden({o})" for o in given]
-        done = code.format(c=real, **dict(zip(names, given, strict=True)))
+        done = code.format(c=real, s="f" * (real == "f32"), **dict(zip(names, given, strict=True)))
         done = done if plain else under(words, real, done)
         done = f"flushed({done})" if flush else done
         return f"sat({done})" if "sat" in words else done
@@ -127,7 +127,7 @@ def floats(f: "Function", words: Words, ops: Ops) -> str:
     whole = [f.value(o, WIDTH[kind]) for o in rest]
     if kind == real:
         return f.to(target, made(whole), real)
-    half = f"as<u32>({made([f'as<f32>({n})' for n in names])})"
+    half = f"AS(u32, {made([f'AS(f32, {n})' for n in names])})"
     given = f"[&](u32 x, u32 y, u32 z) {{ return {half}; }}, {', '.join(whole)}"
     return f.to(target, f"by_halves({given})")
 
@@ -167,7 +167,7 @@ def cvt(f: "Function", words: Words, ops: Ops) -> str:
         return f.to(target, f"unpack_fp8({EIGHT[of]}, {given[0]})")
     if into == "tf32":
         only(how, "rna")
-        return f.to(target, f"(as<u32>({given[0]}) + 0x1000) & ~0x1fffu")
+        return f.to(target, f"(AS(u32, {given[0]}) + 0x1000) & ~0x1fffu")
     return f.to(target, converted(words, into, of, given[0]), WIDTH[into])
 
 

@@ -1,7 +1,7 @@
 // What translated PTX calls: addresses, accesses, arithmetic.  The machine is tests/cuda_on_cpu's.
 //
-// Registers are unsigned integers of their width, predicates bool; as<T>() reads the bits of one as
-// a float, or a float's.  A shared address is one of the block's window, from 0 on, with the rank
+// Registers are unsigned integers of their width, predicates bool; AS(T, x) reads the bits of one
+// as a float, or a float's.  A shared address is one of the block's window, from 0 on, with the rank
 // plus 1 of another block in its top byte; all other addresses are those of the CPU.
 #pragma once
 #include "machine.hpp"
@@ -22,11 +22,12 @@ typedef int64_t s64;
 typedef float f32;
 typedef double f64;
 typedef unsigned __int128 u128;
+// Not a template: g++ reads thousands of these.
+#define AS(T, x) __builtin_bit_cast(T, x)
 #define AT(w) (w).file, (w).line
 #define OWN static __attribute__((noinline))  // once in a unit, however often it is called
 template <class T> using Raw = typename std::make_unsigned<T>::type;
 template <class T> constexpr u32 width = sizeof(T) * 8;
-template <class T, class U> inline T as(U x) { return __builtin_bit_cast(T, x); }
 
 // ---- addresses and accesses --------------------------------------------------------------------
 inline int rank_of(u32 a) { return a >> 24 ? int(a >> 24) - 1 : M.cur->rank; }
@@ -140,11 +141,11 @@ template <unsigned control, class F> inline auto under(F f) {
   return r;
 }
 inline f32 sat(f32 x) {  // by its bits, of which a comparison sees no denormal
-  s32 bits = as<s32>(x);
+  s32 bits = AS(s32, x);
   return x != x || bits < 0 ? 0 : bits < 0x3f800000 ? x : 1;
 }
 inline f32 flushed(f32 x) {
-  return as<u32>(x) & 0x7f800000 ? x : as<f32>(as<u32>(x) & 0x80000000);
+  return AS(u32, x) & 0x7f800000 ? x : AS(f32, AS(u32, x) & 0x80000000);
 }
 inline f32 div_approx(f32 x, f32 y) {  // of a divisor beyond 2^126 the reciprocal is 0
   return std::fabs(y) > 0x1p126f && !std::isinf(y) ? x * std::copysign(0.f, y) : x / y;
@@ -155,13 +156,13 @@ template <class T> inline T least(T a, T b) {
 }
 template <class T> inline T most(T a, T b) { return -least(-a, -b); }
 template <class T> inline T either_nan(T a, T b, T r) { return a != a || b != b ? T(NAN) : r; }
-inline f32 from_bf16(u16 h) { return as<f32>(u32(h) << 16); }
+inline f32 from_bf16(u16 h) { return AS(f32, u32(h) << 16); }
 inline u16 to_bf16(f32 x) {
-  u32 u = as<u32>(x);
+  u32 u = AS(u32, x);
   return x != x ? 0x7fff : u16((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
-inline f32 from_f16(u16 h) { return as<_Float16>(h); }
-inline u16 to_f16(f32 x) { return x != x ? 0x7fff : as<u16>((_Float16)x); }
+inline f32 from_f16(u16 h) { return AS(_Float16, h); }
+inline u16 to_f16(f32 x) { return x != x ? 0x7fff : AS(u16, (_Float16)x); }
 template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
   return f(a, b, c) | u64(f(a >> 32, b >> 32, c >> 32)) << 32;
 }
@@ -197,7 +198,7 @@ struct Products {
       while (s < kSums && taken[s]) s++;
       if (s == kSums) fail("more wgmma in flight than the translator holds", at);
       taken[s] = true;
-      for (size_t i = 0; i < N; i++) value[s][i] = as<f32>(*d[i]);
+      for (size_t i = 0; i < N; i++) value[s][i] = AS(f32, *d[i]);
     }
     for (size_t i = 0; i < N; i++)
       if (is_name(*d[i]) != is_name(*d[0]) || (is_name(*d[0]) && *d[i] != (*d[0] | i)))
@@ -209,7 +210,7 @@ struct Products {
   }
   template <size_t N> void land(u32 *const (&sums)[N]) {  // what is no longer poison has come
     for (auto *r : sums)
-      if (is_name(*r) && as<u32>(value[*r >> 7 & 31][0]) != ~0u) *r = as<u32>(value[0][*r & 0xfff]);
-    for (int s = 0; s < kSums; s++) taken[s] &= as<u32>(value[s][0]) == ~0u;
+      if (is_name(*r) && AS(u32, value[*r >> 7 & 31][0]) != ~0u) *r = AS(u32, value[0][*r & 0xfff]);
+    for (int s = 0; s < kSums; s++) taken[s] &= AS(u32, value[s][0]) == ~0u;
   }
 };

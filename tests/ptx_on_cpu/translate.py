@@ -110,13 +110,8 @@ class Function:
                 code = f"arrived({code}, {self.where()})"
             if SIZE[kind] > SIZE[bits] or (kind[0] == "f" and SIZE[kind] < SIZE[bits]):
                 raise UnknownError(f"{text} has another width than .{kind}")
-            return (
-                code
-                if bits == kind
-                else f"as<{kind}>({code})"
-                if kind[0] == "f"
-                else f"{kind}({code})"
-            )
+            read = f"AS({kind}, " if kind[0] == "f" else f"{kind}("
+            return code if bits == kind else f"{read}{code})"
         if (number := _constant(text, kind)) is not None:
             return number
         if text.startswith("%"):
@@ -150,7 +145,7 @@ class Function:
             return f"(void)({value});"
         if (found := self.register(name)) is None:
             raise UnknownError(f"result {name}")
-        return f"{found[0]} = {f'as<{BITS[kind]}>({kind}({value}))' if kind[:1] == 'f' else value};"
+        return f"{found[0]} = {f'AS({BITS[kind]}, {kind}({value}))' if kind[:1] == 'f' else value};"
 
     def text(self) -> Iterator[str]:
         """Yield the whole function."""
@@ -185,9 +180,9 @@ def in_flight(pieces: list[Piece]) -> set[str]:
 def _constant(text: str, kind: str) -> str | None:
     """Return a number of PTX as one of C++; None for what is none."""
     if found := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", text):
-        return f"as<f32>(0x{found[1]}u)" if kind == "f32" else f"{kind}(0x{found[1]}u)"
+        return f"AS(f32, 0x{found[1]}u)" if kind == "f32" else f"{kind}(0x{found[1]}u)"
     if found := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", text):
-        return f"as<f64>(0x{found[1]}ull)" if kind == "f64" else f"{kind}(0x{found[1]}ull)"
+        return f"AS(f64, 0x{found[1]}ull)" if kind == "f64" else f"{kind}(0x{found[1]}ull)"
     if not re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", text):
         return None
     number = int(text.rstrip("U"), 0)

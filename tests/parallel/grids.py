@@ -70,6 +70,12 @@ ROUNDS: tuple[dict[str, Run], ...] = (
     {
         "lora-one": Run(1, LORA, base="one"),
         "lora-zero-3": Run(2, f"{LORA} --zero 3", base="one"),
+        "context": Run(2, "--context-parallel 2"),
+        "context-3": Run(3, "--context-parallel 3", "stopped"),
+    },
+    {
+        "context-tensor": Run(4, "--context-parallel 2 --tensor-parallel 2"),
+        "context-all": Run(4, "--context-parallel 2 --pipeline-parallel 2 --zero 1", "stopped"),
     },
     {"all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1")},
 )

@@ -30,7 +30,8 @@ ROWS, PARTS = (2, 64), 3  # of a microbatch, and how many of them
 def all_checks(comm: Communicator) -> None:
     for name in ("scipy.sparse", "scipy.special"):  # a first step imports them, which is no array
         importlib.import_module(name)
-    for layout in (Layout(tensor=2), Layout(pipeline=2), Layout(data=2), Layout(data=2, zero=3)):
+    zero = Layout(data=2, zero=3)
+    for layout in (Layout(2), Layout(pipeline=2), Layout(data=2), zero, Layout(context=2)):
         plan = plan_ranks(
             CONFIG, layout, batch=ROWS[0], tokens=ROWS[1], dtype="float32", microbatches=PARTS,
             rate=1.0, interconnect=(1.0, 1.0), device="cpu",
@@ -43,13 +44,16 @@ def all_checks(comm: Communicator) -> None:
 
 def peak(comm: Communicator, layout: Layout) -> tuple[int, int]:
     """Return the stage of this rank, and the most bytes of arrays that a step holds."""
-    place = grid(comm, tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
+    place = grid(comm, data=layout.data, **sizes)
     parts: dict[str, Any] = {} if layout.tensor == 1 else {"communicator": place.tensor}
     parts |= {} if layout.pipeline == 1 else {"pipeline": place.pipeline}
     model = create(CONFIG, seed=0, **parts)
+    model.context = place.context
     learns: Any = model if layout.zero < 3 else Zero3(model, place.data)
     optimizer = AdamW(model.trainable)
-    many = DataParallel(learns, place.data) if layout.data > 1 > layout.zero else None
+    alike = place.data if layout.data > 1 else place.context
+    many = DataParallel(learns, alike) if layout.alike > 1 > layout.zero else None
     tokens = np.zeros(ROWS, np.int64)
     batches = [{"tokens": tokens, "labels": tokens}] * PARTS
 

@@ -40,7 +40,7 @@ def test_one_rank_is_planned_as_one_device_is() -> None:
     "layout",
     [
         Layout(2, 1, 2), Layout(1, 4, 1), Layout(2, 2, 3, 1), Layout(4, 2, 1, node=2),
-        Layout(2, 1, 3, 3),
+        Layout(2, 1, 3, 3), Layout(2, 2, 2, 1, context=2), Layout(1, 1, 2, 3, context=3),
     ],
 )  # fmt: skip
 def test_a_replay_of_all_ranks_holds_what_is_planned(layout: Layout, microbatches: int) -> None:
@@ -50,7 +50,7 @@ def test_a_replay_of_all_ranks_holds_what_is_planned(layout: Layout, microbatche
         plan.stages[stage].memory.total
         for _ in range(layout.data)
         for stage in range(layout.pipeline)
-        for _ in range(layout.tensor)
+        for _ in range(layout.tensor * layout.context)
     ]
     assert seen.peaks == wanted
     assert max(seen.seconds) == pytest.approx(plan.seconds)
@@ -101,6 +101,18 @@ def test_zero_3_divides_all_but_a_block() -> None:
     assert zero.gradients == 0
     with pytest.raises(ConfigError, match="would gather the weights of a stage for each"):
         planned(Layout(1, 2, 2, 3))
+
+
+def test_contexts_hold_their_tokens_alone() -> None:
+    """Keys and values go around, and on the way back with their gradients, which come home."""
+    options: dict[str, Any] = {"tokens": 64, "device": "cpu", "checkpoint_every": None}
+    one, two, odd = (planned(Layout(context=c), **options).stages[0] for c in (1, 2, 4))
+    assert two.memory.activations < 0.55 * one.memory.activations
+    assert odd.memory.activations < 0.55 * two.memory.activations
+    block = 2 * 32 * 4 * 8 * 2  # rows, tokens, heads of keys, dim, bytes
+    # in each layer k and v, twice; their gradients in float32, in two turns
+    assert sum(two.shared["context"]["exchange"]) == 4 * (2 + 2 + 2 * 2 * 2) * block
+    assert two.operations[0] == one.operations[0] / 2
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2 tied", "bitnet"])

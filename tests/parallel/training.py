@@ -122,6 +122,25 @@ def grids_equal_the_whole(comm: Communicator) -> None:
                 close(model.division.gathered(name, array), whole.trainable[name])
 
 
+def contexts_equal_the_whole(comm: Communicator) -> None:
+    """Tokens of each row among ranks: borders inside of texts, windows, rows that do not divide."""
+    rng, layers = np.random.default_rng(7), {"model_type": "mistral", "sliding_window": 3}
+    texts = np.array([0, 3, 4, 4, 15, 22])
+    for config in (CONFIG, CONFIG | layers):
+        whole, model = (models.create(config, seed=1) for _ in range(2))
+        model.context = comm
+        many = DataParallel(model, comm)
+        tokens = rng.integers(0, CONFIG["vocab_size"], (2, 11))
+        labels = np.where(rng.random(tokens.shape) < 0.3, -100, tokens)
+        for offsets in (None, texts):
+            wanted, grads = whole.loss_and_gradients(tokens, labels, offsets=offsets)
+            share, own = model.loss_and_gradients(tokens, labels, offsets=offsets)
+            close(model.loss(tokens, labels, offsets=offsets), share)
+            close(comm.all_reduce(np.array(share)), wanted)
+            for name, gradient in many.sums(own).items():
+                close(gradient, grads[name])
+
+
 def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, Any]) -> None:
     assert state.keys() == optimizer.state().keys()
     for name, array in optimizer.state().items():
@@ -223,6 +242,7 @@ def all_checks(comm: Communicator) -> None:
     for check in (
         parts_equal_the_whole,
         grids_equal_the_whole,
+        contexts_equal_the_whole,
         parts_of_codes_equal_the_whole,
         buckets_have_equal_bits,
         zero_equals_adamw,

@@ -71,6 +71,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
+@option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
@@ -108,6 +109,7 @@ def finetune(
     pipeline_parallel: int | None,
     schedule: str | None,
     data_parallel: int | None,
+    context_parallel: int | None,
     zero: str,
     limit_memory: int | None,
     find_nan: bool,
@@ -156,7 +158,8 @@ def finetune(
         quantize=kind, **({} if config is None else config.rest),
     )  # fmt: skip
     ranks = start(
-        tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel, device=device,
+        tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel,
+        context=context_parallel, device=device,
         zero=int(zero), schedule=schedule,
     )  # fmt: skip
     ranks.check(

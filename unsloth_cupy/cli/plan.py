@@ -53,6 +53,7 @@ HOLDS = {
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--data-parallel", click.IntRange(1), "Ranks with rows of their own.")
+@option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
 @option("--node", click.IntRange(1), "Ranks in a node.", 8)
@@ -74,6 +75,7 @@ def plan(
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
     data_parallel: int | None,
+    context_parallel: int | None,
     zero: str,
     interconnect: tuple[float, float],
     node: int,
@@ -109,12 +111,12 @@ def plan(
         "device": device,
     }
 
-    sizes = (tensor_parallel, pipeline_parallel, data_parallel)
+    sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
     if any(size is not None for size in sizes):
         if lora or adapter or quantize or chunked_mlp or optimizer == "none":
             raise ConfigError("plan: ranks are planned of all weights that learn; leave others out")
-        tensor, pipeline, data = (size or 1 for size in sizes)
-        layout = Layout(tensor, pipeline, data, int(zero), node)
+        tensor, pipeline, data, context = (size or 1 for size in sizes)
+        layout = Layout(tensor, pipeline, data, int(zero), node, context)
         length = min(TOKENS, parse(values).positions) if tokens is None else tokens
         speed, told_rate = rate_of(rate, device, dtype)
         many = plan_ranks(
@@ -122,9 +124,8 @@ def plan(
             rate=speed, interconnect=interconnect, state_bits=int(state_bits),
             checkpoint_every=checkpoint_every, device=device,
         )  # fmt: skip
-        title = f"{path}: {layout.tensor} x {layout.pipeline} x {layout.data} ranks"
-        title += f" (tensor, pipeline, data), {accumulate} x {batch} x {length} tokens, {dtype}"
-        show(many, title, told_rate, batch * length, plot)
+        what = f"{accumulate} x {batch} x {length} tokens, {dtype}"
+        show(many, str(path), what, told_rate, batch * length, plot)
         return
 
     @functools.cache

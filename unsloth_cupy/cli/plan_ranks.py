@@ -58,8 +58,13 @@ def rate_of(rate: float | None, device: str, dtype: str) -> tuple[float, str]:
     return 2 * SIZE**3 / min(seconds) / 1e12, "measured here, of float32"
 
 
-def show(plan: ScalePlan, title: str, rate_told: str, tokens: int, picture: Path | None) -> None:
+def show(
+    plan: ScalePlan, name: str, told: str, rate_told: str, tokens: int, picture: Path | None
+) -> None:
     """Print a plan, of so many tokens in a microbatch; draw its schedule where that is asked."""
+    layout = plan.layout
+    sizes = f"{layout.tensor} x {layout.context} x {layout.pipeline} x {layout.data}"
+    title = f"{name}: {sizes} ranks (tensor, context, pipeline, data), {told}"
     for part in tables(plan, title, rate_told, tokens):
         console(markup=False).print(part)
     if picture is not None:
@@ -71,10 +76,10 @@ def tables(plan: ScalePlan, title: str, rate_told: str, tokens: int) -> Iterable
     yield memory(plan, title)
     yield exchanges(plan)
     layout = plan.layout
-    most = max(1, MOST // (2 * layout.tensor * layout.pipeline * plan.microbatches))
-    data = min(layout.data, most)
+    others = layout.ranks // layout.data
+    data = min(layout.data, max(1, MOST // (2 * others * plan.microbatches)))
     seen = plan.replay(data)
-    count = data * layout.tensor * layout.pipeline
+    count = data * others
     step = tokens * plan.microbatches * layout.data
     yield (
         f"{layout.ranks} ranks, {step:,} tokens in a step: {plan.seconds:.4g} s at least,"
@@ -131,10 +136,14 @@ def exchanges(plan: ScalePlan) -> Any:
     if layout.pipeline > 1:
         pair = [layout.rank(0, 0, 0), layout.rank(0, 1, 0)]
         found.append(("pipeline", "send", pair, ways * plan.stages[0].passes * count))
-    column = [layout.rank(0, 0, each) for each in range(layout.data)]
+    around = [layout.rank(0, 0, 0, each) for each in range(layout.context)]
+    for call in sorted({name for stage in plan.stages for name in stage.shared.get("context", {})}):
+        most = max(sum(stage.shared["context"].get(call, (0, 0))) for stage in plan.stages)
+        found.append(("context", call, around, most * count))
+    column = layout.column(0)
     for call, way in plan.stages[0].shared.get("data", {}).items():  # of one stage alone
         found.append(("data", call, column, sum(way) * count))
-    if layout.data > 1 and layout.zero < 3:
+    if layout.alike > 1 and layout.zero < 3:
         most = max(stage.gradients for stage in plan.stages)
         call = "all_reduce, all_gather" if layout.zero else "all_reduce"
         found.append(("data", call, column, most))

@@ -29,15 +29,17 @@ class Engine:
     Attributes
     ----------
     parts : Zero3 or None
-        What divides the parameters among the data ranks; the model has parts of them then.
+        What divides the parameters among ranks that are alike; the model has parts of them then.
     """
 
     def __init__(self, ranks: "Ranks", model: "Transformer") -> None:
-        self.ranks, self.model, self.data = ranks, model, ranks.groups.data
+        self.ranks, self.model = ranks, model
+        self.data, self.alike = ranks.groups.data, ranks.alike
         learns: Any = model
-        self.parts = Zero3(model, self.data) if ranks.zero == 3 else None
-        alone = self.data.size == 1 or self.parts is not None
-        self.many = None if alone else DataParallel(learns, self.data)
+        model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
+        self.parts = Zero3(model, self.alike) if ranks.zero == 3 else None
+        alone = self.alike.size == 1 or self.parts is not None
+        self.many = None if alone else DataParallel(learns, self.alike)
         self.stages = None if model.division is None else model.division.stages
 
     def copies(self, dtype: str) -> dict[str, Any]:
@@ -49,7 +51,7 @@ class Engine:
     def optimizer(self, optimizer: AdamW) -> AdamW | Zero1:
         """Return an optimizer whose states are divided, where that is asked for."""
         whole = self.parts is None or self.model.adapter is not None  # what is stepped
-        return Zero1(optimizer, self.data) if self.ranks.zero and whole else optimizer
+        return Zero1(optimizer, self.alike) if self.ranks.zero and whole else optimizer
 
     def gradients(
         self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
@@ -71,7 +73,7 @@ class Engine:
         loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
         if self.many is None:  # alone, or both are summed already
             return loss, sums
-        return float(self.data.all_reduce(np.array(loss))[()]), self.many.sums(sums)
+        return float(self.alike.all_reduce(np.array(loss))[()]), self.many.sums(sums)
 
     def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
         """Return the losses of batches, which the data ranks have shared among them."""
@@ -82,7 +84,7 @@ class Engine:
                 losses[number] = self._loss(batches[number], asked[number])
             elif self.parts is not None:  # the others gather what this rank has a part of
                 self._loss(batches[first], asked[first])
-        return [float(loss) for loss in data.all_reduce(losses)]
+        return [float(loss) for loss in self.alike.all_reduce(losses)]
 
     def _loss(self, batch: Mapping[str, Any], asked: int) -> float:
         if self.stages is None:
@@ -103,9 +105,9 @@ class Engine:
             if cut is None:
                 whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
             else:
-                divided += squares(gradient, self.data.rank * cut.length, cut.shape, shares)
+                divided += squares(gradient, self.alike.rank * cut.length, cut.shape, shares)
         if parts is not None:
-            whole += float(self.data.all_reduce(np.array(divided))[()])
+            whole += float(self.alike.all_reduce(np.array(divided))[()])
         total = division.comm.all_reduce(np.array(whole))
         if division.stages is not None:
             total = division.stages.comm.all_reduce(total)
@@ -115,7 +117,7 @@ class Engine:
 
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return whole arrays by the names of parameters, in rank 0; None in the others."""
-        division, first = self.model.division, self.data.rank == 0
+        division, first = self.model.division, self.alike.rank == 0
         if self.parts is not None:
             whole = {}
             for name, array in named.items():

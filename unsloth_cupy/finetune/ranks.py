@@ -7,6 +7,7 @@ A step takes the same rows whatever the grid is, so a run that 4 ranks saved goe
 Rank 0 writes the files of the run and says how far it is.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,9 @@ class Ranks:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
         self.schedule = schedule
         self.alone, self.first = comm.size == 1, comm.rank == 0
+        self.alike = groups.data  # ranks with the same part of the weights, and other tokens
+        if groups.context.size > 1:
+            self.alike = comm.split(groups.pipeline.rank * groups.tensor.size + groups.tensor.rank)
         divided = groups.tensor.size * groups.pipeline.size > 1
         self.whole = not divided and zero < 3  # each rank has all weights
 
@@ -130,19 +134,20 @@ class Ranks:
                 raise
 
     def rows(self, batch: Batch) -> Batch:
-        """Return this rank's rows of a batch."""
-        data = self.groups.data
+        """Return this rank's rows of a batch; of texts end to end, those that begin in its part."""
+        data, tokens, labels, starts = self.groups.data, batch.tokens, batch.labels, batch.offsets
         if data.size == 1:
             return batch
-        rows, length = part(len(batch.tokens), data), batch.tokens.shape[1]
-        offsets = batch.offsets
-        if offsets is not None:
-            begin, end = rows.start * length, rows.stop * length
-            if not {begin, end} <= {*np.asarray(offsets).tolist()}:
-                cure = "give --no-pack"
-                raise ConfigError(f"--data-parallel: a text is not in one row; {cure}")
-            offsets = offsets[(offsets >= begin) & (offsets <= end)] - begin
-        return batch._replace(tokens=batch.tokens[rows], labels=batch.labels[rows], offsets=offsets)
+        if starts is None:
+            rows = part(len(tokens), data)
+            return batch._replace(tokens=tokens[rows], labels=labels[rows])
+        share = part(tokens.size, data)
+        first, last = np.searchsorted(starts, (share.start, share.stop))
+        own = slice(starts[first], starts[last])
+        tokens, labels = (array.reshape(1, -1)[:, own] for array in (tokens, labels))
+        return batch._replace(
+            tokens=tokens, labels=labels, offsets=starts[first : last + 1] - starts[first]
+        )
 
 
 def alone() -> Ranks:
@@ -156,6 +161,7 @@ def start(
     tensor: int | None,
     pipeline: int | None,
     data: int | None,
+    context: int | None = None,
     device: str | None,
     zero: int = 0,
     schedule: str | None = None,
@@ -168,19 +174,19 @@ def start(
         The product of the sizes is not the number of ranks; ZeRO has no data ranks, or a schedule
         no stages.
     """
-    asked = any(size is not None for size in (tensor, pipeline, data))
+    asked = any(size is not None for size in (tensor, pipeline, data, context))
     comm = _started(asked, device)
     if comm.size > 1 and device is not None:
         device = f"cuda:{gpu.cupy().cuda.runtime.getDevice()}"
-    sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1}
-    wanted = sizes["tensor"] * sizes["pipeline"] * (data or 1)
+    sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
+    wanted = math.prod(sizes.values()) * (data or 1)
     if comm.size % wanted or (data is not None and comm.size != wanted):
-        listed = f"--tensor-parallel {tensor or 1} --pipeline-parallel {pipeline or 1}"
-        listed += f" --data-parallel {data or 1}"
+        every = {**sizes, "data": data or 1}
+        listed = " ".join(f"--{name}-parallel {size}" for name, size in every.items())
         cure = f"start it with mpiexec -n {wanted} unsloth-cupy, torchrun or srun"
         raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
     groups = grid(comm, data=data, **sizes)
-    if zero and groups.data.size == 1:
+    if zero and groups.data.size * groups.context.size == 1:
         cure = "start more ranks, with --data-parallel"
         raise ConfigError(f"--zero {zero} is not for one data rank; {cure}")
     if schedule is not None and groups.pipeline.size == 1:

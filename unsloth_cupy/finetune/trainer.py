@@ -95,7 +95,7 @@ class Trainer(Saving):
         started = time.perf_counter() - self.seconds
         learned, states = self._learned(), self._own().state()
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
-        parts = ranks.groups.data.size if ranks.zero else 1
+        parts = ranks.alike.size if ranks.zero else 1
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + weights)
         check_room(self.run.folder, needed, "the run, with two checkpoints,")
         arrays = (self.model.parameters, learned, states)

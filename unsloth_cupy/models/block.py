@@ -36,6 +36,7 @@ from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
+from .context import Context
 from .division import Division, entered, joined
 
 # (layer, k, v): all keys and values, which of them are seen, and how many there are
@@ -58,6 +59,7 @@ class Call(NamedTuple):
     chunked_mlp: bool = False
     append: Append | None = None  # of a step of generation, in place of the cache
     division: Division | None = None  # among ranks; config and parameters are then this one's
+    context: Context | None = None  # of tokens that ranks divide; those are this one's
     gather: Gather | None = None  # makes whole what ranks have parts of, block by block
 
 
@@ -219,6 +221,8 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
     if held is not None and (isinstance(held, PagedRows) or in_codes):
         out = held.attend(layer, q, k, v, **options)
+    elif call.context is not None:
+        out = call.context.attend(q, k, v, **options)
     elif call.offsets is not None:
         q, k, v = (each.reshape(batch * tokens, *each.shape[2:]) for each in (q, k, v))
         out = attention_varlen(q, k, v, call.offsets, call.offsets, **options)

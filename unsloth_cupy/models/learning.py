@@ -9,6 +9,7 @@ from ..core.dtypes import Array
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
+from .context import Context, own_labels
 from .loss import count_labels, head_weight, loss_on_tape, losses_of, next_labels
 from .network import Network
 
@@ -18,10 +19,12 @@ def mean_loss(
 ) -> Any:
     """Return the mean negative log probability of the labels."""
     parameters = model.entered(model.parameters)
-    x = model.hidden(parameters, tokens, mask, offsets=offsets)
+    context = Context.of(model.context, tokens, mask, offsets)
+    x = model.hidden(parameters, tokens, mask, offsets=offsets, context=context)
     shifted = next_labels(tokens, labels, offsets)
+    own = own_labels(context, shifted)
     head = head_weight(model.config, parameters)
-    losses = losses_of(model.config, x, head, shifted, model.division)
+    losses = losses_of(model.config, x, head, own, model.division)
     return losses.sum(dtype=np.float64) / count_labels(shifted)
 
 
@@ -43,9 +46,10 @@ def loss_and_gradients(
     watched = {name: tape.watch(array) for name, array in trainable.items()}
     parameters = model.entered({**model.parameters, **watched})
     with np.errstate(**quiet):
-        x = model.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets)
+        context = Context.of(model.context, tokens, mask, offsets)
+        x = model.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets, context=context)
         shifted = next_labels(tokens, labels, offsets)
-        by = count_labels(shifted) if count is None else count
-        of, loss = loss_on_tape(model.config, parameters, x, shifted, by, scaler, model.division)
+        by, own = count_labels(shifted) if count is None else count, own_labels(context, shifted)
+        of, loss = loss_on_tape(model.config, parameters, x, own, by, scaler, model.division)
         gradients = tape.gradients(of, [*watched.values()], release=True)
     return loss, dict(zip(watched, gradients, strict=True))

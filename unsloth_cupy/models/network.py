@@ -10,11 +10,13 @@ from ..core.dtypes import FLOAT32, Array, Stored
 from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
+from ..parallel.communicator import Communicator
 from ..placement import at_home
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
 from .block import Call, Gather, blocks, check_chunked, embedded, join, rope_rows
 from .config import Config
+from .context import Context, own_tokens
 from .division import Division
 from .inputs import Angles, check, places
 from .loss import logits_of
@@ -39,6 +41,9 @@ class Network:
     division : Division or None
         Which part of a model this is that is divided among ranks; config and parameters are then
         those of this rank, and all ranks make the same calls.
+    context : Communicator or None
+        Ranks that divide the tokens of each row: ``loss`` and ``loss_and_gradients`` take whole
+        rows in all of them, and return this rank's share, which adds up over ranks.
     gather : callable or None
         Makes parameters whole of which each rank keeps a part: those of a block while it runs.
     """
@@ -50,6 +55,7 @@ class Network:
         self.config, self.parameters = config, parameters
         self.adapter: Adapter | None = None
         self.division: Division | None = None
+        self.context: Communicator | None = None
         self.gather: Gather | None = None
         self.chunked_mlp = False
         self._turn()
@@ -87,16 +93,20 @@ class Network:
         seed: int | None = None,
         offsets: Array | None = None,
         sequences: Sequence[int] | None = None,
+        context: Context | None = None,
     ) -> Any:
         """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
 
-        Texts that lie end to end are one row of it: (1, tokens, hidden).
+        Texts that lie end to end are one row of it: (1, tokens, hidden).  Where there is a context,
+        its tokens alone are.
         """
         if self.division is not None and self.division.stages is not None:
             cure = "models.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: some blocks are not in this rank; {cure}")
-        call = self.call(parameters, tokens, mask, cache, checkpoints, seed, offsets, sequences)
-        tokens = tokens if offsets is None else tokens.reshape(1, -1)
+        call = self.call(
+            parameters, tokens, mask, cache, checkpoints, seed, offsets, sequences, context
+        )
+        tokens = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
         branch = embedded(self.config, parameters, tokens, self.division)
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
@@ -111,6 +121,7 @@ class Network:
         seed: int | None = None,
         offsets: Array | None = None,
         sequences: Sequence[int] | None = None,
+        context: Context | None = None,
     ) -> Call:
         """Return what the blocks of a call share, or raise where its arguments do not fit."""
         held = check(tokens, mask, cache, offsets, checkpoints, sequences)
@@ -123,10 +134,11 @@ class Network:
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
         here = places(Angles(self.tables, self.config.ropes), tokens, mask, held, offsets)
+        here = here if context is None else context.places(here)
         used = self.used(parameters, seed)
         return Call(
             self.config, used, *here, held, self.adapter, seed, self.chunked_mlp,
-            division=self.division, gather=self.gather,
+            division=self.division, context=context, gather=self.gather,
         )  # fmt: skip
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

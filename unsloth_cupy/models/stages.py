@@ -17,6 +17,7 @@ from ..training.tape import Tape
 from ..training.variable import Var
 from .adapter import PREFIX
 from .block import Call, blocks, embedded, join
+from .context import Context, own_labels, own_tokens
 from .layers import EMBEDDING, Stages
 from .loss import head_weight, loss_on_tape, losses_of, next_labels
 
@@ -55,6 +56,8 @@ class ModelStage:
         """Return a new array of hidden states of a microbatch."""
         tokens = microbatch["tokens"]
         rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
+        if (context := self._context(microbatch)) is not None:
+            rows = (rows[0], len(context.order))
         return np.empty_like(self.model.table, shape=(*rows, self.model.config.hidden))
 
     def forward(self, step: Step, microbatch: Mapping[str, Any], x: Any) -> Any:
@@ -79,6 +82,9 @@ class ModelStage:
                 self.sums[name] = cast(gradient, dtype="float32")
         return None if x is None else found[-1]
 
+    def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
+        return Context.of(self.model.context, microbatch["tokens"], None, microbatch.get("offsets"))
+
     def _run(
         self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]
     ) -> tuple[Any, Any]:
@@ -86,13 +92,14 @@ class ModelStage:
         model, stages = self.model, self.stages
         tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
         config, division = model.config, model.division
-        call = model.call({**model.parameters, **watched}, tokens, offsets=offsets)
-        rows = tokens if offsets is None else tokens.reshape(1, -1)
+        context = self._context(microbatch)
+        call = model.call({**model.parameters, **watched}, tokens, offsets=offsets, context=context)
+        rows = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
         y = chunk_of_blocks(call, stages, chunk, rows, x, self.checkpoint)
         if not stages.ends_with(chunk):
             return y, None
         normed, used = y, call.parameters
-        shifted = next_labels(tokens, microbatch["labels"], offsets)
+        shifted = own_labels(context, next_labels(tokens, microbatch["labels"], offsets))
         if not isinstance(normed, Var):
             head = head_weight(config, used)
             losses = losses_of(config, normed, head, shifted, division)

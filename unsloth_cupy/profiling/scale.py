@@ -48,47 +48,53 @@ class ScalePlan(NamedTuple):
     def exchanged(self, stage: int) -> float:
         """Return the seconds that the calls of a stage take in a step."""
         layout, mine = self.layout, self.stages[stage]
-        group = [layout.rank(each, stage, 0) for each in range(layout.tensor)]
-        whole = [layout.rank(0, stage, each) for each in range(layout.data)]
-        taken = self.microbatches * sum(ways(mine.sent)) / self.bandwidth(group)
-        shared = self.microbatches * sum(ways(mine.shared.get("data", {}))) + mine.gradients
-        return taken + (shared / self.bandwidth(whole) if layout.data > 1 else 0.0)
+        groups = {
+            "tensor": [layout.rank(each, stage, 0) for each in range(layout.tensor)],
+            "context": [layout.rank(0, stage, 0, each) for each in range(layout.context)],
+            "data": layout.column(stage),
+        }
+        every = {"tensor": mine.sent, **mine.shared}
+        sent = {name: self.microbatches * sum(ways(calls)) for name, calls in every.items()}
+        sent["data"] = sent.get("data", 0) + mine.gradients
+        return sum(size / self.bandwidth(groups[name]) for name, size in sent.items())
 
     def programs(self, data: int) -> Iterator[Iterator[Event]]:
         """Yield the programs of so many of the data ranks, in the order of ranks."""
         for replica in range(data):
             for stage in range(self.layout.pipeline):
-                for tensor in range(self.layout.tensor):
-                    yield self._program(tensor, stage, replica, data)
+                for context in range(self.layout.context):
+                    for tensor in range(self.layout.tensor):
+                        yield self._program(tensor, stage, (replica, context), data)
 
-    def _program(self, tensor: int, stage: int, replica: int, data: int) -> Iterator[Event]:
+    def _program(
+        self, tensor: int, stage: int, place: tuple[int, int], data: int
+    ) -> Iterator[Event]:
         layout, mine = self.layout, self.stages[stage]
-        group = [layout.rank(each, stage, replica) for each in range(layout.tensor)]
-        columns = [layout.rank(tensor, stage, each) for each in range(data)]
-        whole = [layout.rank(tensor, stage, each) for each in range(layout.data)]
-        gathers = mine.shared.get("data", {})
+        columns, whole = (layout.column(stage, tensor, count) for count in (data, None))
+        around = [layout.rank(tensor, stage, place[0], each) for each in range(layout.context)]
+        group = [layout.rank(each, stage, *place) for each in range(layout.tensor)]
+        calls = (  # who calls, whose bandwidth that has, and what is sent
+            ("tensor", group, group, mine.sent),
+            ("context", around, around, mine.shared.get("context", {})),
+            ("data", columns, whole, mine.shared.get("data", {})),
+        )
         number = iter(range(2**62))
 
         def work(step: Step) -> Iterator[Event]:
             top, added = mine.held[_like(step, self.schedule[stage], mine.held)]
             seconds = mine.operations[step.backward] / self.rates[0]
             yield Work(seconds, added, str(step), top)
-            if len(group) > 1:
-                taken = ways(mine.sent)[step.backward] / self.bandwidth(group)
-                yield Together(group, ("tensor", next(number)), taken)
-            if gathers and len(whole) > 1:
-                taken = ways(gathers)[step.backward] / self.bandwidth(whole)
-                yield Together(columns, ("data", next(number)), taken)
+            for name, callers, joined, sent in calls:
+                if sent and len(joined) > 1:
+                    taken = ways(sent)[step.backward] / self.bandwidth(joined)
+                    yield Together(callers, (name, next(number)), taken)
 
         yield Work(0.0, mine.begin)
-        near = [
-            layout.rank(tensor, stage, replica),
-            layout.rank(tensor, max(stage - 1, 0), replica),
-        ]
+        near = [layout.rank(tensor, each, *place) for each in (stage, max(stage - 1, 0))]
         seconds = mine.passes / self.bandwidth(near)
         yield from pipeline_program(
             self.schedule, self.table, stage, work,
-            rank_of=lambda other: layout.rank(tensor, other, replica), seconds=seconds,
+            rank_of=lambda other: layout.rank(tensor, other, *place), seconds=seconds,
         )  # fmt: skip
         if len(whole) > 1:
             key = ("gradients", mine.gradients)
@@ -187,5 +193,5 @@ def plan_ranks(
     made = ScalePlan(layout, stages, schedule, timetable(schedule), 0.0, 0.0, rates, microbatches)
     column = made.replay(1)
     exchanged = sum(made.exchanged(stage) for stage in range(layout.pipeline))
-    busy = sum(column.busy[:: layout.tensor]) + exchanged
+    busy = sum(column.busy[:: layout.tensor * layout.context]) + exchanged
     return made._replace(seconds=max(column.seconds), busy=busy)

@@ -25,22 +25,34 @@ from ..training.checkpoint import CheckpointConfig
 
 
 class Layout(NamedTuple):
-    """A grid of ranks, ``rank = (data * pipelines + pipeline) * tensors + tensor``."""
+    """A grid of ranks, numbered as those of ``parallel.grid`` are."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 0
     node: int = 8  # ranks that the faster link joins
+    context: int = 1
 
     @property
     def ranks(self) -> int:
         """How many there are."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.alike
 
-    def rank(self, tensor: int, stage: int, data: int) -> int:
+    @property
+    def alike(self) -> int:
+        """How many hold the same part of the weights, and have other tokens."""
+        return self.data * self.context
+
+    def rank(self, tensor: int, stage: int, data: int, context: int = 0) -> int:
         """Return the number of a rank."""
-        return (data * self.pipeline + stage) * self.tensor + tensor
+        return ((data * self.pipeline + stage) * self.context + context) * self.tensor + tensor
+
+    def column(self, stage: int, tensor: int = 0, data: int | None = None) -> list[int]:
+        """Return the ranks that are alike, of all data ranks or of so many."""
+        replicas = range(self.data if data is None else data)
+        places = ((each, context) for each in replicas for context in range(self.context))
+        return [self.rank(tensor, stage, each, context) for each, context in places]
 
     def joined(self, ranks: Sequence[int]) -> bool:
         """Say whether ranks are of one node."""
@@ -62,7 +74,8 @@ class StagePlan(NamedTuple):
     sent : dict of str to (int, int)
         Bytes sent by the call, in a microbatch forward and back, to ranks that divide weights.
     shared : dict of str to dict
-        The same of other groups: ``data``, of ranks that divide the weights by ZeRO.
+        The same of other groups: ``context``, and ``data``, of ranks that divide the weights by
+        ZeRO.
     passes, gradients : int
         Bytes of a message to the next stage; sent for the sums of gradients, and with ZeRO for
         the parameters.
@@ -97,26 +110,28 @@ def plan_stage(
     times = max(1, layout.tensor // config.kv_heads)
     tensor = PlannedRanks(0, layout.tensor, times)
     pipeline = PlannedRanks(stage, layout.pipeline, 2)
-    data = PlannedRanks(0, layout.data)
+    data, context = PlannedRanks(0, layout.alike), PlannedRanks(0, layout.context)
     stages = Stages(config, pipeline) if layout.pipeline > 1 else None
     alone = layout.tensor == layout.pipeline == 1
     division = None if alone else Division(config, tensor, stages)
     shapes = {n: _own(n, s, division) for n, s in config.shapes().items() if _held(n, division)}
+    halves = 2 * layout.context if layout.context > 1 else 1
+    own = -(-rows[1] // halves) * halves // layout.context  # tokens of a row
     ledger, held = Ledger(granule), dict[Step, tuple[int, int]]()
     parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
     with keeping(ledger), ledger.watching_ops():
         here = config if division is None else division.config
-        zero = layout.zero if layout.data > 1 else 0
+        zero = layout.zero if layout.alike > 1 else 0
         given = (ledger, here, arrays, kind, "none" if zero == 1 else "adamw", state_bits)
         model, adamw = trained(*given, None, None, shapes, data if zero == 3 else None)
-        model.division = division
+        model.division, model.context = division, context
         kept = _zero(ledger, arrays, shapes, kind, layout, state_bits) if adamw is None else adamw
         tokens = arrays.of(rows, np.int64)
         batch = {"tokens": tokens, "labels": tokens}
         begin = ledger.since(0)[1]
         ledger.begin()
         runs = _Runs(model, batch, parts)
-        groups = {"tensor": tensor, "data": data}
+        groups = {"tensor": tensor, "context": context, "data": data}
         sent = {name: _Sent(group) for name, group in groups.items()}
         for step in steps:
             start = len(ledger.changes)
@@ -128,7 +143,7 @@ def plan_stage(
         data.sent.clear()
         start = len(ledger.changes)
         ledger.enter(GRADIENTS, runs.sums)
-        if layout.data > 1 and zero < 3:
+        if layout.alike > 1 and zero < 3:
             buckets = Buckets(runs.sums, data, BUCKET_BYTES)
             for array in [*runs.sums.values()][::-1]:
                 buckets.take(array, array)
@@ -152,9 +167,9 @@ def plan_stage(
                 for name, each in sent.items()
                 if name != "tensor" and (found := each.by_call())
             },
-            rows[0] * rows[1] * config.hidden * kind.itemsize if layout.pipeline > 1 else 0,
+            rows[0] * own * config.hidden * kind.itemsize if layout.pipeline > 1 else 0,
             sum(data.sent.values()) + _passed_on(shapes, kind, layout),
-            _operations(config, shapes, division, rows, checkpoint_every is not None),
+            _operations(config, shapes, division, rows, own, checkpoint_every is not None),
         )
 
 
@@ -229,7 +244,7 @@ def _zero(
 ) -> list[Any]:
     """Return the averages, and the masters of 16 bits, of the first of the data ranks."""
     sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-    pieces = divided(sizes, layout.data)[0]
+    pieces = divided(sizes, layout.alike)[0]
     size = sum(piece.where.stop - piece.where.start for piece in pieces)
     width = np.dtype(np.uint8) if bits == 8 else FLOAT32
     averages = [arrays.of((size,), width) for _ in range(2)]
@@ -243,10 +258,10 @@ def _zero(
 
 def _passed_on(shapes: Mapping[str, Any], kind: Any, layout: Layout) -> int:
     """Return the bytes of parameters that a rank passes on to others after a step of ZeRO."""
-    if layout.zero != 1 or layout.data == 1:
+    if layout.zero != 1 or layout.alike == 1:
         return 0
     size = sum(int(np.prod(shape)) for shape in shapes.values()) * kind.itemsize
-    return size // layout.data * (layout.data - 1)
+    return size // layout.alike * (layout.alike - 1)
 
 
 def _operations(
@@ -254,9 +269,10 @@ def _operations(
     shapes: Mapping[str, Any],
     division: Division | None,
     rows: tuple[int, int],
+    own: int,
     again: bool,
 ) -> tuple[float, float]:
-    """Return the operations of products in a microbatch, forward and back."""
+    """Return the operations of products, forward and back, of own tokens of each row."""
     batch, tokens = rows
     heads = (config if division is None else division.config).heads
     stages = None if division is None else division.stages
@@ -269,8 +285,8 @@ def _operations(
     for layer in layers:
         window = config.window_of(layer) or tokens
         seen += sum(min(query + 1, window) for query in range(tokens))
-    products = 2.0 * batch * tokens * weights
-    scores = 4.0 * batch * heads * config.dim * seen
-    loss = 2.0 * batch * tokens * head[0] * head[1]
+    products = 2.0 * batch * own * weights
+    scores = 4.0 * batch * heads * config.dim * seen * own / tokens
+    loss = 2.0 * batch * own * head[0] * head[1]
     forward = products + scores + loss
     return forward, 2 * (products + loss) + 2.5 * scores + (products + scores) * again

@@ -1,0 +1,77 @@
+"""The tokens of a text that are divided among ranks: which are this one's, and what they attend to.
+
+Rows are filled up until they divide, and dealt in the zigzag order of ``ring_order``; what fills
+them up has no label, and is seen by nothing of a text.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from ..core.dtypes import Array
+from ..errors import ConfigError
+from ..parallel.communicator import Communicator
+from ..parallel.ring import ring_attention, ring_order
+from ..placement import placed, to_numpy
+from .inputs import Places
+from .loss import IGNORE
+
+
+class Context(NamedTuple):
+    """The tokens of this rank, of all rows."""
+
+    comm: Communicator
+    order: Array  # where each of them stands in its row; beyond the last token where it fills up
+    length: int  # tokens of a row
+    offsets: Array | None  # where texts start that share the row, on the host
+
+    @classmethod
+    def of(cls, comm: Communicator | None, tokens: Any, mask: Any, offsets: Any) -> Self | None:
+        """Return which tokens are this rank's; None where ranks do not divide them.
+
+        Raises
+        ------
+        ConfigError
+            There is a mask.
+        """
+        if comm is None or comm.size == 1:
+            return None
+        if mask is not None:
+            cure = "lay texts end to end with offsets, or give padding labels of -100"
+            raise ConfigError(f"Transformer: a mask is not divided among ranks; {cure}")
+        length = int(tokens.shape[1] if offsets is None else tokens.size)
+        whole = -(-length // (2 * comm.size)) * 2 * comm.size
+        texts = None if offsets is None else to_numpy(offsets)
+        if texts is not None and whole > length:
+            texts = np.append(texts, whole)
+        return cls(comm, ring_order(whole, comm, causal=True), length, texts)
+
+    def own(self, x: Any) -> Any:
+        """Return this rank's columns of (rows, tokens); the last one again to fill up."""
+        return x[:, placed(self.order.clip(max=max(self.length - 1, 0)), x)]
+
+    def places(self, here: Places) -> Places:
+        """Return where the tokens of this rank stand."""
+        every = here.positions
+        if every is None:
+            like = next(iter(here.tables.values()))[0]
+            every = placed(np.arange(self.length)[None], like)
+        return here._replace(positions=self.own(every), offsets=None)
+
+    def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """Return the attention of this rank's queries over the keys of all ranks."""
+        return ring_attention(q, k, v, self.comm, offsets=self.offsets, **options)
+
+
+def own_tokens(context: Context | None, tokens: Array) -> Array:
+    """Return this rank's tokens of (rows, tokens)."""
+    return tokens if context is None else context.own(tokens)
+
+
+def own_labels(context: Context | None, shifted: Array) -> Array:
+    """Return the labels of this rank's tokens; what fills up rows has none."""
+    if context is None:
+        return shifted
+    own: Array = context.own(shifted)
+    own[:, placed(context.order >= context.length, own)] = IGNORE
+    return own

@@ -26,12 +26,11 @@ constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 //         beyond `queries` +inf and 0, so that p is 0 there
 //         in float32, then (batch, heads, stat_rows): rests, at first what a query's sink adds to
 //         the sum of its p
-// 4 blocks an SM are half of its threads, and 64 registers: left alone, ptxas spills to save some.
 KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
-                                   const float *__restrict__ lse, const float *__restrict__ dlse,
-                                   const S *__restrict__ sinks, float *__restrict__ stats,
-                                   int heads, int queries, int stat_rows, long long count,
-                                   const P *__restrict__ offsets, int sequences) {
+                                const float *__restrict__ lse, const float *__restrict__ dlse,
+                                const S *__restrict__ sinks, float *__restrict__ stats,
+                                int heads, int queries, int stat_rows, long long count,
+                                const P *__restrict__ offsets, int sequences) {
     const long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) / ROW_THREADS;
     const int lane = threadIdx.x % ROW_THREADS;
     const int head = i % heads, row = i / heads % stat_rows;

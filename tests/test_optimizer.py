@@ -7,7 +7,7 @@ from safetensors.numpy import load, save
 
 from unsloth_cupy import AdamW, clip_gradients
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, ShapeError
-from unsloth_cupy.ops.common.dynamic_codes import decode, dynamic_map, encode
+from unsloth_cupy.ops.common.dynamic_codes import decode, dynamic_map, encode, midpoints
 
 from .conftest import FOLDER
 from .golden.generate_adamw8 import OPTIONS
@@ -66,6 +66,20 @@ def test_a_code_is_the_nearest(signed: bool) -> None:
     chosen = distance[np.arange(1000), codes]
     assert (chosen <= distance.min(1) + spread * 1e-7 + 1e-38).all()
     np.testing.assert_array_equal(np.abs(decode(codes, scale, signed=signed) - values), chosen)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_a_binary_search(signed: bool) -> None:
+    """Of every number of 16 bits, of midpoints and of their neighbours."""
+    middles = midpoints(signed)
+    coarse = (np.arange(0x3F80, dtype=np.uint32) << 16).view(np.float32)  # 0 to 1
+    sizes = [coarse, middles, *(np.nextafter(middles, np.float32(to)) for to in (-1, 1))]
+    values = np.concatenate([side * np.concatenate(sizes) for side in (1, -1)])
+    blocks = np.ones((-(-values.size // 255), 256), np.float32)  # of scale 1
+    blocks[:, 1:] = np.resize(values, blocks[:, 1:].shape)
+    codes, scale = encode(blocks.ravel(), signed=signed)
+    assert (scale == 1).all()
+    np.testing.assert_array_equal(codes, np.searchsorted(middles, blocks.ravel()))
 
 
 def test_small_parameters_keep_wide_averages_and_codes_take_a_quarter() -> None:

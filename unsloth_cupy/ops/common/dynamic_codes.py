@@ -43,6 +43,20 @@ def midpoints(signed: bool) -> Array:
     return (values[:-1] + values[1:]) * np.float32(0.5)
 
 
+@cache
+def _nearest(signed: bool) -> tuple[Array, Array]:
+    """Return by the upper 16 bits of a float32 its code, and the value beyond which it is the next.
+
+    No two midpoints share these bits, so a look and a comparison find what a binary search would.
+    """
+    middles, upper = midpoints(signed), np.arange(1 << 16, dtype=np.uint32) << 16
+    ends = np.sort([upper.view(np.float32), (upper | 0xFFFF).view(np.float32)], axis=0)
+    infinite = np.isinf(ends[0])  # the other end is NaN, which sorts last
+    low, high = np.searchsorted(middles, np.where(infinite, ends[0], ends))
+    bound = np.where(low < high, np.append(middles, np.inf)[low], np.inf)
+    return low.astype(np.uint8), bound.astype(np.float32)
+
+
 def tables(like: Any) -> Array:
     """Return what the kernel reads: map and midpoints of both kinds, (4, 256), by like's side."""
     both = [
@@ -68,8 +82,11 @@ def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
     unit = np.where(scale > LARGE, np.float32(0.25), np.float32(1))
     inverse = np.where(scale < TINY, 0, 1 / np.maximum(scale * unit, TINY)).astype(np.float32)
     share = values * _spread(inverse, values.size) * _spread(unit, values.size)
-    codes = np.searchsorted(placed(midpoints(signed), values), share, side="left")
-    return codes.astype(np.uint8), scale
+    first, bound = (placed(table, values) for table in _nearest(signed))
+    upper = (share.view(np.uint32) >> np.uint32(16)).astype(np.intp)
+    codes = first[upper]
+    codes += share > bound[upper]
+    return codes, scale
 
 
 def _spread(scale: Any, size: int) -> Any:

@@ -6,6 +6,7 @@ commit; a run of some files, or of ``--sample all``, takes all.
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy: as many processes as co
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # tests: more are the suite
+TOPICS = 16  # of 79
 FEW = 4  # cases of a class, which every run takes
 
 
@@ -31,6 +33,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.day is None:
         config.option.day = commits()
     Sample.day, Sample.all = config.option.day, config.option.sample == "all"
+    if not os.environ.get("UNSLOTH_CUPY_FULL_RUNS"):
+        shorten_the_default_text()
+
+
+def shorten_the_default_text() -> None:
+    """Leave a tenth of Python's documentation: what a run does is tested, not how much it reads."""
+    from pydoc_data import topics
+
+    topics.topics = dict(islice(topics.topics.items(), TOPICS))
 
 
 def pytest_report_header() -> str:

@@ -8,13 +8,11 @@ A line says what a variant takes, by architectures: registers of a thread, bytes
 dynamic shared memory, and the share of an SM's threads that can be resident, in percent.
 """
 
-import hashlib
+import functools
 import io
 import json
-import os
 import re
 import sys
-import threading
 import tomllib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ from unittest import mock
 from unsloth_cupy.bench import report
 from unsloth_cupy.core.source import source_root
 
-from .cuda_on_cpu.build import cache_folder
+from .cuda_on_cpu.build import kept_file
 from .stand_in import LIMITS, Launch
 from .variants import ARCHITECTURES, Variant, constants, variants
 
@@ -124,8 +122,9 @@ def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
     return seen
 
 
-_memo: dict[str, dict[str, Resources]] = {}
-_locks: dict[str, threading.Lock] = {}
+@functools.cache
+def _read(log: Path) -> dict[str, Resources]:
+    return read_log(log.read_text())
 
 
 def resources(launch: Launch, arch: str) -> Resources:
@@ -133,16 +132,13 @@ def resources(launch: Launch, arch: str) -> Resources:
     unit = re.sub(r"^// kernels_cu \w+\n", "", launch.source)  # the digest of all sources
     told = [compiler_version(), arch, REPORT, unit, sorted(_closure(unit, {}).items())]
     told.append([option for option in launch.options if not option.startswith("-I")])
-    key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
-    with _locks.setdefault(key, threading.Lock()):  # one unit may hold several kernels
-        if key not in _memo:
-            log = cache_folder() / f"ptxas-{key}.txt"
-            if not log.exists():
-                partial = log.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-                partial.write_text(cubin(launch.source, launch.options, arch)[1])
-                partial.replace(log)
-            _memo[key] = read_log(log.read_text())
-    return _memo[key][launch.kernel]
+
+    def build(folder: Path) -> Path:
+        log = folder / "log"
+        log.write_text(cubin(launch.source, launch.options, arch)[1])
+        return log
+
+    return _read(kept_file("ptxas", json.dumps(told).encode(), build, ".txt"))[launch.kernel]
 
 
 def occupancy(arch: str, registers: int, shared: int, threads: int) -> int:

@@ -7,7 +7,11 @@ The head of a report names the sample, so that another run can take it again.
 """
 
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Sample:
@@ -15,6 +19,12 @@ class Sample:
 
     day = 0
     all = False
+
+    @classmethod
+    def one_in(cls, runs: int, several: Iterable[T]) -> list[T]:
+        """Return every so manieth of several, others in the next run; or all."""
+        listed = list(several)
+        return listed if cls.all else listed[cls.day % runs :: runs]
 
 
 def commits() -> int:

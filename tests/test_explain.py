@@ -20,6 +20,7 @@ from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.cards import CARDS, card_of
 
 from . import budget
+from .sample import Sample
 from .stand_in import Launch, gpu
 from .test_cli import LLAMA
 
@@ -193,7 +194,7 @@ def run(*arguments: object) -> click.testing.Result:
 OURS = [name for name, op in OPS.items() if op.definition.__module__.startswith("unsloth_cupy.")]
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", Sample.one_in(3, sorted(OURS)))
 def test_the_command_explains_every_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized ones too; a call of the sizes of a benchmark runs its kernel where one is."""
     monkeypatch.setattr(explanation, "resources", lambda *_: None)  # to compile takes seconds

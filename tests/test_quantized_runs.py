@@ -13,6 +13,7 @@ from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.models.quantized import KINDS
 
+from .sample import Sample
 from .test_cli import LLAMA, assert_one_clear_error, run
 
 QUANT = Path(__file__).parent / "golden" / "quant"
@@ -36,7 +37,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", Sample.one_in(2, KINDS))
 def test_adapters_on_quantized_weights(kind: str, base: tuple[Path, Path], tmp_path: Path) -> None:
     """They learn; what a step takes is planned; the same command goes on; the result speaks."""
     folder, text = base

@@ -52,6 +52,17 @@ def test_the_order_of_tests_changes_no_sample(count: int) -> None:
     assert sorted(taken) == sorted(item.nodeid for item in items)  # each takes its turn
 
 
+def test_what_takes_turns_is_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample.Sample, "all", False)
+    taken = []
+    for day in range(40, 43):
+        monkeypatch.setattr(sample.Sample, "day", day)
+        taken += sample.Sample.one_in(3, "abcdefg")
+    assert sorted(taken) == list("abcdefg")
+    monkeypatch.setattr(sample.Sample, "all", True)
+    assert sample.Sample.one_in(3, "abcdefg") == list("abcdefg")
+
+
 def test_no_test_reads_the_calendar() -> None:
     found = [
         f"{path.relative_to(TESTS)}:{number}"

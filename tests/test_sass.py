@@ -108,7 +108,7 @@ def wanted(variant: Variant) -> tuple[str, ...]:
     return shown
 
 
-@pytest.mark.parametrize("kernel", declared())
+@pytest.mark.parametrize("kernel", Sample.one_in(2, declared()))
 def test_the_hardware_is_told(kernel: str) -> None:
     turn = declared().index(kernel) % len(ARCHITECTURES)
     archs = ARCHITECTURES if Sample.all else ARCHITECTURES[turn : turn + 1]

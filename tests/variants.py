@@ -5,14 +5,18 @@ of the launch tables, every option, each optional array alone and all together, 
 arrays off alignment; those that ask for one and the same variant count once.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,6 +29,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
+from .cuda_on_cpu.build import kept_file
 from .stand_in import LIMITS, Launch, Machine, gpu
 
 ARCHITECTURES = tuple(LIMITS)
@@ -235,8 +240,38 @@ def _launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
 
 
 @functools.cache
+def _sources() -> bytes:
+    """Return what decides which variants there are: this library, its tests, what they run on."""
+    root = Path(__file__).parent.parent
+    names = ("unsloth_cupy/**/*.py", "tests/*.py", "tests/ops/*.py")
+    paths = [path for name in names for path in sorted(root.glob(name))]
+    paths += sorted(source_root().rglob("*.cu*"))
+    told = [str(source_root()), sys.version, np.__version__, ml_dtypes.__version__]
+    with contextlib.suppress(ImportError):
+        import cupy
+
+        told += [cupy.__version__, str(cupy.cuda.nvrtc.getVersion())]
+    return "\0".join([*told, *(path.read_text() for path in paths)]).encode()
+
+
+@functools.cache
 def variants(arch: str) -> tuple[Variant, ...]:
-    """Return the variants that an architecture is asked for, each once, in a fixed order."""
+    """Return the variants that an architecture is asked for, each once, in a fixed order.
+
+    They are kept for other processes that find the same sources: a list takes two seconds.
+    """
+
+    def build(folder: Path) -> Path:
+        path = folder / "list"
+        path.write_bytes(pickle.dumps(_listed(arch)))
+        return path
+
+    path = kept_file(f"variants_{arch}", arch.encode() + _sources(), build, ".pickle")
+    found: tuple[Variant, ...] = pickle.loads(path.read_bytes())
+    return found
+
+
+def _listed(arch: str) -> tuple[Variant, ...]:
     found: dict[Any, Variant] = {}
     labels: set[tuple[str, str]] = set()
     for launch, by, form in launches(arch):

@@ -72,9 +72,9 @@ def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
             raise KernelError(f"{name} does not compile\n{log}")
 
 
-def _built(name: str, key: str, build: Callable[[Path], Path], suffix: str = ".so") -> Path:
+def kept_file(name: str, key: bytes, build: Callable[[Path], Path], suffix: str) -> Path:
     """Return the file kept under a key; else build it in a folder of its own, then rename."""
-    digest = hashlib.sha256(_recipe() + key.encode()).hexdigest()[:24]
+    digest = hashlib.sha256(key).hexdigest()[:24]
     path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}{suffix}"
     if not path.exists():
         with open(path.with_suffix(".lock"), "w") as lock:  # one of many processes builds
@@ -83,6 +83,10 @@ def _built(name: str, key: str, build: Callable[[Path], Path], suffix: str = ".s
                 with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                     build(Path(folder)).rename(path)
     return path
+
+
+def _built(name: str, key: str, build: Callable[[Path], Path], suffix: str = ".so") -> Path:
+    return kept_file(name, _recipe() + key.encode(), build, suffix)
 
 
 @functools.cache

@@ -254,14 +254,12 @@ def together(*names: str, **sizes: int) -> Case:
 COUPLES = list(enumerate(itertools.combinations(OPTIONS, 2)))
 
 
-@pytest.mark.parametrize(
-    ("number", "names"), COUPLES if Sample.all else COUPLES[Sample.day % 11 :: 11], ids=str
-)
+@pytest.mark.parametrize(("number", "names"), Sample.one_in(11, COUPLES), ids=str)
 def test_two_options_together(number: int, names: tuple[str, str]) -> None:
     _prove(together(*names), KERNEL_DTYPES[number % 3])
 
 
-@pytest.mark.parametrize("seed", range(40) if Sample.all else range(40)[Sample.day % 10 :: 10])
+@pytest.mark.parametrize("seed", Sample.one_in(10, range(40)))
 def test_some_options_together(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = [name for name in OPTIONS if rng.random() < 0.5]

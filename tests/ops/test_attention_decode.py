@@ -180,7 +180,9 @@ def test_tiles_fit_every_budget(architecture: int, itemsize: int, width: int, bu
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
-@pytest.mark.parametrize(("budget", "dim"), [*itertools.product(BUDGETS[:3], (64, 128, 256))])
+@pytest.mark.parametrize(
+    ("budget", "dim"), Sample.one_in(2, itertools.product(BUDGETS[:3], (64, 128, 256)))
+)
 def test_kernels_of_every_budget(budget: int, dim: int, dtype: Any) -> None:
     case = Case("", **GROUPED, queries=2, keys=270, dim=dim, value_dim=dim, causal=True)
     run = lambda function: _within(function, check=False, shared_memory=budget)  # noqa: E731

@@ -82,15 +82,16 @@ ROUNDS: tuple[dict[str, Run], ...] = (
 RUNS = {name: run for runs in ROUNDS for name, run in runs.items()}
 
 
-def gradients(self: Any, whole: Any) -> Any:
+def gradients(self: Any, before: Any) -> Any:
     """Return what a step learns by; rank 0 writes it down at the ends of a run."""
     folder = self.run.folder
     comm = self.ranks.comm
     if folder.name in STOPPED and self.step == STOP and comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGINT)
-    loss, count, sums = whole(self)
+    loss, count, sums = before(self)
     if self.step in (0, STEPS - 1):
-        found = self.engine.gathered(sums)
+        whole = sums if self.engine.states is None else self.engine.states.gathered(sums)
+        found = self.engine.gathered(whole)
         if self.ranks.first:
             named = {name: to_numpy(array) for name, array in found.items()}
             np.savez(folder.parent / f"{folder.name}-{self.step}.npz", **named)

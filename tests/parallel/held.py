@@ -9,7 +9,7 @@ from unsloth_cupy import AdamW
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import create
 from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, schedule_of
-from unsloth_cupy.parallel import Communicator, DataParallel, Zero3, grid
+from unsloth_cupy.parallel import Communicator, DataParallel, Zero1, Zero3, grid
 from unsloth_cupy.profiling.scale import plan_ranks
 from unsloth_cupy.profiling.stage_plan import Layout
 from unsloth_cupy.training.gradients import sum_gradients
@@ -30,8 +30,8 @@ ROWS, PARTS = (2, 64), 3  # of a microbatch, and how many of them
 def all_checks(comm: Communicator) -> None:
     for name in ("scipy.sparse", "scipy.special"):  # a first step imports them, which is no array
         importlib.import_module(name)
-    zero = Layout(data=2, zero=3)
-    for layout in (Layout(2), Layout(pipeline=2), Layout(data=2), zero, Layout(context=2)):
+    zeros = Layout(data=2, zero=1), Layout(data=2, zero=3)
+    for layout in (Layout(2), Layout(pipeline=2), Layout(data=2), *zeros, Layout(context=2)):
         plan = plan_ranks(
             CONFIG, layout, batch=ROWS[0], tokens=ROWS[1], dtype="float32", microbatches=PARTS,
             rate=1.0, interconnect=(1.0, 1.0), device="cpu",
@@ -53,7 +53,9 @@ def peak(comm: Communicator, layout: Layout) -> tuple[int, int]:
     learns: Any = model if layout.zero < 3 else Zero3(model, place.data)
     optimizer = AdamW(model.trainable)
     alike = place.data if layout.data > 1 else place.context
-    many = DataParallel(learns, alike) if layout.alike > 1 > layout.zero else None
+    many: Any = DataParallel(learns, alike) if layout.alike > 1 > layout.zero else None
+    if layout.zero == 1:
+        optimizer = many = Zero1(optimizer, alike)
     tokens = np.zeros(ROWS, np.int64)
     batches = [{"tokens": tokens, "labels": tokens}] * PARTS
 
@@ -67,7 +69,8 @@ def peak(comm: Communicator, layout: Layout) -> tuple[int, int]:
         optimizer.step(sums if many is None else many.sums(sums), factor=0.5)
 
     step()
-    held = [*model.parameters.values(), *optimizer.state().values()]
+    states = optimizer.inner if layout.zero == 1 else optimizer
+    held = [*model.parameters.values(), *states.state().values()]
     with memory_pool(held=held) as pool:
         pool.reset_peak()
         step()

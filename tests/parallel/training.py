@@ -218,10 +218,17 @@ def zero_equals_adamw(comm: Communicator) -> None:
         assert held <= sum(a.size for a in whole.values()) / comm.size + 2 * 4096
         for grads in steps:
             clip_gradients(grads, 1.0)
-            for optimizer in (one, zero):
-                optimizer.step(grads, 0.01, factor=0.5)
+            one.step(grads, 0.01, factor=0.5)
+            zero.step(grads, 0.01, factor=0.5)
+        share = {n: g * (1 + comm.rank) for n, g in steps[1].items()}  # sums of bits
+        sums = {n: comm.all_reduce(g) for n, g in share.items()}
+        parts = zero.sums(share)
+        same(zero.gathered(parts), sums)
+        close(zero.measure_gradients(parts, 0.1), measure_gradients(sums, 0.1), 1e-12)
+        one.step(sums, 0.01)
+        zero.step(parts, 0.01)
         zero.step(steps[0], finite=False)
-        assert zero.steps == one.steps == 4
+        assert zero.steps == one.steps == 5
         same(live, one.parameters | copies[0])
         same(zero.masters(), one.parameters)
         same(zero.state(), one.state())

@@ -145,7 +145,7 @@ def exchanges(plan: ScalePlan) -> Any:
         found.append(("data", call, column, sum(way) * count))
     if layout.alike > 1 and layout.zero < 3:
         most = max(stage.gradients for stage in plan.stages)
-        call = "all_reduce, all_gather" if layout.zero else "all_reduce"
+        call = "reduce_scatter, all_gather" if layout.zero else "all_reduce"
         found.append(("data", call, column, most))
     for kind, call, ranks, size in found:
         link = "in a node" if layout.joined(ranks) else "between nodes"

@@ -40,6 +40,7 @@ class Engine:
         self.parts = Zero3(model, self.alike) if ranks.zero == 3 else None
         alone = self.alike.size == 1 or self.parts is not None
         self.many = None if alone else DataParallel(learns, self.alike)
+        self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
 
     def copies(self, dtype: str) -> dict[str, Any]:
@@ -51,7 +52,11 @@ class Engine:
     def optimizer(self, optimizer: AdamW) -> AdamW | Zero1:
         """Return an optimizer whose states are divided, where that is asked for."""
         whole = self.parts is None or self.model.adapter is not None  # what is stepped
-        return Zero1(optimizer, self.alike) if self.ranks.zero and whole else optimizer
+        if not (self.ranks.zero and whole):
+            return optimizer
+        made = Zero1(optimizer, self.alike)
+        self.states = made if self.parts is None else None  # else sums are whole already
+        return made
 
     def gradients(
         self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
@@ -73,7 +78,8 @@ class Engine:
         loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
         if self.many is None:  # alone, or both are summed already
             return loss, sums
-        return float(self.alike.all_reduce(np.array(loss))[()]), self.many.sums(sums)
+        adds = self.many.sums if self.states is None else self.states.sums
+        return float(self.alike.all_reduce(np.array(loss))[()]), adds(sums)
 
     def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
         """Return the losses of batches, which the data ranks have shared among them."""
@@ -95,18 +101,18 @@ class Engine:
         self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
     ) -> GradientMeasure:
         """Return ``measure_gradients`` of the gradients of all ranks, each counted once."""
-        division, parts = self.model.division, self.parts
+        division, holder = self.model.division, self.parts or self.states
         if division is None:
-            measure = measure_gradients if parts is None else parts.measure_gradients
+            measure = measure_gradients if holder is None else holder.measure_gradients
             return measure(gradients, max_norm, scaler=scaler)
         whole, divided = 0.0, 0.0
         for name, gradient in gradients.items():
-            cut, shares = None if parts is None else parts.cuts.get(name), division.shares(name)
-            if cut is None:
+            place, shares = self._place(name), division.shares(name)
+            if place is None:
                 whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
             else:
-                divided += squares(gradient, self.alike.rank * cut.length, cut.shape, shares)
-        if parts is not None:
+                divided += squares(gradient, *place, shares)
+        if holder is not None:
             whole += float(self.alike.all_reduce(np.array(divided))[()])
         total = division.comm.all_reduce(np.array(whole))
         if division.stages is not None:
@@ -114,6 +120,15 @@ class Engine:
         norm = math.sqrt(total[()]) / scaler.value
         clipped = max_norm / norm if norm > max_norm else 1.0
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
+
+    def _place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return where in a parameter this rank's part begins, and its shape; None: it is whole."""
+        if self.states is not None:
+            own = self.states.pieces[self.alike.rank]
+            where = next(piece.where for piece in own if piece.name == name)
+            return where.start, self.states.shapes[name]
+        cut = None if self.parts is None else self.parts.cuts.get(name)
+        return None if cut is None else (self.alike.rank * cut.length, cut.shape)
 
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return whole arrays by the names of parameters, in rank 0; None in the others."""

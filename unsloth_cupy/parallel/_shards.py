@@ -5,6 +5,7 @@
 All parts of an array are of one length, so that those of a block travel as rows of one matrix.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from ..core.arrays import empty
 from ..ops.common.dynamic_codes import BLOCK, dynamic_map
+from ..ops.optimizers.gradients import GradientMeasure
+from ..training.gradients import measure_gradients
 from ..training.optimizer import SMALL
 from ..training.tape import Gradients, add_up
 from .communicator import Communicator
@@ -112,6 +115,34 @@ def summed(arrays: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
             found[name] = flat[start:stop].reshape(arrays[name].shape).copy()
             start = stop
     return found
+
+
+def measured_parts(
+    own: Mapping[str, Any],
+    alike: Mapping[str, Any],
+    like: Any,
+    comm: Communicator,
+    max_norm: float,
+    scaler: Any,
+) -> GradientMeasure:
+    """Return ``measure_gradients`` of gradients of which ranks have parts, and of others alike.
+
+    It is made where ``like`` lies, which has parts or not.
+    """
+    total: Any = np.zeros_like(like, np.float64, shape=())
+    if own:
+        total = total + measure_gradients(own, scaler=scaler).norm ** 2
+    total = comm.all_reduce(total)
+    if alike:
+        total = total + measure_gradients(alike, scaler=scaler).norm ** 2
+    divisor = 1.0 if scaler is None else scaler.value
+    norm = np.sqrt(total)
+    if isinstance(norm, np.ndarray | np.generic):
+        norm = float(norm)
+        by = max_norm / norm if norm > max_norm else 1.0
+        return GradientMeasure(norm, math.isfinite(norm), by / divisor)
+    clipped = np.where(norm > max_norm, max_norm / norm.clip(1e-300), 1.0)
+    return GradientMeasure(norm, np.isfinite(norm), (clipped / divisor).astype(np.float32))
 
 
 class Entered(NamedTuple):

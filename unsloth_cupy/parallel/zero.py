@@ -5,29 +5,24 @@
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from ..core.arrays import empty
 from ..errors import ConfigError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
+from ..ops.optimizers.gradients import GradientMeasure
 from ..training.gradients import check_mapping
-from ..training.optimizer import SMALL, AdamW
+from ..training.optimizer import AdamW
+from ._pieces import Piece, divided, length, turns
+from ._shards import by_dtype, measured_parts
 from .communicator import Communicator
 from .exchanges import raw
 
 STATES = ("mean", "square", "mean_scale", "square_scale")
-CHUNK_BYTES = 32 * 2**20  # of parameters that a rank passes on at once
-
-
-class Piece(NamedTuple):
-    """Elements of a parameter in C order that one rank changes."""
-
-    name: str
-    where: slice
 
 
 class Zero1:
@@ -78,7 +73,7 @@ class Zero1:
             self.inner.keep_copies({p.name: self._part(self.live[p.name], p.where) for p in copies})
         self.load_state(optimizer.state())
         optimizer.tensors, optimizer.launcher = {}, None
-        optimizer.parameters = {}
+        optimizer.parameters, optimizer.home = {}, None
 
     @property
     def steps(self) -> int:
@@ -98,7 +93,8 @@ class Zero1:
         Parameters
         ----------
         gradients : {name: array}
-            Of all parameters, summed over ranks: what ``DataParallel`` returns.
+            What ``sums`` returns; or of all parameters, summed over ranks, as ``DataParallel``
+            does.
         lr, finite, factor
             As in ``AdamW.step``, alike in all ranks.
 
@@ -108,23 +104,80 @@ class Zero1:
             As ``AdamW.step`` raises.  Nothing has changed then.
         """
         check_mapping("Zero1.step", gradients)
-        if gradients.keys() != self.shapes.keys():
-            missing = sorted(self.shapes.keys() ^ gradients.keys())
-            cure = "pass one gradient for every parameter, by its name"
-            raise ConfigError(f"Zero1.step: names differ in {missing}; {cure}")
-        for name, shape in self.shapes.items():
-            _check(f"Zero1.step: gradient of {name}", gradients[name], shape)
-        own = self.pieces[self.comm.rank]
-        parts = {piece.name: self._part(gradients[piece.name], piece.where) for piece in own}
+        lengths = {name: (length(where),) for name, where in self.pieces[self.comm.rank]}
+        parts = gradients
+        if lengths != {name: tuple(array.shape) for name, array in gradients.items()}:
+            self._check_all("Zero1.step", gradients)
+            own = self.pieces[self.comm.rank]
+            parts = {piece.name: self._part(gradients[piece.name], piece.where) for piece in own}
         self.inner.step(parts, lr, finite=finite, factor=factor)
         self._pass_on()
+
+    def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of the sums over ranks, of gradients that nobody has summed.
+
+        They have the bits of the sums of ``DataParallel``, for half of what those send.
+
+        Raises
+        ------
+        ConfigError, ShapeError
+            Gradients are not those of all parameters.
+        """
+        self._check_all("Zero1.sums", gradients)
+        own = {name: where for name, where in self.pieces[self.comm.rank]}
+        found = {n: empty((length(w),), gradients[n].dtype, gradients[n]) for n, w in own.items()}
+        for names in by_dtype(gradients):
+            kept = [[piece for piece in pieces if piece.name in names] for pieces in self.pieces]
+            for now in turns(kept, gradients):
+                part = self.comm.reduce_scatter(self._rows(now, gradients))[0]
+                start = 0
+                for name, where in now[self.comm.rank]:
+                    stop, begin = start + length(where), own[name].start
+                    found[name][where.start - begin : where.stop - begin] = part[start:stop]
+                    start = stop
+        return found
+
+    def _rows(self, now: list[list[Piece]], arrays: Mapping[str, Any]) -> Any:
+        """Return the pieces of each rank end to end, and zeros behind them."""
+        like = next(arrays[piece.name] for pieces in now for piece in pieces)
+        longest = max(sum(length(piece.where) for piece in pieces) for pieces in now)
+        rows = empty((len(now), longest), like.dtype, like)
+        rows[...] = 0
+        for row, pieces in enumerate(now):
+            start = 0
+            for name, where in pieces:
+                rows[row, start : start + length(where)] = self._part(arrays[name], where)
+                start += length(where)
+        return rows
+
+    def measure_gradients(
+        self, parts: Mapping[str, Any], max_norm: float = math.inf, *, scaler: Any = None
+    ) -> GradientMeasure:
+        """Return what the function of this name returns of whole gradients, alike in all ranks."""
+        return measured_parts(
+            parts, {}, next(iter(self.live.values())), self.comm, max_norm, scaler
+        )
 
     def masters(self) -> dict[str, Any]:
         """Return all parameters in the precision that steps have: new arrays, alike in all ranks.
 
         A checkpoint keeps them beside ``state``.
         """
-        return {name: self._whole(name, self.inner.parameters) for name in self.shapes}
+        return self.gathered(self.inner.parameters)
+
+    def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return whole arrays of parts: of parameters, or of gradients in their dtype."""
+        return {name: self._whole(name, parts) for name in self.shapes}
+
+    def _check_all(self, call: str, gradients: Mapping[str, Any]) -> None:
+        """Raise unless gradients are those of all parameters."""
+        check_mapping(call, gradients)
+        if gradients.keys() != self.shapes.keys():
+            missing = sorted(self.shapes.keys() ^ gradients.keys())
+            cure = "pass one gradient for every parameter, by its name"
+            raise ConfigError(f"{call}: names differ in {missing}; {cure}")
+        for name, shape in self.shapes.items():
+            _check(f"{call}: gradient of {name}", gradients[name], shape)
 
     def state(self) -> dict[str, Any]:
         """Return what ``AdamW.state`` returns in one process: whole arrays, alike in all ranks."""
@@ -192,9 +245,7 @@ class Zero1:
 
     def _pass_on(self) -> None:
         """Write what each rank has changed to the parameters of all."""
-        chunks = [[*chunked(pieces, self.live)] for pieces in self.pieces]
-        for turn in range(max(map(len, chunks))):
-            now = [chunk[turn] if turn < len(chunk) else [] for chunk in chunks]
+        for now in turns(self.pieces, self.live):
             like = next(iter(self.live.values()))
             parts = [raw(self._part(self.live[p.name], p.where)) for p in now[self.comm.rank]]
             whole = self.comm.all_gather(np.concatenate([empty((0,), np.uint8, like), *parts]))
@@ -203,46 +254,6 @@ class Zero1:
                 part = raw(self._part(self.live[piece.name], piece.where))
                 part[...] = whole[start : start + part.size]
                 start += part.size
-
-
-def divided(sizes: Mapping[str, int], ranks: int) -> list[list[Piece]]:
-    """Return the pieces of each rank: as many elements in each as cuts allow.
-
-    A parameter is cut at multiples of SMALL elements, and no piece of one of that size is smaller,
-    so that a piece has averages of as many bits, and in the same blocks, as the whole has.
-    """
-    total = max(1, sum(sizes.values()))
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    before = 0
-    for name, size in sizes.items():
-        cuts = [*range(0, max(1, size - SMALL + 1), SMALL), size]
-        for start, stop in pairwise(cuts):
-            owner = min(ranks - 1, (2 * before + stop - start) * ranks // (2 * total))
-            before += stop - start
-            mine = pieces[owner]
-            if mine and mine[-1].name == name:
-                mine[-1] = Piece(name, slice(mine[-1].where.start, stop))
-            else:
-                mine.append(Piece(name, slice(start, stop)))
-    return pieces
-
-
-def chunked(pieces: list[Piece], live: Mapping[str, Any]) -> Iterator[list[Piece]]:
-    """Yield pieces by groups of CHUNK_BYTES at most, larger ones in parts."""
-    group: list[Piece] = []
-    left = CHUNK_BYTES
-    for name, where in pieces:
-        start, size = where.start, live[name].dtype.itemsize
-        while start < where.stop:
-            stop = min(where.stop, start + max(1, left // size))
-            group.append(Piece(name, slice(start, stop)))
-            left -= (stop - start) * size
-            start = stop
-            if left < size:
-                yield group
-                group, left = [], CHUNK_BYTES
-    if group:
-        yield group
 
 
 def _scaled(field: str, where: slice) -> slice:

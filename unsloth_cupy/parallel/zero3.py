@@ -18,11 +18,10 @@ from ..errors import ConfigError
 from ..ops.optimizers.gradients import GradientMeasure
 from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
-from ..training.gradients import measure_gradients
 from ..training.precision import compute_copies
 from ..training.variable import Var
 from ._ahead import Ahead
-from ._shards import ZERO, Cut, Entered, gathered
+from ._shards import ZERO, Cut, Entered, gathered, measured_parts
 from .communicator import Communicator
 from .data import counted
 from .zero import STATES
@@ -143,19 +142,7 @@ class Zero3:
         """Return what the function of this name returns of whole gradients, alike in all ranks."""
         alike = {name: array for name, array in gradients.items() if name not in self.cuts}
         own = {name: array for name, array in gradients.items() if name in self.cuts}
-        total: Any = np.float64(0)
-        if own:
-            total = self.comm.all_reduce(measure_gradients(own, scaler=scaler).norm ** 2 + total)
-        if alike:
-            total = total + measure_gradients(alike, scaler=scaler).norm ** 2
-        divisor = 1.0 if scaler is None else scaler.value
-        norm = np.sqrt(total)
-        if isinstance(norm, np.ndarray | np.generic):
-            norm = float(norm)
-            by = max_norm / norm if norm > max_norm else 1.0
-            return GradientMeasure(norm, math.isfinite(norm), by / divisor)
-        clipped = np.where(norm > max_norm, max_norm / norm.clip(1e-300), 1.0)
-        return GradientMeasure(norm, np.isfinite(norm), (clipped / divisor).astype(np.float32))
+        return measured_parts(own, alike, self.model.table, self.comm, max_norm, scaler)
 
     def compute_copies(self, dtype: Any) -> dict[str, Any]:
         """Return what the function of this name returns, of the parts of matrices."""

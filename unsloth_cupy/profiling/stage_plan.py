@@ -20,7 +20,7 @@ from ..models.layers import EMBEDDING, HEAD, Stages
 from ..models.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
 from ..parallel.schedule import Step
-from ..parallel.zero import divided
+from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
 
 
@@ -122,10 +122,10 @@ def plan_stage(
     with keeping(ledger), ledger.watching_ops():
         here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
-        given = (ledger, here, arrays, kind, "none" if zero == 1 else "adamw", state_bits)
+        given = (ledger, here, arrays, kind, "adamw", state_bits)
         model, adamw = trained(*given, None, None, shapes, data if zero == 3 else None)
         model.division, model.context = division, context
-        kept = _zero(ledger, arrays, shapes, kind, layout, state_bits) if adamw is None else adamw
+        states = _divided(ledger, adamw, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
         batch = {"tokens": tokens, "labels": tokens}
         begin = ledger.since(0)[1]
@@ -143,19 +143,14 @@ def plan_stage(
         data.sent.clear()
         start = len(ledger.changes)
         ledger.enter(GRADIENTS, runs.sums)
-        if layout.alike > 1 and zero < 3:
-            buckets = Buckets(runs.sums, data, BUCKET_BYTES)
-            for array in [*runs.sums.values()][::-1]:
-                buckets.take(array, array)
-            summed = buckets.sums()
+        alone = layout.alike == 1 or zero == 3
+        summed = runs.sums if alone else _sums(runs.sums, data, states)
+        if not alone:
             ledger.note("sums of gradients")
-        else:
-            summed = runs.sums
-        if adamw is not None:
-            adamw.step(summed, finite=True, factor=0.5)
+        steps_by: Any = adamw if states is None else states
+        steps_by.step(summed, finite=True, factor=0.5)
         ledger.note("AdamW.step")
         after = ledger.since(start)
-        del kept
         return StagePlan(
             ledger.plan(),
             begin,
@@ -168,9 +163,29 @@ def plan_stage(
                 if name != "tensor" and (found := each.by_call())
             },
             rows[0] * own * config.hidden * kind.itemsize if layout.pipeline > 1 else 0,
-            sum(data.sent.values()) + _passed_on(shapes, kind, layout),
+            sum(data.sent.values()),
             _operations(config, shapes, division, rows, own, checkpoint_every is not None),
         )
+
+
+def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks) -> Zero1:
+    """Return an optimizer that keeps a part of the states, and of the masters of 16 bits."""
+    made = Zero1(adamw, data)
+    inner = made.inner
+    ledger.enter(OPTIMIZER, inner.state())
+    masters = (name for name, tensor in inner.tensors.items() if tensor.copy is not None)
+    ledger.enter(MASTER, {name: inner.parameters[name] for name in masters})
+    return made
+
+
+def _sums(gradients: Mapping[str, Any], data: PlannedRanks, states: Zero1 | None) -> dict[str, Any]:
+    """Return what this rank steps by, of the gradients of ranks that have other tokens."""
+    if states is not None:
+        return states.sums(gradients)
+    buckets = Buckets(gradients, data, BUCKET_BYTES)
+    for array in [*gradients.values()][::-1]:
+        buckets.take(array, array)
+    return buckets.sums()
 
 
 class _Sent:
@@ -237,31 +252,6 @@ def _own(name: str, shape: tuple[int, ...], division: Division | None) -> tuple[
         return shape
     size = sum(where.stop - where.start for where in found[1])
     return (*shape[: found[0]], size, *shape[found[0] + 1 :])
-
-
-def _zero(
-    ledger: Ledger, arrays: Any, shapes: Mapping[str, Any], kind: Any, layout: Layout, bits: int
-) -> list[Any]:
-    """Return the averages, and the masters of 16 bits, of the first of the data ranks."""
-    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-    pieces = divided(sizes, layout.alike)[0]
-    size = sum(piece.where.stop - piece.where.start for piece in pieces)
-    width = np.dtype(np.uint8) if bits == 8 else FLOAT32
-    averages = [arrays.of((size,), width) for _ in range(2)]
-    ledger.enter(OPTIMIZER, {"mean": averages[0], "square": averages[1]})
-    if kind == FLOAT32:
-        return averages
-    master = arrays.of((size,), FLOAT32)
-    ledger.enter(MASTER, {"master": master})
-    return [*averages, master]
-
-
-def _passed_on(shapes: Mapping[str, Any], kind: Any, layout: Layout) -> int:
-    """Return the bytes of parameters that a rank passes on to others after a step of ZeRO."""
-    if layout.zero != 1 or layout.alike == 1:
-        return 0
-    size = sum(int(np.prod(shape)) for shape in shapes.values()) * kind.itemsize
-    return size // layout.alike * (layout.alike - 1)
 
 
 def _operations(

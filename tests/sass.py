@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +86,84 @@ def loops(text: str) -> list[Loop]:
             body = so_far[begins[branch[1]] :]
             found.append(Loop(len(body), sum(bool(re.match(PRODUCT, each)) for each in body)))
     return found
+
+
+# ---- waits --------------------------------------------------------------------------------------
+# What copies into shared memory, what waits for it, and what reads it.
+WAYS = {
+    "cp.async": (r"LDGSTS", r"DEPBAR\.LE", r"LDS\b|LDSM"),
+    "TMA": (r"UTMALDG", r"SYNCS\.PHASECHK", r"HGMMA"),
+}
+ENDS = r"EXIT|RET|KILL"  # where they stand without a predicate, nothing follows; so too BRA
+
+
+class Step(NamedTuple):
+    """An instruction: its name, its operands, and the numbers of those that may come next."""
+
+    name: str
+    operands: str
+    follow: tuple[int, ...]
+
+
+def steps(text: str) -> list[Step]:
+    """Return the instructions with the paths between them; those under @!PT never run."""
+    found, labels = list[tuple[str, str, str]](), dict[str, int]()
+    for line in text.splitlines():
+        if label := re.match(r"\s*([.$\w]+):", line):
+            labels[label[1]] = len(found)
+        elif m := re.match(r"\s*/\*\w+\*/\s+(?:@(!?\w+) )?([A-Z][\w.]*)\s*([^;]*);", line):
+            found.append((m[1] or "", m[2], m[3]))
+    made = []
+    for number, (guard, name, operands) in enumerate(found):
+        jump = re.match(r"BRA|CALL|JMP|WARPSYNC\.COLLECTIVE", name)
+        to = [labels[t] for t in re.findall(r"`\(([^)]*)\)", operands) if jump and t in labels]
+        sure = name.startswith("BRA") and re.fullmatch(r"`\([^)]*\)\s*", operands)
+        ends = not guard and (sure or re.match(ENDS, name))
+        to += [] if ends or number + 1 == len(found) else [number + 1]
+        made.append(Step("NOP" if guard == "!PT" else name, operands, (*to,)))
+    return made
+
+
+def reached(several: list[Step], starts: Iterable[int], stop: str) -> set[int]:
+    """Return the instructions that may run from some on, with none before them that stops."""
+    found, left = set[int](), [*starts]
+    while left:
+        number = left.pop()
+        if number not in found and not re.match(stop, several[number].name):
+            found.add(number)
+            left += several[number].follow
+    return found
+
+
+def unwaited(text: str) -> list[str]:
+    """Return the reads of copied data to which a path leads that waits for no copy.
+
+    Two kinds of path: from the kernel's begin by way of a copy, and around a loop that copies and
+    reads; in between, a read may be of what an earlier turn waited for.  Copies of TMA are made by
+    one warp and read by others: there any path counts.  A wait that leaves as many groups of copies
+    on their way as the kernel has is none.
+    """
+    several, found = steps(text), list[str]()
+    groups = sum(step.name == "LDGDEPBAR" for step in several)
+    for way, (copy, wait, read) in WAYS.items():
+        own = [s._replace(name="NOP") if leaves(s) >= groups > 0 else s for s in several]
+        copies = [n for n, step in enumerate(own) if re.match(copy, step.name)]
+        begin = reached(own, [0], wait)
+        if copies and way == "cp.async":
+            begin = reached(own, begin.intersection(copies), wait)
+        for n, step in enumerate(own):
+            if copies and re.match(read, step.name):
+                turn = reached(own, step.follow, wait)
+                copied = way == "TMA" or n in reached(own, turn.intersection(copies), wait)
+                if n in begin or (n in turn and copied):
+                    found.append(f"{way}: {step.name} {step.operands.strip()}")
+    return found
+
+
+def leaves(step: Step) -> int:
+    """Return how many groups of cp.async a wait leaves on their way; of others -1."""
+    found = re.fullmatch(r"SB0, (0x\w+)\s*", step.operands)
+    return int(found[1], 16) if found and step.name == "DEPBAR.LE" else -1
 
 
 def tile_loop(text: str) -> Loop:

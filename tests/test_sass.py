@@ -18,6 +18,7 @@ from .sass import (
     loops,
     nvdisasm,
     rows,
+    unwaited,
     whole,
 )
 from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
@@ -115,13 +116,15 @@ def test_the_hardware_is_told(kernel: str) -> None:
     several = [v for arch in archs for v in of_kernel(kernel, arch) if whole(v)]
     several = several or [v for v in of_kernel(kernel, "90") if whole(v)]  # what it is made for
     for variant in several if Sample.all else several[len(several) // 2 :][:1]:
-        found = instructions(disassembled(variant))
+        text = disassembled(variant)
+        found = instructions(text)
         local = {name for name in found if name.startswith(("LDL", "STL"))}
         assert not local, variant
         missing = [
             name for name in wanted(variant) if not any(re.match(name, each) for each in found)
         ]
         assert not missing, f"{variant} lacks {missing}: {sorted({*found})}"
+        assert unwaited(text) == [], variant
 
 
 def told(dim: int) -> list[str]:
@@ -212,6 +215,57 @@ def test_loops_are_found() -> None:
         /*0050*/                   EXIT ;
 """
     assert loops(text) == [(2, 1), (5, 1)]
+
+
+COPIES = """
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0010*/                   LDGDEPBAR ;
+        /*0020*/              @!PT LDS RZ, [RZ] ;
+.L_x_1:
+        /*0030*/                   DEPBAR.LE SB0, 0x0 ;
+        /*0040*/               @P1 BRA `(.L_x_2) ;
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+.L_x_2:
+        /*0060*/                   LDGDEPBAR ;
+        /*0070*/                   LDSM.16.M88.4 R8, [R1] ;
+        /*0080*/               @P0 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+"""
+TILES = """
+        /*0000*/               @P0 BRA `(.L_x_1) ;
+        /*0010*/                   UTMALDG.4D [UR8], [UR4] ;
+        /*0020*/                   EXIT ;
+.L_x_1:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;
+        /*0040*/              @!P0 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0060*/               @P1 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        (COPIES, "DEPBAR.LE SB0, 0x0", "NOP"),
+        (COPIES, "DEPBAR.LE SB0, 0x0", "DEPBAR.LE SB0, 0x2"),
+        (COPIES, ".L_x_1:\n        /*0030*/                   DEPBAR.LE SB0, 0x0 ;", ".L_x_1:"),
+        (TILES, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3", "NOP"),
+        (TILES, "@P0 BRA `(.L_x_1)", "@P0 BRA `(.L_x_3)"),
+    ],
+)
+def test_a_read_that_waits_for_no_copy_is_found(text: str, old: str, new: str) -> None:
+    assert unwaited(text) == []
+    assert unwaited(text.replace(old, new, 1)) != []
+
+
+def test_a_wait_of_a_kernel_is_needed() -> None:
+    """Without one of its waits, but for the last, behind which nothing is read, it is refused."""
+    text = disassembled(of_kernel("attention_forward", "80")[3])
+    waits = [found.span() for found in re.finditer(r"DEPBAR\.LE SB0, 0x\w+", text)]
+    found = [unwaited(f"{text[:begin]}NOP{text[end:]}") for begin, end in waits]
+    assert [bool(reads) for reads in found] == [True, True, False]
 
 
 def test_the_page_says_what_attention_compiles_to() -> None:

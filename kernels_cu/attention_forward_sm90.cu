@@ -19,8 +19,7 @@
 //   Probabilities are an operand where they stand, in registers.  Blocks stay for many jobs, the
 //   longest first, and the queries of the next job come while the last values are multiplied.
 #include "common/attention.cuh"
-#include "common/segment.cuh"
-#include "common/warpgroup.cuh"
+#include "common/jobs.cuh"
 
 static_assert(!DROPOUT);
 constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE_KEYS / 8, STEPS = TILE_KEYS / 16;
@@ -30,58 +29,13 @@ constexpr int KEY_BYTES = panels(DIM) * TILE_KEYS * PANEL_ROW;
 constexpr int VALUE_BYTES = panels(VALUE_DIM) * TILE_KEYS * PANEL_ROW;
 constexpr int SHARED_END = QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES);
 
-// Which job comes when.
-struct Order {
-    int row_blocks;  // of a head, over all sequences
-    int heads;       // of all batches; of one with VARLEN
-    int together;    // heads whose keys and values stay in L2 while all their rows are worked on
-};
-
 // Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
 struct Barriers {
     uint64_t queries_full, queries_empty, landed;
     uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
 };
 
-// A place in a ring, and how often it came round, modulo 2.
-struct Place {
-    int stage, phase;
-    __device__ __forceinline__ void next() {
-        stage++;
-        if (stage == STAGES) stage = 0, phase ^= 1;
-    }
-};
-
-// ROWS queries of a head, and the tiles of keys that some of them see.
-struct Job {
-    int head, batch, first_row, queries, keys, first_query, first_key;
-    bool there;
-};
-__device__ __forceinline__ Job job_of(int index, const Order &order, const Options &options,
-                                      const L *key_lengths, const P *starts) {
-    const int group = index / (order.together * order.row_blocks);
-    const int own = index - group * order.together * order.row_blocks;
-    const int first_head = group * order.together;
-    const int heads = min(order.together, order.heads - first_head);
-    // the last rows first: with RIGHT they see most keys
-    const int row_block = order.row_blocks - 1 - own / heads;
-    const int head = first_head + own % heads;
-    Job job{head % options.heads, head / options.heads, row_block * ROWS,
-            options.queries,      options.keys,         0,
-            0,                    true};
-    if constexpr (VARLEN) {
-        const Segment found = segment<ROWS>(starts, options.sequences, options.queries, row_block);
-        job.there = found.sequence >= 0;
-        if (job.there) {
-            const Run rows = run_of(starts, found.sequence, options.queries);
-            const Run columns = run_of(key_lengths, found.sequence, options.keys);
-            job.batch = found.sequence, job.first_row = found.tile * ROWS;
-            job.first_query = rows.first, job.first_key = columns.first;
-            job.queries = rows.count, job.keys = columns.count;
-        }
-    }
-    return job;
-}
+using Place = Ring<STAGES>;
 
 struct Tiles {
     int first, last;  // from the last one down: there masks hide most
@@ -118,10 +72,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     const int heads = options.heads, shared_by = heads / options.kv_heads;
     const int jobs = order.row_blocks * order.heads;
     const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
-    // one way and back: who had the longest of a round has the shortest of the next
     auto job_at = [&](int round) {
-        const int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-        return round * (int)gridDim.x + place;
+        return job_of<ROWS, false>(turn_of(round), order, options, key_lengths, starts);
     };
     if (threadIdx.x == 0) {
         mbarrier_init(&barriers.queries_full, 1);
@@ -140,17 +92,10 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     if (group == CONSUMERS) {  // one warp loads
         setmaxnreg_dec<PRODUCER>();
         if (warp > 4 * CONSUMERS) return;
-        Place at{0, 0};
+        Place at;
         int job_phase = 0, landed_phase = 0;
-        auto load = [&](unsigned char *to, const TensorMap &map, uint64_t *full, int count, int rows,
-                        int head, int row, int batch) {
-            if (lane == 0)
-                for (int panel = 0; panel < count; panel++)
-                    tma_load_4d(to + panel * rows * PANEL_ROW, &map, full, panel * PANEL, head, row,
-                                batch);
-        };
-        for (int round = 0; job_at(round) < jobs; round++) {
-            const Job job = job_of(job_at(round), order, options, key_lengths, starts);
+        for (int round = 0; turn_of(round) < jobs; round++) {
+            const Job job = job_at(round);
             if (!job.there) continue;
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             const Tiles tiles(scores, job);
@@ -159,8 +104,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
 
             mbarrier_wait(&barriers.queries_empty, job_phase ^ 1);
             if (lane == 0) mbarrier_arrive_expect_tx(&barriers.queries_full, QUERY_BYTES);
-            load(memory, queries_map, &barriers.queries_full, panels(DIM), ROWS, job.head,
-                 job.first_query + job.first_row, batch);
+            load_panels(memory, queries_map, &barriers.queries_full, panels(DIM), ROWS, job.head,
+                        job.first_query + job.first_row, batch);
             job_phase ^= 1;
             for (int tile = tiles.last; tile >= tiles.first;
                  tile = tiles.next(scores, job, tile)) {
@@ -168,8 +113,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 uint64_t *const keys_full = &barriers.keys_full[at.stage];
                 mbarrier_wait(&barriers.keys_empty[at.stage], at.phase ^ 1);
                 if (lane == 0) mbarrier_arrive_expect_tx(keys_full, KEY_BYTES);
-                load(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM), TILE_KEYS,
-                     kv_head, row, batch);
+                load_panels(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM),
+                            TILE_KEYS, kv_head, row, batch);
 
                 unsigned char *const values = values_at + at.stage * VALUE_BYTES;
                 const int real = scores.length - tile * TILE_KEYS;  // of the rows of the tile
@@ -178,13 +123,12 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 uint64_t *const there = clear ? &barriers.landed : values_full;
                 mbarrier_wait(&barriers.values_empty[at.stage], at.phase ^ 1);
                 if (lane == 0) mbarrier_arrive_expect_tx(there, VALUE_BYTES);
-                load(values, values_map, there, panels(VALUE_DIM), TILE_KEYS, kv_head, row, batch);
+                load_panels(values, values_map, there, panels(VALUE_DIM), TILE_KEYS, kv_head, row,
+                            batch);
                 if (clear) {  // others wrote what lies there, and 0 times NaN is NaN
                     mbarrier_wait(&barriers.landed, landed_phase);
                     landed_phase ^= 1;
-                    for (int panel = 0; panel < panels(VALUE_DIM); panel++)
-                        for (int i = real * 8 + lane; i < TILE_KEYS * 8; i += 32)
-                            reinterpret_cast<uint4 *>(values)[panel * TILE_KEYS * 8 + i] = {};
+                    clear_rows(values, panels(VALUE_DIM), TILE_KEYS, real);
                     fence_proxy_async();
                     __syncwarp();
                     if (lane == 0) mbarrier_arrive(values_full);
@@ -198,14 +142,14 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     setmaxnreg_inc<REGISTERS>();
     const int own_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
     const Operand own_queries(memory + group * 64 * PANEL_ROW, 16);
-    Place at{0, 0};  // of the tile whose scores are next; its values come a turn later
+    Place at;  // of the tile whose scores are next; its values come a turn later
     int job_phase = 0;
     auto release = [&](uint64_t *empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
     if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // the first turn is the first's
-    for (int round = 0; job_at(round) < jobs; round++) {
-        const Job job = job_of(job_at(round), order, options, key_lengths, starts);
+    for (int round = 0; turn_of(round) < jobs; round++) {
+        const Job job = job_at(round);
         if (!job.there) continue;
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         const Tiles tiles(scores, job);

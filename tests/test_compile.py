@@ -165,6 +165,8 @@ FIXED = {  # switches that never change, and why
     ("attention_bias.cu", "BIAS"): "the kernel computes the gradient of a bias",
     ("attention_bias.cu", "FOLD"): "a bias comes between the product and exp",
     ("attention_decode.cu", "VARLEN"): "a table of pages says where sequences lie",
+    ("attention_backward_sm90.cu", "DROPOUT"): "as in the forward pass",
+    ("attention_backward_sm90.cu", "T"): "tensor cores multiply no float32",
     ("attention_forward_sm90.cu", "DROPOUT"): "random words would spill its sums",
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
 }

@@ -45,14 +45,14 @@ def store(size: int) -> str:
 
 
 READ, WRITE = load(16), store(16)
+# Tiles come by TMA, products read them there, warpgroups hand registers over.
+WARPGROUPS = "UTMALDG.4D", r"HGMMA\.64x", "SYNCS", "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"
 # Kernels that do otherwise, what they show instead, and why.
 OTHERS = {
     "cross_entropy_forward": (READ,),  # a row gives two numbers
     "attention_forward": (COPY, PRODUCT),  # reads go to shared memory; results leave by fragments
-    # tiles come by TMA, products read them there, warpgroups hand registers over
-    "attention_forward_sm90": (
-        *("UTMALDG.4D", r"HGMMA\.64x", "SYNCS", "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"),
-    ),
+    "attention_forward_sm90": WARPGROUPS,
+    "attention_backward_sm90": WARPGROUPS,
     "attention_decode": (COPY, PRODUCT),
     "attention_backward": (COPY, PRODUCT),
     "attention_bias": (COPY, PRODUCT),

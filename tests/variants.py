@@ -12,7 +12,7 @@ import inspect
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW, LossScaler, clip_gradients, linear_backward, measure_gradients
+from unsloth_cupy import (
+    AdamW,
+    LossScaler,
+    attention_backward,
+    attention_forward,
+    clip_gradients,
+    linear_backward,
+    measure_gradients,
+)
 from unsloth_cupy.bench.cases import Call, Scale, forward_ops, sizes
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES, allowed
 from unsloth_cupy.core.op import OPS, Op
@@ -40,6 +48,7 @@ SCALE = Scale(tokens=256, hidden=256, inner=512, vocab=512, heads=32, kv_heads=8
 ROWS = (7, 128, 4104, 16384, 131072, 131073)
 VECTORS = ({"axes": (4, 4096)}, {"axes": (4, 4096), "shift": 1})  # 16 bytes, or one value
 SLICE = {"axes": (4, 4096), "gap": 8}
+ASKED = "attention_forward", "attention_varlen_forward"  # they have kernels for warpgroups
 
 
 @functools.cache
@@ -211,18 +220,39 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
 
 def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
     """Return what calls of every form launch, with the name of what was called and the form."""
-    yield from _launches(arch)
+    yield from _launches(arch, forward_ops())
+    for name, words, program in programs():
+        with gpu(arch) as machine:
+            machine.strict = False
+            program(machine)
+            yield from ((launch, name, words) for launch in machine.launches)
     if arch == "90":  # what is not taken without being asked for
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_hopper, "asked", True)
-            yield from (each for each in _launches(arch) if each[0].kernel.endswith("_sm90"))
+            asked = [*_launches(arch, ASKED), *_launches(arch, ASKED, dim=128, value_dim=128)]
+            asked += broadcast_biases(arch)
+            yield from (each for each in asked if each[0].kernel.endswith("_sm90"))
 
 
-def _launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
-    for name in forward_ops():
+def broadcast_biases(arch: str) -> Iterator[tuple[Launch, str, str]]:
+    """Return what calls launch whose bias is one for all queries, or for all keys."""
+    for queries, keys in ((1, 256), (256, 1)):
+        with gpu(arch) as machine:
+            q, bias = (
+                machine.array((1, *n), BFLOAT16) for n in ((256, 4, 128), (4, queries, keys))
+            )
+            out, lse = attention_forward(q, q, q, bias=bias)
+            attention_backward(out, q, q, q, out, lse, bias=bias)
+            words = f"bias of {queries} x {keys}"
+            yield from ((launch, "attention_backward", words) for launch in machine.launches)
+
+
+def _launches(arch: str, names: Iterable[str], **also: Any) -> Iterator[tuple[Launch, str, str]]:
+    for name in names:
         op = OPS[name]
         backward = op.backward if op.backward and op.backward.launch else None
-        for form in forms(op) if op.launch or backward else ():
+        several = forms(op) if op.launch or backward else ()
+        for form in (each._replace(sizes=each.sizes | also) for each in several):
             with gpu(arch) as machine:
                 forward = call(op, form, machine)
                 outputs = forward.run()
@@ -232,11 +262,6 @@ def _launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
                     turned(forward, outputs, machine, form).launches()  # not the definition
                     by = backward.__name__
                     yield from ((launch, by, str(form)) for launch in machine.launches)
-    for name, words, program in programs():
-        with gpu(arch) as machine:
-            machine.strict = False
-            program(machine)
-            yield from ((launch, name, words) for launch in machine.launches)
 
 
 @functools.cache

@@ -59,6 +59,14 @@ template <int N> struct ColumnStats {
     }
 };
 
+// exp(score - lse).  Without FOLD scores may be large: their difference to lse is exact before it
+// grows.
+__device__ __forceinline__ float probability(float score, float unit, const Stat &stat) {
+    float power = FOLD ? fmaf(score, unit, -stat.lse) : (score - stat.lse) * unit;
+    if constexpr (RESTS) power -= stat.rest;
+    return exp2f(power);
+}
+
 // Turn scores s into p with dropout, what values are weighted by, and products g of dout and v
 // into ds, where DS; each(m, half, column, p, ds) sees them one by one.
 template <bool DS, bool BY_KEYS, int M, int N, class Stats, class Each>
@@ -74,12 +82,7 @@ __device__ __forceinline__ void differentiate(const Scores &scores, float (&s)[M
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const Stat stat = stats.of(m, n, i);
-                // without FOLD scores may be large: their difference to lse is exact before it grows
-                const float x = s[m][n][i];
-                float power =
-                    FOLD ? fmaf(x, scores.unit, -stat.lse) : (x - stat.lse) * scores.unit;
-                if constexpr (RESTS) power -= stat.rest;
-                const float p = exp2f(power);
+                const float p = probability(s[m][n][i], scores.unit, stat);
                 float kept = 1;
                 if constexpr (DROPOUT) kept = words[i] < scores.dropped ? 0 : scores.grown;
                 s[m][n][i] = p * kept;

@@ -64,15 +64,16 @@ WARPGROUP_REGISTERS(__nv_bfloat16, bf16)
 WARPGROUP_REGISTERS(__half, f16)
 #undef WARPGROUP_REGISTERS
 
-// s = a @ b.T, of DEPTH columns; rows of a lie A_ROWS to a panel, those of b N.
+// s = a @ b.T, or s += with `add`, of DEPTH columns; rows of a lie A_ROWS to a panel, those of b N.
 template <class E, int DEPTH, int A_ROWS, int N>
-__device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b) {
+__device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b,
+                                             bool add = false) {
     constexpr int B_ROWS = N * 2;
 #pragma unroll
     for (int step = 0; step < DEPTH / 16; step++) {
         const int panel = step / 4, inside = step % 4 * 32;
         multiply_tiles<B_ROWS>(s, a.at(panel * A_ROWS * PANEL_ROW + inside),
-                               b.at(panel * B_ROWS * PANEL_ROW + inside), step > 0, E());
+                               b.at(panel * B_ROWS * PANEL_ROW + inside), step > 0 || add, E());
     }
     wgmma_commit();
 }

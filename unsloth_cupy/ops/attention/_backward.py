@@ -17,6 +17,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks
+from ._backward_hopper import launch_on_warpgroups, takes_backward
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, Options, kernel_options, refused
 
@@ -114,7 +115,7 @@ def launch_backward(
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     fold = call.constants["FOLD"]
     stats = _launch_delta(dout, out, lse, dlse, sinks, fold, q_offsets)
-    given = q, k, v, dout, stats
+    given, warpgroups = (q, k, v, dout, stats), takes_backward(q, v, call)
     numbers = {
         "options": call.numbers,
         "scale": call.scale,
@@ -124,6 +125,10 @@ def launch_backward(
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
         by_key = dx is not dq
+        if warpgroups:
+            on = warpgroups.of(by_key)
+            launch_on_warpgroups(on, by_key, given, (dx, dy, *sums), call, numbers)
+            return
         made = zip(("DX", "DY", "SUM", "SLOPE"), (dx, dy, *sums), strict=True)
         chosen = constants(
             own,
@@ -141,8 +146,7 @@ def launch_backward(
             *(*given, dx, dy, *sums, *call.operands, numbers)
         )
 
-    by = _summed(bias)
-    sums = slopes = None
+    by, sums, slopes = _summed(bias), None, None
     dbias, dalibi, dsinks = (
         None if a is None else empty(a.shape, a.dtype, like=q) for a in (bias, alibi, sinks)
     )
@@ -152,7 +156,7 @@ def launch_backward(
     if alibi is not None:
         slopes = empty((batch, heads, queries), np.float32, like=q)
     launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
-    together = tiles.by_key.together
+    together = (warpgroups or tiles).by_key.together
     if not together:
         launch(tiles.by_key, None, dv, None, None)
     launch(tiles.by_key, dk, dv if together else None, sums if by == "keys" else None, None)

@@ -59,7 +59,7 @@ class Start(NamedTuple):
 
     tile: int
     block: int
-    warpgroups: bool = False  # attention_forward_sm90.cu is taken where it can be
+    warpgroups: bool = False  # the kernels of sm_90 are taken where they can be
 
 
 FORWARD: Table[Tiles] = {

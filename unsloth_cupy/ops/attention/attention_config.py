@@ -42,8 +42,9 @@ class AttentionConfig:
     head_dim : int
         Columns of a head, 1 or more: what ``resolve`` and ``shared_memory_bytes`` are asked for.
     warpgroups : bool
-        On Hopper, what attention_forward_sm90.cu takes goes there, and tile and block are of the
-        other calls.  No GPU has run that kernel yet: nothing goes there without being asked for.
+        On Hopper, what attention_forward_sm90.cu and attention_backward_sm90.cu take goes there,
+        and tile and block are of the other calls.  No GPU has run these kernels yet: nothing goes
+        there without being asked for.
 
     Raises
     ------

@@ -1,0 +1,378 @@
+// Attention backward on Hopper: the gradients of k and v or, without BY_KEYS, of q, with the scores
+// and the sums of attention_backward.cu, by warpgroup products (wgmma) of tiles that the tensor
+// memory accelerator (TMA) brings.
+//
+//   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
+//   dv = p.T @ dout           dk = scale * ds.T @ q              dq = scale * ds @ k
+//
+//   traffic     that of attention_backward.cu
+//   constants   those of common/attention.cuh, and
+//               T                dtype of q, k, v, dout and the gradients, of 16 bits
+//               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
+//               BY_KEYS          a block owns keys; else queries
+//               DX, DY           it writes the gradient of q or k; of v, BY_KEYS
+//               CONSUMERS        warpgroups that compute, of 64 own rows each
+//               TILE, STAGES     rows of a stage of the ring; stages
+//               REGISTERS        of a thread that computes; PRODUCER of one that loads
+//               SUM, SLOPE       write the sums of ds along rows; of ds times distance
+//   Nothing is dropped.
+//
+//   The trick: p and ds never leave registers.  x is what products of scores are made of and y what
+//   those of values are: a block owns rows of x and y, and tiles of the other x and y pass by.
+//   Own rows times other rows give p and ds, or their transposes, as the products with the other y
+//   and x take them: a warpgroup multiplies what its lanes hold by what TMA laid down.  Tensor
+//   cores have the next products while exp2 runs: those of dout and v behind those of scores, those
+//   of p before ds is known, those of ds while the next scores are asked for.
+#include "common/attention_gradient.cuh"
+#include "common/jobs.cuh"
+
+static_assert(!DROPOUT && sizeof(T) == 2);
+constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
+constexpr int OWN_X = panels(DIM) * ROWS * PANEL_ROW;
+constexpr int OWN_Y = DX ? panels(VALUE_DIM) * ROWS * PANEL_ROW : 0;
+constexpr int X_BYTES = panels(DIM) * TILE * PANEL_ROW;
+constexpr int Y_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
+constexpr int STAT_BYTES = BY_KEYS ? TILE * 2 * sizeof(float) : 0;
+constexpr int RING_AT = OWN_X + OWN_Y, STATS_AT = RING_AT + STAGES * (X_BYTES + Y_BYTES);
+constexpr int SHARED_END = STATS_AT + STAGES * STAT_BYTES;
+using Place = Ring<STAGES>;
+
+// Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
+struct Barriers {
+    uint64_t own_full, own_empty, landed, full[STAGES], empty[STAGES];
+};
+
+// The numbers of a call, and which job comes when.
+struct Work {
+    Call call;
+    Order order;
+};
+
+// Where the tile begins that passes by: of each head BY_KEYS, those that some own row may see.
+struct Walk {
+    int head, row, first, from, stop, stop_head;
+
+    __device__ __forceinline__ Walk(const Scores &scores, const Job &job, int shared_by)
+        : head(BY_KEYS ? job.head * shared_by : job.head), first(job.first_row), from(0),
+          stop(BY_KEYS ? job.queries : scores.length), stop_head(head + (BY_KEYS ? shared_by : 1)) {
+        const int real = BY_KEYS ? scores.length : job.queries;
+        const int last = min(first + ROWS, real) - 1;
+        if constexpr (BY_KEYS) {
+            if constexpr (RIGHT) from = max(0, first - scores.high);
+            if constexpr (LEFT) stop = min(stop, last - scores.low + 1);
+        } else {
+            if constexpr (LEFT) from = max(0, first + scores.low);
+            if constexpr (RIGHT) stop = min(stop, last + scores.high + 1);
+        }
+        row = from = from / TILE * TILE;
+        if (first >= real || from >= stop) head = stop_head;
+        seek(scores);
+    }
+    __device__ __forceinline__ bool there() const { return head < stop_head; }
+    __device__ __forceinline__ void step() {
+        row += TILE;
+        if (row >= stop) row = from, head++;
+    }
+    __device__ __forceinline__ void seek(const Scores &scores) {
+        if constexpr (BLOCK_MASK)
+            while (there() &&
+                   scores.skipped(head, BY_KEYS ? row : first, BY_KEYS ? first : row))
+                step();
+    }
+    __device__ __forceinline__ void next(const Scores &scores) {
+        step();
+        seek(scores);
+    }
+};
+
+// Of the queries that a lane holds scores of: its two columns of each part BY_KEYS, else its rows.
+struct Stats {
+    float lse[BY_KEYS ? PARTS : 1][2], delta[BY_KEYS ? PARTS : 1][2];
+
+    __device__ __forceinline__ void read(int part, int which, float2 both) {
+        lse[part][which] = both.x, delta[part][which] = both.y;
+    }
+    __device__ __forceinline__ Stat of(int i) const {
+        const int part = BY_KEYS ? i / 4 : 0, which = BY_KEYS ? i % 2 : i / 2 % 2;
+        return {lse[part][which], delta[part][which], 0};
+    }
+};
+
+// own_x, own_y   k and v BY_KEYS, else q and dout; other_x and other_y are the other two
+// stats          as attention_delta.cu writes them
+// dx, dy         dk and dv BY_KEYS, else dq and none
+// sums           (batch, heads, rows), zeros before      slopes   (batch, heads, rows); with VARLEN
+//                (heads, rows)
+KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
+    const __grid_constant__ TensorMap own_x, const __grid_constant__ TensorMap own_y,
+    const __grid_constant__ TensorMap other_x, const __grid_constant__ TensorMap other_y,
+    const float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
+    float *__restrict__ sums, float *__restrict__ slopes, const L *__restrict__ key_lengths,
+    const P *__restrict__ starts, const bool *__restrict__ mask, const B *__restrict__ bias,
+    const A *__restrict__ alibi, const bool *__restrict__ block_mask,
+    const __grid_constant__ Work work) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Barriers &barriers = *reinterpret_cast<Barriers *>(memory + SHARED_END);
+
+    const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / 4;
+    const Options &options = work.call.options;
+    const int heads = options.heads, shared_by = heads / options.kv_heads;
+    const int row_heads = BY_KEYS ? options.kv_heads : heads;
+    const int jobs = work.order.row_blocks * work.order.heads;
+    const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
+    auto job_at = [&](int round) {
+        return job_of<ROWS, BY_KEYS>(turn_of(round), work.order, options, key_lengths, starts);
+    };
+    auto first_stat = [&](const Job &job) {  // of the first head
+        return VARLEN ? stats_of(starts, job.batch, options.queries)
+                      : (long long)job.batch * heads * work.call.stat_rows;
+    };
+    if (threadIdx.x == 0) {
+        mbarrier_init(&barriers.own_full, 1);
+        mbarrier_init(&barriers.own_empty, 4 * CONSUMERS);
+        mbarrier_init(&barriers.landed, 1);
+        for (int stage = 0; stage < STAGES; stage++) {
+            mbarrier_init(&barriers.full[stage], 1);
+            mbarrier_init(&barriers.empty[stage], 4 * CONSUMERS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (group == CONSUMERS) {  // one warp loads
+        setmaxnreg_dec<PRODUCER>();
+        if (warp > 4 * CONSUMERS) return;
+        Place at;
+        int job_phase = 0, landed_phase = 0;
+        for (int round = 0; turn_of(round) < jobs; round++) {
+            const Job job = job_at(round);
+            if (!job.there) continue;
+            const Scores scores(options, operands, job.queries, job.keys, job.batch);
+            Walk walk(scores, job, shared_by);
+            if (!walk.there()) continue;
+            const int batch = VARLEN ? 0 : job.batch;
+            const int first_own = BY_KEYS ? job.first_key : job.first_query;
+            const int first_other = BY_KEYS ? job.first_query : job.first_key;
+            // rows from `real` on are cleared once they are there
+            auto load = [&](unsigned char *x, const TensorMap &x_map, unsigned char *y,
+                            const TensorMap &y_map, bool both, int rows, int bytes, uint64_t *full,
+                            int head, int row, int real, auto also) {
+                uint64_t *const there = real < rows ? &barriers.landed : full;
+                if (lane == 0) mbarrier_arrive_expect_tx(there, bytes);
+                load_panels(x, x_map, there, panels(DIM), rows, head, row, batch);
+                if (both) load_panels(y, y_map, there, panels(VALUE_DIM), rows, head, row, batch);
+                also(there);
+                if (real >= rows) return;
+                mbarrier_wait(&barriers.landed, landed_phase);
+                landed_phase ^= 1;
+                clear_rows(x, panels(DIM), rows, real);
+                if (both) clear_rows(y, panels(VALUE_DIM), rows, real);
+                fence_proxy_async();
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(full);
+            };
+
+            mbarrier_wait(&barriers.own_empty, job_phase ^ 1);
+            job_phase ^= 1;
+            load(memory, own_x, memory + OWN_X, own_y, DX, ROWS, OWN_X + OWN_Y, &barriers.own_full,
+                 job.head, first_own + job.first_row,
+                 BY_KEYS && LENGTHS ? scores.length - job.first_row : ROWS, [](uint64_t *) {});
+            for (; walk.there(); walk.next(scores)) {
+                unsigned char *const x = memory + RING_AT + at.stage * (X_BYTES + Y_BYTES);
+                const bool some = VARLEN || (LENGTHS && !BY_KEYS);
+                const int real = BY_KEYS ? job.queries : scores.length;
+                const int head = BY_KEYS ? walk.head : walk.head / shared_by;
+                mbarrier_wait(&barriers.empty[at.stage], at.phase ^ 1);
+                load(x, other_x, x + X_BYTES, other_y, true, TILE, X_BYTES + Y_BYTES + STAT_BYTES,
+                     &barriers.full[at.stage], head, first_other + walk.row,
+                     some ? real - walk.row : TILE, [&](uint64_t *there) {
+                         if (BY_KEYS && lane == 0)
+                             bulk_load(memory + STATS_AT + at.stage * STAT_BYTES,
+                                       stats + 2 * (first_stat(job) + walk.row +
+                                                    (long long)walk.head * work.call.stat_rows),
+                                       STAT_BYTES, there);
+                     });
+                at.next();
+            }
+        }
+        return;
+    }
+
+    setmaxnreg_inc<REGISTERS>();
+    const Operand rows_x(memory + group * 64 * PANEL_ROW, 16);
+    const Operand rows_y(memory + OWN_X + group * 64 * PANEL_ROW, 16);
+    Place at;  // of the tile whose scores are next
+    int job_phase = 0;
+    auto release = [&](uint64_t *empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    for (int round = 0; turn_of(round) < jobs; round++) {
+        const Job job = job_at(round);
+        if (!job.there) continue;
+        const Scores scores(options, operands, job.queries, job.keys, job.batch);
+        Walk walk(scores, job, shared_by);
+        const int rows = BY_KEYS ? job.keys : job.queries;
+        const int first_row = job.first_row + group * 64, top = first_row + warp % 4 * 16;
+
+        float sum_x[product_columns(DIM) / 2] = {};
+        float sum_y[product_columns(VALUE_DIM) / 2] = {};
+        float s[TILE / 2], g[TILE / 2], steep[1][PARTS][4];
+        uint32_t p[STEPS][4], ds[STEPS][4];
+        float sum[2] = {}, slope[2] = {};
+        Stats known;
+        if constexpr (!BY_KEYS)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = min(top + half * 8 + lane / 4, rows - 1);
+                const long long from =
+                    first_stat(job) + (long long)job.head * work.call.stat_rows + row;
+                known.read(0, half, *reinterpret_cast<const float2 *>(stats + from * 2));
+            }
+        auto put_sums = [&](float *to, float(&from)[2], int head) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = top + half * 8 + lane / 4;
+                const float total = quad_sum(from[half]);
+                if (lane % 4 == 0 && row < rows)
+                    to[VARLEN ? (long long)head * (BY_KEYS ? options.keys : options.queries) +
+                                    (BY_KEYS ? job.first_key : job.first_query) + row
+                              : (long long)(job.batch * heads + head) * rows + row] = total;
+                from[half] = 0;
+            }
+        };
+        auto begin = [&] {  // products of dout and v are added to -delta
+            if constexpr (BY_KEYS)
+#pragma unroll
+                for (int n = 0; n < PARTS; n++) {
+                    const float4 both = reinterpret_cast<const float4 *>(
+                        memory + STATS_AT + at.stage * STAT_BYTES)[n * 4 + lane % 4];
+                    known.read(n, 0, {both.x, both.y});
+                    known.read(n, 1, {both.z, both.w});
+                }
+            if constexpr (DX) {
+#pragma unroll
+                for (int i = 0; i < TILE / 2; i++) g[i] = -known.of(i).delta;
+                wgmma_name(g);
+            }
+        };
+        auto ask_scores = [&] {
+            wgmma_fence(s);
+            begin_scores<T, padded(DIM), ROWS>(
+                s, rows_x, Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES), 16));
+        };
+        auto ask_gradients = [&] {
+            wgmma_fence(g);
+            begin_scores<T, padded(VALUE_DIM), ROWS>(
+                g, rows_y,
+                Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES) + X_BYTES, 16), true);
+        };
+        auto narrow = [&](uint32_t(&to)[STEPS][4], const float(&from)[TILE / 2]) {
+#pragma unroll
+            for (int step = 0; step < STEPS; step++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    to[step][i] = pair(from[step * 8 + i * 2], from[step * 8 + i * 2 + 1], T());
+            wgmma_name(to);
+        };
+        auto differentiate = [&](int column) {
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++) {
+                const int n = i / 4, half = i / 2 % 2;
+                g[i] *= s[i];
+                if constexpr (SUM) sum[half] += g[i];
+                if constexpr (SLOPE) {
+                    const int own = top + half * 8 + lane / 4;
+                    const int other = column + n * 8 + lane % 4 * 2 + i % 2;
+                    slope[half] -= g[i] * abs(other - own - scores.origin);
+                }
+                if constexpr (SOFTCAP) g[i] *= steep[0][n][i % 4];
+            }
+        };
+        if (walk.there()) {
+            mbarrier_wait(&barriers.own_full, job_phase);
+            job_phase ^= 1;
+            mbarrier_wait(&barriers.full[at.stage], at.phase);
+            int stage;
+            if constexpr (DX) wgmma_name(sum_x);
+            if constexpr (DY) wgmma_name(sum_y);
+            begin();
+            ask_scores();
+            if constexpr (DX) ask_gradients();
+            while (true) {
+                const int head = walk.head, here = walk.row, last = here + TILE - 1;
+                stage = at.stage;
+                unsigned char *const x = memory + RING_AT + stage * (X_BYTES + Y_BYTES);
+                at.next();
+                walk.next(scores);
+                wgmma_wait<DX>(s);
+                const bool edge = BY_KEYS ? scores.some(here, last, first_row, first_row + 63)
+                                          : scores.some(first_row, first_row + 63, here, last);
+                if (edge) {  // a branch: most tiles do without what hides pairs
+                    scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, true);
+                    wgmma_name(s);
+                } else {
+                    scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, false);
+                }
+#pragma unroll
+                for (int i = 0; i < TILE / 2; i++)
+                    s[i] = probability(s[i], scores.unit, known.of(i));
+                wgmma_name(s);
+                // a wait that branches: what exponentiates stays before it, beside the products
+                if (walk.there()) mbarrier_wait(&barriers.full[at.stage], at.phase);
+                if constexpr (DX) {
+                    wgmma_wait<0>(g);
+                    differentiate(here);
+                }
+                if constexpr (DY) {
+                    narrow(p, s);
+                    wgmma_fence(sum_y);
+                    begin_values<T>(sum_y, p, Operand(x + X_BYTES, TILE * PANEL_ROW));
+                }
+                if constexpr (DX) {
+                    narrow(ds, g);
+                    wgmma_fence(sum_x);
+                    begin_values<T>(sum_x, ds, Operand(x, TILE * PANEL_ROW));
+                }
+                if constexpr (SUM && BY_KEYS)
+                    if (walk.head != head) put_sums(sums, sum, head);
+                if constexpr (BY_KEYS) __syncwarp();  // all lanes have read the stats
+                if (!walk.there()) break;
+
+                if constexpr (DX && DY) {
+                    wgmma_wait<1>(sum_y);
+                    wgmma_name(p);
+                }
+                begin();
+                ask_scores();
+                if constexpr (DX) {
+                    wgmma_wait<1>(sum_x);
+                    wgmma_name(ds);
+                } else {
+                    wgmma_wait<1>(sum_y);
+                    wgmma_name(p);
+                }
+                release(&barriers.empty[stage]);
+                if constexpr (DX) ask_gradients();
+            }
+            release(&barriers.own_empty);
+            if constexpr (DX) wgmma_wait<0>(sum_x);
+            if constexpr (DY) wgmma_wait<0>(sum_y);
+            release(&barriers.empty[stage]);
+        }
+        if constexpr (SUM && !BY_KEYS) put_sums(sums, sum, job.head);
+        if constexpr (SLOPE) put_sums(slopes, slope, job.head);
+        const long long first_own = !VARLEN   ? (long long)job.batch * rows
+                                    : BY_KEYS ? job.first_key
+                                              : job.first_query;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = top + half * 8 + lane / 4;
+            if (row >= rows) continue;
+            const long long to = (first_own + row) * row_heads + job.head;
+            if constexpr (DX)
+                put_row<DIM>(dx + to * DIM, parts_of(sum_x)[0], half, work.call.scale);
+            if constexpr (DY)
+                put_row<VALUE_DIM>(dy + to * VALUE_DIM, parts_of(sum_y)[0], half, 1.0f);
+        }
+    }
+}

@@ -1,0 +1,264 @@
+"""The backward kernel of Hopper against the definition, which test_attention.py proves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import (
+    attention_backward,
+    attention_forward,
+    attention_varlen_backward,
+    attention_varlen_forward,
+)
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.op import OPS
+from unsloth_cupy.ops.attention import _backward_hopper
+from unsloth_cupy.ops.attention._backward import PADDING
+from unsloth_cupy.ops.attention._backward_hopper import CHANGED, TABLE
+
+from ..parity import Case, KernelAlone, _compare_kernels, _seeds, emulator, outputs_of, within_rule
+from ..stand_in import LIMITS, gpu
+from .attention_cases import GROUPED, hides, some_sinks, tiles
+from .test_attention_hopper import (
+    APART,
+    GROUPS,
+    LONG,
+    NARROW,
+    PAIR,
+    SMALL,
+    OnWarpgroups,
+    _asked_for,
+    asked_for,
+)
+
+__all__ = ["_asked_for"]
+KERNEL = "attention_backward_sm90"
+
+
+class BackOnWarpgroups(OnWarpgroups):
+    """What a GPU of sm_90 runs on warpgroups, several jobs a block."""
+
+    sides = ("backward",)
+
+    def test_it_is_the_kernel_of_warpgroups(self, case: Case) -> None:
+        call = case.draw(OPS[self.op], BFLOAT16)
+        found = outputs_of(call)
+        back = call.backward(found, _seeds(call.op, found, np.random.default_rng(1)))
+        with gpu("90") as machine:
+            back.mapped(lambda array: array if array is None else machine.place(array)).run()
+            names = {launch.kernel for launch in machine.launches}
+        assert KERNEL in names
+        assert "attention_backward" not in names
+
+
+def large(rng: np.random.Generator) -> np.ndarray:
+    return 10 * rng.standard_normal((2, 70, 2, 64))
+
+
+def normal(*shape: int) -> Any:
+    return lambda rng: rng.standard_normal(shape)
+
+
+class TestBackward(BackOnWarpgroups):
+    cases = (
+        Case(
+            "two blocks of keys", **PAIR | {"heads": 1}, queries=64, keys=200, dim=64, value_dim=64
+        ),
+        Case(
+            "causal, heads of a group, jobs that take turns",
+            **GROUPED | {"batch": 1, "queries": 200, "keys": 290, "dim": 64, "value_dim": 64},
+            causal=True,
+        ),
+        Case(
+            "full, rings that come round",
+            **PAIR | {"heads": 1},
+            queries=300,
+            keys=650,
+            dim=128,
+            value_dim=128,
+        ),
+        Case("window", **SMALL | {"queries": 150, "value_dim": 72}, window=(30, 9)),
+        Case(
+            "lengths and a sink, panels that are not full",
+            **GROUPED | {"queries": 64, "keys": 140, "dim": 96, "value_dim": 104},
+            arrays={"key_lengths": [140, 97], "sinks": some_sinks},
+        ),
+        Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 64], "sinks": some_sinks}),
+        Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
+        Case("wide", **PAIR, queries=65, keys=150, dim=192, value_dim=136, causal=True),
+        Case("starts", **SMALL, window=(20, None), causal=True, arrays={"query_start": [60, -5]}),
+        Case(
+            "tiles",
+            **SMALL | {"queries": 140, "keys": 300, "dim": 128, "value_dim": 96},
+            arrays={"block_mask": [[[[True, False, True], [False, True, False]]]]},
+            causal=True,
+        ),
+        Case("by key", **SMALL, arrays={"bias": hides(90), "mask": tiles(90)}),
+        Case("by query", **SMALL, arrays={"bias": normal(2, 1, 70, 1)}, window=(9, 9)),
+        Case(
+            "all",
+            **SMALL | {"queries": 140, "keys": 150, "dim": 72},
+            given=["mask", "bias", "alibi", "sinks"],
+            arrays={
+                "key_lengths": np.array([150, 131], np.int32),
+                "query_start": np.array([9, 2], np.int32),
+                "block_mask": tiles(2, 4, 2, 2),
+            },
+            causal=True,
+            window=(90, None),
+            scale=0.7,
+            softcap=3.0,
+        ),
+    )
+
+
+class TestPacked(BackOnWarpgroups):
+    """Sequences end to end, of which some have no queries."""
+
+    op = "attention_varlen_forward"
+    cases = (
+        Case(
+            "causal", **LONG, sequences=3, max_queries=150, max_keys=200, arrays=APART, causal=True
+        ),
+        Case(
+            "softcap and block mask",
+            **LONG,
+            sequences=3,
+            max_queries=150,
+            max_keys=200,
+            arrays=APART | {"block_mask": tiles(3, 4, 2, 2), "bias": normal(3, 4, 1, 200)},
+            softcap=3.0,
+        ),
+    )
+
+
+class TestBeyondTheLengths(KernelAlone):
+    """What lies there does not count: nobody filled that cache, and NaN times 0 is NaN."""
+
+    op = "attention_forward"
+    cases = (Case("in the middle of a tile, and at its end"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        if dtype not in NARROW:
+            return
+        rng = np.random.default_rng(0)
+        draw = lambda n: rng.standard_normal((2, n, 2, 64)).astype(dtype)  # noqa: E731
+        q, k, v, dout = (draw(n) for n in (64, 300, 300, 64))
+        lengths, results = {"key_lengths": np.array([70, 256])}, []
+        out, lse = attention_forward(q, k, v, **lengths)
+        for value in (0, np.nan):
+            for beyond in (k, v):
+                beyond[0, 70:] = beyond[1, 256:] = value
+            with asked_for(), emulator():
+                results.append(attention_backward(dout, q, k, v, out, lse, **lengths)[:3])
+        for clean, same in zip(*results, strict=True):
+            assert clean.tobytes() == same.tobytes()
+            assert np.isfinite(clean.astype(np.float32)).all()
+
+
+class TestBetweenSequences(KernelAlone):
+    """Nor do the neighbours: what one sequence overflows to stays in it."""
+
+    op = "attention_varlen_forward"
+    cases = (Case("queries and keys in the middle of a tile"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        if dtype not in NARROW:
+            return
+        rng = np.random.default_rng(0)
+        draw = lambda n: rng.standard_normal((n, 2, 64)).astype(dtype)  # noqa: E731
+        q, k, v, dout = (draw(n) for n in (150, 200, 200, 150))
+        given = np.array([0, 70, 150]), np.array([0, 90, 200])
+        out, lse = attention_varlen_forward(q, k, v, *given)
+        results = []
+        for value in (0, np.nan):
+            for other, first in ((q, 70), (dout, 70), (k, 90), (v, 90)):
+                other[first:] = value
+            with asked_for(), emulator():
+                found = attention_varlen_backward(dout, q, k, v, *given, out, lse)
+            results.append((found[0][:70], found[1][:90], found[2][:90]))
+        for clean, same in zip(*results, strict=True):
+            assert clean.tobytes() == same.tobytes()
+            assert np.isfinite(clean.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("number", "seed"), [(1, 1), (4, 2), (1, 3)])
+def test_random_schedules(number: int, seed: int) -> None:
+    """Whatever order threads, blocks and copies run in."""
+
+    def run(function: Any) -> Any:
+        with emulator(seed=seed, processors=seed):
+            return function()
+
+    case = TestBackward.cases[number]
+    _compare_kernels(
+        OPS["attention_forward"], case, NARROW[seed % 2], run, np.asarray, ["backward"]
+    )
+
+
+def test_every_length() -> None:
+    """Around each edge of a tile, of queries and of keys; one compilation serves all."""
+    edges = [64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 255, 256, 257]
+    rng = np.random.default_rng(0)
+    for number, keys in enumerate(edges):
+        queries = edges[number * 5 % len(edges)]
+        sizes = {"queries": queries, "keys": keys, "dim": 64, "value_dim": 64}
+        lengths = {"key_lengths": rng.integers(0, keys + 1, 2)}
+        case = Case("", **GROUPED | {"heads": 2} | sizes, arrays=lengths, causal=True)
+        call = case.draw(OPS["attention_forward"], BFLOAT16)
+        made = outputs_of(call)
+        seeds = _seeds(call.op, made, rng)
+        back, wide = call.backward(made, seeds), call.cast(np.float64)
+        exact = wide.backward(outputs_of(wide), {n: a.astype(np.float64) for n, a in seeds.items()})
+        with emulator(check=False, processors=3):
+            found = outputs_of(back)
+        within_rule(outputs_of(back), outputs_of(exact), found)
+
+
+@pytest.mark.parametrize("room", [1, 3 * 130 * 128 * 2])
+def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of heads, the last one smaller, whoever runs which job: the same bits."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, n, heads, 64)).astype(np.float16) for n, heads in GROUPS)
+    out, lse = attention_forward(q, k, k, causal=True)
+    results = []
+    for bytes_of_l2, processors in ((1 << 30, 1), (room, 3)):
+        monkeypatch.setattr(_backward_hopper, "L2", bytes_of_l2)
+        OPS["attention_backward"].routes.clear()
+        with emulator(check=False, processors=processors):
+            results.append(attention_backward(out, q, k, k, out, lse, causal=True)[:3])
+    for first, second in zip(*results, strict=True):
+        assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("table", [TABLE, CHANGED])
+def test_blocks_fit_an_sm(table: Any) -> None:
+    """Shared memory; registers of warpgroups, handed out by 8; tiles that stats are padded to."""
+    *_, shared, _ = LIMITS["90"]
+    for width, chosen in table.items():
+        for own in chosen:
+            assert own.bytes(width, width) <= shared
+            assert own.registers % 8 == own.producer % 8 == 0
+            given = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
+            assert own.producer <= given <= own.registers
+            assert own.consumers * own.registers + own.producer <= given * (own.consumers + 1)
+            assert max(own.rows, own.tile) <= 256
+        assert PADDING % chosen.by_key.tile == 0
+    assert all(128 % own.rows == 128 % own.tile == 0 for both in CHANGED.values() for own in both)
+
+
+def test_calls_that_the_other_kernel_takes() -> None:
+    """Few keys, wide heads, what needs registers of wide heads: the launch says so by itself."""
+
+    def kernels(keys: int, dim: int, **options: Any) -> set[str]:
+        with gpu("90") as machine:
+            q, k = (machine.array((1, n, 2, dim), "bfloat16") for n in (128, keys))
+            out, lse = attention_forward(q, k, k, **options)
+            machine.launches.clear()
+            attention_backward(out, q, k, k, out, lse, **options)
+            return {x.kernel for x in machine.launches} - {"attention_delta"}
+
+    assert kernels(64, 64) == kernels(64, 192) == kernels(64, 128, softcap=3.0) == {KERNEL}
+    others = kernels(63, 64), kernels(64, 200), kernels(64, 136, softcap=3.0)
+    assert others == ({"attention_backward"},) * 3

@@ -7,11 +7,11 @@ its first and its last step, and tokens that its model writes.
 import os
 import shutil
 import signal
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 
 from unsloth_cupy import AdamW
@@ -77,9 +77,17 @@ ROUNDS: tuple[dict[str, Run], ...] = (
         "context-tensor": Run(4, "--context-parallel 2 --tensor-parallel 2"),
         "context-all": Run(4, "--context-parallel 2 --pipeline-parallel 2 --zero 1", "stopped"),
     },
+    {
+        "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),
+        "wrong-grid": Run(3, "--tensor-parallel 2"),
+    },
     {"all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1")},
 )
-RUNS = {name: run for runs in ROUNDS for name, run in runs.items()}
+RUNS = {name: run for runs in ROUNDS for name, run in runs.items() if "wrong" not in name}
+WRONG = (  # said once
+    "1 layers are not enough for 2 stages; use at most 1 in all",
+    "--context-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
+)
 
 
 def gradients(self: Any, before: Any) -> Any:
@@ -115,6 +123,7 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     command.sample = sample  # type: ignore[assignment]
     for runs in ROUNDS:
         names = [name for name, run in runs.items() for _ in range(run.ranks)]
+        assert len(names) <= world.size
         name = names[world.rank] if world.rank < len(names) else ""
         comm = world.split([*runs, ""].index(name))
         if name:
@@ -129,5 +138,10 @@ def one_run(comm: Communicator, run: Run, text: Path, folder: Path) -> None:
     ranks._started = lambda *_: comm  # type: ignore[assignment]
     asked = ("finetune", "--text", str(text), "--out", str(folder), *SIZES)
     asked += (str(folder.parent / run.base),) if run.base else NEW
-    with suppress(SystemExit):  # of the one that is stopped
+    try:
         group([*asked, *run.grid.split()], standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+    except SystemExit as end:  # of one that is stopped, or wrong
+        if not end.code:
+            raise

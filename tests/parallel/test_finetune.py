@@ -21,7 +21,7 @@ from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.text import Batch
 from unsloth_cupy.parallel import SingleCommunicator
 
-from .grids import RUNS, STEPS, STOP, STOPPED
+from .grids import RUNS, STEPS, STOP, STOPPED, WRONG
 from .ranks import by_sockets, close, needs_mpi, run
 
 SIZES = (
@@ -75,6 +75,7 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     done = run(8, "tests.parallel.everything", str(text), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"stopped after step {STOP + 1}") == len(STOPPED), done.stderr
+    assert [done.stderr.count(line) for line in WRONG] == [1, 1], done.stderr
     for name, asked_for in RUNS.items():
         one = next((f"{kind}-one" for kind in ("deep", "lora") if name.startswith(kind)), "one")
         if name not in STOPPED:

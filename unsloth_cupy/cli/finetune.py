@@ -162,13 +162,13 @@ def finetune(
         context=context_parallel, device=device,
         zero=int(zero), schedule=schedule,
     )  # fmt: skip
-    ranks.check(
-        batch, accumulate, state_bits=int(state_bits), limited=bool(limit_memory),
-        offload=plan.offload, find_nan=find_nan,
-    )  # fmt: skip
     request = request._replace(device=ranks.device)
     run: RunFolder | None = None
     with stop_request() as stop, ranks.ending():
+        ranks.check(
+            batch, accumulate, state_bits=int(state_bits), limited=bool(limit_memory),
+            offload=plan.offload, find_nan=find_nan,
+        )  # fmt: skip
         stop.together = not ranks.alone
         stop.leavable = ranks.alone
         try:

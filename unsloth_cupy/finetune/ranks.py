@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core import gpu
-from ..errors import ConfigError
+from ..errors import CommunicationError, ConfigError, UnslothCupyError
 from ..parallel.communicator import Communicator, SingleCommunicator, part
 from ..parallel.grid import Grid, grid
 from ..parallel.mpi import MpiCommunicator
@@ -27,6 +27,7 @@ from ..parallel.sockets import SocketCommunicator
 from .interrupt import Interrupted, Stop
 from .text import Batch
 
+MOMENT = 1.0  # seconds in which ranks that fail alike have failed
 CHUNKS = 2  # of blocks in each stage of an interleaved pipeline
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
@@ -50,6 +51,7 @@ class Ranks:
             self.alike = comm.split(groups.pipeline.rank * groups.tensor.size + groups.tensor.rank)
         divided = groups.tensor.size * groups.pipeline.size > 1
         self.whole = not divided and zero < 3  # each rank has all weights
+        self.failing = None if self.alone or device is not None else comm.split(0)
 
     @property
     def placing(self) -> dict[str, Any]:
@@ -118,7 +120,10 @@ class Ranks:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Let an error end all ranks; those but the first say nothing else."""
+        """Let an error end all ranks; those but the first say nothing else.
+
+        What can be mended is one line, of the first rank alone where all have met it.
+        """
         if self.alone:
             yield
             return
@@ -129,9 +134,26 @@ class Ranks:
             try:
                 yield
             except Exception as error:
+                mends = isinstance(error, UnslothCupyError | OSError | MemoryError)
+                own = not isinstance(error, CommunicationError)  # not that of another rank
+                alike = mends and own and self._all_fail()
                 stack.close()
-                sys.excepthook(type(error), error, error.__traceback__)  # which ends all
-                raise
+                if alike and self.first:
+                    raise
+                if not alike:  # and the hook ends all
+                    sys.excepthook(type(error), error, None if mends else error.__traceback__)
+                raise SystemExit(1) from None
+
+    def _all_fail(self) -> bool:
+        """Say whether all ranks come here, in a moment."""
+        if self.failing is None:
+            return False
+        self.failing.timeout = MOMENT  # type: ignore[attr-defined]
+        try:
+            self.failing.barrier()
+        except CommunicationError:
+            return False
+        return True
 
     def rows(self, batch: Batch) -> Batch:
         """Return this rank's rows of a batch; of texts end to end, those that begin in its part."""
@@ -176,9 +198,26 @@ def start(
     """
     asked = any(size is not None for size in (tensor, pipeline, data, context))
     comm = _started(asked, device)
+    sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
+    try:
+        return _ranks(comm, sizes, data, device, zero, schedule)
+    except ConfigError:
+        if comm.rank:  # the first one says it
+            raise SystemExit(1) from None
+        raise
+
+
+def _ranks(
+    comm: Communicator,
+    sizes: dict[str, int],
+    data: int | None,
+    device: str | None,
+    zero: int,
+    schedule: str | None,
+) -> Ranks:
+    """Return ranks in a grid."""
     if comm.size > 1 and device is not None:
         device = f"cuda:{gpu.cupy().cuda.runtime.getDevice()}"
-    sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
     wanted = math.prod(sizes.values()) * (data or 1)
     if comm.size % wanted or (data is not None and comm.size != wanted):
         every = {**sizes, "data": data or 1}

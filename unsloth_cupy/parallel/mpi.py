@@ -154,7 +154,8 @@ def _end_all_on_error(mpi: Any) -> None:
     def hook(*error: Any) -> None:
         rank, lines = mpi.COMM_WORLD.Get_rank(), traceback.format_exception(*error)
         try:  # at once, and what matters first: another rank may end this one
-            print(f"rank {rank} failed: {lines[-1]}{''.join(lines)}", file=sys.stderr, flush=True)
+            shown = "" if error[2] is None else "".join(lines)
+            print(f"rank {rank} failed: {lines[-1]}{shown}", file=sys.stderr, end="", flush=True)
             if before is not sys.__excepthook__:
                 before(*error)
             time.sleep(PRINTED)

@@ -117,8 +117,9 @@ def test_contexts_hold_their_tokens_alone() -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2 tied", "bitnet"])
 def test_families_are_planned_on_ranks(name: str) -> None:
-    plan = planned(Layout(4, 2, 2), SIZES | CONFIGS[name])
-    assert max(plan.replay().peaks) == max(stage.memory.total for stage in plan.stages)
+    for layout in (Layout(4, 2, 2), Layout(4, 1, 2, 3)):  # more ranks than heads of keys
+        plan = planned(layout, SIZES | CONFIGS[name])
+        assert max(plan.replay().peaks) == max(stage.memory.total for stage in plan.stages)
 
 
 def test_thousands_of_ranks_meet() -> None:

@@ -1,7 +1,6 @@
 """Training on many devices, in one process: all checks, and what is refused."""
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,11 +87,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     Zero3(model, COMM)
     with pytest.raises(ConfigError, match="is not whole"):
         Zero3(model, COMM)
-    model = new_model("dense")
-    model.division = SimpleNamespace(copies=COMM)
-    with pytest.raises(ConfigError, match="heads of keys are copied"):
-        Zero3(model, COMM)
-    model.division = None
     with pytest.raises(ConfigError, match="is not a size"):
         DataParallel(model, COMM, bucket_bytes=0)
     square = np.ones((4, 4), np.float32)

@@ -93,14 +93,14 @@ def parts_equal_the_whole(comm: Communicator) -> None:
         same(zero3.divided(zero3.gathered(other.state())), other.state())
 
 
-def grids_equal_the_whole(comm: Communicator) -> None:
-    """Weights among two ranks, rows among two groups of them, and all that is left by ZeRO."""
-    if comm.size % 2:
+def grids_equal_the_whole(comm: Communicator, tensor: int = 2, family: str = "llama") -> None:
+    """Weights among some ranks, rows among groups of them, and all that is left by ZeRO."""
+    if comm.size % tensor:
         return
-    groups = grid(comm, tensor=2)
+    groups, config = grid(comm, tensor=tensor), CONFIG | {"model_type": family, "pad_token_id": 0}
     own = part(ROWS, groups.data)
     whole, one, three = (
-        models.create(CONFIG, seed=1, communicator=c) for c in (None, *[groups.tensor] * 2)
+        models.create(config, seed=1, communicator=c) for c in (None, *[groups.tensor] * 2)
     )
     data, zero3 = DataParallel(one, groups.data), Zero3(three, groups.data)
     options: Any = {"lr": 3e-3, "eps": 1e-3}

@@ -12,7 +12,7 @@ ranks hold the same ones; inner size and vocabulary are divided as evenly as can
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,9 @@ class Division:
         The ranks that hold the same heads of keys and values; None where it is this one alone.
     stages : Stages or None
         The blocks of this rank, where the ranks of a pipeline divide them.
+    kept : callable
+        Where rows of a parameter by its name lie in what the model has of it: all are there, unless
+        a Zero3 keeps a part.
 
     Raises
     ------
@@ -68,6 +71,7 @@ class Division:
         )
         self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
         self.shapes = config.shapes()
+        self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
 
     def holds(self, name: str) -> bool:
         """Say whether this rank has a part of a parameter."""
@@ -145,7 +149,7 @@ class Division:
         if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
             return summed_back(value, self.copies)
         if self.copies is not None and module == "qkv_proj":
-            rows = slice(self.config.heads * self.config.dim, None)
+            rows = self.kept(name, slice(self.config.heads * self.config.dim, None))
             return summed_back(value, self.copies, rows)
         return value
 

@@ -60,15 +60,12 @@ class Zero3:
     Raises
     ------
     ConfigError
-        The model is divided by a Zero3 already, or its heads of keys are copied among ranks.
+        The model is divided by a Zero3 already.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
         if model.gather is not None:
             raise ConfigError("Zero3: the model is not whole, it has a Zero3; use that one")
-        if model.division is not None and model.division.copies is not None:
-            cure = "use as many ranks as heads of keys, or fewer"
-            raise ConfigError(f"Zero3: a model whose heads of keys are copied is not cut; {cure}")
         self.model, self.comm = model, comm
         self.cuts: dict[str, Cut] = {}
         self.ahead = Ahead(comm, lambda name: model.parameters[name])
@@ -76,6 +73,8 @@ class Zero3:
             array[...] = comm.broadcast(array)
         model.parameters = {name: self._cut(name, v) for name, v in model.parameters.items()}
         model.gather = self.gather
+        if model.division is not None:
+            model.division.kept = self.kept
 
     def _cut(self, name: str, value: Any) -> Any:
         """Return this rank's part of a parameter."""
@@ -88,6 +87,15 @@ class Zero3:
             raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
         self.cuts[name] = Cut.of(value.shape, self.comm.size)
         return self.cuts[name].part(self.comm.broadcast(value), self.comm.rank)
+
+    def kept(self, name: str, rows: slice) -> slice:
+        """Return where rows of a parameter lie in what this rank keeps of it."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return rows
+        width, before = cut.size // cut.shape[0], self.comm.rank * cut.length
+        first, last, _ = rows.indices(cut.shape[0])
+        return slice(max(0, first * width - before), max(0, last * width - before))
 
     def gather(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return whole parameters: what the model calls for each block."""

@@ -124,7 +124,7 @@ def plan_stage(
         zero = layout.zero if layout.alike > 1 else 0
         given = (ledger, here, arrays, kind, "adamw", state_bits)
         model, adamw = trained(*given, None, None, shapes, data if zero == 3 else None)
-        model.division, model.context = division, context
+        _place(model, division, context)
         states = _divided(ledger, adamw, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
         batch = {"tokens": tokens, "labels": tokens}
@@ -243,6 +243,13 @@ class _Runs:
 
 def _held(name: str, division: Division | None) -> bool:
     return division is None or division.holds(name)
+
+
+def _place(model: Any, division: Division | None, context: Any) -> None:
+    """Say which part of a model this rank has."""
+    model.division, model.context = division, context
+    if division is not None and model.gather is not None:
+        division.kept = model.gather.__self__.kept
 
 
 def _own(name: str, shape: tuple[int, ...], division: Division | None) -> tuple[int, ...]:

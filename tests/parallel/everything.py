@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unsloth_cupy.parallel import Communicator, MpiCommunicator
 
-from . import collectives, grids, layers, ring, training
+from . import collectives, grids, layers, models, ring, training
 
 GROUPS = ((8,), (4, 3, 1), (2, 6))  # ranks that share the checks at a time
 
@@ -29,6 +29,8 @@ def main(text: str, folder: str) -> None:
         comm.checked = True
         if comm.size != 6:
             checks(comm)
+        if comm.size < 5:
+            models.all_checks(comm, Path(folder) / f"models-{comm.size}")
         comm.checked = False
         collectives.all_checks(comm)
         world.barrier()

@@ -1,6 +1,5 @@
 """Models divided among ranks equal those of one device: loss, gradients, tokens, files."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,18 @@ from unsloth_cupy import CheckpointConfig, Nf4
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division
-from unsloth_cupy.parallel import Communicator, MpiCommunicator
+from unsloth_cupy.parallel import Communicator
 
 from ..models.peers import CONFIGS, SIZES
 from . import held, pipelines
 from .ranks import close
+
+ROPES = ("llama llama3", "llama linear", "llama yarn", "llama dynamic", "phi3 longrope")
+FAMILIES = {  # by ranks: 4 share 2 heads of keys and values, 3 have one each
+    2: tuple(name for name in CONFIGS if name not in ROPES),
+    3: ("olmo2",),
+    4: ("llama biases", "phi3"),
+}
 
 
 def filled(config: dict[str, Any], folder: Path) -> None:
@@ -108,9 +114,8 @@ def narrow(folder: Path, comm: Communicator) -> None:
     close(model.loss(*texts()), whole.loss(*texts()), 2**-8)
 
 
-def main() -> None:
-    comm, folder = MpiCommunicator(timeout=60, checked=True), Path(sys.argv[1])
-    for name in sys.argv[2:] or CONFIGS:
+def all_checks(comm: Communicator, folder: Path) -> None:
+    for name in FAMILIES.get(comm.size, ()):
         here = folder / name.replace(" ", "-")
         config = SIZES | CONFIGS[name] | {"num_attention_heads": 4 if comm.size != 3 else 6}
         config |= {"intermediate_size": 49}  # which no number of ranks divides
@@ -137,7 +142,3 @@ def main() -> None:
         quantized(folder / "wide", comm)
         narrow(folder / "narrow", comm)
         held.all_checks(comm)
-
-
-if __name__ == "__main__":
-    main()

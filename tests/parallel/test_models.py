@@ -13,20 +13,6 @@ from unsloth_cupy.parallel import SingleCommunicator
 
 from ..models.peers import CONFIGS, SIZES
 from .models import filled
-from .ranks import needs_mpi, run
-
-ROPES = ("llama llama3", "llama linear", "llama yarn", "llama dynamic", "phi3 longrope")
-ALL = tuple(name for name in CONFIGS if name not in ROPES)
-
-
-@needs_mpi
-@pytest.mark.parametrize(
-    ("ranks", "names"), [(2, ALL), (3, ("olmo2",)), (4, ("llama biases", "phi3"))]
-)
-def test_ranks_equal_one_device(ranks: int, names: tuple[str, ...], tmp_path: Path) -> None:
-    """4 ranks share 2 heads of keys and values, 3 have one each; 97 words, 49 inner sizes."""
-    done = run(ranks, "tests.parallel.models", str(tmp_path), *names)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", CONFIGS)

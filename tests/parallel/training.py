@@ -60,7 +60,7 @@ def parts_equal_the_whole(comm: Communicator) -> None:
     options: Any = {"lr": 3e-3, "eps": 1e-3}
     own = part(ROWS, comm)
     for kind, most in STEPS.items():
-        steps = most if comm.size == 2 else min(most, 5)
+        steps = most if comm.size == 2 else min(most, 3)
         whole, divided, parted = (new_model(kind) for _ in range(3))
         if comm.rank:
             for array in (*divided.trainable.values(), *parted.trainable.values()):

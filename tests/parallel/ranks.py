@@ -42,8 +42,11 @@ def free_port(ports: Iterable[int] = (0,)) -> int:
     raise OSError("no port is free")
 
 
-def by_sockets(ranks: int, *arguments: str, limit: float = 60) -> list[Ended]:
-    """Run ``python -m tests.parallel.*`` in ranks that meet as torchrun's do."""
+def by_sockets(ranks: int, *arguments: str, told: str = "", limit: float = 60) -> list[Ended]:
+    """Run ``python -m tests.parallel.*`` in ranks that meet as torchrun's do.
+
+    Rank 0 is told something; the others would wait for it until that one has ended.
+    """
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-W", "error", "-m", *arguments]
     started = [
@@ -51,6 +54,7 @@ def by_sockets(ranks: int, *arguments: str, limit: float = 60) -> list[Ended]:
             command,
             cwd=ROOT,
             env=os.environ | THREADS | place | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -58,7 +62,8 @@ def by_sockets(ranks: int, *arguments: str, limit: float = 60) -> list[Ended]:
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=limit)[0] for process in started]
+        said = [started[0].communicate(told, limit)[0]]
+        said += [process.communicate(timeout=limit)[0] for process in started[1:]]
     finally:
         for process in started:
             process.kill()

@@ -89,15 +89,16 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
 def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     """As torchrun starts them: a run of two stages, and what its model says, divided both ways."""
     out = tmp_path / "run"
-    words = ("generate", str(out), "7 and", "--max-new-tokens", "8", "--temperature", "0")
+    words = ("generate", "--max-new-tokens", "8", "--temperature", "0", str(out))
     first = asked(text, out, "--pipeline-parallel", "2", "--steps", "2")
-    ways = (("--", *words, f"--{way}-parallel", "2") for way in ("tensor", "pipeline"))
-    ended = by_sockets(2, WHOLE, "none", "--", *first, *chain.from_iterable(ways))
+    ways = ("--tensor-parallel", "2", "7 and"), ("--pipeline-parallel", "2", "-")
+    more = chain.from_iterable(("--", *words, *way) for way in ways)
+    ended = by_sockets(2, WHOLE, "none", "--", *first, *more, told="7 and")
     assert [each.code for each in ended] == [0, 0], ended
     assert "held-out loss" in ended[0].said
     assert ended[1].said == ""
     *both, _ = re.split(r"8 tokens in .*\n", ended[0].said)
-    wanted = invoke(*words).output.split("8 tokens in")[0]
+    wanted = invoke(*words, "7 and").output.split("8 tokens in")[0]
     assert [each.endswith(wanted) for each in both] == [True, True], (both, wanted)
 
 

@@ -77,13 +77,13 @@ def generate(
     talk = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
     source = model_folder(folder)
     tokenizer, template = load_tokenizer(source), Chat(source)
-    asked = "" if talk else _prompt(prompt)
     told = [] if system is None else [{"role": "system", "content": system}]
     ranks = start(tensor=tensor_parallel, pipeline=pipeline_parallel, data=1, device=device)
     if talk and not ranks.alone:
         raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
     with ranks.ending(), on_device("generate", ranks.device):
-        asked = ranks.told(asked)  # standard input is that of rank 0
+        mine = ranks.first and not talk  # standard input is that of rank 0
+        asked = ranks.told(_prompt(prompt) if mine else "")
         model = load_model(source, device=ranks.device, quantize=quantize, **ranks.placing)
         write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
         with blas_threads(model.config.hidden):

@@ -210,16 +210,12 @@ def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
     x = shape((4, 4096), "bfloat16")
     (step,) = explain(rms_norm, x, shape(4096, "bfloat16"), device="sm_90").steps
     (launch,) = step.launches
-    with budget.without_a_device():
-        options = compiler_options(launch.source)
-        asked = Launch(launch.kernel, launch.source, options, launch.grid, launch.block, 0)
-        used = budget.resources(asked, "90")
-    found = launch.resources
+    options = compiler_options(launch.source)
+    asked = Launch(launch.kernel, launch.source, options, launch.grid, launch.block, 0)
+    used = budget.resources(asked, "90")
+    found, share = launch.resources, launch.occupancy
     assert found is not None
     assert found[:2] == pytest.approx(used[:2], abs=budget.REGISTER_UNIT)
-    threads = launch.block[0]
-    share = budget.occupancy("90", found.registers, found.shared + launch.shared, threads)
-    assert launch.occupancy == share
     assert f"{found.registers} registers of a thread" in str(step)
     assert f"occupancy {share} %" in str(step)
 
@@ -244,6 +240,29 @@ def test_a_step_has_a_floor_of_parts() -> None:
     assert sum(int(share) for share in re.findall(r"\((\d+)%\)", whole[0])) in range(96, 105)
     assert re.search(r"^AdamW.step +1 +kernel +\d", text, re.M)
     assert "AdamW" not in run(LLAMA, "--tokens", 16, "--optimizer", "none").output
+
+
+def test_a_step_of_adapters_and_of_fewer_bits() -> None:
+    """Adapters alone are learned; packed weights are fewer bytes, which kernels unpack."""
+    small = ("--tokens", 16, "--device", "l4")
+    dense, packed = (
+        {
+            line.split()[0]: line.split()
+            for line in run(LLAMA, *small, *more).output.splitlines()[2:]
+            if line
+        }
+        for more in (("--lora", 4), ("--lora", 4, "--quantize", "nf4"))
+    )
+    for found in (dense, packed):
+        assert {"AdamW.step", "lora_up_backward", "lora_down"} <= found.keys()
+        assert "linear_backward" not in found
+    size = lambda row: float(row[4]) * {"KiB": 1, "MiB": 1024}[row[5]]  # noqa: E731
+    assert size(packed["lora_up_backward"]) < size(dense["lora_up_backward"])
+    assert int(packed["lora_up_backward"][3]) > int(dense["lora_up_backward"][3])
+    frozen = run(LLAMA, "--quantize", "nf4")
+    assert frozen.exit_code == 1
+    assert "add --lora" in frozen.output
+    assert "pass its config" in run("attention", "--lora", 4).output
 
 
 def test_command() -> None:

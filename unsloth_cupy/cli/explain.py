@@ -2,27 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from ..bench.cases import chosen, composed, draw
 from ..bench.timing import DEVICE_SCALES
-from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.limit import check_tokens
-from ..memory.plan import CLIPPED, OPTIMIZERS
-from ..memory.planned import Planned
+from ..finetune.limit import check_tokens, quantized_kind
+from ..memory.ledger import Ledger
+from ..memory.plan import CLIPPED, OPTIMIZERS, new_adapter, trained
+from ..memory.planned import Planned, keeping
 from ..models.parse import parse
-from ..models.transformer import Transformer
+from ..models.quantized import quantizing
 from ..profiling.explain import explain as explained
-from ..profiling.explanation import Step
+from ..profiling.explanation import Explanation, Step
 from ..profiling.shapes import shape
 from ..training.gradients import measure_gradients
-from ..training.optimizer import AdamW
-from ..training.precision import compute_copies
-from .options import option
+from .options import QUANTIZE, option
 
 
 @click.command()
@@ -32,7 +31,18 @@ from .options import option
 @option("--batch", click.IntRange(1), "Rows of a step.", 1)
 @option("--tokens", click.IntRange(1), "Tokens in a row of a step.", 2048)
 @option("--optimizer", click.Choice(OPTIMIZERS), "none: a forward and a backward pass.", "adamw")
-def explain(what: str, device: str, dtype: str, batch: int, tokens: int, optimizer: str) -> None:
+@option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
+@option("--quantize", QUANTIZE, "Keep the model in fewer bits; with --lora.")
+def explain(
+    what: str,
+    device: str,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    optimizer: str,
+    lora: int | None,
+    quantize: str | None,
+) -> None:
     """Say what a call does on a GPU: launches and why, bytes, operations, floors.
 
     OP is an op of the README's table, whose arrays are as large as bench has them on a GPU. CONFIG
@@ -44,14 +54,15 @@ def explain(what: str, device: str, dtype: str, batch: int, tokens: int, optimiz
     path = Path(what)
     if path.exists():
         config = path / "config.json" if path.is_dir() else path
-        values = read_json(config)
+        values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
+        form = Form((batch, tokens), kind, optimizer, lora, quantized)
         try:
-            click.echo(
-                str(_step(values, kind, (batch, tokens), stated, learns=optimizer != "none"))
-            )
+            click.echo(str(_step(values, form, stated)))
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from error
         return
+    if lora or quantize:
+        raise ConfigError(f"explain {what}: --lora and --quantize are of a model; pass its config")
     for line in composed([what]):
         click.echo(line)
     for op in chosen(what):
@@ -60,36 +71,52 @@ def explain(what: str, device: str, dtype: str, batch: int, tokens: int, optimiz
         click.echo(str(explained(shown, **call.arrays, **call.options, device=stated)))
 
 
-def _step(
-    values: dict[str, Any], kind: Any, sizes: tuple[int, int], device: Any, *, learns: bool
-) -> Any:
+class Form(NamedTuple):
+    """What a step computes, and on how much."""
+
+    sizes: tuple[int, int]
+    kind: Any
+    optimizer: str
+    rank: int | None
+    quantization: str | None
+
+
+def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
     """Return what a forward and a backward pass do, and the optimizer behind them if it is used."""
-    config = parse(values)
-    check_tokens(sizes[1], config.positions)
-    rows, shapes = shape(sizes, "int64"), config.shapes()
-    if not learns:
-        weights: Any = {name: Planned.of(size, kind) for name, size in shapes.items()}
-        model = Transformer(config, weights, {})
-        return explained(model.loss_and_gradients, rows, rows, device=device)
-    masters: Any = {name: Planned.of(size, FLOAT32) for name, size in shapes.items()}
-    steps, copies = AdamW(masters), compute_copies(masters, kind.name)
-    steps.keep_copies(copies)
-    model = Transformer(config, masters | copies, {})
+    config, ledger = parse(values), Ledger(1)
+    check_tokens(form.sizes[1], config.positions)
+    adapter = None if form.rank is None else new_adapter(config, form.rank)
+    codes = None if form.quantization is None else quantizing("explain", form.quantization)
+    with keeping(ledger):
+        model, steps = trained(
+            ledger, config, Planned, form.kind, form.optimizer, 32, adapter, codes
+        )
+    moved = 0
 
     def step(tokens: Any) -> None:
+        nonlocal moved
         _, gradients = model.loss_and_gradients(tokens, tokens)
-        measure_gradients(gradients, 1.0)
-        steps.step(gradients, finite=True, factor=CLIPPED)
+        if steps is not None:
+            moved = sum(array.nbytes for array in gradients.values())
+            measure_gradients(gradients, 1.0)
+            steps.step(gradients, finite=True, factor=CLIPPED)
 
-    found = explained(step, rows, device=device)
-    # a gradient is read in the model's dtype; weights and two averages are read and written
-    moved = sum(array.size * kind.itemsize for array in model.parameters.values())
-    moved += sum(6 * a.nbytes for a in masters.values()) + sum(a.nbytes for a in copies.values())
+    found = explained(step, shape(form.sizes, "int64"), device=device)
+    if steps is None:
+        return found
+    # a gradient is read; weights and two averages are read and written, and copies written
+    learned = steps.parameters
+    moved += sum(6 * array.nbytes for array in learned.values())
+    moved += sum(
+        model.parameters[n].nbytes
+        for n in learned.keys() & model.parameters.keys()
+        if model.parameters[n] is not learned[n]
+    )
     bandwidth = None if found.card is None else found.card.bandwidth
     floor = moved / bandwidth / 1e9 if bandwidth else None
     last = Step(
         op="AdamW.step",
-        arguments=f"{len(masters)} weights",
+        arguments=f"{len(learned)} weights",
         kernel=True,
         why="one launch for all weights",
         launches=found.outside,

@@ -127,7 +127,7 @@ def plan_memory(
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with keeping(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
-        given = _new_adapter(parsed, rank) if rank is not None else adapter
+        given = new_adapter(parsed, rank) if rank is not None else adapter
         codes = None if quantization is None else quantizing("plan_memory", quantization)
         given_to = (ledger, parsed, arrays, kind, optimizer, state_bits, given, codes)
         model, steps = trained(*given_to)
@@ -163,7 +163,7 @@ def _counted(call: str) -> Iterator[None]:
         raise ConfigError(f"{call}: {error}; pass smaller sizes") from error
 
 
-def _new_adapter(config: "Config", rank: int) -> "Adapter":
+def new_adapter(config: "Config", rank: int) -> "Adapter":
     """Return adapters of all linear layers, outside of the plan."""
     from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
 

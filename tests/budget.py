@@ -9,7 +9,6 @@ dynamic shared memory, and the share of an SM's threads that can be resident, in
 """
 
 import functools
-import io
 import json
 import re
 import sys
@@ -18,13 +17,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 from unsloth_cupy.bench import report
 from unsloth_cupy.core.source import source_root
+from unsloth_cupy.profiling import binary
 
 from .cuda_on_cpu.build import kept_file
-from .stand_in import LIMITS, Launch
+from .stand_in import Launch
 from .variants import ARCHITECTURES, Variant, constants, variants
 
 FILE = Path(__file__).with_name("kernel_budget.toml")
@@ -66,50 +65,24 @@ def missing() -> str | None:
 
 def cubin(source: str, options: tuple[str, ...], arch: str) -> tuple[bytes, str]:
     """Compile as cupy.RawModule does on a device of this architecture; return ptxas's log too."""
-    from cupy._core.core import assemble_cupy_compiler_options
-    from cupy.cuda import compiler
-
-    given = assemble_cupy_compiler_options((*options, *REPORT))
-    log = io.StringIO()
-    made, _ = compiler.compile_using_nvrtc(
-        source, (*given, "-ftz=true"), arch, "unit.cu", log_stream=log
-    )
-    return made, log.getvalue()
-
-
-def without_a_device() -> Any:
-    """Return a patch: CuPy asks its device which -arch to append, and whether for a cubin."""
-    answer = lambda arch: (f"-arch=sm_{arch}", "cubin")  # noqa: E731
-    return mock.patch("cupy.cuda.compiler._get_arch_for_options_for_nvrtc", answer)
+    return binary.compiled(source, int(arch), REPORT, options)
 
 
 def compiler_version() -> str:
     """Return the version of NVRTC."""
-    import cupy
-
-    return "{}.{}".format(*cupy.cuda.nvrtc.getVersion())
+    return "{}.{}".format(*binary.version())
 
 
 def read_log(log: str) -> dict[str, Resources]:
-    """Return the resources of every kernel that ptxas speaks of."""
-    pattern = (
-        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
-        r" (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
-    )
-    found = re.findall(pattern, log, re.S)
+    """Return the resources of every kernel that ptxas speaks of, and what it complains of."""
+    found = binary.read_log(log)
     lines = [line for line in log.replace("\0", "").splitlines() if line.strip()]
     lines = [line for line in lines if not SILENCE.match(line)]
     table = {}
-    for name, stack, stores, loads, registers, rest in found:
-        shared = re.search(r"(\d+) bytes smem", rest)
-        others = [f"'{other[0]}'" for other in found if other[0] != name]
-        table[name] = Resources(
-            int(registers),
-            int(shared[1]) if shared else 0,
-            int(stack),
-            int(stores) + int(loads),
-            tuple(line for line in lines if not any(other in line for other in others)),
-        )
+    for name, used in found.items():
+        others = [f"'{other}'" for other in found if other != name]
+        own = (line for line in lines if not any(other in line for other in others))
+        table[name] = Resources(*used, tuple(own))
     return table
 
 
@@ -122,6 +95,14 @@ def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
     return seen
 
 
+def told(source: str, options: Iterable[str], arch: str, *more: Any) -> bytes:
+    """Return all that the binary of a translation unit is made of: what is kept is found by it."""
+    unit = re.sub(r"^// kernels_cu \w+\n", "", source)  # the digest of all sources
+    found = [compiler_version(), arch, *more, unit, sorted(_closure(unit, {}).items())]
+    found.append([option for option in options if not option.startswith("-I")])
+    return json.dumps(found).encode()
+
+
 @functools.cache
 def _read(log: Path) -> dict[str, Resources]:
     return read_log(log.read_text())
@@ -129,26 +110,14 @@ def _read(log: Path) -> dict[str, Resources]:
 
 def resources(launch: Launch, arch: str) -> Resources:
     """Return what the kernel of a launch takes; kept by what its source includes."""
-    unit = re.sub(r"^// kernels_cu \w+\n", "", launch.source)  # the digest of all sources
-    told = [compiler_version(), arch, REPORT, unit, sorted(_closure(unit, {}).items())]
-    told.append([option for option in launch.options if not option.startswith("-I")])
 
     def build(folder: Path) -> Path:
         log = folder / "log"
         log.write_text(cubin(launch.source, launch.options, arch)[1])
         return log
 
-    return _read(kept_file("ptxas", json.dumps(told).encode(), build, ".txt"))[launch.kernel]
-
-
-def occupancy(arch: str, registers: int, shared: int, threads: int) -> int:
-    """Return the share of an SM's threads that can be resident, in percent, rounded down."""
-    most, blocks, per_sm, *_ = LIMITS[arch]
-    warps = -(-threads // 32)
-    by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // warps  # 256 at a time
-    by_shared = per_sm // (-(-(shared + 1024) // 128) * 128)  # 1 KiB of a block is the system's
-    resident = min(blocks, most // 32 // warps, by_registers, by_shared)
-    return 100 * resident * warps * 32 // most
+    key = told(launch.source, launch.options, arch, REPORT)
+    return _read(kept_file("ptxas", key, build, ".txt"))[launch.kernel]
 
 
 def kept(variant: Variant) -> bool:
@@ -159,7 +128,8 @@ def kept(variant: Variant) -> bool:
 def numbers(variant: Variant) -> list[int]:
     """Return what the file keeps of a variant."""
     used, launch = resources(variant.launch, variant.arch), variant.launch
-    share = occupancy(variant.arch, used.registers, used.shared + launch.shared, launch.threads)
+    shared = used.shared + launch.shared
+    share = binary.occupancy(int(variant.arch), used.registers, shared, launch.threads)
     return [used.registers, used.shared, launch.shared, share]
 
 
@@ -214,7 +184,7 @@ def write(kernels: Iterable[str] = ()) -> None:
     chosen = set(kernels) or known
     lines = {kernel: table for kernel, table in lines.items() if kernel in known - chosen}
     head["compiler"] = compiler_version()
-    with without_a_device(), ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         wanted = [v for v in asked if v.kernel in chosen]
         for variant, found in zip(wanted, pool.map(numbers, wanted), strict=True):
             by = lines.setdefault(variant.kernel, {}).setdefault(variant.label, {})

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from unsloth_cupy.errors import KernelError
 from unsloth_cupy.ops.common.tensor_map import NVRTC
 
 from . import budget
@@ -71,7 +72,7 @@ def refused(variant: Variant) -> str | None:
     launch = variant.launch
     try:
         log = budget.cubin(launch.source, launch.options, variant.arch)[1]
-    except Exception as error:  # CuPy's CompileException
+    except KernelError as error:
         return f"{variant}: {error}"
     used = budget.read_log(log)[variant.kernel]
     if used.spilled or used.local:
@@ -104,7 +105,7 @@ def try_here(wanted: str | None = None) -> None:
             chosen.append(several[number % len(several)])
         if "90" in archs:  # instructions that blocks of a cluster have for themselves
             chosen += [v for v in of_kernel(kernel, "90") if in_cluster(v)][-1:]
-    with budget.without_a_device(), ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
         failures = [said for said in pool.map(refused, chosen) if said is not None]
     print(f"{len(chosen) - len(failures)} of {len(chosen)} variants compile for {', '.join(archs)}")
     if failures:

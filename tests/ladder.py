@@ -154,8 +154,7 @@ def row(ladder: Ladder, rung: str) -> str:
     ladder.op.routes.clear()
     (launch,) = machine.launches
     variant = Variant(launch.kernel, rung, ARCHITECTURE, launch)
-    with budget.without_a_device():
-        cells = [column(variant, traffic) for column in ladder.columns.values()]
+    cells = [column(variant, traffic) for column in ladder.columns.values()]
     return f"| {' | '.join([rung, *cells])} |"
 
 

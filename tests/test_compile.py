@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from unsloth_cupy.errors import KernelError
 from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows
+from unsloth_cupy.profiling import binary
 
 from . import budget
 from . import variants as variant_lists
@@ -62,9 +64,19 @@ def asked(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_a_device() -> Iterator[None]:
-    """CuPy asks its device which -arch to append; answer for it."""
-    with budget.without_a_device():
+    """CuPy asks its device which -arch to append, and whether for a cubin; answer for it."""
+    answer = lambda arch: (f"-arch=sm_{arch}", "cubin")  # noqa: E731
+    with mock.patch("cupy.cuda.compiler._get_arch_for_options_for_nvrtc", answer):
         yield
+
+
+@pytest.mark.parametrize("kernel", ["relu2", "attention_forward_sm90"])
+def test_a_binary_is_the_one_that_cupy_makes(kernel: str) -> None:
+    """But for the last byte, which CuPy drops; ``precompile`` and the tests make theirs alike."""
+    launch = of_kernel(kernel, "90")[0].launch
+    options = core.assemble_cupy_compiler_options(compiler_options(launch.source))
+    made, _ = compiler.compile_using_nvrtc(launch.source, (*options, "-ftz=true"), "90", "unit.cu")
+    assert binary.compiled(launch.source, 90, ())[0] == made + b"\0"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -220,7 +232,7 @@ def test_cupy_alone_names_the_architecture(arch: str) -> None:
     ],
 )
 def test_occupancy(arch: str, registers: int, shared: int, threads: int, percent: int) -> None:
-    assert budget.occupancy(arch, registers, shared, threads) == percent
+    assert binary.occupancy(int(arch), registers, shared, threads) == percent
 
 
 SPILLS = """

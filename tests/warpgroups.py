@@ -152,8 +152,7 @@ def rows() -> Iterator[str]:
     """Return the lines of the table."""
     for dim in (64, 128, 192, 256):
         own = variant(dim)
-        with budget.without_a_device():
-            text, registers = disassembled(dim), budget.numbers(own)[0]
+        text, registers = disassembled(dim), budget.numbers(own)[0]
         tile, more = tile_of(text)
         copies = sum(name.startswith("UTMALDG") for name in sass.instructions(text))
         yield line(f"`{KERNEL}.cu`", dim, tile, f"+{more}", f"{registers}", f"{copies}")

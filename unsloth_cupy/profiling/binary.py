@@ -40,8 +40,15 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
-def compiled(source: str, architecture: int, more: tuple[str, ...] = VERBOSE) -> tuple[bytes, str]:
+def compiled(
+    source: str,
+    architecture: int,
+    more: tuple[str, ...] = VERBOSE,
+    options: tuple[str, ...] | None = None,
+) -> tuple[bytes, str]:
     """Return the cubin of a translation unit, as ``cupy.RawModule`` makes it, and ptxas's log.
+
+    Options are those that the library compiles it with, unless others are given.
 
     Raises
     ------
@@ -50,7 +57,8 @@ def compiled(source: str, architecture: int, more: tuple[str, ...] = VERBOSE) ->
     """
     cupy = gpu.cupy()
     nvrtc, core = cupy.cuda.nvrtc, cupy._core.core
-    given = core.assemble_cupy_compiler_options((*gpu.compiler_options(source), *more))
+    options = gpu.compiler_options(source) if options is None else options
+    given = core.assemble_cupy_compiler_options((*options, *more))
     own = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
     program = nvrtc.createProgram(source, "unit.cu", (), ())
     try:

@@ -5,14 +5,15 @@
 A line has, for an op with a kernel and arrays of bfloat16 of some hundreds of rows: launches,
 allocations and bytes allocated, by architectures; opcodes, the instructions of Python that the
 library runs in a call that is replayed; and moved, of smaller arrays on the emulator: sectors of
-global memory read and written, passes over shared memory for reads and writes.  What a kernel
-takes of an SM stands in ``kernel_budget.toml``.
+global memory read and written, passes over shared memory for reads and writes; loops, the
+instructions of the loop that each kernel spends its time in, as SASS of an architecture.  What a
+kernel takes of an SM stands in ``kernel_budget.toml``.
 """
 
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ import unsloth_cupy
 from unsloth_cupy import explain
 from unsloth_cupy.bench.cases import Call, Scale, draw
 from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
+from unsloth_cupy.profiling import binary
+from unsloth_cupy.profiling.explanation import Step
 from unsloth_cupy.profiling.shapes import DTYPES
 
-from .budget import by_architecture, order, reason_lines
+from . import sass
+from .budget import by_architecture, compiler_version, order, reason_lines, told
 from .cuda_on_cpu import Emulator
+from .cuda_on_cpu.build import kept_file
 from .cuda_on_cpu.traffic import counted
 from .stand_in import gpu
 
@@ -40,7 +46,7 @@ TINY = Scale(tokens=32, hidden=128, inner=256, vocab=512, heads=4, kv_heads=2, d
 REPLAYED = 5  # the call that is counted; the second is recorded
 HEAD = """\
 # What a call of every op costs: launches, allocations, bytes by architectures; opcodes of Python;
-# sectors and passes.  Written by python -m tests.costs --write WHY; the reasons by it.
+# sectors and passes; instructions of hot loops.  Written by python -m tests.costs --write WHY.
 """
 Lines = dict[str, dict[str, Any]]  # op, what: numbers
 
@@ -60,12 +66,16 @@ def drawn(name: str, scale: Scale = SCALE) -> Call:
     return call._replace(arrays={n: a.astype(kind) if n == "dy" else a for n, a in given.items()})
 
 
-def planned(name: str, arch: str) -> list[int]:
-    """Return launches, allocations and bytes of a call."""
+def steps_of(name: str, arch: str) -> Sequence[Step]:
+    """Return what a call does on an architecture."""
     call = drawn(name)
     shown: Any = OPS[name]
-    found = explain(shown, **call.arrays, **call.options, device=f"sm_{arch}")
-    steps = found.steps
+    return explain(shown, **call.arrays, **call.options, device=f"sm_{arch}").steps
+
+
+def planned(name: str, arch: str) -> list[int]:
+    """Return launches, allocations and bytes of a call."""
+    steps = steps_of(name, arch)
     launches = sum(len(step.launches) for step in steps)
     return [launches, sum(s.arrays for s in steps), sum(s.allocated_bytes for s in steps)]
 
@@ -119,11 +129,29 @@ def moved(name: str) -> list[int]:
     ]
 
 
+def loops(name: str, arch: str) -> list[int]:
+    """Return the instructions of the hot loop of each kernel that a call starts; kept on disk."""
+    found = []
+    for launch in (each for step in steps_of(name, arch) for each in step.launches):
+        source, kernel = launch.source, launch.kernel
+
+        def build(folder: Path, source: str = source, kernel: str = kernel) -> Path:
+            made, _ = binary.compiled(source, int(arch), ())
+            size = folder / "size"
+            size.write_text(str(sass.hot_loop(sass.text_of(made, kernel))))
+            return size
+
+        key = told(source, compiler_options(source), arch, kernel)
+        found.append(int(kept_file("loop", key, build, ".txt").read_text()))
+    return found
+
+
 def measured(name: str) -> dict[str, Any]:
     """Return the line of an op."""
     line: dict[str, Any] = {arch: planned(name, arch) for arch in ARCHITECTURES}
     line["opcodes"] = opcodes(name)
     line["moved"] = moved(name)
+    line |= {f"loops {arch}": loops(name, arch) for arch in ARCHITECTURES}
     return line
 
 
@@ -143,7 +171,7 @@ def read() -> tuple[dict[str, Any], Lines]:
 
 def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
     """Return the lines of the file."""
-    yield HEAD + f'python = "{head["python"]}"'
+    yield HEAD + f'python = "{head["python"]}"\ncompiler = "{head["compiler"]}"'
     yield "\n[reasons]  # of the last change"
     yield from reason_lines(head["reasons"])
     yield "\n[ops]"
@@ -164,7 +192,7 @@ def write(why: str, names: Iterable[str] = ()) -> None:
         if name in lines and lines[name] != found:
             head["reasons"][name] = why
         lines[name] = found
-    head["python"] = PYTHON
+    head |= {"python": PYTHON, "compiler": compiler_version()}
     head["reasons"] = {name: said for name, said in head["reasons"].items() if name in known}
     lines = {name: line for name, line in lines.items() if name in known}
     FILE.write_text("\n".join(text(head, lines)) + "\n")

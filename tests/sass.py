@@ -20,6 +20,7 @@ from .variants import ARCHITECTURES, Variant, constants, of_kernel
 
 BEGIN, END = "<!-- loops: begin -->", "<!-- loops: end -->"
 PRODUCT = r"HMMA\.16816"  # of tensor cores
+ANY_PRODUCT, ACCESS = r"\w*MMA\b", r"LD|ST|ATOM|RED|UTMA"
 PLAIN = re.compile(r"(attention_forward )?bfloat16 queries=\d+ dim=(\d+) value_dim=\2( again)?")
 LOOPS = ("attention_forward", "attention_backward", "attention_decode")
 
@@ -57,14 +58,18 @@ def nvdisasm() -> Path:
 
 def disassembled(variant: Variant) -> str:
     """Return the text of a variant's kernel."""
-    with budget.without_a_device():
-        made, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
+    made, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
+    return text_of(made, variant.kernel)
+
+
+def text_of(binary: bytes, kernel: str) -> str:
+    """Return the text of a kernel of a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "unit.cubin"
-        cubin.write_bytes(made + b"\0")  # CuPy drops the last byte, and nvdisasm misses it
+        cubin.write_bytes(binary)
         command = [nvdisasm(), "-c", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    section = re.search(rf"\.text\.{variant.kernel}:\n(.*?)(?=^\.text\.|\Z)", text, re.M | re.S)
+    section = re.search(rf"\.text\.{kernel}:\n(.*?)(?=^\.text\.|\Z)", text, re.M | re.S)
     assert section is not None, text[:1000]
     return section[1]
 
@@ -74,18 +79,49 @@ def instructions(text: str) -> list[str]:
     return re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)", text, re.M)
 
 
-def loops(text: str) -> list[Loop]:
-    """Return the loops: from a label to a branch back to it."""
-    found, begins, so_far = [], dict[str, int](), list[str]()
+def bodies(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the loops, from a label to a branch back to it: where each begins, and its body."""
+    begins, so_far = dict[str, int](), list[str]()
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             begins[label[1]] = len(so_far)
         so_far += instructions(line)
         branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
         if branch and branch[1] in begins:
-            body = so_far[begins[branch[1]] :]
-            found.append(Loop(len(body), sum(bool(re.match(PRODUCT, each)) for each in body)))
-    return found
+            yield begins[branch[1]], so_far[begins[branch[1]] :]
+
+
+def count(pattern: str, names: list[str]) -> int:
+    """Return how many instructions have a name that begins like this."""
+    return sum(bool(re.match(pattern, name)) for name in names)
+
+
+def loops(text: str) -> list[Loop]:
+    """Return the size of each loop, and its products."""
+    return [Loop(len(body), count(PRODUCT, body)) for _, body in bodies(text)]
+
+
+def hot_loop(text: str) -> int:
+    """Return the instructions of the loop that a kernel spends its time in.
+
+    That is the shortest of those with most products; where nothing is multiplied, the innermost one
+    with most accesses to memory; where there is no loop, the whole kernel.
+    """
+    found = [(begin, body) for begin, body in bodies(text) if {*body} != {"BRA"}]  # behind the end
+    if not found:
+        return len([name for name in instructions(text) if not re.match("NOP|BRA$", name)])
+    if not any(count(ANY_PRODUCT, body) for _, body in found):
+        spans = [(begin, begin + len(body)) for begin, body in found]
+        found = [
+            each
+            for each, (begin, end) in zip(found, spans, strict=True)
+            if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in spans)
+        ]
+    parts = ((count(ANY_PRODUCT, body), count(ACCESS, body), body) for _, body in found)
+    return -max(
+        (products, accesses if not products else 0, -len(body))
+        for products, accesses, body in parts
+    )[2]
 
 
 # ---- waits --------------------------------------------------------------------------------------
@@ -180,8 +216,7 @@ def rows(arch: str) -> Iterator[str]:
                 continue
             given = constants(variant.launch.source)
             by = {"true": " by keys", "false": " by queries"}.get(given.get("BY_KEYS", ""), "")
-            with budget.without_a_device():
-                registers, _, _, share = budget.numbers(variant)
+            registers, _, _, share = budget.numbers(variant)
             loop = tile_loop(disassembled(variant))
             cells = [f"sm_{arch}", f"`{kernel}`{by}", known[2], variant.launch.threads // 32]
             cells += [given.get("TILE") or given["TILE_KEYS"], registers, f"{share} %", *loop]

@@ -9,8 +9,10 @@ from unsloth_cupy import softmax
 from unsloth_cupy.core.op import OPS
 
 from . import costs
+from .budget import compiler_version
 from .cuda_on_cpu import missing
 from .sample import Sample
+from .sass import nvdisasm
 
 NAMES = costs.with_kernels()
 HEAD, LINES = costs.read()
@@ -48,6 +50,27 @@ def chosen() -> list[str]:
 @pytest.mark.parametrize("name", chosen())
 def test_what_kernels_move(name: str) -> None:
     assert costs.moved(name) == LINES[name]["moved"], CURE
+
+
+def compared() -> list[tuple[str, str]]:
+    """Return a few ops, each with an architecture: others after each commit."""
+    every = 1 if Sample.all else 16
+    return [
+        (name, costs.ARCHITECTURES[Sample.day % 2]) for name in NAMES[Sample.day % every :: every]
+    ]
+
+
+@pytest.mark.parametrize(("name", "arch"), compared())
+def test_hot_loops(name: str, arch: str) -> None:
+    """As one compiler makes them: another one has instructions of its own."""
+    try:
+        nvdisasm()
+        here = compiler_version()
+    except (LookupError, ImportError, RuntimeError) as error:
+        pytest.skip(str(error))
+    if here != HEAD["compiler"]:
+        pytest.skip(f"NVRTC {here} makes other loops than {HEAD['compiler']}")
+    assert costs.loops(name, arch) == LINES[name][f"loops {arch}"], CURE
 
 
 def test_one_opcode_more_is_seen() -> None:

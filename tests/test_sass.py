@@ -14,6 +14,7 @@ from .sass import (
     PRODUCT,
     SIZES,
     disassembled,
+    hot_loop,
     instructions,
     loops,
     nvdisasm,
@@ -266,6 +267,47 @@ def test_a_wait_of_a_kernel_is_needed() -> None:
     waits = [found.span() for found in re.finditer(r"DEPBAR\.LE SB0, 0x\w+", text)]
     found = [unwaited(f"{text[:begin]}NOP{text[end:]}") for begin, end in waits]
     assert [bool(reads) for reads in found] == [True, True, False]
+
+
+BESIDE = """
+.L_x_1:
+        /*0000*/                   LDG.E.128 R4, [R2.64] ;
+        /*0010*/                   FADD R1, R1, R4 ;
+.L_x_2:
+        /*0020*/                   FADD R1, R1, R5 ;
+        /*0030*/                   LDS R2, [R1] ;
+        /*0040*/               @P1 BRA `(.L_x_2) ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+"""
+END = """
+        /*0060*/                   EXIT ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3) ;
+        /*0080*/                   NOP ;
+"""
+PRODUCTS = """
+.L_x_4:
+        /*0000*/                   IMMA.16832.S8.S8 R4, R8.ROW, R12.COL, R4 ;
+        /*0010*/                   FADD R1, R1, R4 ;
+        /*0020*/               @P0 BRA `(.L_x_4) ;
+"""
+
+
+AGAIN = PRODUCTS.replace("_4", "_5").replace("IMMA", "FADD R1, R1, R4 ;\n /*0*/ IMMA", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "instructions"),
+    [
+        (BESIDE + END, 3),  # the innermost, not the one with most accesses
+        (PRODUCTS + BESIDE.replace("LDS", "LDG.E.128 R1 ;\n /*0*/ LDS") + END, 3),  # multiplies
+        (AGAIN + PRODUCTS + END, 3),  # of equal products, the shortest
+        (AGAIN + END, 4),
+        ("/*0*/ LDG.E R1 ;" + END, 2),  # all, without the loop behind the end
+    ],
+)
+def test_the_hot_loop_is_found(text: str, instructions: int) -> None:
+    assert hot_loop(text) == instructions
 
 
 def test_the_page_says_what_attention_compiles_to() -> None:

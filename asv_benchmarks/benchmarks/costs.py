@@ -5,11 +5,20 @@
 
 from collections.abc import Callable
 
-from tests import costs
+from tests import budget, costs, sass
 from tests.cuda_on_cpu import missing
 
 NAMES = costs.with_kernels()
 Found = dict[str, list[list[int]]]
+
+
+def found_nothing() -> bool:
+    """Say whether there is no compiler here, or no disassembler."""
+    try:
+        sass.nvdisasm()
+    except LookupError:
+        return True
+    return budget.missing() is not None
 
 
 class Costs:
@@ -21,7 +30,11 @@ class Costs:
     def setup_cache(self) -> Found:
         """Count once, for all that is tracked."""
         moved: Callable[[str], list[int]] = costs.moved if missing() is None else lambda _: [0] * 4
+        loops: Callable[[str, str], list[int]] = costs.loops
+        if found_nothing():
+            loops = lambda name, arch: [0]  # noqa: E731
         return {
+            "loops": [loops(name, "90") for name in NAMES],
             "planned": [costs.planned(name, "90") for name in NAMES],
             "opcodes": [[costs.opcodes(name)] for name in NAMES],
             "moved": [moved(name) for name in NAMES],
@@ -44,6 +57,10 @@ class Costs:
 
     def track_sectors(self, found: Found) -> int:
         return sum(sum(numbers[:2]) for numbers in found["moved"])
+
+    def track_instructions(self, found: Found) -> int:
+        """Of the loops that kernels spend their time in."""
+        return sum(sum(numbers) for numbers in found["loops"])
 
     def track_passes(self, found: Found) -> int:
         return sum(sum(numbers[2:]) for numbers in found["moved"])

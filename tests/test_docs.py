@@ -2,6 +2,7 @@
 
 import configparser
 import functools
+import html
 import importlib.util
 import json
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -68,7 +70,12 @@ def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def collect() -> Any:
     """The module that writes the API pages."""
     pytest.importorskip("sphinx", reason="needs the extra `docs`")
-    spec = importlib.util.spec_from_file_location("collect", DOCS / "collect.py")
+    return loaded("collect")
+
+
+def loaded(name: str) -> Any:
+    """Return a module of docs/."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -158,6 +165,24 @@ def test_performance_lists_every_kernel() -> None:
     assert said == confirmed.keys(), cure
 
 
+def lost(folder: Path) -> list[str]:
+    """Return the links of built pages that lead to no file, or to no place on a page."""
+    made = (path.relative_to(folder) for path in folder.rglob("*.html"))
+    own = [folder / path for path in made if path.parts[0] not in ("_modules", "_static")]
+    texts = {path.resolve(): path.read_text(encoding="utf-8") for path in own}
+    places = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in texts.items()}
+    found = []
+    for path, text in texts.items():
+        for link in {*re.findall(r'\b(?:href|src)="([^"]+)"', text)}:
+            file, _, place = unquote(html.unescape(link)).partition("#")
+            if re.match(r"[a-z]+:|//", file):
+                continue
+            there = (path.parent / file.partition("?")[0]).resolve() if file else path
+            if not there.exists() or (place and there in places and place not in places[there]):
+                found.append(f"{path.relative_to(folder.resolve())}: {link}")
+    return found
+
+
 def test_pages_build(tmp_path: Path) -> None:
     """``-W``: a docstring that numpydoc cannot read, or a link that leads nowhere, fails."""
     for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
@@ -166,6 +191,7 @@ def test_pages_build(tmp_path: Path) -> None:
     command += ["-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert lost(tmp_path / "html") == []
     pages = "".join(path.read_text() for path in (tmp_path / "html" / "api").glob("*.html"))
     assert "x(*rows, hidden)" in pages, "an op shows its signature"
     spaces = (unsloth_cupy, unsloth_cupy.models)
@@ -178,6 +204,30 @@ def test_pages_build(tmp_path: Path) -> None:
     assert [name for name in public if f'id="{name}"' not in pages] == []
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
     assert kernels - {"index", "instructions"} == {p.stem for p in source_root().glob("*.cu")}
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Any:
+    """The module that draws the pictures of the pages."""
+    return loaded("pictures")
+
+
+def test_pictures_are_drawn(pictures: Any, tmp_path: Path) -> None:
+    """Each file by a function of its name, and that of a measurement from what tells of it."""
+    drawn = {path.stem for path in pictures.FOLDER.glob("*.svg")}
+    assert drawn == pictures.PICTURES.keys()
+    for name in ("attention", "beside-transformers", "trace"):
+        pictures.PICTURES[name](tmp_path / f"{name}.svg")
+        pictures.shorten(tmp_path / f"{name}.svg")
+        assert (tmp_path / f"{name}.svg").stat().st_size > 4096
+    for path in pictures.FOLDER.glob("*.json"):
+        told = json.loads(path.read_text())
+        assert all(told[fact] for fact in ("machine", "date", "versions", "method")), path
+    assert sum(path.stat().st_size for path in pictures.FOLDER.iterdir()) < 700 << 10
+
+
+def test_what_was_measured_is_what_the_page_says(pictures: Any) -> None:
+    assert pictures.page() == pictures.PAGE.read_text(), "run python docs/pictures.py"
 
 
 DIAGRAMS = {"floors": ("floors.svg",), "one_op": ("one-op.svg", "one-op-narrow.svg")}

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import platform
 import re
 import sys
 from contextlib import AbstractContextManager, suppress
@@ -100,6 +101,14 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return the name of the processor, as far as the system tells it."""
+    with suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def blas_threads(hidden: int) -> AbstractContextManager[Any]:

@@ -146,7 +146,7 @@ def _machine(gpu: str | None) -> dict[str, Any]:
     return {
         "gpu": gpu,
         "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": machine.processor(),
         "cores": machine.cores(),
         "blas": machine.blas(),
     }

@@ -1,0 +1,169 @@
+"""Measure what docs/pictures.py draws, on this machine: writes docs/pictures/NAME.json.
+
+    python docs/measure.py beside-transformers      memory of a step of a Llama, and its time
+    python docs/measure.py trace                    a profiled step
+    python docs/measure.py loss                     a run of finetune
+
+The first needs the extra ``peers``.  docs/performance.md has the command that makes cpu.json.
+"""
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+FOLDER = Path(__file__).with_name("pictures")
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 16384,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+TOKENS = (512, 1024, 2048, 4096)
+SIDES = ("unsloth_cupy", "transformers", "transformers, eager")
+
+
+def facts(method: str) -> dict[str, Any]:
+    """Return what a number needs to be a measurement."""
+    from unsloth_cupy import machine
+
+    return {
+        "machine": f"{machine.cores()} cores, {machine.processor()}, {machine.blas()}",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {name: machine.version(name) for name in ("numpy", "torch", "transformers")},
+        "method": method,
+    }
+
+
+def high_water() -> int:
+    """Return the most bytes that this process has held in memory, since the last reset."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def step_of(side: str) -> Any:
+    """Return a function of tokens that computes the loss and all gradients."""
+    import numpy as np
+
+    from unsloth_cupy import models
+
+    ours = models.create(CONFIG, seed=0)
+    if side == "unsloth_cupy":
+        return lambda tokens: ours.loss_and_gradients(tokens, tokens)[0]
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    how = "eager" if side.endswith("eager") else "sdpa"
+    theirs = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation=how))
+    state = {name: torch.from_numpy(np.array(array)) for name, array in ours.parameters.items()}
+    theirs.load_state_dict(state, strict=False)
+
+    def step(tokens: Any) -> float:
+        theirs.zero_grad(set_to_none=True)
+        ids = torch.from_numpy(tokens)
+        loss = theirs(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return float(loss)
+
+    return step
+
+
+def one(side: str, tokens: int) -> dict[str, Any]:
+    """Return the memory and the time of a step, in this process."""
+    import numpy as np
+
+    step = step_of(side)
+    step(np.zeros((1, 64), np.int64))  # what is made once
+    rows = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (1, tokens))
+    Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
+    before, loss, seconds = high_water(), 0.0, []
+    for _ in range(3):
+        start = time.perf_counter()
+        loss = float(step(rows))
+        seconds.append(time.perf_counter() - start)
+    peak = high_water() - before
+    return {"side": side, "tokens": tokens, "bytes": peak, "seconds": min(seconds), "loss": loss}
+
+
+def beside() -> dict[str, Any]:
+    """Return the steps of both sides; each runs in a process of its own."""
+    rows = []
+    for tokens in TOKENS:
+        for side in SIDES:
+            command = [sys.executable, __file__, "one", side, str(tokens)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            print(rows[-1])
+    told = (
+        "the most memory that a process holds in a step (VmHWM of Linux, reset before it) beyond"
+        " what it holds before; loss and gradients of all weights, one row, float32; the most of"
+        " three steps, each side in a process of its own"
+    )
+    return facts(told) | {"config": CONFIG, "rows": rows}
+
+
+def trace() -> dict[str, Any]:
+    """Return the trace of a step of training, as ``save_trace`` writes it."""
+    import tempfile
+
+    import numpy as np
+
+    from unsloth_cupy import AdamW, models, profile
+
+    model = models.create(CONFIG | {"num_hidden_layers": 2, "vocab_size": 2048}, seed=0)
+    optimizer = AdamW(model.parameters)
+    tokens = np.random.default_rng(0).integers(0, 2048, (2, 256))
+    for _ in range(3):
+        with profile(parameters=model.parameters) as seen:
+            _, gradients = model.loss_and_gradients(tokens, tokens)
+            optimizer.step(gradients)
+    with tempfile.TemporaryDirectory() as folder:
+        seen.save_trace(Path(folder) / "step.json")
+        found = json.loads((Path(folder) / "step.json").read_text())
+    kept = ("name", "cat", "ts", "dur")
+    events = [{name: event[name] for name in kept} for event in found["traceEvents"]]
+    told = "profile of the third step of training, 2 rows of 256 tokens, float32"
+    return facts(told) | {"traceEvents": events}
+
+
+def loss() -> dict[str, Any]:
+    """Return the losses of a run of ``finetune``."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "unsloth_cupy", "finetune"]
+        subprocess.run([*command, "--steps", "300", "--out", folder], check=True)
+        log = (Path(folder) / "log.jsonl").read_text().splitlines()
+    return curve(map(json.loads, log))
+
+
+def curve(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is drawn of the log of a run."""
+    kept = ("step", "loss", "held_out_loss", "unigram_baseline")
+    drawn = [{k: round(v, 4) for k, v in line.items() if k in kept} for line in lines]
+    return facts("log of unsloth-cupy finetune --steps 300") | {"lines": drawn}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["one"]:
+        print(json.dumps(one(sys.argv[2], int(sys.argv[3]))))
+    elif sys.argv[1:] in (["beside-transformers"], ["trace"], ["loss"]):
+        made = {"beside-transformers": beside, "trace": trace, "loss": loss}[sys.argv[1]]()
+        (FOLDER / f"{sys.argv[1]}.json").write_text(json.dumps(made, indent=1) + "\n")
+    else:
+        sys.exit(__doc__)

@@ -1,0 +1,296 @@
+"""Draw the pictures of the gallery and of docs/performance.md, by the library's own functions.
+
+    python docs/pictures.py [NAME ...]      all or some of docs/pictures/*.svg
+
+Those of measurements are drawn from the JSON files beside them, which say machine, method and date
+(docs/measure.py); the others from what the library computes.  Needs the extra ``cli``.
+"""
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from unsloth_cupy import attention, explain, plan_memory, shape  # noqa: E402
+from unsloth_cupy.bench.report import COLOURS as PEERS  # noqa: E402
+from unsloth_cupy.bench.report import draw_times  # noqa: E402
+from unsloth_cupy.cli.plan_ranks import draw_schedule  # noqa: E402
+from unsloth_cupy.cli.timeline import draw_timeline  # noqa: E402
+from unsloth_cupy.finetune.curve import draw_curve  # noqa: E402
+from unsloth_cupy.memory.planned import Planned  # noqa: E402
+from unsloth_cupy.models.parse import parse  # noqa: E402
+from unsloth_cupy.models.transformer import Transformer  # noqa: E402
+from unsloth_cupy.pictures import INK, SOFT, save_picture  # noqa: E402
+from unsloth_cupy.profiling.cards import CARDS  # noqa: E402
+from unsloth_cupy.profiling.profile import COLOURS as PHASES  # noqa: E402
+from unsloth_cupy.profiling.scale import plan_ranks  # noqa: E402
+from unsloth_cupy.profiling.stage_plan import Layout  # noqa: E402
+
+FOLDER, PAGE = (Path(__file__).with_name(name) for name in ("pictures", "performance.md"))
+OPS = "attention rms_norm layer_norm swiglu geglu softmax linear cross_entropy linear_cross_entropy"
+LLAMA_1B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+PARTS = {"attention": "#d1495b", "linear layers": "#3b6fb6", "all others": "#9db8d9"}
+
+
+def measured(name: str) -> Any:
+    """Return a measurement, with what it says of itself."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def figure(width: float, height: float) -> Any:
+    """Return a figure."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(axes: Any) -> None:
+    """Take what nobody reads away from axes."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(SOFT)
+    axes.tick_params(colors=INK, labelsize=9)
+
+
+# ---- what the library computes ------------------------------------------------------------------
+def weights(queries: int = 24, **options: Any) -> Any:
+    """Return what each query takes of each key: attention over the rows of an identity."""
+    rng = np.random.default_rng(3)
+    q, k = 0.8 * rng.standard_normal((2, 1, queries, 1, 16)).astype(np.float32)
+    v = np.eye(queries, dtype=np.float32)[None, :, None]
+    return attention(q, k, v, **options)[0, :, 0]
+
+
+def draw_attention(path: Path) -> None:
+    """Draw which keys a query sees under the options of attention, and how much of each."""
+    texts = np.repeat([0, 1, 2], [7, 11, 6])
+    panels = {
+        "causal=True": weights(causal=True),
+        "causal=True, window=(6, 0)": weights(causal=True, window=(6, 0)),
+        "causal=True, alibi=[0.5]": weights(causal=True, alibi=np.array([0.5], np.float32)),
+        "causal=True, sinks=[2]": weights(causal=True, sinks=np.array([2], np.float32)),
+        "a mask: three texts in a row": weights(causal=True, mask=texts[:, None] == texts),
+        "key_lengths=[15]": weights(key_lengths=np.array([15])),
+    }
+    made = figure(9, 6.2)
+    grid = made.subplots(2, 3)
+    for axes, (title, found) in zip(grid.flat, panels.items(), strict=True):
+        axes.imshow(np.sqrt(found), cmap="Blues", vmin=0, vmax=1, rasterized=True)
+        axes.set_title(title, loc="left", fontsize=9, color=INK)
+        axes.tick_params(colors=SOFT, labelsize=7)
+        axes.spines[:].set_color(SOFT)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("query", color=INK, fontsize=9)
+    for axes in grid[1]:
+        axes.set_xlabel("key", color=INK, fontsize=9)
+    save_picture(made, path)
+
+
+def draw_pipeline(path: Path) -> None:
+    """Draw the schedule of a pipeline of four stages."""
+    rates: dict[str, Any] = {"rate": 400.0, "interconnect": (900.0, 50.0)}
+    sizes: dict[str, Any] = {"batch": 1, "tokens": 2048, "dtype": "bfloat16", "microbatches": 8}
+    plan = plan_ranks(LLAMA_1B, Layout(pipeline=4), **sizes, **rates)
+    draw_schedule(path, plan, "Llama 3.2 1B in 4 stages, 8 microbatches of 2048 tokens: planned")
+
+
+def draw_memory(path: Path) -> None:
+    """Draw what a step holds, op after op."""
+    sizes: dict[str, Any] = {"batch": 4, "tokens": 2048, "dtype": "bfloat16"}
+    title = "A step of Llama 3.2 1B with 6 of its layers, 4 x 2048 tokens, bfloat16: planned"
+    draw_timeline(path, plan_memory(LLAMA_1B | {"num_hidden_layers": 6}, **sizes), title)
+
+
+def floors(card: str) -> dict[str, float]:
+    """Return the least milliseconds of a forward and a backward pass on a card, by part."""
+    config = parse(LLAMA_1B)
+    kind = np.dtype("bfloat16")
+    given: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
+    rows = shape((1, 2048), "int64")
+    model = Transformer(config, given, {})
+    found = explain(model.loss_and_gradients, rows, rows, device=card)
+    parts = dict.fromkeys(PARTS, 0.0)
+    for step in found.steps:
+        part = "all others"
+        if step.op.startswith("attention"):
+            part = "attention"
+        elif step.op.startswith("linear"):  # the head among them
+            part = "linear layers"
+        parts[part] += 1e3 * (step.floor or 0.0)
+    return parts
+
+
+def draw_floors(path: Path) -> None:
+    """Draw what no forward and backward pass can be faster than, by card: a prediction."""
+    found = {CARDS[card].name: floors(card) for card in CARDS}
+    names = sorted(found, key=lambda name: -sum(found[name].values()))
+    made = figure(8, 4.6)
+    axes = made.add_subplot()
+    left = np.zeros(len(names))
+    for part, colour in PARTS.items():
+        wide = np.array([found[name][part] for name in names])
+        axes.barh(names, wide, left=left, color=colour, label=part)
+        left += wide
+    for height, total in enumerate(left):
+        axes.annotate(
+            f"{total:.0f} ms", (total, height), xytext=(4, 0), textcoords="offset points",
+            va="center", fontsize=8, color=INK,
+        )  # fmt: skip
+    axes.set_xlabel("ms at least, predicted from what makers state; no GPU was timed", color=INK)
+    axes.set_title(
+        "PREDICTED floors: Llama 3.2 1B, 2048 tokens, bfloat16, forward and backward",
+        loc="left", fontsize=10, color=INK,
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    plain(axes)
+    save_picture(made, path)
+
+
+# ---- what was measured --------------------------------------------------------------------------
+def draw_cpu(path: Path) -> None:
+    """Draw our NumPy path beside torch's CPU path, in float32."""
+    report = measured("cpu")
+    draw_times(path, report | {"rows": [r for r in report["rows"] if r["dtype"] == "float32"]})
+
+
+def draw_beside(path: Path) -> None:
+    """Draw the memory of a step beside that of transformers."""
+    found = measured("beside-transformers")
+    colours = {
+        "unsloth_cupy": PEERS["unsloth_cupy"],
+        "transformers": PEERS["torch"],
+        "transformers, eager": PEERS["torch.compile"],
+    }
+    made = figure(7, 4)
+    axes = made.add_subplot()
+    for side, colour in colours.items():
+        rows = [row for row in found["rows"] if row["side"] == side]
+        tokens, held = [r["tokens"] for r in rows], [r["bytes"] / 2**20 for r in rows]
+        axes.plot(tokens, held, "o-", color=colour, label=side)
+    axes.set_xticks(tokens)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens in the row", color=INK)
+    axes.set_ylabel("MiB at the peak, beyond the model", color=INK)
+    axes.set_title(
+        f"Loss and gradients of a Llama, float32, CPU, {found['date'][:10]}",
+        loc="left", fontsize=10, color=INK,
+    )  # fmt: skip
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
+    plain(axes)
+    save_picture(made, path)
+
+
+def draw_loss(path: Path) -> None:
+    """Draw the curve of a run of ``unsloth-cupy finetune``, as the run does."""
+    draw_curve(path, measured("loss")["lines"], "A small Llama learns the Python documentation")
+
+
+def draw_trace(path: Path) -> None:
+    """Draw the calls of a step one after the other, as Perfetto shows the same file."""
+    found = measured("trace")
+    events = sorted(found["traceEvents"], key=lambda event: event["ts"])
+    first = events[0]["ts"]
+    totals: dict[str, float] = {}
+    for event in events:
+        totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"]
+    names = sorted(totals, key=lambda name: -totals[name])[:12]
+    made = figure(9, 3.6)
+    axes = made.add_subplot()
+    for height, name in enumerate(reversed(names)):
+        own = [event for event in events if event["name"] == name]
+        bars = [((event["ts"] - first) / 1e3, event["dur"] / 1e3) for event in own]
+        axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=PHASES[own[0]["cat"]])
+    axes.set_yticks(range(len(names)), names[::-1])
+    axes.set_xlabel("ms since the step began", color=INK)
+    axes.set_title(f"A step of training, profiled, {found['date'][:10]}", loc="left", fontsize=10)
+    plain(axes)
+    save_picture(made, path)
+
+
+def facts_of(found: Any, command: str) -> list[str]:
+    """Return what a page says of a measurement: where, of what, how, when, and how to repeat it."""
+    versions = [f"{name} {v}" for name, v in found["versions"].items() if v and name != "python"]
+    machine = found["machine"]
+    if not isinstance(machine, str):
+        machine = f"{machine['cores']} cores, {machine['processor']}, {machine['blas']}"
+    told = f"{machine}, other work beside; one thread; {', '.join(versions)}; {found['date'][:10]}."
+    lines = textwrap.wrap(f"Measured: {found['method']}. {told}", 110, break_on_hyphens=False)
+    return [*lines, "", "```sh", command, "```"]
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return what docs/performance.md says of measurements, by the name of its markers."""
+    found = measured("beside-transformers")
+    sides = list(dict.fromkeys(row["side"] for row in found["rows"]))
+    held = {(row["tokens"], row["side"]): row["bytes"] / 2**20 for row in found["rows"]}
+    table = [f"| tokens | {' | '.join(f'{side}, MiB' for side in sides)} |", "|---" * 4 + "|"]
+    for tokens in dict.fromkeys(tokens for tokens, _ in held):
+        cells = " | ".join(f"{held[tokens, side]:.0f}" for side in sides)
+        table.append(f"| {tokens} | {cells} |")
+    again = "OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1"
+    command = f"{again} python docs/measure.py beside-transformers"
+    timed = f"{again} unsloth-cupy bench {OPS} --peers --json docs/pictures/cpu.json"
+    return {
+        "beside": [*table, "", *facts_of(found, command)],
+        "cpu": facts_of(measured("cpu"), timed),
+    }
+
+
+def page() -> str:
+    """Return docs/performance.md with what was measured between its markers."""
+    text = PAGE.read_text()
+    for name, lines in blocks().items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        head, tail = text[: text.index(begin)], text[text.index(end) :]
+        text = "\n".join([head + begin, *lines, tail])
+    return text
+
+
+def shorten(path: Path) -> None:
+    """Leave out of an SVG file what nobody sees: the date, and digits beyond a hundredth."""
+    text = re.sub(r"<metadata>.*?</metadata>\n?", "", path.read_text(), flags=re.S)
+    path.write_text(re.sub(r"\b([1-9]\d*\.\d\d)\d+", r"\1", text))
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "attention": draw_attention,
+    "beside-transformers": draw_beside,
+    "cpu": draw_cpu,
+    "floors-of-cards": draw_floors,
+    "loss": draw_loss,
+    "memory": draw_memory,
+    "schedule": draw_pipeline,
+    "trace": draw_trace,
+}
+
+if __name__ == "__main__":
+    if strange := {*sys.argv[1:]} - PICTURES.keys():
+        sys.exit(f"there is no picture {strange}; choose from {[*PICTURES]}")
+    import matplotlib as mpl
+
+    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
+    mpl.rcParams["svg.hashsalt"] = "unsloth_cupy"  # equal pictures are equal files
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name](FOLDER / f"{name}.svg")
+        shorten(FOLDER / f"{name}.svg")
+    PAGE.write_text(page())

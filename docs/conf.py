@@ -28,6 +28,10 @@ numpydoc_show_class_members = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = "unsloth_cupy"
+html_static_path = ["static"]
+html_css_files = ["page.css"]
+ALONE = ("install", "performance", "gallery", "ladders", "architecture", "how-we-know", "changelog")
+html_sidebars = {page: [] for page in ALONE}  # they have no pages beside them
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,

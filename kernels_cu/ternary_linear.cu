@@ -252,8 +252,8 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int row = output + 8 * half;
-                    const float factor =
-                        row < outputs && at < groups ? (float)scale[(long long)row * groups + at] : 0;
+                    const bool there = row < outputs && at < groups;
+                    const float factor = there ? (float)scale[(long long)row * scale_step + at] : 0;
 #pragma unroll
                     for (int t = 0; t < N_TILES; t++)
 #pragma unroll

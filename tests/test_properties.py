@@ -273,6 +273,16 @@ def test_a_scale_of_one_axis_stands_for_every_row(emulated: bool) -> None:
     assert scores.tolist() == [[6]]
 
 
+def test_scales_of_groups_may_be_those_of_all_rows() -> None:
+    """A kernel read them as if each row had its own, and so beyond their end."""
+    x, planes = np.ones((1, 130), np.float16), np.zeros((3, 2, 20), np.uint8)
+    planes[:, 0] = 255
+    scale = np.array([[1, 3]], np.float16)
+    with emulator():
+        found = OPS["ternary_linear_forward"](x, planes, scale, group=128)
+    assert found.tolist() == [[134.0] * 3]
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("emulated", [False, True], ids=["definition", "kernel"])
 def test_what_is_written_over_is_what_comes_back(emulated: bool, dtype: Any) -> None:

@@ -181,7 +181,7 @@ def _launch(
     kernel = load("ternary_linear.cu", "ternary_linear", x, chosen)
     kernel[-(-outputs // (16 * wm)) * tiles, 32 * wm * wk, shared](
         *(values, factors, planes, scale, marks, y, rows, inputs, outputs, held // 4),
-        *(group, groups, int(scale.size > groups), tiles),
+        *(group, groups, groups if scale.size > groups else 0, tiles),
     )
     return y
 

@@ -176,6 +176,33 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
         assert [own[3:10], own[12:]] == [kept[3:10], kept[12:]], cure
 
 
+@pytest.mark.parametrize("own", [0, 1], ids=["queries", "keys"])
+def test_products_of_the_backward_pass_follow_each_other(own: int) -> None:
+    """Nobody waits for one of them alone, and most of exp2 runs beside those of dout and v."""
+    text = disassembled(warpgroups.variants_back(128)[own])
+    body, _ = warpgroups.seldom(warpgroups.loop(text))
+    names = instructions("\n".join(body))
+    products = [at for at, name in enumerate(names) if name.startswith("HGMMA")]
+    waits = [at for at, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+    exponentials = [at for at, name in enumerate(names) if name.startswith("MUFU.EX2")]
+    assert len(products) >= 22
+    assert len(waits) <= 4
+    gradients = waits[1]  # the loop begins with the wait for scores
+    assert gradients < products[0]
+    assert sum(at < gradients for at in exponentials) >= len(exponentials) // 2
+
+
+def test_the_page_says_what_the_backward_pass_compiles_to() -> None:
+    if budget.read()[0]["compiler"] != budget.compiler_version():
+        pytest.skip("another compiler than the page speaks of")
+    written = budget.PAGE.read_text(encoding="utf-8").splitlines()
+    lines = [*warpgroups.rows_back((128,))]
+    assert [told for told in lines if told not in written] == [], (
+        "python -m tests.warpgroups --write"
+    )
+    assert len(lines) == 3
+
+
 def test_the_model_says_of_the_peer_what_was_measured() -> None:
     assert round(warpgroups.estimate(warpgroups.PEERS[128])) == warpgroups.MEASURED
     assert warpgroups.PEERS[128].counts.total() == 704

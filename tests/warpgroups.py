@@ -1,6 +1,6 @@
 """What a tile of attention costs a warpgroup of Hopper, counted from its instructions.
 
-python -m tests.warpgroups --write      renews the table of docs/performance.md
+python -m tests.warpgroups --write      renews the tables of docs/performance.md
 
 A quarter of an SM has one warp of every warpgroup.  It issues an instruction a cycle, and its pipes
 take what the CUDA C++ Programming Guide says (throughput of native arithmetic instructions, 9.0): a
@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from unsloth_cupy import AttentionConfig, attention_forward
+from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy.files import written_beside
 
 from . import budget, sass
 from .stand_in import gpu
-from .variants import Variant
+from .variants import Variant, constants
 
-BEGIN, END = "<!-- warpgroups: begin -->", "<!-- warpgroups: end -->"
 KERNEL, ROWS = "attention_forward_sm90", 64
+BACK = "attention_backward_sm90"
 PEAK, PER_CYCLE = 989.0, 4096  # TFLOP/s; operations of an SM a cycle
 FMA = {"FADD", "FMUL", "FFMA"}
 UNIFORM = r"U[A-Z]|R2UR|S2UR|VOTEU"
@@ -93,11 +93,16 @@ def exposed() -> float:
     return (products * PEAK / MEASURED - products) / (tile.counts.total() - tile.counts["HGMMA"])
 
 
-def estimate(tile: Tile) -> float:
-    """Return TFLOP/s where all tiles lose as many cycles for an instruction as the peer's."""
+def shown(tile: Tile) -> float:
+    """Return the cycles of a tile that loses as many for an instruction as the peer's."""
     cycles = tile.cycles()
     beside = tile.counts.total() - tile.counts["HGMMA"]
-    return tile.speed(max(cycles["products"] + exposed() * beside, *cycles.values()))
+    return max(cycles["products"] + exposed() * beside, *cycles.values())
+
+
+def estimate(tile: Tile) -> float:
+    """Return the TFLOP/s of such a tile."""
+    return tile.speed(shown(tile))
 
 
 def variant(dim: int, causal: bool = False) -> Variant:
@@ -108,6 +113,18 @@ def variant(dim: int, causal: bool = False) -> Variant:
         (launch,) = machine.launches
     assert launch.kernel == KERNEL
     return Variant(KERNEL, f"dim={dim}", "90", launch)
+
+
+def variants_back(dim: int) -> list[Variant]:
+    """Return what its backward pass launches: what owns queries, what owns keys."""
+    with gpu("90") as machine, AttentionConfig(warpgroups=True).use():
+        q, k = (machine.array((1, 1024, heads, dim), "bfloat16") for heads in (4, 2))
+        out, lse = attention_forward(q, k, k)
+        machine.launches.clear()
+        attention_backward(out, q, k, k, out, lse)
+        found = [launch for launch in machine.launches if launch.kernel == BACK]
+    assert len(found) == 2
+    return [Variant(BACK, f"dim={dim}", "90", launch) for launch in found]
 
 
 @functools.cache
@@ -160,29 +177,59 @@ def rows() -> Iterator[str]:
             yield line("cuDNN's", dim, PEERS[dim], "-", "-", "-")
 
 
+def rows_back(dims: tuple[int, ...] = (64, 128)) -> Iterator[str]:
+    """Return the lines of the table of the backward pass."""
+    for dim in dims:
+        bound = likely = 0.0  # cycles of 64 x 64 pairs, in both launches
+        for own in variants_back(dim):
+            with budget.without_a_device():
+                text, registers = sass.disassembled(own), budget.numbers(own)[0]
+            said, (tile, more) = constants(own.launch.source), tile_of(text)
+            columns, cycles = int(said["TILE"]), tile.cycles()
+            bound += max(cycles.values()) * ROWS / columns
+            likely += shown(tile) * ROWS / columns
+            owns = "keys" if said["BY_KEYS"] == "true" else "queries"
+            cells = [f"`{BACK}.cu` by {owns}", dim, f"64 x {columns}", shapes_of(tile)]
+            cells += [tile.counts.total(), f"+{more}"]
+            cells += [f"{cycles[pipe]:.0f}" for pipe in ("products", "FMA", "ALU", "exp2")]
+            yield f"| {' | '.join(map(str, [*cells, registers, '-', '-']))} |"
+        wanted = 5 * 2 * ROWS * ROWS * dim / PER_CYCLE  # five products, of which two are made twice
+        speeds = (f"{PEAK * wanted / total:.0f}" for total in (bound, likely))
+        yield f"| both | {dim} |{' - |' * 9} {' | '.join(speeds)} |"
+
+
+def shapes_of(tile: Tile) -> str:
+    """Return the words for the products of a tile."""
+    return ", ".join(f"{count} of n{columns}" for columns, count in sorted(tile.shapes.items()))
+
+
 def line(name: str, dim: int, tile: Tile, more: str, registers: str, copies: str) -> str:
     """Return a line of the table."""
-    shapes = ", ".join(f"{count} of n{columns}" for columns, count in sorted(tile.shapes.items()))
     cycles = tile.cycles()
-    cells = [name, dim, shapes, tile.counts.total(), more]
+    cells = [name, dim, shapes_of(tile), tile.counts.total(), more]
     cells += [f"{cycles[pipe]:.0f}" for pipe in ("products", "FMA", "ALU", "exp2")]
     cells += [registers, copies, f"{tile.speed(max(cycles.values())):.0f}", f"{estimate(tile):.0f}"]
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def write() -> None:
-    """Renew the table."""
+def put(name: str, columns: str, lines: Iterator[str]) -> None:
+    """Renew a table."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = budget.PAGE.read_text(encoding="utf-8")
-    head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
-    lines = [
-        "| kernel | head dim | `HGMMA` | instructions | where a maximum grows |"
-        " cycles of products | of FMA | of ALU | of exp2 | registers | `UTMALDG` |"
-        " bound, predicted TFLOP/s | estimate, predicted TFLOP/s |",
-        "|" + "---|" * 13,
-        *rows(),
-    ]
+    head, tail = text[: text.index(begin)], text[text.index(end) :]
+    ruled = [f"| {columns} |", "|" + "---|" * (columns.count("|") + 1), *lines]
     with written_beside(budget.PAGE) as partial:
-        partial.write_text("\n".join([f"{head}{BEGIN}", *lines, tail]), encoding="utf-8")
+        partial.write_text("\n".join([f"{head}{begin}", *ruled, tail]), encoding="utf-8")
+
+
+def write() -> None:
+    """Renew the tables."""
+    cycles = "cycles of products | of FMA | of ALU | of exp2 | registers"
+    speeds = "bound, predicted TFLOP/s | estimate, predicted TFLOP/s"
+    first = "kernel | head dim | `HGMMA` | instructions | where a maximum grows"
+    put("warpgroups", f"{first} | {cycles} | `UTMALDG` | {speeds}", rows())
+    first = "kernel | head dim | tile | `HGMMA` | instructions | where pairs are hidden"
+    put("warpgroups backward", f"{first} | {cycles} | {speeds}", rows_back())
 
 
 if __name__ == "__main__":

@@ -338,19 +338,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 if constexpr (BY_KEYS) __syncwarp();  // all lanes have read the stats
                 if (!walk.there()) break;
 
-                if constexpr (DX && DY) {
-                    wgmma_wait<1>(sum_y);
-                    wgmma_name(p);
-                }
+                if constexpr (DX && DY) wgmma_free<1>(sum_y, p);
                 begin();
                 ask_scores();
-                if constexpr (DX) {
-                    wgmma_wait<1>(sum_x);
-                    wgmma_name(ds);
-                } else {
-                    wgmma_wait<1>(sum_y);
-                    wgmma_name(p);
-                }
+                if constexpr (DX) wgmma_free<1>(sum_x, ds);
+                else wgmma_free<1>(sum_y, p);
                 release(&barriers.empty[stage]);
                 if constexpr (DX) ask_gradients();
             }

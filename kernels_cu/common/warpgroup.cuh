@@ -87,3 +87,10 @@ __device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[
         multiply_registers<N * 2>(o, p[step], b.at(step * 16 * PANEL_ROW), E());
     wgmma_commit();
 }
+
+// Wait for products whose operand lies in registers: from here on these are the compiler's.
+template <int N, int R, int STEPS>
+__device__ __forceinline__ void wgmma_free(float (&sum)[R], uint32_t (&p)[STEPS][4]) {
+    wgmma_wait<N>(sum);
+    wgmma_name(p);
+}

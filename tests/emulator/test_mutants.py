@@ -43,7 +43,7 @@ SYNCHRONISATION = re.compile(
 # judged by tests/test_sass.py
 STATEMENT = re.compile(
     r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|T |Sums "
-    r"|setmaxnreg|wgmma_name)"
+    r"|setmaxnreg|wgmma_name|(if constexpr \(DX && DY\) )?wgmma_free)"
     r"(?:[^/\n]|/(?![/*]))+;$"
 )
 

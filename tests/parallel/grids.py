@@ -41,8 +41,13 @@ class Run(NamedTuple):
     base: str = ""
 
 
-STOPPED = "stopped", "deep-stopped"  # in the middle of a step, by the last rank alone
+STOPPED = (
+    "stopped",
+    "deep-stopped",
+    "bits-stopped",
+)  # in the middle of a step, by the last rank alone
 INTERLEAVED = "--layers 4 --pipeline-parallel 2 --schedule interleaved"
+BITS = "--tensor-parallel 2 --state-bits 8"
 LORA = "--quantize nf4 --lora 8"
 ROUNDS: tuple[dict[str, Run], ...] = (
     {
@@ -73,6 +78,11 @@ ROUNDS: tuple[dict[str, Run], ...] = (
         "context": Run(2, "--context-parallel 2"),
         "context-3": Run(3, "--context-parallel 3", "stopped"),
     },
+    {
+        "bits-one": Run(2, BITS),
+        "bits-stopped": Run(2, BITS),
+    },
+    {"bits-on-two": Run(2, BITS, "bits-stopped")},
     {
         "context-tensor": Run(4, "--context-parallel 2 --tensor-parallel 2"),
         "context-all": Run(4, "--context-parallel 2 --pipeline-parallel 2 --zero 1", "stopped"),

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.averages import fitted, spread
 from unsloth_cupy.finetune.engine import squares
 from unsloth_cupy.finetune.ranks import Ranks, alone
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.text import Batch
+from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
 
 from .grids import RUNS, STEPS, STOP, STOPPED, WRONG
@@ -77,7 +80,9 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
     assert done.stderr.count(f"stopped after step {STOP + 1}") == len(STOPPED), done.stderr
     assert [done.stderr.count(line) for line in WRONG] == [1, 1], done.stderr
     for name, asked_for in RUNS.items():
-        one = next((f"{kind}-one" for kind in ("deep", "lora") if name.startswith(kind)), "one")
+        one = next(
+            (f"{kind}-one" for kind in ("deep", "lora", "bits") if name.startswith(kind)), "one"
+        )
         if name not in STOPPED:
             same(tmp_path / name, tmp_path / one)
             made = (np.load(tmp_path / f"{run}-sample.npz")["arr_0"] for run in (name, one))
@@ -171,7 +176,7 @@ def test_rows_are_divided_at_the_ends_of_texts() -> None:
 
 
 def test_what_ranks_do_not_do_is_refused() -> None:
-    fine: dict[str, Any] = {"state_bits": 32, "limited": False, "offload": False, "find_nan": False}
+    fine: dict[str, Any] = {"limited": False, "offload": False, "find_nan": False}
     two_of(0).check(2, 1, **fine)
     with pytest.raises(ConfigError, match="--batch 1 is not enough for 2 ranks"):
         two_of(0).check(1, 1, **fine)
@@ -188,9 +193,31 @@ def test_what_ranks_do_not_do_is_refused() -> None:
     ranks.groups = ranks.groups._replace(pipeline=ranks.groups.data)
     with pytest.raises(ConfigError, match="--zero 3 is not for --pipeline-parallel: the weights"):
         ranks.check(2, 1, **fine)
-    ranks.zero = 0
-    with pytest.raises(ConfigError, match="--state-bits 8 is not for divided weights"):
-        ranks.check(2, 1, **fine | {"state_bits": 8})
+
+
+def test_averages_of_8_bits_are_kept_for_any_grid() -> None:
+    """With a scale of each code they are the same codes again; a part has blocks of its own."""
+    rng = np.random.default_rng(0)
+    learned = {"wide": rng.standard_normal((90, 64)), "small": rng.standard_normal(5)}
+    optimizer = AdamW({n: a.astype(np.float32) for n, a in learned.items()}, state_bits=8)
+    for _ in range(3):
+        optimizer.step({n: rng.standard_normal(a.shape, np.float32) for n, a in learned.items()})
+    states = optimizer.state()
+    whole = spread(states)
+    assert whole["mean_scale.wide"].shape == (90, 64)
+    for given in (whole, states):
+        again = fitted(given, {"wide"})
+        assert again.keys() == states.keys()
+        for name, array in states.items():
+            np.testing.assert_array_equal(again[name], array, name)
+        wide = fitted(given, ())
+        assert wide.keys() == {"steps", "mean.wide", "square.wide", "mean.small", "square.small"}
+        close(wide["mean.wide"].reshape(-1), decode(states["mean.wide"].reshape(-1),
+              states["mean_scale.wide"], signed=True))  # fmt: skip
+    part = {n: a[:, 7:] if a.ndim == 2 else a for n, a in whole.items()}  # of blocks of its own
+    found, wanted = fitted(fitted(part, {"wide"}), ()), fitted(part, ())
+    assert fitted(part, {"wide"})["mean_scale.wide"].shape == (-(-90 * 57 // 256),)
+    close(found["mean.wide"], wanted["mean.wide"], 0.02)  # a step of the codes near 1
 
 
 def test_squares_of_parts_add_up_by_the_shares_of_rows() -> None:

@@ -166,8 +166,7 @@ def finetune(
     run: RunFolder | None = None
     with stop_request() as stop, ranks.ending():
         ranks.check(
-            batch, accumulate, state_bits=int(state_bits), limited=bool(limit_memory),
-            offload=plan.offload, find_nan=find_nan,
+            batch, accumulate, limited=bool(limit_memory), offload=plan.offload, find_nan=find_nan,
         )  # fmt: skip
         stop.together = not ranks.alone
         stop.leavable = ranks.alone

@@ -1,7 +1,7 @@
 """Losses and gradients of a model that the ranks of a run share, and its whole arrays."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..placement import to_numpy
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
 from ..training.precision import compute_copies
+from .averages import fitted, spread
 
 if TYPE_CHECKING:
     from ..models import Transformer
@@ -144,15 +145,16 @@ class Engine:
             return None
         if division is None:
             return dict(named)
-        return next(iter([*whole_parameters(named, division)]), None)
+        return next(iter([*whole_parameters(spread(named), division)]), None)
 
-    def own(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of the whole arrays of an optimizer."""
+    def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
+        """Return this rank's parts of whole averages, of 8 bits where parameters are these."""
         division = self.model.division
         if division is not None:  # names are those of parameters, as in mean.model.norm.weight
-            here = (name for name in named if division.holds(name.partition(".")[2]))
-            named = {name: division.own(name, named[name]) for name in here}
-        return dict(named) if self.parts is None else self.parts.divided(named)
+            here = (n for n in spread(named).items() if division.holds(n[0].partition(".")[2]))
+            named = {name: division.own(name, array) for name, array in here}
+        named = fitted(named, narrow)
+        return named if self.parts is None else self.parts.divided(named)
 
 
 def squares(

@@ -68,7 +68,6 @@ class Ranks:
         batch: int,
         accumulate: int,
         *,
-        state_bits: int,
         limited: bool,
         offload: bool,
         find_nan: bool,
@@ -91,9 +90,6 @@ class Ranks:
             cure = "look with --zero 1, which has the same numbers"
             problem = "a block is whole for a moment alone, and has no name"
             raise ConfigError(f"--zero 3 is not for --find-nan: {problem}; {cure}")
-        if self.groups.tensor.size * self.groups.pipeline.size > 1 and state_bits != 32:
-            cure = "leave it out, or use --data-parallel alone"
-            raise ConfigError(f"--state-bits {state_bits} is not for divided weights; {cure}")
         if not self.alone and (limited or offload):
             name = "--limit-memory" if limited else "offload"
             raise ConfigError(f"{name} is not for a run of several ranks; leave it out")

@@ -151,7 +151,12 @@ class Saving:
             state = json.loads((checkpoint / "trainer.json").read_text())
             averages = load_file(checkpoint / "optimizer.safetensors")
             steps, table = averages.pop("steps"), self.model.table
-            own = self.engine.own(averages)
+            optimizer = self.optimizer
+            tensors = self._own().tensors.items()
+            narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
+            own = self.engine.own(
+                averages, optimizer.narrow if isinstance(optimizer, Zero1) else narrow
+            )
             there = {name: placed(array, table) for name, array in own.items()}
             self.optimizer.load_state({"steps": steps, **there})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])

@@ -9,6 +9,8 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division, check_divides
 from unsloth_cupy.models.parse import parse
+from unsloth_cupy.models.quantized import cut_by_ranks, quantizing
+from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator
 
 from ..models.peers import CONFIGS, SIZES
@@ -69,3 +71,32 @@ def test_new_models_are_parts_of_one() -> None:
         assert model.division is not None
         for name, array in model.parameters.items():
             np.testing.assert_array_equal(array, model.division.own(name, whole.parameters[name]))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4-double"])
+@pytest.mark.parametrize(
+    ("sizes", "ranks"), [((128, 4, 192), 2), ((64, 2, 320), 4), ((128, 8, 172), 2)]
+)
+def test_layers_whose_codes_differ_are_named(
+    kind: str, sizes: tuple[int, int, int], ranks: int
+) -> None:
+    """What is not named has the values of the whole weight, bit for bit; what is named has not."""
+    hidden, heads, inner = sizes
+    config = SIZES | {"model_type": "llama", "hidden_size": hidden, "intermediate_size": inner}
+    config |= {"num_attention_heads": heads * 2, "num_key_value_heads": heads, "head_dim": 32}
+    config |= {"num_hidden_layers": 1}
+    comm = SingleCommunicator()
+    comm.size = ranks
+    whole = create(config, seed=0)
+    make, differ = quantizing("test", kind), set[str]()
+    named = cut_by_ranks(Division(parse(config), comm), kind)
+    for comm.rank in range(ranks):
+        division = Division(parse(config), comm)
+        for name, array in whole.parameters.items():
+            made, part = make(name, array), make(name, division.own(name, array).copy())
+            if isinstance(made, Quantized):
+                wanted = division.own(name, made.dequantize())
+                dense = part.dequantize() if isinstance(part, Quantized) else part
+                if not np.array_equal(dense, wanted):
+                    differ.add(name.split(".")[-2])
+    assert named == sorted(differ)

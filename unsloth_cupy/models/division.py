@@ -8,7 +8,8 @@ embedding and head by words.  (Shoeybi et al., Megatron-LM, 2019.)
     embed_tokens, lm_head                           words
 
 Heads must divide by the ranks.  Where ranks are more than the heads of keys and values, several
-ranks hold the same ones; inner size and vocabulary are divided as evenly as can be.
+ranks hold the same ones; the vocabulary is divided as evenly as can be, the inner size so by 64 at
+a time, where it is a multiple of that: no block of a weight of 4 bits is cut then.
 """
 
 import json
@@ -27,7 +28,7 @@ from ..parallel.tensor import all_reduce
 from ..placement import to_numpy
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
-from .layers import EMBEDDING, Stages
+from .layers import EMBEDDING, Stages, part_of_inner
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
 Cut = tuple[int, list[slice]]  # an axis, and what lies end to end on it
@@ -62,7 +63,7 @@ class Division:
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
-        inner = part(config.inner, comm)
+        inner = part_of_inner(config.inner, comm, comm.rank)
         self.config = replace(
             config,
             heads=config.heads // ranks,
@@ -96,7 +97,7 @@ class Division:
         q = slice(rank * each, (rank + 1) * each)
         first = rank // self.times * (keys * self.times // ranks)
         k = slice(first, first + keys * self.times // ranks)
-        inner = part(whole.inner, self.comm, rank)
+        inner = part_of_inner(whole.inner, self.comm, rank)
         words = part(whole.vocab, self.comm, rank)
         known = {"q_proj": [q], "attn_sub_norm": [q], "k_proj": [k], "v_proj": [k]}
         known |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..parallel.communicator import Communicator, SingleCommunicator, part
 from .config import Config
 
+STEP = 64  # columns of an MLP, where its inner size is a multiple of that
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -68,3 +69,10 @@ class Stages:
         if self.last and (name in (HEAD, NORM) or (self.tied and name == EMBEDDING)):
             found.append(self.chunks - 1)
         return found
+
+
+def part_of_inner(inner: int, comm: Communicator, rank: int) -> slice:
+    """Return which part of the inner size of an MLP a rank holds: as even as can be, by STEP."""
+    step = STEP if inner % STEP == 0 and inner >= STEP * comm.size else 1
+    where = part(inner // step, comm, rank)
+    return slice(where.start * step, where.stop * step)

@@ -21,6 +21,7 @@ from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized
 
 if TYPE_CHECKING:
+    from .division import Division
     from .transformer import Transformer
 
 KINDS: Mapping[str, Callable[[Array], Quantized]] = {
@@ -31,6 +32,7 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
     "ternary": ternary_quantize,
 }
 SKIP = ("embed", "norm", "lm_head")
+NF4_BLOCK = 64  # values that share an absmax
 LEAST = 1024  # values: what is smaller saves nothing
 ROWS = 256  # of a weight, whose error is found at a time
 
@@ -190,6 +192,36 @@ def quantizing(call: str, kind: str) -> Callable[[str, Any], Any]:
         return array if dense else _named(maker, name, array)
 
     return kept
+
+
+def cut_by_ranks(division: "Division", kind: str) -> list[str]:
+    """Return the layers of which slices are not quantized as slices of the whole weight would be.
+
+    Blocks, or rows that share a scale, are cut there, or slices are too small to be quantized.
+    """
+    found, ranks = set[str](), range(division.comm.size)
+    for name, shape in division.shapes.items():
+        cuts = [division.cut(name, rank) for rank in ranks]
+        if left_dense(name, shape, SKIP, LEAST) or len(ranks) == 1:
+            continue
+        for axis, places in (cut for cut in cuts if cut is not None):
+            held = sum(where.stop - where.start for where in places)
+            borders = [at for where in places for at in (where.start, where.stop)]
+            least = held * shape[1 - axis] < LEAST
+            if least or not _fits(kind, axis, borders, shape[1]):
+                found.add(name.split(".")[-2])
+    return sorted(found)
+
+
+def _fits(kind: str, axis: int, borders: Sequence[int], inputs: int) -> bool:
+    """Say whether borders of slices are borders of what shares a scale."""
+    if kind == "int8":
+        return axis == 0
+    if kind not in ("nf4", "fp4"):  # scales of scales, or one of all
+        return False
+    if axis == 0:
+        return all(border * inputs % NF4_BLOCK == 0 for border in borders)
+    return inputs % NF4_BLOCK == 0 and all(border % NF4_BLOCK == 0 for border in borders)
 
 
 def keeping(

@@ -137,8 +137,11 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
             share, own = model.loss_and_gradients(tokens, labels, offsets=offsets)
             close(model.loss(tokens, labels, offsets=offsets), share)
             close(comm.all_reduce(np.array(share)), wanted)
+            loss, sums = many.loss_and_gradients(tokens, labels, offsets=offsets)
+            close(loss, wanted)
             for name, gradient in many.sums(own).items():
                 close(gradient, grads[name])
+                np.testing.assert_array_equal(sums[name], gradient, name)
 
 
 def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The tokens of a text that are divided among ranks: which are this one's, and what they attend to.
 
 Rows are filled up until they divide, and dealt in the zigzag order of ``ring_order``; what fills
-them up has no label, and is seen by nothing of a text.
+them up is the last token again, which predicts nothing, and is seen by nothing of a text.
 """
 
 from typing import Any, NamedTuple, Self
@@ -14,7 +14,6 @@ from ..parallel.communicator import Communicator
 from ..parallel.ring import ring_attention, ring_order
 from ..placement import placed, to_numpy
 from .inputs import Places
-from .loss import IGNORE
 
 
 class Context(NamedTuple):
@@ -64,14 +63,5 @@ class Context(NamedTuple):
 
 
 def own_tokens(context: Context | None, tokens: Array) -> Array:
-    """Return this rank's tokens of (rows, tokens)."""
+    """Return this rank's tokens of (rows, tokens), or what they predict."""
     return tokens if context is None else context.own(tokens)
-
-
-def own_labels(context: Context | None, shifted: Array) -> Array:
-    """Return the labels of this rank's tokens; what fills up rows has none."""
-    if context is None:
-        return shifted
-    own: Array = context.own(shifted)
-    own[:, placed(context.order >= context.length, own)] = IGNORE
-    return own

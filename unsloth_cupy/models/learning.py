@@ -9,7 +9,7 @@ from ..core.dtypes import Array
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from ..training.tape import Tape
-from .context import Context, own_labels
+from .context import Context, own_tokens
 from .loss import count_labels, head_weight, loss_on_tape, losses_of, next_labels
 from .network import Network
 
@@ -22,7 +22,7 @@ def mean_loss(
     context = Context.of(model.context, tokens, mask, offsets)
     x = model.hidden(parameters, tokens, mask, offsets=offsets, context=context)
     shifted = next_labels(tokens, labels, offsets)
-    own = own_labels(context, shifted)
+    own = own_tokens(context, shifted)
     head = head_weight(model.config, parameters)
     losses = losses_of(model.config, x, head, own, model.division)
     return losses.sum(dtype=np.float64) / count_labels(shifted)
@@ -49,7 +49,7 @@ def loss_and_gradients(
         context = Context.of(model.context, tokens, mask, offsets)
         x = model.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets, context=context)
         shifted = next_labels(tokens, labels, offsets)
-        by, own = count_labels(shifted) if count is None else count, own_labels(context, shifted)
+        by, own = count_labels(shifted) if count is None else count, own_tokens(context, shifted)
         of, loss = loss_on_tape(model.config, parameters, x, own, by, scaler, model.division)
         gradients = tape.gradients(of, [*watched.values()], release=True)
     return loss, dict(zip(watched, gradients, strict=True))

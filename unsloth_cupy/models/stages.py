@@ -17,7 +17,7 @@ from ..training.tape import Tape
 from ..training.variable import Var
 from .adapter import PREFIX
 from .block import Call, blocks, embedded, join
-from .context import Context, own_labels, own_tokens
+from .context import Context, own_tokens
 from .layers import EMBEDDING, Stages
 from .loss import head_weight, loss_on_tape, losses_of, next_labels
 
@@ -99,7 +99,7 @@ class ModelStage:
         if not stages.ends_with(chunk):
             return y, None
         normed, used = y, call.parameters
-        shifted = own_labels(context, next_labels(tokens, microbatch["labels"], offsets))
+        shifted = own_tokens(context, next_labels(tokens, microbatch["labels"], offsets))
         if not isinstance(normed, Var):
             head = head_weight(config, used)
             losses = losses_of(config, normed, head, shifted, division)

@@ -70,8 +70,7 @@ class DataParallel:
         ``count`` is what sums are divided by, None: the labels of all ranks that count.
         """
         if count is None:
-            own = counted(labels, options.get("offsets"))
-            count = self.comm.all_reduce(own).clip(1)
+            count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
         buckets = Buckets(self.model.trainable, self.comm, self.bucket_bytes, self.beside)
         token = take_gradients.set(buckets.take)
         try:
@@ -177,6 +176,13 @@ class Buckets:
         total = self.beside.sum(flat)
         for name, place in zip(names, places, strict=True):
             self.found[name] = total[place].reshape(self.shapes[name])
+
+
+def counted_by_all(model: Model, labels: Any, offsets: Any, comm: Communicator) -> Any:
+    """Return how many labels of all ranks count, each once where ranks divide its row."""
+    total = comm.all_reduce(counted(labels, offsets))
+    context = getattr(model, "context", None)
+    return (total if context is None else total // context.size).clip(1)
 
 
 def counted(labels: Any, offsets: Any = None) -> Any:

@@ -23,7 +23,7 @@ from ..training.variable import Var
 from ._ahead import Ahead
 from ._shards import ZERO, Cut, Entered, gathered, measured_parts
 from .communicator import Communicator
-from .data import counted
+from .data import counted_by_all
 from .zero import STATES
 
 
@@ -136,7 +136,7 @@ class Zero3:
         ``checkpoint`` says how many blocks are whole at a time, one where it is None.
         """
         if count is None:
-            count = self.comm.all_reduce(counted(labels, options.get("offsets"))).clip(1)
+            count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
         self.ahead.begin()
         checkpoint = CheckpointConfig() if checkpoint is None else checkpoint
         loss, gradients = self.model.loss_and_gradients(

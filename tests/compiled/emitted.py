@@ -18,6 +18,7 @@ from ..ptx_on_cpu import ptx
 from ..ptx_on_cpu.parse import Body, functions, instruction, operands
 from ..ptx_on_cpu.rules import SIZE, WIDTH
 from ..variants import ARCHITECTURES, Variant, variants
+from .uniform import unproved_barriers
 
 # Kernels that compute in float64, and where they mean to.
 DOUBLE = {
@@ -47,6 +48,7 @@ class Kernel:
     """The statements of an entry, and what its registers come from."""
 
     def __init__(self, body: Body) -> None:
+        self.body = body
         self.parameters = body.parameters
         self.declared = [p.text for p in body.pieces if p.kind == "declaration"]
         self.statements = [
@@ -233,6 +235,7 @@ CHECKS: dict[str, Callable[[Kernel], Iterator[str]]] = {
     "reciprocals": reciprocals,
     "split stores": split_stores,
     "guarded barriers": guarded_barriers,
+    "uniform barriers": lambda kernel: iter(unproved_barriers(kernel.body)),
 }
 
 

@@ -10,6 +10,7 @@ from ..sass import whole
 from ..variants import ARCHITECTURES, Variant, constants, declared, of_kernel
 from . import emitted
 from .emitted import CHECKS, DOUBLE, Kernel, faults, kernel_of, unproved
+from .uniform import unproved_barriers
 
 SHARE = 3  # runs that look at every kernel
 # Kernels whose vector accesses no launch alone proves, and what does.
@@ -59,6 +60,7 @@ PLANTED = """
 {
 .reg .b64 %rd<5>; .reg .b32 %f<5>; .reg .b64 %fd<2>; .reg .pred %p; .reg .b32 %r<3>;
 .local .align 4 .b8 depot[8];
+mov.u32 %r1, %tid.x; setp.eq.s32 %p, %r1, 0;
 ld.param.u64 %rd1, [x]; cvta.to.global.u64 %rd2, %rd1;
 ld.param.u64 %rd3, [y]; cvta.to.global.u64 %rd4, %rd3;
 .loc 1 1 1
@@ -82,6 +84,7 @@ SAYS = {
     "reciprocals": "unit.cu:1: x / 24 is a product: y = x / 24;",
     "split stores": "unit.cu:1: four stores of 4 bytes side by side",
     "guarded barriers": "unit.cu:1: @%p bar.sync",
+    "uniform barriers": "unit.cu:1: bar.sync by %p of unit.cu:1",
 }
 
 
@@ -92,3 +95,59 @@ def test_every_check_says_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> No
         name: [said] for name, said in SAYS.items()
     }
     assert [*unproved(kernel, 4)] == ["unit.cu:1: ld.global.v4.f32 [%rd4+8]"]
+
+
+def barriers(text: str) -> list[str]:
+    """Return what is said of the barriers of a kernel that begins as here."""
+    head = """
+.visible .entry k(.param .u64 x, .param .u32 n)
+{
+.reg .b64 %rd<3>; .reg .b32 %r<9>; .reg .pred %p<5>;
+ld.param.u32 %r1, [n]; ld.param.u64 %rd1, [x]; mov.u32 %r2, %tid.x; mov.u32 %r3, %ctaid.x;
+and.b32 %r4, %r2, 31; shr.u32 %r5, %r2, 5;
+"""
+    return unproved_barriers(functions(f"{head}{text}\nret;\n}}\n")[1][0])
+
+
+SKIPS = "setp.lt.s32 %p1, {}, %r1; @%p1 bra $end; bar.sync 0; $end:"
+TURNS = (
+    "mov.u32 %r6, {}; $top: bar.sync 0;"
+    " add.s32 %r6, %r6, {}; setp.lt.s32 %p1, %r6, %r1; @%p1 bra $top;"
+)
+VOTES = "setp.eq.s32 %p2, {}, 0; vote.sync.any.pred %p1, %p2, -1; @%p1 bra $end; bar.sync 0; $end:"
+LANE = "shfl.sync.idx.b32 %r6, %r4, {}, 31, -1; setp.eq.s32 %p1, %r6, %r1; @%p1 ret; bar.sync 0;"
+LATER = (
+    "mov.u32 %r6, 0; $top: add.s32 %r6, %r6, 1; setp.lt.s32 %p1, %r6, {}; @%p1 bra $top;"
+    " setp.eq.s32 %p2, %r6, %r1; @%p2 bra $end; bar.sync 0; $end:"
+)
+AGAIN = (
+    "mov.u32 %r6, {}; setp.lt.s32 %p1, %r6, %r1; mov.u32 %r6, {}; @%p1 bra $end; bar.sync 0; $end:"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fine"),
+    [
+        (SKIPS.format("%r3"), True),
+        (SKIPS.format("%r2"), False),
+        (SKIPS.format("%r4"), False),
+        (SKIPS.format("%r5"), False),
+        (f"ld.global.u32 %r6, [%rd1]; {SKIPS.format('%r6')}", True),
+        (f"atom.global.add.u32 %r6, [%rd1], 1; {SKIPS.format('%r6')}", False),
+        (f"bar.red.popc.u32 %r6, 0, %p4; {SKIPS.format('%r6')}", True),
+        (TURNS.format("%r3", "32"), True),
+        (TURNS.format("%r2", "32"), False),
+        (TURNS.format("0", "%r5"), False),
+        (VOTES.format("%r4"), True),  # every warp asks its lanes the same
+        (VOTES.format("%r5"), False),
+        (LANE.format("7"), True),
+        (LANE.format("%r3"), True),
+        (LANE.format("%r2"), False),
+        (LATER.format("%r3"), True),
+        (LATER.format("%r2"), False),  # turns of a loop that threads leave one by one
+        (AGAIN.format("%r3", "%r2"), True),  # a register that is another one later
+        (AGAIN.format("%r2", "%r3"), False),
+    ],
+)
+def test_a_barrier_that_threads_may_come_to_alone_is_found(text: str, fine: bool) -> None:
+    assert (barriers(text) == []) == fine

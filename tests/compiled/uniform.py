@@ -1,0 +1,226 @@
+"""Barriers of a block are reached by all of its threads or by none: a proof from PTX.
+
+A value is uniform where all threads of a block have it: parameters, numbers of the block and of
+the grid, votes of the block, votes of warps that ask the same, loads from uniform addresses (the
+emulator shows that nobody writes there meanwhile), and what is computed from such values alone, on
+paths that uniform branches choose.  A barrier is proved where all branches that decide whether it
+is reached ask uniform predicates.
+"""
+
+import re
+from typing import NamedTuple
+
+from ..ptx_on_cpu.parse import Body, instruction
+
+THREAD, LANE = r"%(tid|warpid)", r"%lane"  # what threads differ in; what lanes do, in each warp
+# Results that threads differ in, whatever they are made of.
+LANES = ("atom", "ldmatrix", "mma", "wgmma", "mbarrier", "call", "mapa")
+ENDS = ("ret", "exit", "trap")
+
+
+class Line(NamedTuple):
+    """An instruction: guard, words, operands, place; the numbers of the lines that may follow."""
+
+    guard: str
+    words: tuple[str, ...]
+    ops: tuple[str, ...]
+    place: str
+    follow: tuple[int, ...]
+
+    @property
+    def is_barrier(self) -> bool:
+        """Say whether all threads of the block, or of the cluster, must come."""
+        whole = self.words[0] == "bar" and len(self.ops) == 1 + 2 * ("red" in self.words)
+        return self.words[:2] == ("barrier", "cluster") or (whole and "warp" not in self.words)
+
+
+def lines(body: Body) -> list[Line]:
+    """Return the instructions of a function with the paths between them."""
+    labels, pieces = dict[tuple[str, int], int](), []
+    for piece in body.pieces:
+        if piece.kind == "label":
+            labels[piece.text, piece.blocks[-1]] = len(pieces)
+        elif piece.kind == "instruction":
+            pieces.append(piece)
+    found = []
+    for number, piece in enumerate(pieces):
+        guard, words, ops = instruction(piece.text)
+        known = (labels.get((ops[0], block)) for block in reversed(piece.blocks)) if ops else ()
+        jump = [next(at for at in known if at is not None)] if words[0] == "bra" else []
+        ends = not guard and words[0] in ("bra", *ENDS)
+        follow = (*jump, *([] if ends or number + 1 == len(pieces) else [number + 1]))
+        place = f"{piece.place[0]}:{piece.place[1]}"
+        found.append(Line(guard.lstrip("!"), words, ops, place, follow))
+    return found
+
+
+def deciding(several: list[Line]) -> list[int]:
+    """Return for each line, as bits, the branches that decide whether it is reached."""
+    end = len(several)
+    before = [list[int]() for _ in range(end + 1)]
+    for number, line in enumerate(several):
+        for follow in line.follow or (end,):
+            before[follow].append(number)
+        if line.guard and line.words[0] in ENDS:
+            before[end].append(number)
+    after = [-1] * end + [1 << end]  # lines that each path to the end passes, as bits
+    left = [end]
+    while left:
+        for number in before[left.pop()]:
+            exits = not several[number].follow or several[number].words[0] in ENDS
+            ways = [*several[number].follow, *([end] if exits else [])]
+            passed = -1
+            for way in ways:
+                passed &= after[way]
+            passed |= 1 << number
+            if passed != after[number]:
+                after[number] = passed
+                left.append(number)
+    found = [0] * end
+    for number, line in enumerate(several):
+        exits = line.guard and line.words[0] in ENDS
+        if len(line.follow) + bool(exits) > 1:
+            passed = 0
+            for way in (*line.follow, *([end] if exits else [])):
+                passed |= after[way]
+            passed &= ~(after[number] & ~(1 << number)) & ((1 << end) - 1)
+            while passed:
+                low = passed & -passed
+                found[low.bit_length() - 1] |= 1 << number
+                passed ^= low
+    return closed(found)
+
+
+def closed(found: list[int]) -> list[int]:
+    """Add to the branches that decide over a line those that decide over them."""
+    grows = True
+    while grows:
+        grows = False
+        for number, own in enumerate(found):
+            whole, left = own, own
+            while left:
+                low = left & -left
+                whole |= found[low.bit_length() - 1]
+                left ^= low
+            grows |= whole != own
+            found[number] = whole
+    return found
+
+
+def registers(*texts: str) -> set[str]:
+    """Return the registers, and special ones, in operands."""
+    return {found for text in texts for found in re.findall(r"%[\w.]+|\b[a-z]\w*\b", text)}
+
+
+def results(line: Line) -> set[str]:
+    """Return the registers that an instruction writes."""
+    if not line.ops or line.words[0] in ("st", "bra", "red") or line.words[:2] == ("bar", "sync"):
+        return set()
+    return registers(line.ops[0])
+
+
+def sources(several: list[Line], exact: bool) -> list[set[int]]:
+    """Return for each line those that made what it reads, its guard too: by paths, or by names."""
+    makers = dict[str, list[int]]()
+    for number, line in enumerate(several):
+        for register in results(line):
+            makers.setdefault(register, []).append(number)
+    readers = dict[str, set[int]]()
+    for number, line in enumerate(several):
+        own = line.ops if not results(line) else line.ops[1:]
+        for register in registers(*own, line.guard):
+            readers.setdefault(register, set()).add(number)
+    found = [set[int]() for _ in several]
+    for register, numbers in makers.items():
+        asks = readers.get(register, set())
+        for maker in numbers:
+            for reader in (
+                asks & until(several, maker, numbers) if exact and len(numbers) > 1 else asks
+            ):
+                found[reader].add(maker)
+    return found
+
+
+def until(several: list[Line], start: int, others: list[int]) -> set[int]:
+    """Return the lines that run after one, up to those that write the same register."""
+    ends = {n for n in others if not several[n].guard}
+    found, left = set[int](), [*several[start].follow]
+    while left:
+        number = left.pop()
+        if number not in found:
+            found.add(number)
+            left += () if number in ends else several[number].follow
+    return found
+
+
+def spread(
+    several: list[Line],
+    made_by: list[set[int]],
+    decide: list[int],
+    starts: set[int],
+    ends: set[int],
+) -> set[int]:
+    """Return the lines that some reach: by what they read, or by branches that decide over them."""
+    found, size = starts - ends, -1
+    while len(found) > size:
+        size = len(found)
+        asks = sum(1 << n for n in found if several[n].guard)
+        found |= {n for n, made in enumerate(made_by) if made & found or decide[n] & asks} - ends
+    return found
+
+
+def different(
+    several: list[Line], decide: list[int], parameters: tuple[str, ...], exact: bool
+) -> set[int]:
+    """Return the lines whose results, or guards, threads of a block may differ in.
+
+    Lanes that do, in each warp alike, come to one result by a vote, or by a shuffle from one lane.
+    """
+    reads, made_by = [registers(*line.ops[1:]) for line in several], sources(several, exact)
+    own, lanes, mixed, block = set[int](), set[int](), set[int](), set[int]()
+    by_lane = [*made_by]  # of what lanes of a warp get from others, what tells which
+    for n, (_, words, ops, _, _) in enumerate(several):
+        if words[:2] == ("bar", "red"):
+            block.add(n)
+        elif words[0] == "vote":
+            by_lane[n] = set()
+        elif words[0] == "shfl" and "idx" in words:
+            by_lane[n] = {made for made in made_by[n] if ops[2] in results(several[made])}
+        elif (
+            words[0] in LANES
+            or (words[0] == "ld" and not same_for_all(words, ops, parameters))
+            or any(re.match(THREAD, register) for register in reads[n])
+        ):
+            own.add(n)
+        elif words[0] == "shfl" or any(re.match(LANE, register) for register in reads[n]):
+            mixed.add(n)
+    ids = {n for n in own if "%tid.x" in reads[n] and several[n].words[0] == "mov"}
+    for n, made in enumerate(made_by):
+        if made and made <= ids and several[n].words[0] == "and" and several[n].ops[2] == "31":
+            lanes.add(n)  # a thread's number in its warp
+    warps = spread(several, made_by, decide, own, lanes | block)
+    return warps | spread(several, by_lane, decide, own | lanes | mixed, block)
+
+
+def same_for_all(words: tuple[str, ...], ops: tuple[str, ...], parameters: tuple[str, ...]) -> bool:
+    """Say whether a load from one address gives all threads one value: results of a call differ."""
+    base = ops[1].strip("[] ").partition("+")[0].strip()
+    own = "param" in words and base[0] != "%" and base not in parameters
+    return not own and "local" not in words
+
+
+def unproved_barriers(body: Body) -> list[str]:
+    """Return the barriers of a block that threads may come to alone."""
+    several, said = lines(body), list[str]()
+    if not any(line.is_barrier for line in several):
+        return []
+    decide = deciding(several)
+    for exact in (False, True):  # most are proved in the cheap way
+        found, said = different(several, decide, body.parameters, exact), []
+        for number, line in enumerate(several):
+            asked = decide[number] | bool(line.guard) << number
+            by = [several[n] for n in sorted(found) if asked >> n & 1 and line.is_barrier]
+            said += [f"{line.place}: {'.'.join(line.words)} by {b.guard} of {b.place}" for b in by]
+        if not said:
+            break
+    return said

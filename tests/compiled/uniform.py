@@ -119,8 +119,11 @@ def results(line: Line) -> set[str]:
     return registers(line.ops[0])
 
 
-def sources(several: list[Line], exact: bool) -> list[set[int]]:
-    """Return for each line those that made what it reads, its guard too: by paths, or by names."""
+def sources(several: list[Line], doubted: set[int]) -> list[set[int]]:
+    """Return for each line those that made what it reads, its guard too.
+
+    Paths tell which of several that write a register, where some of them are doubted, not all.
+    """
     makers = dict[str, list[int]]()
     for number, line in enumerate(several):
         for register in results(line):
@@ -133,10 +136,9 @@ def sources(several: list[Line], exact: bool) -> list[set[int]]:
     found = [set[int]() for _ in several]
     for register, numbers in makers.items():
         asks = readers.get(register, set())
+        mixed = not doubted.isdisjoint(numbers) and not doubted.issuperset(numbers)
         for maker in numbers:
-            for reader in (
-                asks & until(several, maker, numbers) if exact and len(numbers) > 1 else asks
-            ):
+            for reader in asks & until(several, maker, numbers) if mixed else asks:
                 found[reader].add(maker)
     return found
 
@@ -170,13 +172,13 @@ def spread(
 
 
 def different(
-    several: list[Line], decide: list[int], parameters: tuple[str, ...], exact: bool
+    several: list[Line], decide: list[int], parameters: tuple[str, ...], doubted: set[int]
 ) -> set[int]:
     """Return the lines whose results, or guards, threads of a block may differ in.
 
     Lanes that do, in each warp alike, come to one result by a vote, or by a shuffle from one lane.
     """
-    reads, made_by = [registers(*line.ops[1:]) for line in several], sources(several, exact)
+    reads, made_by = [registers(*line.ops[1:]) for line in several], sources(several, doubted)
     own, lanes, mixed, block = set[int](), set[int](), set[int](), set[int]()
     by_lane = [*made_by]  # of what lanes of a warp get from others, what tells which
     for n, (_, words, ops, _, _) in enumerate(several):
@@ -215,12 +217,16 @@ def unproved_barriers(body: Body) -> list[str]:
     if not any(line.is_barrier for line in several):
         return []
     decide = deciding(several)
-    for exact in (False, True):  # most are proved in the cheap way
-        found, said = different(several, decide, body.parameters, exact), []
+    found = set[int]()
+    for _ in range(2):  # most are proved without a look at paths
+        found, said = different(several, decide, body.parameters, found), []
         for number, line in enumerate(several):
-            asked = decide[number] | bool(line.guard) << number
-            by = [several[n] for n in sorted(found) if asked >> n & 1 and line.is_barrier]
-            said += [f"{line.place}: {'.'.join(line.words)} by {b.guard} of {b.place}" for b in by]
+            if line.is_barrier:
+                asked = decide[number] | bool(line.guard) << number
+                by = [several[n] for n in sorted(found) if asked >> n & 1]
+                said += [
+                    f"{line.place}: {'.'.join(line.words)} by {b.guard} of {b.place}" for b in by
+                ]
         if not said:
             break
     return said

@@ -125,10 +125,10 @@ def hot_loop(text: str) -> int:
 
 
 # ---- waits --------------------------------------------------------------------------------------
-# What copies into shared memory, what waits for it, and what reads it.
+# What copies into shared memory; what asks for a new copy; what waits for one; what reads it.
 WAYS = {
-    "cp.async": (r"LDGSTS", r"DEPBAR\.LE", r"LDS\b|LDSM"),
-    "TMA": (r"UTMALDG", r"SYNCS\.PHASECHK", r"HGMMA"),
+    "cp.async": (r"LDGSTS", r"LDGSTS", r"DEPBAR\.LE", r"LDS\b|LDSM"),
+    "TMA": (r"UTMALDG", r"SYNCS\.ARRIVE", r"SYNCS\.PHASECHK", r"HGMMA"),
 }
 ENDS = r"EXIT|RET|KILL"  # where they stand without a predicate, nothing follows; so too BRA
 
@@ -174,24 +174,25 @@ def reached(several: list[Step], starts: Iterable[int], stop: str) -> set[int]:
 def unwaited(text: str) -> list[str]:
     """Return the reads of copied data to which a path leads that waits for no copy.
 
-    Two kinds of path: from the kernel's begin by way of a copy, and around a loop that copies and
-    reads; in between, a read may be of what an earlier turn waited for.  Copies of TMA are made by
-    one warp and read by others: there any path counts.  A wait that leaves as many groups of copies
-    on their way as the kernel has is none.
+    Two kinds of path: from the kernel's begin, for cp.async by way of a copy, and around a loop
+    that copies and reads, or that lets another warp copy; in between, a read may be of what an
+    earlier turn waited for.  A wait that leaves as many groups of copies on their way as the kernel
+    has is none.
     """
     several, found = steps(text), list[str]()
     groups = sum(step.name == "LDGDEPBAR" for step in several)
-    for way, (copy, wait, read) in WAYS.items():
+    for way, (copy, again, wait, read) in WAYS.items():
         own = [s._replace(name="NOP") if leaves(s) >= groups > 0 else s for s in several]
-        copies = [n for n, step in enumerate(own) if re.match(copy, step.name)]
+        copies, more = (
+            [n for n, step in enumerate(own) if re.match(name, step.name)] for name in (copy, again)
+        )
         begin = reached(own, [0], wait)
         if copies and way == "cp.async":
             begin = reached(own, begin.intersection(copies), wait)
         for n, step in enumerate(own):
             if copies and re.match(read, step.name):
                 turn = reached(own, step.follow, wait)
-                copied = way == "TMA" or n in reached(own, turn.intersection(copies), wait)
-                if n in begin or (n in turn and copied):
+                if n in begin or n in reached(own, turn.intersection(more), wait):
                     found.append(f"{way}: {step.name} {step.operands.strip()}")
     return found
 

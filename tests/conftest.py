@@ -14,7 +14,8 @@ import pytest
 from .sample import Sample, commits
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy: as many processes as cores share them
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for library in ("OPENBLAS", "MKL"):  # torch asks MKL; our own threads stay as they are
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
 FOLDER = Path(__file__).parent / "golden"
 WHOLE = 3000  # tests: more are the suite

@@ -182,8 +182,7 @@ def rows_back(dims: tuple[int, ...] = (64, 128)) -> Iterator[str]:
     for dim in dims:
         bound = likely = 0.0  # cycles of 64 x 64 pairs, in both launches
         for own in variants_back(dim):
-            with budget.without_a_device():
-                text, registers = sass.disassembled(own), budget.numbers(own)[0]
+            text, registers = sass.disassembled(own), budget.numbers(own)[0]
             said, (tile, more) = constants(own.launch.source), tile_of(text)
             columns, cycles = int(said["TILE"]), tile.cycles()
             bound += max(cycles.values()) * ROWS / columns

@@ -41,7 +41,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
     const T *its_x = x + start(row, {inner, x_outer, x_step}) + first;
-    T *its_y = y + row * COLUMNS + first;
+    const long long place = row * COLUMNS + first;  // of y; stored in one piece: see vector.cuh
     cluster_start<CLUSTER>(exchange);
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
@@ -87,7 +87,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
         }
 #pragma unroll
         for (int j = 0; j < LANES; j++) v[j] *= share;
-        store(its_y + k * STEP, v);
+        store(y, place + k * STEP, v);
     }
 }
 
@@ -100,7 +100,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
     const int first = column_of(0);
     const T *its_dy = dy + start(row, {inner, dy_outer, dy_step}) + first;
     const T *its_y = y + start(row, {inner, y_outer, y_step}) + first;
-    T *its_dx = dx + row * COLUMNS + first;
+    const long long place = row * COLUMNS + first;  // of dx
     cluster_start<CLUSTER>(exchange);
 
     Vector<T, LANES> kept_dy[KEEP ? DEPTH : 1], kept_y[KEEP ? DEPTH : 1];
@@ -131,6 +131,6 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
         widen(v, kept_y[KEEP ? k : 0]);
 #pragma unroll
         for (int j = 0; j < LANES; j++) d[j] = scale * v[j] * (d[j] - sum);
-        store(its_dx + k * STEP, d);
+        store(dx, place + k * STEP, d);
     }
 }

@@ -17,7 +17,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ShapeError
+from ...errors import ConfigError, ShapeError
 from ..common.codes import quantized
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
@@ -48,7 +48,8 @@ def kv_append_int8_(
 ) -> Array:
     """Write codes and scales of k and v, whose first token stands at start, or at starts[b].
 
-    Without a page_table, pages are the rows of a batch, and page the slots of each.
+    Without a page_table, pages are the rows of a batch, and page the slots of each; with one,
+    starts are given, else ConfigError.
     """
     wide = np.promote_types(k.dtype, np.float32)
     both = [quantized(array.astype(wide))[:2] for array in (k, v)]
@@ -63,7 +64,11 @@ def kv_append_int8_(
 
 
 @kv_append_int8_.require
-def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
+def _check(
+    call: str, k: Array, keys: Array, page_table: Array | None, starts: Array | None
+) -> None:
+    if page_table is not None and starts is None:
+        raise ConfigError(f"{call}: page_table is given without starts; pass starts, one a row")
     if page_table is None and keys.shape[0] != k.shape[0]:
         problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
         wanted, given = k.shape[0], keys.shape[0]

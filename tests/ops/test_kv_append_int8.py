@@ -7,7 +7,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
-from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.errors import ShapeError
 from unsloth_cupy.ops.attention.kv_append import kv_append_
 from unsloth_cupy.ops.attention.kv_append_int8 import kv_append_int8_
 
@@ -32,6 +32,14 @@ class TestKvAppendInt8(KernelParity):
             arrays={"starts": np.array([-2, 5], np.int32)},
         ),
         Case("a wide head", **ROWS | {"dim": 520}, tokens=1, page=2),
+        Case(
+            "pages, one start",
+            **ROWS | {"pages": 4},
+            tokens=3,
+            page=4,
+            start=2,
+            arrays={"page_table": [[3, 1], [0, 2]]},
+        ),
         *(
             Case(
                 f"pages of {page}",
@@ -105,12 +113,3 @@ def test_rows_of_the_cache_are_those_of_new_tokens() -> None:
     cache = np.zeros((3, 8, 2, 16), np.int8), np.zeros((3, 8, 2, 16), np.int8)
     with pytest.raises(ShapeError, match="keys have 3 rows and k has 1; pass a page_table"):
         kv_append_int8_(k, k, *cache, np.zeros((2, 3, 8, 2), np.float32))
-
-
-def test_pages_need_starts() -> None:
-    k = np.ones((1, 1, 2, 16), np.float32)
-    pages = np.zeros((3, 8, 2, 16), np.int8), np.zeros((3, 8, 2, 16), np.int8)
-    with pytest.raises(ConfigError, match="page_table is given without starts"):
-        kv_append_int8_(
-            k, k, *pages, np.zeros((2, 3, 8, 2), np.float32), np.zeros((1, 1), np.int32)
-        )

@@ -17,7 +17,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ConfigError, ShapeError
+from ...errors import ShapeError
 from ..common.codes import quantized
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
@@ -48,14 +48,15 @@ def kv_append_int8_(
 ) -> Array:
     """Write codes and scales of k and v, whose first token stands at start, or at starts[b].
 
-    Without a page_table, pages are the rows of a batch, and page the slots of each; with one,
-    starts are given, else ConfigError.
+    Without a page_table, pages are the rows of a batch, and page the slots of each; with one, sinks
+    are not used.
     """
     wide = np.promote_types(k.dtype, np.float32)
     both = [quantized(array.astype(wide))[:2] for array in (k, v)]
     append: Any = kv_append_.definition
     more: dict[str, Any] = {"starts": starts, "start": start, "sinks": sinks}
     if page_table is not None:
+        starts = np.full(len(k), start, like=k) if starts is None else starts
         append, more = kv_append_paged_.definition, {"page_table": page_table, "starts": starts}
     (k_codes, k_scales), (v_codes, v_scales) = both
     append(k_codes, v_codes, keys, values, **more)
@@ -64,11 +65,7 @@ def kv_append_int8_(
 
 
 @kv_append_int8_.require
-def _check(
-    call: str, k: Array, keys: Array, page_table: Array | None, starts: Array | None
-) -> None:
-    if page_table is not None and starts is None:
-        raise ConfigError(f"{call}: page_table is given without starts; pass starts, one a row")
+def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
     if page_table is None and keys.shape[0] != k.shape[0]:
         problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
         wanted, given = k.shape[0], keys.shape[0]

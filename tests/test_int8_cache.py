@@ -8,10 +8,16 @@ import pytest
 from unsloth_cupy import KVCache, PagedKVCache, attention, attention_paged, models
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
+from unsloth_cupy.inference import storage
 
 from .parity import emulator
 
 SHAPE = (2, 2, 40, 2, 64)  # layers, batch, capacity, kv_heads, dim
+CONFIG = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def new_tokens(rng: np.random.Generator, tokens: int, dtype: Any = np.float32) -> Any:
@@ -21,6 +27,10 @@ def new_tokens(rng: np.random.Generator, tokens: int, dtype: Any = np.float32) -
 def within_a_percent(found: np.ndarray, wanted: np.ndarray) -> bool:
     off = np.linalg.norm(found.astype(np.float64) - wanted.astype(np.float64))
     return bool(off <= 0.01 * np.linalg.norm(wanted.astype(np.float64)))
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("codes were read as floats")
 
 
 def nbytes(cache: Any) -> int:
@@ -78,7 +88,54 @@ def test_a_window_keeps_the_same_tokens(sinks: int) -> None:
         k, v = new_tokens(rng, tokens)
         for wanted, found in zip(wide.append(0, k, v), codes.append(0, k, v), strict=True):
             assert within_a_percent(found, wanted)
-    assert not codes.reads_codes(0, 1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_one_token_reads_the_codes_of_a_ring(sinks: int, padded: bool) -> None:
+    """Around it more than once; what is padding in one row is seen by none of its queries."""
+    rng = np.random.default_rng(0)
+    options = {"window": 6, "sinks": sinks}
+    wide, codes = (KVCache(*SHAPE, dtype=d, **options) for d in ("float32", "int8"))
+    real = np.ones((2, 5), bool)
+    real[0, :2] = not padded  # a sink, and later what a ring writes over
+    for cache in (wide, codes):
+        cache.note(real if padded else None, 5)
+    for step, tokens in enumerate((5, *[1] * 17)):
+        k, v = new_tokens(rng, tokens)
+        q = rng.standard_normal((2, tokens, 4, 64), np.float32)
+        noted, _ = (cache.note(None, tokens) for cache in (wide, codes))
+        keys, values = wide.append(0, k, v)
+        mask = None if noted is None else wide.held(0, tokens, noted)[:, None, None]
+        wanted = attention(q, keys, values, causal=True, mask=mask)
+        if step == 0:
+            assert not codes.reads_codes(0, tokens)
+            codes.append(0, k, v)
+        else:
+            assert codes.reads_codes(0, 1)
+            assert within_a_percent(codes.attend(0, q, k, v), wanted)
+    assert not codes.reads_codes(0, 1, window=5)  # of the model: slots are not in order
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_padded_model_decodes_from_codes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts padded on the left, with the window of the model and without one."""
+    config = CONFIG | {"model_type": kind} | ({"sliding_window": 8} if kind == "mistral" else {})
+    model = models.create(config, seed=0)
+    tokens = np.random.default_rng(0).integers(3, 300, (2, 24))
+    mask = np.ones((2, 12), bool)
+    mask[0, :3] = False
+    caches = [
+        KVCache(2, 2, 24, 2, 16, dtype=d, window=8 if kind == "mistral" else None)
+        for d in ("float32", "int8")
+    ]
+    for part, given in [(slice(0, 12), mask), *((slice(n, n + 1), None) for n in range(12, 24))]:
+        wanted, found = (model.logits(tokens[:, part], mask=given, cache=cache) for cache in caches)
+        real = slice(3 if given is not None else 0, None)
+        assert within_a_percent(found[0, real], wanted[0, real])
+        assert within_a_percent(found[1], wanted[1])
+        # after the prompt codes are read as they lie
+        monkeypatch.setattr(storage, "read", refuse)
 
 
 def test_rows_and_pages_move_with_their_scales() -> None:
@@ -101,12 +158,7 @@ def test_rows_and_pages_move_with_their_scales() -> None:
 
 
 def test_a_model_decodes_from_codes() -> None:
-    config = {
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 64, "eos_token_id": 2,
-    }  # fmt: skip
-    model = models.create(config, seed=0)
+    model = models.create(CONFIG, seed=0)
     tokens = np.random.default_rng(0).integers(3, 300, (2, 20))
     wanted = model.logits(tokens)
     cache = KVCache(2, 2, 32, 2, 16, dtype="int8")

@@ -210,7 +210,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         q, k = rope_qk(q, k, cos, sin, call.positions)
     window, mask, lengths = config.window_of(layer), call.mask, None
     held = call.cache
-    in_codes = isinstance(held, KVCache) and mask is None and held.reads_codes(layer, tokens)
+    in_codes = isinstance(held, KVCache) and held.reads_codes(layer, tokens, window)
     if call.append is not None:  # its slots hold what one query sees, in any order
         k, v, mask, lengths = call.append(layer, k, v)
         window = None

@@ -1,8 +1,8 @@
-"""Commands in a rank: ``python -m tests.parallel.commands FAULT -- ARGUMENTS -- ARGUMENTS``.
+"""Commands in a rank: ``python -m tests.parallel.commands ARGUMENTS -- FAULT -- ARGUMENTS``.
 
-FAULT is what goes wrong in a run that saves every two steps: killed, the last rank is in the middle
-of step 3; full, the disk of rank 0 is; torn, rank 0 is killed when half of its second checkpoint is
-written; none, nothing.
+FAULT is what goes wrong from there on in a run that saves every two steps: killed, the last rank is
+in the middle of step 3; full, the disk of rank 0 is; torn, rank 0 is killed when half of its second
+checkpoint is written.
 """
 
 import errno
@@ -49,8 +49,12 @@ def torn() -> None:
     saving.write_tensors = write
 
 
+FAULTS = {"killed": killed, "full": full, "torn": torn}
+
 if __name__ == "__main__":
-    {"killed": killed, "full": full, "torn": torn, "none": list}[sys.argv[1]]()
-    for ends, command in groupby(sys.argv[2:], "--".__eq__):
-        if not ends:
-            group([*command], standalone_mode=False)
+    for ends, command in groupby(sys.argv[1:], "--".__eq__):
+        asked = [*command]
+        if asked[0] in FAULTS:
+            FAULTS[asked[0]]()
+        elif not ends:
+            group(asked, standalone_mode=False)

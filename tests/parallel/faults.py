@@ -1,6 +1,5 @@
-"""One rank of three does what the others do not, and in the end comes not: in ``mpiexec -n 3``."""
+"""One rank of three does what the others do not, and in the end comes not: by sockets or MPI."""
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from unsloth_cupy.errors import CommunicationError
-from unsloth_cupy.parallel import MpiCommunicator, SocketCommunicator
+from unsloth_cupy.parallel import SocketCommunicator
 from unsloth_cupy.parallel.exchanges import Exchanges
 
 DISAGREE = {  # what rank 2 calls, where the others call all_reduce of three float32
@@ -51,9 +50,8 @@ def sizes(comm: Exchanges, odd: bool) -> None:
         raise SystemExit("nobody noticed")
 
 
-def main() -> None:
-    made = SocketCommunicator.from_environment if "RANK" in os.environ else MpiCommunicator
-    comm = made(timeout=60)
+def all_checks(comm: Exchanges) -> None:
+    """Of three ranks the last does other things than the others, and in the end waits."""
     odd = comm.rank == 2
     comm.all_reduce(np.ones(100_000, np.float32))  # all are under way
     checked = comm.split(0)
@@ -66,4 +64,5 @@ def main() -> None:
     comm.all_reduce(np.ones(3, np.float32))
 
 
-main()
+if __name__ == "__main__":
+    all_checks(SocketCommunicator.from_environment(timeout=60))

@@ -1,12 +1,13 @@
 """Runs of the command in many grids of ranks that were started once; each shall equal one rank's.
 
-In each round 8 ranks run other grids at a time.  Beside the folder of a run lie the gradients of
+As many grids run at a time as there are ranks for.  Beside the folder of a run lie the gradients of
 its first and its last step, and tokens that its model writes.
 """
 
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune import ranks, trainer
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
+
+from ..sample import Sample
 
 STEPS, STOP = 20, 9
 NEW = ("--layers", "2", "--hidden", "64", "--vocabulary", "300")
@@ -41,70 +44,78 @@ class Run(NamedTuple):
     base: str = ""
 
 
-STOPPED = (
-    "stopped",
-    "deep-stopped",
-    "bits-stopped",
-)  # in the middle of a step, by the last rank alone
 INTERLEAVED = "--layers 4 --pipeline-parallel 2 --schedule interleaved"
 BITS = "--tensor-parallel 2 --state-bits 8"
 LORA = "--quantize nf4 --lora 8"
-ROUNDS: tuple[dict[str, Run], ...] = (
-    {
-        "one": Run(1, ""),
-        "data": Run(3, "--data-parallel 3"),
-        "stopped": Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 3"),
-    },
-    {
-        "zero": Run(2, "--data-parallel 2 --zero 1"),
-        "tensor": Run(2, "--tensor-parallel 2"),
-        "pipeline": Run(2, "--pipeline-parallel 2"),
-        "on-one": Run(1, "", "stopped"),
-        "deep-one": Run(1, "--layers 4"),
-    },
-    {
-        "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2 --schedule gpipe", "stopped"),
-        "deep-stopped": Run(2, INTERLEAVED),
-        "zero-3": Run(2, "--data-parallel 2 --zero 3"),
-    },
-    {
-        "on-three": Run(3, "--data-parallel 3 --zero 1", "stopped"),
-        "deep-on-four": Run(4, f"--tensor-parallel 2 {INTERLEAVED}", "deep-stopped"),
-        "deep-on-one": Run(1, "--layers 4", "deep-stopped"),
-    },
-    {
-        "lora-one": Run(1, LORA, base="one"),
-        "lora-zero-3": Run(2, f"{LORA} --zero 3", base="one"),
-        "context": Run(2, "--context-parallel 2"),
-        "context-3": Run(3, "--context-parallel 3", "stopped"),
-    },
-    {
-        "bits-one": Run(2, BITS),
-        "bits-stopped": Run(2, BITS),
-    },
-    {"bits-on-two": Run(2, BITS, "bits-stopped")},
-    {
-        "context-tensor": Run(4, "--context-parallel 2 --tensor-parallel 2"),
-        "context-all": Run(4, "--context-parallel 2 --pipeline-parallel 2 --zero 1", "stopped"),
-    },
-    {
-        "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),
-        "wrong-grid": Run(3, "--tensor-parallel 2"),
-    },
-    {"all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1")},
+RUNS = {
+    "one": Run(1, ""),
+    "stopped": Run(4, "--tensor-parallel 2 --data-parallel 2 --zero 3"),
+    "data": Run(3, "--data-parallel 3"),
+    "zero-1": Run(2, "--data-parallel 2 --zero 1"),
+    "zero-3": Run(2, "--data-parallel 2 --zero 3"),
+    "tensor": Run(2, "--tensor-parallel 2"),
+    "pipeline": Run(2, "--pipeline-parallel 2"),
+    "context": Run(2, "--context-parallel 2"),
+    "on-one": Run(1, "", "stopped"),
+    "on-three": Run(3, "--data-parallel 3 --zero 1", "stopped"),
+    "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2 --schedule gpipe", "stopped"),
+    "on-3-contexts": Run(3, "--context-parallel 3", "stopped"),
+    "on-contexts": Run(4, "--context-parallel 2 --pipeline-parallel 2 --zero 1", "stopped"),
+    "deep-one": Run(1, "--layers 4"),
+    "deep-stopped": Run(2, INTERLEAVED),
+    "deep-on-one": Run(1, "--layers 4", "deep-stopped"),
+    "deep-on-four": Run(4, f"--tensor-parallel 2 {INTERLEAVED}", "deep-stopped"),
+    "lora-one": Run(1, LORA, base="one"),
+    "lora-zero-3": Run(2, f"{LORA} --zero 3", base="one"),
+    "bits-one": Run(2, BITS),
+    "bits-stopped": Run(2, BITS),
+    "bits-on-two": Run(2, BITS, "bits-stopped"),
+    "both": Run(4, "--context-parallel 2 --tensor-parallel 2"),
+    "all": Run(8, "--tensor-parallel 2 --pipeline-parallel 2 --data-parallel 2 --zero 1"),
+    "wrong-layers": Run(2, "--pipeline-parallel 2 --layers 1"),
+    "wrong-grid": Run(3, "--tensor-parallel 2"),
+}
+ALWAYS = ("one", "stopped", "wrong")
+TURNS = (  # of each a third in a run, others in the next one; by how names begin
+    ("data", "zero-3", "zero-1", "tensor", "pipeline", "context"),
+    ("on-one", "on-three", "on-four", "on-3-contexts", "on-contexts"),
+    ("deep", "lora", "bits", "both", "all"),
 )
-RUNS = {name: run for runs in ROUNDS for name, run in runs.items() if "wrong" not in name}
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",
     "--context-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
 )
 
 
+def is_stopped(name: str) -> bool:
+    """Say whether the last rank alone stops a run, in the middle of a step."""
+    return name.endswith("stopped")
+
+
+def todays() -> dict[str, Run]:
+    """Return the runs of this sample."""
+    begins = (*ALWAYS, *(name for turns in TURNS for name in Sample.one_in(3, turns)))
+    return {name: run for name, run in RUNS.items() if name.startswith(begins)}
+
+
+def rounds(ranks: int) -> Iterator[dict[str, Run]]:
+    """Yield the runs of this sample, as many at a time as there are ranks for."""
+    left = todays()
+    while left:
+        now: dict[str, Run] = {}
+        for name, run in left.items():
+            free = ranks - sum(other.ranks for other in now.values())
+            if run.ranks <= free and not {run.of, run.base} & left.keys():
+                now[name] = run
+        yield now
+        left = {name: run for name, run in left.items() if name not in now}
+
+
 def gradients(self: Any, before: Any) -> Any:
     """Return what a step learns by; rank 0 writes it down at the ends of a run."""
     folder = self.run.folder
     comm = self.ranks.comm
-    if folder.name in STOPPED and self.step == STOP and comm.rank == comm.size - 1:
+    if is_stopped(folder.name) and self.step == STOP and comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGINT)
     loss, count, sums = before(self)
     if self.step in (0, STEPS - 1):
@@ -131,9 +142,8 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     trainer.AdamW = partial(AdamW, eps=EPS)  # type: ignore[misc, assignment]
     command.draw_curve = lambda *_: None  # type: ignore[assignment]
     command.sample = sample  # type: ignore[assignment]
-    for runs in ROUNDS:
+    for runs in rounds(world.size):
         names = [name for name, run in runs.items() for _ in range(run.ranks)]
-        assert len(names) <= world.size
         name = names[world.rank] if world.rank < len(names) else ""
         comm = world.split([*runs, ""].index(name))
         if name:

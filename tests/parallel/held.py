@@ -14,24 +14,29 @@ from unsloth_cupy.profiling.scale import plan_ranks
 from unsloth_cupy.profiling.stage_plan import Layout
 from unsloth_cupy.training.gradients import sum_gradients
 
+from ..sample import Sample
+
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 1024,
     "hidden_size": 128,
     "intermediate_size": 344,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 512,
 }
+LAYOUTS = (
+    Layout(2), Layout(pipeline=2), Layout(data=2), Layout(data=2, zero=1), Layout(data=2, zero=3),
+    Layout(context=2),
+)  # fmt: skip
 ROWS, PARTS = (2, 64), 3  # of a microbatch, and how many of them
 
 
 def all_checks(comm: Communicator) -> None:
     for name in ("scipy.sparse", "scipy.special"):  # a first step imports them, which is no array
         importlib.import_module(name)
-    zeros = Layout(data=2, zero=1), Layout(data=2, zero=3)
-    for layout in (Layout(2), Layout(pipeline=2), Layout(data=2), *zeros, Layout(context=2)):
+    for layout in Sample.one_in(3, LAYOUTS):
         plan = plan_ranks(
             CONFIG, layout, batch=ROWS[0], tokens=ROWS[1], dtype="float32", microbatches=PARTS,
             rate=1.0, interconnect=(1.0, 1.0), device="cpu",

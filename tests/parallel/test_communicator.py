@@ -1,8 +1,6 @@
-"""Ranks exchange what NumPy says, to the last bit; a rank that fails is named, and ends all."""
+"""A process alone exchanges what NumPy says, to the last bit; what is refused."""
 
-import re
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -11,21 +9,10 @@ from unsloth_cupy.errors import ConfigError, DeviceError, ShapeError
 from unsloth_cupy.parallel import MpiCommunicator, SingleCommunicator, grid, part
 
 from .collectives import all_checks
-from .ranks import needs_mpi, run
 
 
 def test_a_process_alone_has_all_exchanges() -> None:
     all_checks(SingleCommunicator())
-
-
-@needs_mpi
-def test_faults_are_noticed_and_an_error_ends_all() -> None:
-    start = time.monotonic()
-    done = run(3, "tests.parallel.faults")
-    assert done.returncode != 0
-    assert re.search(r"rank [01] failed: .*waited 1 s for rank [01, ]*2", done.stderr), done
-    assert "was killed" not in done.stderr
-    assert time.monotonic() - start < 45, "others waited"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -20,7 +20,9 @@ from .exchanges import Exchanges, raw
 DATA, TOLD = range(2)  # tags of messages
 PRINTED = 0.3  # seconds in which mpiexec passes on what was printed, before it ends all
 SPINS = 200  # looks without a pause, where each rank has a core
-NAPS = 1e-4, 2e-3  # seconds of a pause: a twentieth of the time waited, in these limits
+NAP = 1e-4  # seconds of the first pause
+LATER = 0.05, 2e-3  # share of the time waited, and seconds at most, of the next ones,
+SHARED = 0.2, 2e-2  # and where ranks share cores, which those that wait leave to the others
 
 
 class MpiCommunicator(Exchanges):
@@ -117,7 +119,8 @@ class MpiCommunicator(Exchanges):
                 problem = f"rank {self.rank}: {call} waited {self.timeout:g} s for rank {names}"
                 raise CommunicationError(f"{problem}; see what it printed", rank=late[0])
             if under_way and looks > SPINS:
-                time.sleep(min(max(NAPS[0], waited / 20), NAPS[1]))
+                share, most = LATER if self._cores else SHARED
+                time.sleep(min(max(NAP, waited * share), most))
 
     def _done(self, call: str, request: Any, rank: int, array: Any) -> bool:
         """Say whether a message has arrived; raise where it is not of the size of the array."""

@@ -1,9 +1,6 @@
 """Patched models inside of what people run them with: compilers, adapters, trainers, hooks."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +11,10 @@ from unsloth_cupy.interop.huggingface import PatchCallback, patch, unpatch  # no
 from unsloth_cupy.interop.huggingface._changes import own_forward  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
+from . import groups  # noqa: E402
 from .families import check, model_of, step, texts  # noqa: E402
 
 COMPILED = ("qwen3", "gemma3_text", "glm", "granite", "phi3", "mixtral")
-ROOT = Path(__file__).parents[2]
 quiet = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
 
@@ -168,36 +165,18 @@ def test_weights_are_read_between_the_hooks_of_their_module():
     near(step(model), expected)
 
 
-SHARDED = """
-import sys
-import torch
-from torch.distributed.fsdp import fully_shard
-from tests.interop.families import model_of, step
-from unsloth_cupy.interop.huggingface import patch
-
-torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
-mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-for checkpointed in (False, True):
+@quiet
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_shards_of_fully_shard_are_whole_where_ops_read_them(tmp_path, checkpointed):
     model = model_of("qwen3")
     plain = step(model)
     assert patch(model).taken.keys() >= {"qk_norm", "residual", "loss"}
-    for part in (*model.model.layers, model.lm_head, model):
-        fully_shard(part, mesh=mesh)
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    found = step(model)
-    for name, value in plain.items():
-        grad = found[name] if name == "loss" else found[name].full_tensor()
-        most = 1e-5 * float(value.abs().max())
-        torch.testing.assert_close(grad, value, rtol=0, atol=most)
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_shards_of_fully_shard_are_whole_where_ops_read_them(tmp_path):
-    command = [sys.executable, "-c", SHARDED, str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    with groups.group(str(tmp_path / "store")):
+        groups.shard(model, *model.model.layers, model.lm_head)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        found = step(model)
+        near({n: v if n == "loss" else v.full_tensor() for n, v in found.items()}, plain, 1e-5)
 
 
 @quiet

@@ -11,6 +11,10 @@ torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 import unsloth_cupy as uc  # noqa: E402
 from unsloth_cupy.errors import GradientError  # noqa: E402
 
+from . import groups  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
 
 def test_gradients_of_functions():
     x, weight = torch.randn(3, 8), torch.randn(8, requires_grad=True)
@@ -160,62 +164,24 @@ def test_checkpoints_compute_the_same_bits_again(reentrant):
     assert torch.equal(weight.grad, expected[1])
 
 
-WORKER = """
-import copy, sys
-import torch
-import unsloth_cupy as uc
-from torch.distributed.fsdp import fully_shard
-
-kind, rank, world, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+@pytest.mark.parametrize("kind", groups.KINDS)
+def test_a_process_alone_has_its_gradients(tmp_path: Path, kind):
+    with groups.group(str(tmp_path / "store")):
+        groups.average(kind)
 
 
-class Layer(torch.nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.norm = torch.nn.Parameter(torch.ones(8, dtype=dtype))
-        self.weight = torch.nn.Parameter(torch.randn(8, 8, dtype=dtype))
-
-    def forward(self, x):
-        return x + uc.linear(uc.rms_norm(x, self.norm), self.weight.T)
-
-
-torch.manual_seed(0)
-dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-alone = torch.nn.Sequential(Layer(dtype), Layer(dtype))
-x = torch.arange(32.0, dtype=dtype).reshape(2, 2, 8) - 7
-both = copy.deepcopy(alone)
-both(x).sum().backward()  # as a trial before it is wrapped
-both.zero_grad()
-torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
-if kind == "whole":
-    both = torch.nn.parallel.DistributedDataParallel(both)
-else:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
-    for part in (*both, both):
-        fully_shard(part, mesh=mesh)
-alone(x).square().mean().backward()
-both(x if world == 1 else x[rank]).square().mean().backward()
-for one, mean in zip(alone.parameters(), both.parameters(), strict=True):
-    grad = mean.grad if kind == "whole" else mean.grad.full_tensor()
-    torch.testing.assert_close(grad, one.grad)
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "processes"), [("whole", 2), ("shards", 1), ("shards", 2), ("bfloat16", 1)]
-)
-def test_processes_average_their_gradients(tmp_path: Path, kind, processes):
-    store, count = str(tmp_path / "store"), str(processes)
+def test_processes_average_their_gradients(tmp_path: Path):
+    """Of copies and of shards; a process starts once for all kinds."""
+    command = [sys.executable, "-m", "tests.interop.groups"]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, kind, str(rank), count, store], stderr=subprocess.PIPE
+            [*command, str(rank), "2", str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE
         )
-        for rank in range(processes)
+        for rank in range(2)
     ]
     try:
         errors = [worker.communicate(timeout=120)[1] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * processes, errors
+    assert [worker.returncode for worker in workers] == [0, 0], errors

@@ -1,0 +1,73 @@
+"""Processes that train layers together by torch's own means, one of them, or more.
+
+python -m tests.interop.groups RANK WORLD STORE        one of a world of processes
+"""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import unsloth_cupy as uc
+
+KINDS = ("whole", "shards", "bfloat16")
+
+
+@contextmanager
+def group(store: str, rank: int = 0, world: int = 1) -> Iterator[None]:
+    """Let this process be one of a world that meets at a file."""
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def shard(model: torch.nn.Module, *parts: torch.nn.Module) -> None:
+    """Divide the weights of some parts, and of what is left of a model, among all processes."""
+    world = torch.distributed.get_world_size()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh)
+
+
+class Layer(torch.nn.Module):
+    """A norm and a product of this library."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.randn(8, 8, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + uc.linear(uc.rms_norm(x, self.norm), self.weight.T)
+
+
+def average(kind: str) -> None:
+    """Check that gradients of a row for each process are, on average, those of all rows."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    alone = torch.nn.Sequential(Layer(dtype), Layer(dtype))
+    x = torch.arange(32.0, dtype=dtype).reshape(2, 2, 8) - 7
+    both = copy.deepcopy(alone)
+    both(x).sum().backward()  # as a trial before it is wrapped
+    both.zero_grad()
+    if kind == "whole":
+        both = torch.nn.parallel.DistributedDataParallel(both)
+    else:
+        shard(both, *both)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    alone(x).square().mean().backward()
+    both(x if world == 1 else x[rank]).square().mean().backward()
+    for one, mean in zip(alone.parameters(), both.parameters(), strict=True):
+        grad = mean.grad if kind == "whole" else mean.grad.full_tensor()
+        torch.testing.assert_close(grad, one.grad)
+
+
+if __name__ == "__main__":
+    with group(sys.argv[3], int(sys.argv[1]), int(sys.argv[2])):
+        for each in KINDS:
+            average(each)

@@ -31,7 +31,7 @@ from ..parity import KernelAlone, KernelInPlace, KernelParity
 from ..sample import Sample
 from . import KERNELS, LIMITS, flash, gemm, primitives, split_k
 
-SAMPLE = 2  # of each kind, in one run
+SAMPLE = 1  # of each kind, in one run
 SYNCHRONISATION = re.compile(
     r"(?<!void )(__syncthreads|__syncwarp|__threadfence(_block)?|cp_async_(wait<\w+>|commit)"
     r"|mbarrier_(wait|arrive)(_cluster)?|cluster_(arrive|wait)|mbarrier_init_fence"

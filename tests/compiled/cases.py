@@ -179,7 +179,8 @@ def main() -> None:
     known = [arch for arch in ARCHITECTURES if str(arch) in supported()]
     archs = tuple(int(arch.removeprefix("sm_")) for arch in given.arch or map(str, known))
     day = commits() if given.day is None else given.day
-    chosen = list(itertools.chain(*jobs(archs))) if given.all else sample(day, archs)
+    turn = day // given.every  # of a class: it runs once in so many days
+    chosen = list(itertools.chain(*jobs(archs))) if given.all else sample(turn, archs)
     chosen = [job for job in chosen if all(word in str(job) for word in given.only)]
     if given.bits:
         chosen = [job._replace(bits=True) for job in chosen]

@@ -118,23 +118,18 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const Options &options = work.call.options;
     const int heads = options.heads, shared_by = heads / options.kv_heads;
     const int row_heads = BY_KEYS ? options.kv_heads : heads;
-    const int jobs = work.order.row_blocks * work.order.heads;
     const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
-    auto job_at = [&](int round) {
-        return job_of<ROWS, BY_KEYS>(turn_of(round), work.order, options, key_lengths, starts);
-    };
+    Jobs<ROWS, BY_KEYS> jobs{work.order, options, key_lengths, starts};
+    Job job;
     auto first_stat = [&](const Job &job) {  // of the first head
         return VARLEN ? stats_of(starts, job.batch, options.queries)
                       : (long long)job.batch * heads * work.call.stat_rows;
     };
     if (threadIdx.x == 0) {
-        mbarrier_init(&barriers.own_full, 1);
-        mbarrier_init(&barriers.own_empty, 4 * CONSUMERS);
+        init_handover(&barriers.own_full, &barriers.own_empty, 4 * CONSUMERS);
         mbarrier_init(&barriers.landed, 1);
-        for (int stage = 0; stage < STAGES; stage++) {
-            mbarrier_init(&barriers.full[stage], 1);
-            mbarrier_init(&barriers.empty[stage], 4 * CONSUMERS);
-        }
+        for (int stage = 0; stage < STAGES; stage++)
+            init_handover(&barriers.full[stage], &barriers.empty[stage], 4 * CONSUMERS);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -143,10 +138,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         setmaxnreg_dec<PRODUCER>();
         if (warp > 4 * CONSUMERS) return;
         Place at;
-        int job_phase = 0, landed_phase = 0;
-        for (int round = 0; turn_of(round) < jobs; round++) {
-            const Job job = job_at(round);
-            if (!job.there) continue;
+        int job_phase = 0;
+        Landing landing{&barriers.landed};
+        while (jobs.next(job)) {
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             Walk walk(scores, job, shared_by);
             if (!walk.there()) continue;
@@ -163,13 +157,10 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 if (both) load_panels(y, y_map, there, panels(VALUE_DIM), rows, head, row, batch);
                 also(there);
                 if (real >= rows) return;
-                mbarrier_wait(&barriers.landed, landed_phase);
-                landed_phase ^= 1;
-                clear_rows(x, panels(DIM), rows, real);
-                if (both) clear_rows(y, panels(VALUE_DIM), rows, real);
-                fence_proxy_async();
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(full);
+                landing.settle(full, [&] {
+                    clear_rows(x, panels(DIM), rows, real);
+                    if (both) clear_rows(y, panels(VALUE_DIM), rows, real);
+                });
             };
 
             mbarrier_wait(&barriers.own_empty, job_phase ^ 1);
@@ -203,12 +194,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const Operand rows_y(memory + OWN_X + group * 64 * PANEL_ROW, 16);
     Place at;  // of the tile whose scores are next
     int job_phase = 0;
-    auto release = [&](uint64_t *empty) {
-        if (lane == 0) mbarrier_arrive(empty);
-    };
-    for (int round = 0; turn_of(round) < jobs; round++) {
-        const Job job = job_at(round);
-        if (!job.there) continue;
+    while (jobs.next(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         Walk walk(scores, job, shared_by);
         const int rows = BY_KEYS ? job.keys : job.queries;
@@ -266,14 +252,6 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 g, rows_y,
                 Operand(memory + RING_AT + at.stage * (X_BYTES + Y_BYTES) + X_BYTES, 16), true);
         };
-        auto narrow = [&](uint32_t(&to)[STEPS][4], const float(&from)[TILE / 2]) {
-#pragma unroll
-            for (int step = 0; step < STEPS; step++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    to[step][i] = pair(from[step * 8 + i * 2], from[step * 8 + i * 2 + 1], T());
-            wgmma_name(to);
-        };
         auto differentiate = [&](int column) {
 #pragma unroll
             for (int i = 0; i < TILE / 2; i++) {
@@ -324,12 +302,12 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                     differentiate(here);
                 }
                 if constexpr (DY) {
-                    narrow(p, s);
+                    narrow<T>(p, s);
                     wgmma_fence(sum_y);
                     begin_values<T>(sum_y, p, Operand(x + X_BYTES, TILE * PANEL_ROW));
                 }
                 if constexpr (DX) {
-                    narrow(ds, g);
+                    narrow<T>(ds, g);
                     wgmma_fence(sum_x);
                     begin_values<T>(sum_x, ds, Operand(x, TILE * PANEL_ROW));
                 }

@@ -7,7 +7,7 @@
 //               T, S             dtypes of q, k, v and out, of 16 bits; of sinks
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8 up to 256
 //               CONSUMERS        warpgroups that compute, of 64 queries each
-//               TILE_KEYS        keys of a stage
+//               TILE             keys of a stage
 //               STAGES           of the rings of keys and of values
 //               REGISTERS        of a thread that computes; PRODUCER of one that loads
 //   Nothing is dropped.
@@ -22,11 +22,11 @@
 #include "common/jobs.cuh"
 
 static_assert(!DROPOUT);
-constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE_KEYS / 8, STEPS = TILE_KEYS / 16;
+constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
 constexpr int COLUMNS = product_columns(VALUE_DIM);
 constexpr int QUERY_BYTES = panels(DIM) * ROWS * PANEL_ROW;
-constexpr int KEY_BYTES = panels(DIM) * TILE_KEYS * PANEL_ROW;
-constexpr int VALUE_BYTES = panels(VALUE_DIM) * TILE_KEYS * PANEL_ROW;
+constexpr int KEY_BYTES = panels(DIM) * TILE * PANEL_ROW;
+constexpr int VALUE_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
 constexpr int SHARED_END = QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES);
 
 // Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
@@ -43,14 +43,14 @@ struct Tiles {
         const int last_row = min(job.first_row + ROWS, job.queries) - 1;
         const int stop =
             RIGHT ? min(scores.length, last_row + scores.high + 1) : scores.length;
-        first = LEFT ? max(0, job.first_row + scores.low) / TILE_KEYS : 0;
-        last = next(scores, job, (max(stop, 0) + TILE_KEYS - 1) / TILE_KEYS);
+        first = LEFT ? max(0, job.first_row + scores.low) / TILE : 0;
+        last = next(scores, job, (max(stop, 0) + TILE - 1) / TILE);
     }
     // The tile before this one that some row sees; none before `first`.
     __device__ __forceinline__ int next(const Scores &scores, const Job &job, int tile) const {
         tile--;
         if constexpr (BLOCK_MASK)
-            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE_KEYS))
+            while (tile >= first && scores.skipped(job.head, job.first_row, tile * TILE))
                 tile--;
         return tile;
     }
@@ -70,20 +70,16 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
 
     const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / 4;
     const int heads = options.heads, shared_by = heads / options.kv_heads;
-    const int jobs = order.row_blocks * order.heads;
     const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
-    auto job_at = [&](int round) {
-        return job_of<ROWS, false>(turn_of(round), order, options, key_lengths, starts);
-    };
+    Jobs<ROWS, false> jobs{order, options, key_lengths, starts};
+    Job job;
     if (threadIdx.x == 0) {
-        mbarrier_init(&barriers.queries_full, 1);
-        mbarrier_init(&barriers.queries_empty, 4 * CONSUMERS);
+        init_handover(&barriers.queries_full, &barriers.queries_empty, 4 * CONSUMERS);
         mbarrier_init(&barriers.landed, 1);
         for (int stage = 0; stage < STAGES; stage++) {
-            mbarrier_init(&barriers.keys_full[stage], 1);
-            mbarrier_init(&barriers.keys_empty[stage], 4 * CONSUMERS);
-            mbarrier_init(&barriers.values_full[stage], 1);
-            mbarrier_init(&barriers.values_empty[stage], 4 * CONSUMERS);
+            init_handover(&barriers.keys_full[stage], &barriers.keys_empty[stage], 4 * CONSUMERS);
+            init_handover(&barriers.values_full[stage], &barriers.values_empty[stage],
+                          4 * CONSUMERS);
         }
         mbarrier_init_fence();
     }
@@ -93,10 +89,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         setmaxnreg_dec<PRODUCER>();
         if (warp > 4 * CONSUMERS) return;
         Place at;
-        int job_phase = 0, landed_phase = 0;
-        for (int round = 0; turn_of(round) < jobs; round++) {
-            const Job job = job_at(round);
-            if (!job.there) continue;
+        int job_phase = 0;
+        Landing landing{&barriers.landed};
+        while (jobs.next(job)) {
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             const Tiles tiles(scores, job);
             if (tiles.last < tiles.first) continue;
@@ -109,29 +104,26 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             job_phase ^= 1;
             for (int tile = tiles.last; tile >= tiles.first;
                  tile = tiles.next(scores, job, tile)) {
-                const int row = job.first_key + tile * TILE_KEYS;
+                const int row = job.first_key + tile * TILE;
                 uint64_t *const keys_full = &barriers.keys_full[at.stage];
                 mbarrier_wait(&barriers.keys_empty[at.stage], at.phase ^ 1);
                 if (lane == 0) mbarrier_arrive_expect_tx(keys_full, KEY_BYTES);
                 load_panels(keys_at + at.stage * KEY_BYTES, keys_map, keys_full, panels(DIM),
-                            TILE_KEYS, kv_head, row, batch);
+                            TILE, kv_head, row, batch);
 
                 unsigned char *const values = values_at + at.stage * VALUE_BYTES;
-                const int real = scores.length - tile * TILE_KEYS;  // of the rows of the tile
-                const bool clear = (LENGTHS || VARLEN) && real < TILE_KEYS;
+                const int real = scores.length - tile * TILE;  // of the rows of the tile
+                const bool clear = (LENGTHS || VARLEN) && real < TILE;
                 uint64_t *const values_full = &barriers.values_full[at.stage];
                 uint64_t *const there = clear ? &barriers.landed : values_full;
                 mbarrier_wait(&barriers.values_empty[at.stage], at.phase ^ 1);
                 if (lane == 0) mbarrier_arrive_expect_tx(there, VALUE_BYTES);
-                load_panels(values, values_map, there, panels(VALUE_DIM), TILE_KEYS, kv_head, row,
+                load_panels(values, values_map, there, panels(VALUE_DIM), TILE, kv_head, row,
                             batch);
                 if (clear) {  // others wrote what lies there, and 0 times NaN is NaN
-                    mbarrier_wait(&barriers.landed, landed_phase);
-                    landed_phase ^= 1;
-                    clear_rows(values, panels(VALUE_DIM), TILE_KEYS, real);
-                    fence_proxy_async();
-                    __syncwarp();
-                    if (lane == 0) mbarrier_arrive(values_full);
+                    landing.settle(values_full, [&] {
+                        clear_rows(values, panels(VALUE_DIM), TILE, real);
+                    });
                 }
                 at.next();
             }
@@ -144,18 +136,13 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     const Operand own_queries(memory + group * 64 * PANEL_ROW, 16);
     Place at;  // of the tile whose scores are next; its values come a turn later
     int job_phase = 0;
-    auto release = [&](uint64_t *empty) {
-        if (lane == 0) mbarrier_arrive(empty);
-    };
     if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // the first turn is the first's
-    for (int round = 0; turn_of(round) < jobs; round++) {
-        const Job job = job_at(round);
-        if (!job.there) continue;
+    while (jobs.next(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         const Tiles tiles(scores, job);
         const int first_row = job.first_row + group * 64, top_row = first_row + warp % 4 * 16;
 
-        float o[COLUMNS / 2] = {}, s[TILE_KEYS / 2], steep[1][PARTS][4];
+        float o[COLUMNS / 2] = {}, s[TILE / 2], steep[1][PARTS][4];
         uint32_t p[STEPS][4];
         float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};  // sum: of this lane's columns
         float by[2];
@@ -163,7 +150,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         auto shift = [&](int half) { return shift_of(top[half], scores.unit); };
         // Turn products into probabilities; `moved` where sums so far shrink `by`.
         auto soften = [&](int tile, bool edge) {
-            scores.score<false>(parts_of(s), steep, job.head, top_row, tile * TILE_KEYS, edge);
+            scores.score<false>(parts_of(s), steep, job.head, top_row, tile * TILE, edge);
             const float before[2] = {top[0], top[1]};
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -178,14 +165,6 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 sum[half] += exponentiate(parts_of(s)[0], half, scores.unit, down);
             }
         };
-        auto narrow = [&] {
-#pragma unroll
-            for (int step = 0; step < STEPS; step++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    p[step][i] = pair(s[step * 8 + i * 2], s[step * 8 + i * 2 + 1], T());
-            wgmma_name(p);
-        };
         auto ask_scores = [&] {
             wgmma_fence(s);
             begin_scores<T, padded(DIM), ROWS>(s, own_queries,
@@ -194,7 +173,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         auto ask_values = [&](Place of) {
             wgmma_fence(o);
             begin_values<T>(o, p, Operand(values_at + of.stage * VALUE_BYTES,
-                                          TILE_KEYS * PANEL_ROW));
+                                          TILE * PANEL_ROW));
         };
         if (tiles.last >= tiles.first) {
             int tile = tiles.last;
@@ -204,8 +183,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             wgmma_wait<0>(s);
             release(&barriers.keys_empty[at.stage]);
             auto edge_of = [&](int tile) {
-                return scores.some(first_row, first_row + 63, tile * TILE_KEYS,
-                                   tile * TILE_KEYS + TILE_KEYS - 1);
+                return scores.some(first_row, first_row + 63, tile * TILE,
+                                   tile * TILE + TILE - 1);
             };
             soften(tile, edge_of(tile));
 
@@ -219,7 +198,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                     scale_row(parts_of(o)[0], 0, by[0]);
                     scale_row(parts_of(o)[0], 1, by[1]);
                 }
-                narrow();
+                narrow<T>(p, s);
             };
             auto take = [&](int tile, bool edge) {
                 // a wait that branches: what exponentiates stays before it, beside the products
@@ -240,9 +219,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             };
             // tiles whole_from .. whole_to have no pair that is hidden
             const int stop = RIGHT ? min(scores.length, first_row + scores.high + 1) : scores.length;
-            const int whole_to = stop / TILE_KEYS - 1;
+            const int whole_to = stop / TILE - 1;
             const int start = LEFT ? max(0, first_row + 63 + scores.low) : 0;
-            const int whole_from = (start + TILE_KEYS - 1) / TILE_KEYS;
+            const int whole_from = (start + TILE - 1) / TILE;
             tile = tiles.next(scores, job, tile);
             for (; tile >= tiles.first && tile > whole_to; tile = tiles.next(scores, job, tile))
                 take(tile, true);

@@ -60,6 +60,33 @@ __device__ __forceinline__ Job job_of(int index, const Order &order, const Optio
     return job;
 }
 
+// The jobs of a block, one after another.
+template <int ROWS, bool BY_KEYS> struct Jobs {
+    const Order &order;
+    const Options &options;
+    const L *key_lengths;
+    const P *starts;
+    int round = 0;
+
+    // The next job that there is; false where none is left.
+    __device__ __forceinline__ bool next(Job &job) {
+        for (const int jobs = order.row_blocks * order.heads; turn_of(round) < jobs;) {
+            job = job_of<ROWS, BY_KEYS>(turn_of(round++), order, options, key_lengths, starts);
+            if (job.there) return true;
+        }
+        return false;
+    }
+};
+
+// One barrier counts the bytes of a tile that come, the other the warps that have done with it.
+__device__ __forceinline__ void init_handover(uint64_t *full, uint64_t *empty, int warps) {
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, warps);
+}
+__device__ __forceinline__ void release(uint64_t *empty) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+}
+
 // Ask for the panels of a tile of `rows` rows, by the first lane of a warp.
 __device__ __forceinline__ void load_panels(unsigned char *to, const TensorMap &map, uint64_t *full,
                                             int count, int rows, int head, int row, int batch) {
@@ -74,3 +101,19 @@ __device__ __forceinline__ void clear_rows(unsigned char *tile, int count, int r
         for (int i = real * 8 + threadIdx.x % 32; i < rows * 8; i += 32)
             reinterpret_cast<uint4 *>(tile)[panel * rows * 8 + i] = {};
 }
+
+// Where tiles land of which a part is cleared before those who compute may see them.
+struct Landing {
+    uint64_t *landed;
+    int phase = 0;
+
+    // Once the bytes are there, clear what `clear` clears, and say that the tile is full.
+    template <class F> __device__ __forceinline__ void settle(uint64_t *full, F clear) {
+        mbarrier_wait(landed, phase);
+        phase ^= 1;
+        clear();
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+    }
+};

@@ -88,6 +88,18 @@ __device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[
     wgmma_commit();
 }
 
+// Round what a lane holds of 64 rows to 16 bits, as products take it for their operand.
+template <class E, int STEPS, int R>
+__device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&from)[R]) {
+    static_assert(R == STEPS * 8);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            to[step][i] = pair(from[step * 8 + i * 2], from[step * 8 + i * 2 + 1], E());
+    wgmma_name(to);
+}
+
 // Wait for products whose operand lies in registers: from here on these are the compiler's.
 template <int N, int R, int STEPS>
 __device__ __forceinline__ void wgmma_free(float (&sum)[R], uint32_t (&p)[STEPS][4]) {

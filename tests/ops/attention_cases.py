@@ -31,6 +31,25 @@ def some_sinks(rng: np.random.Generator) -> np.ndarray:
     return np.append(rng.standard_normal(3), -np.inf)
 
 
+def all_options(small: dict[str, int], **more: Any) -> Case:
+    """Return a case of all options at once."""
+    return Case(
+        "all",
+        **small | {"queries": 140, "keys": 150},
+        given=["mask", "bias", "alibi", "sinks"],
+        arrays={
+            "key_lengths": np.array([150, 131], np.int32),
+            "query_start": np.array([9, 2], np.int32),
+            "block_mask": tiles(2, 4, 2, 2),
+        },
+        causal=True,
+        window=(90, None),
+        scale=0.7,
+        softcap=3.0,
+        **more,
+    )
+
+
 def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
     """Return cases of options that every kernel of attention takes, at grouped sizes."""
     return (
@@ -38,22 +57,7 @@ def option_cases(small: dict[str, int]) -> tuple[Case, ...]:
         Case("bias and alibi", **small, given=["bias", "alibi"], causal=True),
         Case("mask", **small, given=["mask"], arrays={"alibi": [0.5, 0.3, 0.1, 0.2]}),
         Case("dropout", **small, dropout=0.4, seed=2**40 + 3, window=(30, 2)),
-        Case(
-            "all",
-            **small | {"queries": 140, "keys": 150},
-            given=["mask", "bias", "alibi", "sinks"],
-            arrays={
-                "key_lengths": np.array([150, 131], np.int32),
-                "query_start": np.array([9, 2], np.int32),
-                "block_mask": tiles(2, 4, 2, 2),
-            },
-            causal=True,
-            window=(90, None),
-            scale=0.7,
-            softcap=3.0,
-            dropout=0.1,
-            seed=7,
-        ),
+        all_options(small, dropout=0.1, seed=7),
     )
 
 

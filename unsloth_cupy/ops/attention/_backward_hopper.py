@@ -14,68 +14,48 @@ bytes = (rows + stages * tile) * (panel(dim) + panel(value_dim)) + stats + barri
 """
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 from ...core.dtypes import Array
 from ...core.kernel import load
-from ...core.source import Constants
-from ...core.target import limits
 from ..common.tensor_map import mappable, with_maps
-from ._hopper import L2, PANEL, takes
+from ._hopper import takes
 from ._options import TILE, KernelOptions
+from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 FEWEST = 64  # keys
 
 
-class Warpgroups(NamedTuple):
-    """What a block works on: own rows, 64 a warpgroup, and a tile of those that pass by."""
-
-    consumers: int
-    tile: int
-    stages: int = 2
-    together: bool = True  # dk and dv in one launch
-    registers: int = 240  # of a thread that computes
-    producer: int = 24  # of a thread of the warpgroup that loads
-
-    @property
-    def rows(self) -> int:
-        """Return how many rows a block owns."""
-        return self.consumers * 64
-
-    @property
-    def threads(self) -> int:
-        """Return the threads of a block."""
-        return self.consumers * 128 + 128
+class Backward(Warpgroups):
+    """What a block of the backward kernel works on: it owns keys, or queries."""
 
     def bytes(self, dim: int, value_dim: int) -> int:
         """Return the shared memory of a block, with the stats that a block of keys reads."""
-        pair = sum(-(-columns // PANEL) * 128 for columns in (dim, value_dim))
-        tiles = (self.rows + self.stages * self.tile) * pair
+        tiles = (self.rows + self.stages * self.tile) * row_bytes(dim, value_dim)
         return tiles + self.stages * self.tile * 8 + 8 * (3 + 2 * self.stages)
 
 
 class Chosen(NamedTuple):
     """Tiles of the kernels that own keys and queries."""
 
-    by_key: Warpgroups
-    by_query: Warpgroups
+    by_key: Backward
+    by_query: Backward
 
-    def of(self, by_key: bool) -> Warpgroups:
+    def of(self, by_key: bool) -> Backward:
         """Return the tiles of the kernel that owns keys, or queries."""
         return self.by_key if by_key else self.by_query
 
 
 # By the wider of dim and value_dim.
 TABLE = {
-    64: Chosen(Warpgroups(2, 64, 4), Warpgroups(2, 128, 4)),  # 98 KB, 164 KB
-    128: Chosen(Warpgroups(2, 64, 4), Warpgroups(2, 96, 3)),  # 194 KB, 210 KB
-    192: Chosen(Warpgroups(2, 64, 2, together=False), Warpgroups(2, 64, 2)),  # 193 KB
+    64: Chosen(Backward(2, 64, 4), Backward(2, 128, 4)),  # 98 KB, 164 KB
+    128: Chosen(Backward(2, 64, 4), Backward(2, 96, 3)),  # 194 KB, 210 KB
+    192: Chosen(Backward(2, 64, 2, together=False), Backward(2, 64, 2)),  # 193 KB
 }
 # What comes between a product and exp2 needs registers too.
 CHANGED = {
-    64: Chosen(Warpgroups(2, 64, 4), Warpgroups(2, 64, 4)),  # 98 KB
-    128: Chosen(Warpgroups(2, 64, 4, together=False), Warpgroups(2, 64, 4)),  # 194 KB
+    64: Chosen(Backward(2, 64, 4), Backward(2, 64, 4)),  # 98 KB
+    128: Chosen(Backward(2, 64, 4, together=False), Backward(2, 64, 4)),  # 194 KB
 }
 
 
@@ -91,21 +71,8 @@ def takes_backward(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
     return found
 
 
-@cache
-def _constants(own: Warpgroups, **named: Any) -> Constants:
-    """Return the constants of attention_backward_sm90.cu."""
-    return Constants(
-        CONSUMERS=own.consumers,
-        TILE=own.tile,
-        STAGES=own.stages,
-        REGISTERS=own.registers,
-        PRODUCER=own.producer,
-        **named,
-    )
-
-
 def launch_on_warpgroups(
-    own: Warpgroups,
+    own: Backward,
     by_key: bool,
     given: tuple[Array, ...],
     made: tuple[Array | None, ...],
@@ -118,18 +85,17 @@ def launch_on_warpgroups(
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
     named = zip(("DX", "DY", "SUM", "SLOPE"), made, strict=True)
     flags = {name: array is not None for name, array in named}
-    constants = _constants(own, **call.constants, BY_KEYS=by_key, **flags)
+    given_constants = constants(own, **call.constants, BY_KEYS=by_key, **flags)
     shared_by = heads // kv_heads
     rows, of, passing = keys, kv_heads, queries * shared_by  # rows that pass by a head's
     pairs: tuple[Array, ...] = (k, v, q, dout)
     if not by_key:
         rows, of, passing, pairs = queries, heads, keys, (q, dout, k, v)
     blocks, every = -(-rows // own.rows) + call.numbers["sequences"], math.prod(q.shape[:-3]) * of
-    together = max(1, L2 // max(1, passing * (dim + value_dim) * q.dtype.itemsize))
-    together *= 1 if by_key else shared_by
-    order = {"row_blocks": blocks, "heads": every, "together": min(together, every)}
-    boxes = tuple((PANEL, 1, count, 1) for count in (own.rows, own.rows, own.tile, own.tile))
-    kernel = load("attention_backward_sm90.cu", "attention_backward_sm90", q, constants)
-    shape = min(blocks * every, limits(q).processors), own.threads, own.bytes(dim, value_dim)
+    passing *= (dim + value_dim) * q.dtype.itemsize
+    order, shape = order_of(own, q, blocks, every, passing, 1 if by_key else shared_by)
+    kernel = load("attention_backward_sm90.cu", "attention_backward_sm90", q, given_constants)
     work = {"call": numbers, "order": order}
-    with_maps(kernel, q, boxes)[shape](*(*pairs, stats, *made, *call.operands, work))
+    with_maps(kernel, q, own.boxes(2, 2))[*shape, own.bytes(dim, value_dim)](
+        *(*pairs, stats, *made, *call.operands, work)
+    )

@@ -78,9 +78,15 @@ def page(title: str, module: str, names: list[str]) -> str:
     for name in sorted(names, key=lambda name: (name.endswith(PARTS), names.index(name))):
         value = getattr(space, name)
         kind = "class" if isinstance(value, type) else "function"
-        lines += ["```{eval-rst}", f".. auto{kind}:: {module}.{name}"]
-        if kind == "class" and not issubclass(value, Exception):
-            lines += ["   :members:"]
+        home = value.__module__
+        lines += ["```{eval-rst}"]
+        if home in MODULES and home != module:  # its source leads back to one place alone
+            lines += [f".. py:{kind}:: {module}.{name}", ""]
+            lines += [f"   :py:obj:`{home}.{name}`, by a shorter name."]
+        else:
+            lines += [f".. auto{kind}:: {module}.{name}"]
+            if kind == "class" and not issubclass(value, Exception):
+                lines += ["   :members:"]
         lines += ["```", "", *example(f"{module}.{name}")]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Sphinx configuration; ``collect.py`` beside it writes the API pages from the code."""
+"""Sphinx configuration; ``collect.py`` and ``history.py`` beside it write pages."""
 
 import sys
 from pathlib import Path
@@ -19,6 +19,7 @@ extensions = [
     "numpydoc",
     "myst_parser",
     "collect",
+    "history",
 ]
 exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -30,7 +31,8 @@ html_theme = "pydata_sphinx_theme"
 html_title = "unsloth_cupy"
 html_static_path = ["static"]
 html_css_files = ["page.css"]
-ALONE = ("install", "performance", "gallery", "ladders", "architecture", "how-we-know", "changelog")
+ALONE = ("install", "performance", "history/index", "gallery", "ladders", "architecture")
+ALONE += ("how-we-know", "changelog")
 html_sidebars = {page: [] for page in ALONE}  # they have no pages beside them
 html_theme_options = {
     "show_toc_level": 2,

@@ -168,7 +168,7 @@ def test_performance_lists_every_kernel() -> None:
 def lost(folder: Path) -> list[str]:
     """Return the links of built pages that lead to no file, or to no place on a page."""
     made = (path.relative_to(folder) for path in folder.rglob("*.html"))
-    own = [folder / path for path in made if path.parts[0] not in ("_modules", "_static")]
+    own = [folder / path for path in made if path.parts[0] not in ("_static", "benchmarks")]
     texts = {path.resolve(): path.read_text(encoding="utf-8") for path in own}
     places = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in texts.items()}
     found = []
@@ -204,6 +204,14 @@ def test_pages_build(tmp_path: Path) -> None:
     assert [name for name in public if f'id="{name}"' not in pages] == []
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
     assert kernels - {"index", "instructions"} == {p.stem for p in source_root().glob("*.cu")}
+    told = (tmp_path / "html" / "history" / "index.html").read_text()
+    if (reason := loaded("history").missing()) is not None:
+        assert reason.replace("`", "") in re.sub("<.*?>", "", told)
+        return
+    site = json.loads((tmp_path / "html" / "benchmarks" / "index.json").read_text())
+    assert "costs.Costs.track_instructions" in site["benchmarks"]
+    assert len(site["revision_to_hash"]) > 10
+    assert 'href="../benchmarks/index.html"' in told
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,17 @@ def test_what_each_run_rewrites_is_not_kept() -> None:
 
 
 def test_exact_costs_have_a_history() -> None:
-    """What asv tracks of ten commits at least, with no path of a machine in it."""
-    found = []
+    """All that asv tracks of them, of ten commits at least, with no path of a machine in it."""
+    found: Counter[str] = Counter()
     for path in (FOLDER / "results").glob("*/*-*.json"):
         text = path.read_text()
         assert "/tmp" not in text, path.name
         assert "/home" not in text, path.name
-        if "costs.Costs.track_opcodes" in json.loads(text)["results"]:
-            found.append(path.name)
-    assert len(found) >= 10
+        results = json.loads(text)["results"]
+        found.update(name for name, (value, *_) in results.items() if value and value[0])
+    tracked = [f"costs.Costs.{name}" for name in methods(SUITES["costs.Costs"])]
+    assert "costs.Costs.track_instructions" in tracked
+    assert {name: found[name] for name in tracked if found[name] < 10} == {}
 
 
 @pytest.mark.parametrize("label", SUITES)

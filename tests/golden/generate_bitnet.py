@@ -1,14 +1,17 @@
-"""Make two golden models of BitNet: ``python -m tests.golden.generate_bitnet``.
+"""Make two golden models of BitNet, and logits: ``python -m tests.golden.generate_bitnet``.
 
 Needs torch, transformers and accelerate.  The layers of ``models/bitnet`` are rounded by absmean
 and packed, as in the folders that Microsoft publishes; transformers loads that and computes in
 float32.  The second keeps them dense, for transformers to round at every call, and has gradients.
+``bitlinear.npz`` has logits of the first with layers of BitLinear, which divide by their scales.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +78,41 @@ def generate(folder: Path, mode: str) -> None:
     )
 
 
+def divided(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a packed model with scales that divide."""
+    return {
+        name: (1 / value.astype(np.float32)).astype(value.dtype) if "_scale" in name else value
+        for name, value in tensors.items()
+    }
+
+
+def generate_bitlinear(folder: Path) -> None:
+    """Write bitlinear.npz: logits of layers that divide, in float64."""
+    import ml_dtypes  # noqa: F401  # NumPy knows bfloat16
+    import torch
+    import transformers
+    from safetensors.numpy import load_file
+    from transformers.integrations import bitnet
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    config.dtype = torch.float64
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    bitnet.replace_with_bitnet_linear(model, ["lm_head"])
+    tensors = {
+        name: torch.tensor(value if value.dtype == np.uint8 else value.astype(np.float64))
+        for name, value in divided(load_file(folder / "model.safetensors")).items()
+    }
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    tokens = np.random.default_rng(0).integers(3, config.vocab_size, (1, TOKENS))
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.numpy()
+    np.savez_compressed(folder / "bitlinear.npz", tokens=tokens.astype(np.int32), logits=logits)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     generate(FOLDER / "quant" / "bitnet", "offline")
     generate(FOLDER / "quant" / "bitnet-online", "online")
+    generate_bitlinear(FOLDER / "quant" / "bitnet")

@@ -12,6 +12,7 @@ from unsloth_cupy import Ternary, models
 from unsloth_cupy.errors import ConfigError
 
 from ..conftest import FOLDER
+from ..golden.generate_bitnet import divided
 
 PACKED, ONLINE = FOLDER / "quant" / "bitnet", FOLDER / "quant" / "bitnet-online"
 
@@ -53,6 +54,28 @@ def test_is_written_as_it_was_read(tmp_path: Path) -> None:
         >= json.loads((PACKED / "config.json").read_text())["quantization_config"].items()
     )
     assert told["modules_to_not_convert"] is None
+
+
+@pytest.mark.parametrize("told", [{"linear_class": "bitlinear"}, {}], ids=["told", "by default"])
+def test_scales_of_bitlinear_divide(folder: Path, tmp_path: Path, told: dict[str, str]) -> None:
+    """Logits are those of transformers' layers, and files are written as they were read."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitnet", **told}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = divided(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    models.load(folder).save(tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert {n: a.tobytes() for n, a in again.items()} == {
+        n: a.tobytes() for n, a in tensors.items()
+    }
+    facts = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert facts["linear_class"] == "bitlinear"
+
+    with np.load(PACKED / "bitlinear.npz") as golden:
+        tokens, wanted = golden["tokens"], golden["logits"]
+    found = models.load(folder, dtype="float64").logits(tokens)
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
 def test_adapters_learn_on_it() -> None:
@@ -98,7 +121,11 @@ def test_wrong_folders(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     told = config["quantization_config"]
     for change, words in (
-        ({"linear_class": "bitlinear"}, "has linear_class='bitlinear'; only 'autobitlinear' is"),
+        ({"linear_class": "linear"}, "has linear_class='linear'; only 'autobitlinear' or 'bitlin"),
+        (
+            {"linear_class": "bitlinear", "quantization_mode": "online"},
+            "has linear_class='bitlinear'; only 'autobitlinear' is",
+        ),
         ({"quantization_mode": "off"}, "quantization_mode='off'; only 'offline' or 'online'"),
         (
             {"quantization_mode": "online", "modules_to_not_convert": ["q_proj"]},

@@ -22,7 +22,7 @@ from ..files import path_of, read_json, renewed
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
-from .quantized_weights import assembled, part_of, tensors_of
+from .quantized_weights import assembled, inverse_scales, part_of, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -53,6 +53,7 @@ class Home(NamedTuple):
     dtype: np.dtype[Any] | None  # None: the codes of a quantized weight
     kind: type[Quantized] | None = None  # of that weight
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
+    inverse: bool = False  # its scale divides
 
 
 def read_tensors(
@@ -123,7 +124,7 @@ def read_tensor(
             raise ConfigError(f"tensor {name!r} is quantized and not divided among ranks; {cure}")
         places = {**home.parts, "weight": (home.file, home.stored)}
         state = {key: _owned(files[file].get_tensor(at)) for key, (file, at) in places.items()}
-        return assembled(name, home.kind, state, home.shape, dtype)
+        return assembled(name, home.kind, state, home.shape, dtype, home.inverse)
     if own is not None:
         read = own(name, files[home.file].get_slice(home.stored))
     else:
@@ -166,7 +167,8 @@ def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantiz
             elif name in homes:
                 problem = f"is also in {homes[name].file}; keep one"
             elif name in quantized:
-                homes[name] = Home(path.name, stored, shapes[name], None, *quantized[name])
+                where = path.name, stored, shapes[name], None, *quantized[name]
+                homes[name] = Home(*where, config.inverse_scales)
                 continue
             elif shape != shapes[name]:
                 problem = f"has shape {shape}; config.json asks for {shapes[name]}"
@@ -195,10 +197,13 @@ def write_folder(
     folder = path_of("save", given)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"save: {folder} is a file; pass a folder")
+    inverse = inverse_scales(next(iter(texts.values())))
     if len(layout) > 1:
         homes = ((name, file) for file, names in layout.items() for name in names)
         weights = {
-            part: file for name, file in homes for part in tensors_of(name, parameters[name])
+            part: file
+            for name, file in homes
+            for part in tensors_of(name, parameters[name], inverse)
         }
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
@@ -209,7 +214,7 @@ def write_folder(
             listed = ", ".join(sorted(strangers))
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
-            parts = [tensors_of(name, parameters[name]) for name in names]
+            parts = [tensors_of(name, parameters[name], inverse) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
             tensors = {name: np.ascontiguousarray(to_numpy(a)) for name, a in named.items()}
             write_tensors(beside / file, tensors)

@@ -43,7 +43,8 @@ class Config:
     ``window`` is the number of keys that a query of a sliding layer sees, itself included.
     ``query_key_norm`` is "head" (one weight for every head), "projection" (over all heads) or
     None.  ``fused`` checkpoints store q, k, v in one matrix, and gate, up in another.  Layers of a
-    model with ``bit_layers`` are ``bit_linear``, but for the head: rounded at every call.
+    model with ``bit_layers`` are ``bit_linear``, but for the head: rounded at every call.  Its
+    files have ``inverse_scales`` where those of ternary weights divide.
     """
 
     model_type: str
@@ -77,6 +78,7 @@ class Config:
     end_tokens: tuple[int, ...] = ()
     pad_token: int | None = None
     bit_layers: bool = False
+    inverse_scales: bool = False
 
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, itself included; None: all."""

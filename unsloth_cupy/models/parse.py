@@ -6,6 +6,7 @@ from typing import Any
 from ..errors import ConfigError
 from .config import FULL, SLIDING, Config, Rope
 from .families import COMMON, FAMILIES, Family
+from .quantized_weights import inverse_scales
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -135,6 +136,7 @@ def parse(values: Mapping[str, Any]) -> Config:
         mlp_bias=model_type == "llama" and read.flag("mlp_bias"),
         fused=family.fused,
         bit_layers=_bit_layers(facts or {}),
+        inverse_scales=inverse_scales(values),
         sub_norms=family.sub_norms,
         tied=read.flag("tie_word_embeddings"),
         initializer_range=read.number("initializer_range"),
@@ -171,8 +173,8 @@ def _bit_layers(facts: Mapping[str, Any]) -> bool:
         return False
     online = facts.get("quantization_mode", "offline") == "online"
     left = facts.get("modules_to_not_convert")
-    known = {
-        "linear_class": ("autobitlinear",),
+    known: Mapping[str, Any] = {
+        "linear_class": ("autobitlinear",) if online else ("autobitlinear", "bitlinear"),
         "quantization_mode": ("offline", "online"),
         "use_rms_norm": (False, None),
         **({"modules_to_not_convert": (None, [], ["lm_head"])} if online else {}),

@@ -51,11 +51,17 @@ def part_of(name: str, shapes: Mapping[str, Any]) -> Part | None:
 
 
 def assembled(
-    name: str, kind: type[Quantized], state: Mapping[str, Array], shape: Any, dtype: Any
+    name: str,
+    kind: type[Quantized],
+    state: Mapping[str, Array],
+    shape: Any,
+    dtype: Any,
+    inverse: bool = False,
 ) -> Quantized:
     """Return the weight of a checkpoint's parts, in a dtype to compute in; None: the stored one."""
+    more = {"inverse": True} if inverse and kind is Ternary else {}
     try:
-        made = kind.from_state(state)
+        made = kind.from_state(state, **more)
     except (ConfigError, RangeError, ShapeError) as error:
         raise ConfigError(f"tensor {name!r}: {error}") from None
     if made.shape != tuple(shape):
@@ -64,12 +70,13 @@ def assembled(
     return made if dtype is None else made.computed_in(dtype)
 
 
-def tensors_of(name: str, value: Any) -> dict[str, Any]:
+def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
     """Return the tensors that a parameter is written as."""
     if not isinstance(value, Quantized):
         return {name: value}
     module = name.removesuffix("weight")
-    return {module + key: array for key, array in value.state().items()}
+    state = value.state(inverse) if isinstance(value, Ternary) else value.state()
+    return {module + key: array for key, array in state.items()}
 
 
 def saved_config(
@@ -88,6 +95,8 @@ def saved_config(
     if not made:
         return plain
     facts = [value.quantization_config(dtype) for value in made.values()]
+    if inverse_scales(config):
+        facts = [{**each, "linear_class": "bitlinear"} for each in facts]
     if any(each != facts[0] for each in facts):
         raise ConfigError("save: weights are quantized in more than one way; quantize them alike")
     matrices = {n.removesuffix(".weight") for n, value in parameters.items() if value.ndim == 2}
@@ -109,6 +118,13 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 def online(config: Mapping[str, Any]) -> bool:
     """Say whether dense weights are rounded at every call, as a config.json of BitNet tells."""
     return (config.get(KEY) or {}).get("quantization_mode") == "online"
+
+
+def inverse_scales(config: Mapping[str, Any]) -> bool:
+    """Say whether a config.json of BitNet tells of BitLinear, which divides by its scales."""
+    facts = config.get(KEY) or {}
+    named = facts.get("linear_class", "bitlinear")
+    return facts.get("quant_method") == "bitnet" and named == "bitlinear"
 
 
 def stored_kind(config: Mapping[str, Any]) -> str | None:

@@ -11,6 +11,11 @@ from ...placement import placed, to_numpy
 from ._state import array_of, json_of, named, stored_shape
 
 
+def _inverse(scale: Any) -> Any:
+    with np.errstate(divide="ignore"):
+        return 1 / scale.astype(np.float32)
+
+
 class FolderForm:
     """What ``Ternary`` is written as beside a layer's name, and is read from."""
 
@@ -23,8 +28,10 @@ class FolderForm:
     pack: Any
     unpack: Any
 
-    def state(self) -> dict[str, Any]:
+    def state(self, inverse: bool = False) -> dict[str, Any]:
         """Return arrays by what follows a layer's name in a checkpoint.
+
+        Of an inverse scale codes are divided by it, as BitNet's BitLinear has them.
 
         ``weight`` has the bytes of ``pack("bitnet")``.  Where they and ``weight_scale`` are all
         that there is to know, they are what Hugging Face's BitNet writes; else ``weight_form``
@@ -33,18 +40,20 @@ class FolderForm:
         rows, columns = self.shape
         weight = np.frombuffer(self.pack("bitnet"), np.uint8).reshape(-(-rows // 4), columns)
         scale = self.scale.reshape(1) if self.scale.ndim == 0 else self.scale
-        narrow = scale.astype(self.dtype)
+        told = _inverse(scale) if inverse else scale
+        narrow = told.astype(self.dtype)
+        again = _inverse(narrow) if inverse else narrow
         like: Any = self.planes
         known = rows % 4 == 0 and scale.ndim == 1 and self.activations == "int8"
-        if known and bool((narrow == scale).all()):
+        if known and bool((again == scale).all()):
             return {"weight": placed(weight, like), "weight_scale": narrow}
         facts = {"shape": list(self.shape), "group": self.group, "dtype": self.dtype.name}
         text = json.dumps(facts | {"activations": self.activations}).encode()
-        found = {"weight": placed(weight, like), "weight_scale": scale}
+        found = {"weight": placed(weight, like), "weight_scale": told}
         return found | {"weight_form": placed(np.frombuffer(text, np.uint8), like)}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
+    def from_state(cls, state: Mapping[str, Any], inverse: bool = False) -> Self:
         """Return the weight of arrays that ``state`` gave, or of a layer of BitNet.
 
         Raises
@@ -68,11 +77,12 @@ class FolderForm:
         array_of(call, state, "weight", (-(-rows // 4), columns), np.uint8)
         array_of(call, state, "weight_scale", tuple(scale.shape), scale.dtype)
         whole = facts.get("group") is None and scale.shape == (1,) and scale.dtype.kind != "O"
+        told = _inverse(to_numpy(scale)) if inverse else to_numpy(scale)
         return cls.unpack(
             to_numpy(weight),
             "bitnet",
             shape,
-            scale=to_numpy(scale).reshape(()) if whole else to_numpy(scale),
+            scale=told.reshape(()) if whole else told,
             dtype=facts.get("dtype"),
             like=weight,
             group=facts.get("group"),

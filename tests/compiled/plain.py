@@ -4,6 +4,7 @@ Floats are fractions, rounded once by the rules of IEEE 754; denormals are kept,
 sides where an instruction says .ftz.  Nothing here is shared with the translator.
 """
 
+import functools
 import math
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ def signed(bits: int, width: int) -> int:
     return bits - (1 << width) if bits >> (width - 1) else bits
 
 
+@functools.cache
 def decoded(bits: int, kind: str, flush: bool = False) -> Number:
     """Return the number that a float holds."""
     f = FORMATS[kind]

@@ -8,6 +8,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,18 @@ import pytest
 
 from ..cuda_on_cpu import Module, build
 from ..ptx_on_cpu import Compiled, arithmetic, library
-from ..ptx_on_cpu.rules import WRITERS
-from .plain import FORMATS, INFINITY, NAN, clipped, computed, decoded, encoded, signed
+from .plain import (
+    FORMATS,
+    INFINITY,
+    NAN,
+    clipped,
+    computed,
+    decoded,
+    encoded,
+    infinite,
+    signed,
+    whole,
+)
 
 Plain = Callable[..., int | None]
 EDGES = {  # bits, in hexadecimal
@@ -30,6 +41,11 @@ EDGES = {  # bits, in hexadecimal
         bff0000000000000 7fefffffffffffff 7ff0000000000000 fff0000000000000
         7ff8000000000000 3fe0000000000000 4004000000000000 3fb999999999999a
         3ff0000010000000 36a0000000000000 47effffff0000000 41e0000000000000
+    """,
+    "narrow": """
+        0 80000000 1 3f880000 3f980000 3f900000 3fb00000 bf8c0000 43e00000 43e80000 43f00000
+        47600000 47680000 7f800000 ff800000 7fc00000 3b000000 3a800000 3ac00000 37800000
+        37000000 37400000 3f801000 3f803000 3f800fff 7f7fffff ff7fffff c2c80000
     """,
     "f16": """
         0 8000 1 3ff 400 3c00 bc00 3c01 7bff fbff 7c00 fc00 7e00 3800 4100 1400 c01 2e66
@@ -65,6 +81,13 @@ def integer_cases(kind: str) -> Iterator[Case]:
     def case(text: str, f: Callable[..., int], count: int = 2) -> Case:
         return Case(text, lambda *v: f(*map(number, v[:count])) & mask)
 
+    for to, mode in itertools.product(("f32", "f64"), "nzmp"):
+        yield Case(f"cvt.r{mode}.{to}.{kind} %w, %x", functools.partial(real, number, to, mode))
+    for to in WHOLE:
+        yield Case(f"cvt.{to}.{kind} %w, %x", functools.partial(extended, number, to))
+        yield Case(f"cvt.sat.{to}.{kind} %w, %x", functools.partial(saturated, number, to))
+    if n == 8:  # no other instruction reads so few bits
+        return
     for name, f in (("add", int.__add__), ("sub", int.__sub__)):
         yield case(f"{name}.{kind} %d, %x, %y", f)
     yield case(f"mul.lo.{kind} %d, %x, %y", int.__mul__)
@@ -87,6 +110,7 @@ def integer_cases(kind: str) -> Iterator[Case]:
     yield Case(f"shl.b{n} %d, %x, %u", lambda x, y, z: x << shift(y) & mask)
     yield Case(f"shr.{kind} %d, %x, %u", lambda x, y, z: number(x) >> shift(y) & mask)
     yield Case(f"selp.{kind} %d, %x, %y, %p0", lambda x, y, z: x if y & 1 else y)
+    yield Case(f"mov.{kind} %d, %x", lambda x, y, z: x)
     for word, f in COMPARED.items():
         yield select(f"setp.{word}.{kind} %p, %x, %y", lambda x, y, f=f: f(number(x), number(y)))
     if s:
@@ -96,15 +120,10 @@ def integer_cases(kind: str) -> Iterator[Case]:
         yield from logic(n)
     if n >= 32:
         yield from fields(kind, n, s, number)
+        yield from carries(kind, n)
     if kind == "s32":
         for name, f in (("min", min), ("max", max)):
             yield case(f"{name}.relu.s32 %d, %x, %y", lambda x, y, f=f: max(0, f(x, y)))
-    for to in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
-        yield Case(f"cvt.{to}.{kind} %w, %x", functools.partial(extended, number, to))
-        if int(to[1:]) < n or to[0] != kind[0]:
-            yield Case(f"cvt.sat.{to}.{kind} %w, %x", functools.partial(saturated, number, to))
-    for to, mode in itertools.product(("f32", "f64"), "nzmp"):
-        yield Case(f"cvt.r{mode}.{to}.{kind} %w, %x", functools.partial(real, number, to, mode))
 
 
 COMPARED = {"eq": int.__eq__, "ne": int.__ne__, "lt": int.__lt__, "le": int.__le__} | {
@@ -130,8 +149,6 @@ def saturated(number: Any, to: str, x: int, *_: int) -> int:
 
 
 def real(number: Any, to: str, mode: str, x: int, *_: int) -> int | None:
-    from fractions import Fraction
-
     return encoded(Fraction(number(x)), to, mode)
 
 
@@ -142,20 +159,17 @@ def logic(n: int) -> Iterator[Case]:
         text = f"setp.gt.u{n} %q, %y, %x; {name}.pred %p, %p0, %q; selp.u32 %e, 1, 0, %p"
         yield Case(text, lambda x, y, z, f=f: f(y & 1, int(y > x)))
     yield Case(f"not.b{n} %d, %x", lambda x, y, z: ~x & mask)
+    yield Case(f"mov.b{n} %d, %x", lambda x, y, z: x)
+    yield Case(f"shr.b{n} %d, %x, %u", lambda x, y, z: x >> min(y & u32, n))
+    yield select(f"setp.eq.b{n} %p, %x, %y", int.__eq__)
+    yield select(f"setp.ne.b{n} %p, %x, %y", int.__ne__)
+    yield Case("mov.pred %p, %p0; selp.u32 %e, 1, 0, %p", lambda x, y, z: y & 1)
     yield Case("not.pred %p, %p0; selp.u32 %e, 1, 0, %p", lambda x, y, z: ~y & 1)
     if n < 32:
         return
     yield Case(f"popc.b{n} %e, %x", lambda x, y, z: x.bit_count())
     yield Case(f"clz.b{n} %e, %x", lambda x, y, z: n - x.bit_length())
     yield Case(f"brev.b{n} %d, %x", lambda x, y, z: int(f"{x:0{n}b}"[::-1], 2))
-    add = f"add.cc.u{n} %d, %x, %y; addc.cc.u{n} %d, %d, %z; addc.u{n} %d, %d, 0"
-    yield Case(add, lambda x, y, z: carried(x, y, z, n))
-    take = f"sub.cc.u{n} %d, %x, %y; subc.cc.u{n} %d, %d, %z; subc.u{n} %d, %d, 0"
-    yield Case(take, lambda x, y, z: borrowed(x, y, z, n))
-    for part, at in (("lo", 0), ("hi", n)):
-        text = f"mad.{part}.cc.u{n} %d, %x, %y, %z; madc.{part}.cc.u{n} %d, %y, %y, %d;"
-        text += f" madc.{part}.u{n} %d, %x, %z, %d"
-        yield Case(text, lambda x, y, z, at=at: multiplied(x, y, z, n, at))
     if n == 64:
         return
     yield Case("prmt.b32 %d, %x, %y, %z", permuted)
@@ -170,6 +184,19 @@ def logic(n: int) -> Iterator[Case]:
         yield Case(text, lambda x, y, z, at=at: z + halves(x, y >> at) & u32)
 
 
+def carries(kind: str, n: int) -> Iterator[Case]:
+    """Yield sums of three words of which each takes what the last one leaves."""
+    add = f"add.cc.{kind} %d, %x, %y; addc.cc.{kind} %d, %d, %z; addc.{kind} %d, %d, 0"
+    yield Case(add, lambda x, y, z: carried(x, y, z, n))
+    take = f"sub.cc.{kind} %d, %x, %y; subc.cc.{kind} %d, %d, %z; subc.{kind} %d, %d, 0"
+    yield Case(take, lambda x, y, z: borrowed(x, y, z, n))
+    number = (lambda v: signed(v, n)) if kind[0] == "s" else (lambda v: v)
+    for part, at in (("lo", 0), ("hi", n)):
+        text = f"mad.{part}.cc.{kind} %d, %x, %y, %z; madc.{part}.cc.{kind} %d, %y, %y, %d;"
+        text += f" madc.{part}.{kind} %d, %x, %z, %d"
+        yield Case(text, lambda x, y, z, at=at: multiplied(number, x, y, z, n, at))
+
+
 def carried(x: int, y: int, z: int, n: int) -> int:
     mask = (1 << n) - 1
     second = (x + y & mask) + z + (x + y >> n)
@@ -182,11 +209,12 @@ def borrowed(x: int, y: int, z: int, n: int) -> int:
     return (second & mask) - (second < 0) & mask
 
 
-def multiplied(x: int, y: int, z: int, n: int, at: int) -> int:
+def multiplied(number: Any, x: int, y: int, z: int, n: int, at: int) -> int:
     mask = (1 << n) - 1
-    first = (x * y >> at & mask) + z
-    second = (y * y >> at & mask) + (first & mask) + (first >> n)
-    return (x * z >> at) + second + (second >> n) & mask
+    a, b, c = map(number, (x, y, z))
+    first = (a * b >> at & mask) + z
+    second = (b * b >> at & mask) + (first & mask) + (first >> n)
+    return (a * c >> at) + second + (second >> n) & mask
 
 
 def permuted(x: int, y: int, z: int) -> int:
@@ -228,6 +256,10 @@ def fields(kind: str, n: int, s: bool, number: Any) -> Iterator[Case]:
     yield Case(f"bfind.shiftamt.{kind} %e, %x", lambda x, y, z: shifted(x))
 
 
+SUMS = {"add": 2, "sub": 2, "mul": 2, "fma": 3}  # and how many operands they have
+WHOLE = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
+
+
 def float_cases(kind: str) -> Iterator[Case]:
     """Yield what floats of a type do."""
     if kind in ("f16", "bf16"):
@@ -235,8 +267,8 @@ def float_cases(kind: str) -> Iterator[Case]:
         return
     for flush in (False, True) if kind == "f32" else (False,):
         word = ".ftz" if flush else ""
-        for op, count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
-            for mode in "nzmp":
+        for (op, count), mode in itertools.product(SUMS.items(), ("", *"nzmp")):
+            if mode or op != "fma":
                 yield rounded(op, count, mode, kind, word)
                 if kind == "f32":
                     yield rounded(op, count, mode, kind, f"{word}.sat")
@@ -245,16 +277,22 @@ def float_cases(kind: str) -> Iterator[Case]:
                 yield rounded(op, count, mode, kind, word)
         yield from sides(kind, flush, word)
     if kind == "f32":
-        yield from approximations()
-        yield from conversions()
+        yield from (*approximations(False), *approximations(True), *conversions())
     if kind == "f64":
-        for mode in "nzmp":
-            for flush in (False, True):
-                text = f"cvt.r{mode}{'.ftz' * flush}.f32.f64 %w, %x"
-                yield Case(text, functools.partial(again, "f64", "f32", mode, flush))
-        for mode, to in itertools.product("nzmp", ("s32", "u32", "s64", "u64")):
-            text = f"cvt.r{mode}i.{to}.f64 %w, %x"
-            yield Case(text, functools.partial(cut, "f64", to, mode, False))
+        yield from doubles()
+
+
+def doubles() -> Iterator[Case]:
+    """Yield the conversions of float64."""
+    for mode in "nzmp":
+        for flush in (False, True):
+            text = f"cvt.r{mode}{'.ftz' * flush}.f32.f64 %w, %x"
+            yield Case(text, functools.partial(again, "f64", "f32", mode, flush))
+    for mode in "nzmp":
+        yield Case(f"cvt.r{mode}i.f64.f64 %d, %x", functools.partial(integral, "f64", mode, ""))
+    for mode, to in itertools.product("nzmp", WHOLE):
+        text = f"cvt.r{mode}i.{to}.f64 %w, %x"
+        yield Case(text, functools.partial(cut, "f64", to, mode, False))
 
 
 def pick(flush: bool, kind: str) -> Callable[[int], Any]:
@@ -265,16 +303,16 @@ def rounded(op: str, count: int, mode: str, kind: str, word: str) -> Case:
     flush, sat = ".ftz" in word, ".sat" in word
 
     def plain(*v: int) -> int | None:
-        exact = computed(op, [decoded(b, kind, flush) for b in v[:count]], mode)
+        exact = computed(op, [decoded(b, kind, flush) for b in v[:count]], mode or "n")
         if sat:
             one = 0x3F800000
             if exact == NAN or exact <= 0:
                 return 0
-            return one if exact >= 1 else min(encoded(exact, kind, mode, flush) or 0, one)
-        return encoded(exact, kind, mode, flush)
+            return one if exact >= 1 else min(encoded(exact, kind, mode or "n", flush) or 0, one)
+        return encoded(exact, kind, mode or "n", flush)
 
     names = ", ".join(("%x", "%y", "%z")[:count])
-    return Case(f"{op}.r{mode}{word}.{kind} %d, {names}", plain)
+    return Case(f"{op}{f'.r{mode}' * bool(mode)}{word}.{kind} %d, {names}", plain)
 
 
 def sides(kind: str, flush: bool, word: str) -> Iterator[Case]:
@@ -294,13 +332,16 @@ def sides(kind: str, flush: bool, word: str) -> Iterator[Case]:
 
     for name, sign in (("min", 1), ("max", -1)):
         yield Case(f"{name}{word}.{kind} %d, %x, %y", functools.partial(least, sign))
-        text = f"{name}{word}.NaN.{kind} %d, %x, %y"
-        yield Case(text, functools.partial(strict, sign))
+        if kind == "f32":
+            text = f"{name}{word}.NaN.{kind} %d, %x, %y"
+            yield Case(text, functools.partial(strict, sign))
     turn = lambda x: None if get(x) == NAN else (encoded(get(x), kind) or 0) ^ top  # noqa: E731
     yield Case(f"neg{word}.{kind} %d, %x", lambda x, y, z: turn(x))
     size = lambda x: None if get(x) == NAN else (encoded(get(x), kind) or 0) & ~top  # noqa: E731
     yield Case(f"abs{word}.{kind} %d, %x", lambda x, y, z: size(x))
-    if kind in ("f32", "f64") and not flush:
+    if not flush:
+        yield Case(f"mov.{kind} %d, %x", lambda x, y, z: x)
+        yield Case(f"selp.{kind} %d, %x, %y, %p0", lambda x, y, z: x if y & 1 else y)
         yield Case(f"copysign.{kind} %d, %x, %y", lambda x, y, z: (x & top) | (y & (top - 1)))
     import operator as o
 
@@ -313,36 +354,39 @@ def sides(kind: str, flush: bool, word: str) -> Iterator[Case]:
     yield select(f"setp.nan{word}.{kind} %p, %x, %y", ordered(lambda x, y: False, True))
 
 
-def approximations() -> Iterator[Case]:
+def approximations(flush: bool) -> Iterator[Case]:
     """Yield what is not exact on a GPU: near the value, and the limits that PTX states."""
+    word = ".ftz" * flush
 
     def near(f: Callable[[np.float64], Any]) -> Plain:
         def plain(x: int, y: int, z: int) -> int | None:
             value = np.array([x], np.uint32).view(np.float32).astype(np.float64)
-            value = np.where(np.abs(value) < 2.0**-126, np.copysign(0.0, value), value)
+            if flush:
+                value = np.where(np.abs(value) < 2.0**-126, np.copysign(0.0, value), value)
             with np.errstate(all="ignore"):
                 result = np.float32(f(value)[0])
             if np.isnan(result):
                 return None
-            flushed = np.copysign(np.float32(0), result) if abs(result) < 2.0**-126 else result
-            return int(np.array([flushed], np.float32).view(np.uint32)[0])
+            zero = flush and abs(result) < 2.0**-126
+            rounded = np.copysign(np.float32(0), result) if zero else result
+            return int(np.array([rounded], np.float32).view(np.uint32)[0])
 
         return plain
 
     names: dict[str, Any] = {"ex2": np.exp2, "lg2": np.log2, "sin": np.sin, "cos": np.cos}
-    names |= {"tanh": np.tanh, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x}
-    for name, f in (names | {"sqrt": np.sqrt}).items():
-        yield Case(f"{name}.approx.ftz.f32 %d, %x", near(f), 2)
+    names |= {"rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "sqrt": np.sqrt}
+    for name, f in (names | ({} if flush else {"tanh": np.tanh})).items():
+        yield Case(f"{name}.approx{word}.f32 %d, %x", near(f), 2)
 
     def divided(x: int, y: int, z: int) -> int | None:
-        a, b = decoded(x, "f32", True), decoded(y, "f32", True)
+        a, b = decoded(x, "f32", flush), decoded(y, "f32", flush)
         if NAN not in (a, b) and 2**126 < abs(b) < INFINITY:
             a, b = computed("mul", [a, -0.0 if b < 0 else 0], "n"), 1
-        return encoded(computed("div", [a, b], "n"), "f32", "n", True)
+        return encoded(computed("div", [a, b], "n"), "f32", "n", flush)
 
-    yield Case("div.approx.ftz.f32 %d, %x, %y", divided, 2)
-    exact = rounded("div", 2, "n", "f32", ".ftz").plain
-    yield Case("div.full.ftz.f32 %d, %x, %y", exact, 2)
+    yield Case(f"div.approx{word}.f32 %d, %x, %y", divided, 2)
+    exact = rounded("div", 2, "n", "f32", word).plain
+    yield Case(f"div.full{word}.f32 %d, %x, %y", exact, 2)
 
 
 def again(of: str, to: str, mode: str, flush: bool, x: int, *_: int) -> int | None:
@@ -357,7 +401,7 @@ def cut(of: str, to: str, mode: str, flush: bool, x: int, *_: int) -> int:
 
 
 def conversions() -> Iterator[Case]:
-    for mode, to in itertools.product("nzmp", ("s8", "u8", "s32", "u32", "s64", "u64")):
+    for mode, to in itertools.product("nzmp", WHOLE):
         for flush in (False, True):
             text = f"cvt.r{mode}i{'.ftz' * flush}.{to}.f32 %w, %x"
             yield Case(text, functools.partial(cut, "f32", to, mode, flush))
@@ -367,10 +411,54 @@ def conversions() -> Iterator[Case]:
         yield Case(f"cvt.rn.{to}.f32 %t2, %x; cvt.u64.u16 %w, %t2", functools.partial(half, to))
         text = f"cvt.rn.{to}x2.f32 %e, %x, %y"
         yield Case(text, lambda x, y, z, to=to: joined(half(to, y), half(to, x), 16))
-    whole = lambda mode: lambda x, y, z: integral(x, mode)  # noqa: E731
-    for mode in "nzmp":
-        yield Case(f"cvt.r{mode}i.f32.f32 %d, %x", whole(mode))
-    yield Case("cvt.sat.f32.f32 %d, %x", lambda x, y, z: bounded(x))
+    for mode, ftz, sat in itertools.product(("", *"nzmp"), ("", ".ftz"), ("", ".sat")):
+        text = f"cvt{f'.r{mode}i' * bool(mode)}{ftz}{sat}.f32.f32 %d, %x"
+        yield Case(text, functools.partial(integral, "f32", mode, ftz + sat))
+
+
+def narrow_cases() -> Iterator[Case]:
+    """Yield what makes 8 bits, or tf32, of float32."""
+    for kind in EIGHT:
+        text = f"cvt.rn.satfinite.{kind}x2.f32 %t2, %x, %y; cvt.u64.u16 %w, %t2"
+        yield Case(text, lambda x, y, z, k=kind: eighth(k, x) << 8 | eighth(k, y))
+    yield Case("cvt.rna.tf32.f32 %d, %x", lambda x, y, z: x + 0x1000 & 0xFFFFE000)
+
+
+EIGHT = {"e4m3": (7, 3, 0x7E), "e5m2": (15, 2, 0x7B)}  # bias, bits behind the point, the largest
+
+
+def small(kind: str, code: int) -> Any:
+    """Return the number that 8 bits hold."""
+    bias, n, largest = EIGHT[kind]
+    size, sign = code & 127, -1 if code >> 7 else 1
+    if size > largest:
+        return sign * INFINITY if kind == "e5m2" and size == 0x7C else NAN
+    if not size:
+        return -0.0 if sign < 0 else Fraction(0)
+    fraction = size & (1 << n) - 1 | (1 << n if size >> n else 0)
+    return sign * fraction * Fraction(2) ** (max(size >> n, 1) - bias - n)
+
+
+@functools.cache
+def eighth(kind: str, x: int) -> int:
+    """Return the 8 bits nearest to a float32, ties to even ones; beyond the largest, that."""
+    value, sign = decoded(x, "f32"), 128 * (x >> 31)
+    if value == NAN:
+        return 0x7F
+    if abs(value) == INFINITY:
+        return sign | EIGHT[kind][2]
+    codes = range(EIGHT[kind][2] + 1)
+    return sign | min(
+        codes, key=lambda c: (abs(Fraction(small(kind, c)) - abs(Fraction(value))), c & 1)
+    )
+
+
+def small_cases() -> Iterator[Case]:
+    """Yield what makes float16 of pairs of 8 bits."""
+    for kind in EIGHT:
+        pair = lambda x, k: [encoded(small(k, code), "f16") for code in (x & 255, x >> 8)]  # noqa: E731
+        text = f"cvt.rn.f16x2.{kind}x2 %e, %x"
+        yield Case(text, lambda x, y, z, k=kind, p=pair: joined(*p(x, k), 16))
 
 
 def half(to: str, x: int, *_: int) -> int | None:
@@ -382,50 +470,50 @@ def joined(low: int | None, high: int | None, width: int) -> int | None:
     return None if low is None or high is None else high << width | low
 
 
-def integral(x: int, mode: str) -> int | None:
-    from fractions import Fraction
-
-    from .plain import infinite, whole
-
-    value = decoded(x, "f32")
-    if value == NAN or infinite(value) or not value:
-        return encoded(value, "f32")
-    return encoded(Fraction(whole(Fraction(value), mode)) or (-0.0 if value < 0 else 0), "f32")
-
-
-def bounded(x: int) -> int:
-    value = decoded(x, "f32")
-    if value == NAN or value <= 0:
+def integral(kind: str, mode: str, words: str, x: int, *_: int) -> int | None:
+    """Return a float as a whole one, where a mode says how; flushed and bounded as words say."""
+    value = decoded(x, kind, "ftz" in words)
+    if value != NAN and not infinite(value) and value and mode:
+        value = Fraction(whole(Fraction(value), mode)) or (-0.0 if value < 0 else Fraction(0))
+    if "sat" in words and (value == NAN or value <= 0):
         return 0
-    return 0x3F800000 if value >= 1 else x
+    return encoded(Fraction(1) if "sat" in words and value > 1 else value, kind)
 
 
 def wide_pairs() -> Iterator[Case]:
-    for op, count in (("add", 2), ("mul", 2), ("fma", 3)):
-        for mode, word in itertools.product("nz", ("", ".ftz")):
-            one = rounded(op, count, mode, "f32", word).plain
-            words = "mov.b64 %w, {%x, %y}; mov.b64 %w1, {%y, %z}; mov.b64 %w2, {%z, %x};"
-            names = ", ".join(("%w", "%w1", "%w2")[:count])
-            text = f"{words} {op}.r{mode}{word}.f32x2 %w, {names}"
-            yield Case(text, lambda x, y, z, f=one: joined(f(x, y, z), f(y, z, x), 32))
+    for op, mode, word in itertools.product(SUMS, ("", *"nzmp"), ("", ".ftz")):
+        if not mode and op == "fma":
+            continue
+        one = rounded(op, SUMS[op], mode, "f32", word).plain
+        words = "mov.b64 %w, {%x, %y}; mov.b64 %w1, {%y, %z}; mov.b64 %w2, {%z, %x};"
+        names = ", ".join(("%w", "%w1", "%w2")[: SUMS[op]])
+        text = f"{words} {op}{f'.r{mode}' * bool(mode)}{word}.f32x2 %w, {names}"
+        yield Case(text, lambda x, y, z, f=one: joined(f(x, y, z), f(y, z, x), 32))
+
+
+BITS = {"f32x2": 32, "narrow": 32, "small": 16}
+CASES = {"f32x2": wide_pairs, "narrow": narrow_cases, "small": small_cases}
 
 
 def cases(kind: str) -> list[Case]:
-    if kind == "f32x2":
-        return [*wide_pairs()]
-    return [*(float_cases(kind) if kind in FLOATS else integer_cases(kind))]
+    if kind in CASES:
+        return [*CASES[kind]()]
+    return [*(float_cases(kind) if kind in FORMATS else integer_cases(kind))]
 
 
-TYPES = ("u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64", "f32x2")
+NAME = re.compile(r"\b([a-z][\w.:]*) ")
+TYPES = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64", *CASES)
 THREADS = 128
 
 
 def bits_of(kind: str) -> int:
-    return FORMATS[kind].bits if kind in FORMATS else 32 if kind == "f32x2" else int(kind[1:])
+    return FORMATS[kind].bits if kind in FORMATS else BITS.get(kind) or int(kind[1:])
 
 
 def values(kind: str) -> np.ndarray:
     """Return rows of three operands: all pairs, with a third in turn."""
+    if kind == "small":  # every code, beside another
+        return np.array([(code | (255 - code) << 8, 0, 0) for code in range(256)], np.uint64)
     several = FLOATS.get("f32" if kind == "f32x2" else kind) or integers(bits_of(kind))
     rows = [
         (x, y, several[(i * 7 + j) % len(several)])
@@ -502,8 +590,6 @@ def same(case: Case, kind: str, found: int, wanted: int | None) -> bool:
 
 
 def test_every_form_of_the_tables_is_asked_for() -> None:
-    said = " ".join(f"{case.text};" for kind in TYPES for case in cases(kind))
-    words = [{*word.split(".")} for word in re.findall(r"\b([a-z][\w.]*) ", said)]
-    names = [*arithmetic.INTEGERS, *arithmetic.FLOATS, "and.pred", "or.pred", "xor.pred"]
-    assert [n for n in names if not any({*n.split(".")} <= word for word in words)] == []
-    assert {"mov", "cvt", "setp"} <= WRITERS.keys()
+    """By its whole name: none is forgotten, in whatever type."""
+    said = {word for kind in TYPES for case in cases(kind) for word in NAME.findall(case.text)}
+    assert {*arithmetic.INTEGERS, *arithmetic.FLOATS} - said == set()

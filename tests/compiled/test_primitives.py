@@ -75,7 +75,7 @@ KERNEL(1) k(const float *x, int n) {
 def test_an_unknown_instruction_names_itself() -> None:
     text = ".visible .entry odd()\n{\n.reg .b32 %r<2>;\ntex.1d %r0, %r1;\nret;\n}\n"
     with pytest.raises(UnknownError, match=re.escape("PTX line 4: tex.1d %r0, %r1")):
-        unit(text, "odd", 0)
+        unit(text, "odd")
 
 
 def test_traffic_goes_by_lines_of_the_source() -> None:

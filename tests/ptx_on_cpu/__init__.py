@@ -101,7 +101,7 @@ def header() -> Path:
 
 def library(compiled: Compiled) -> Path:
     """Return the library of a kernel."""
-    code = unit(*compiled, build.DYNAMIC_SHARED)
+    code = unit(*compiled)
     how = ("-include", header(), "-shared", "-x", "c++")
     return made(f"ptx_{compiled.entry[:40]}", ".so", code, *how)
 

@@ -1,10 +1,9 @@
 """Control, memory, barriers, warps, tensor cores and copies: what the machine does."""
 
-import re
 from typing import TYPE_CHECKING
 
 from .parse import UnknownError, operands
-from .rules import BITS, RULES, SIZE, WIDTH, Ops, Rule, Words, flag, instruction, only
+from .rules import BITS, RULES, SIZE, WIDTH, Operand, Ops, Words, flag, instruction, only, spelled
 
 if TYPE_CHECKING:
     from .translate import Function
@@ -13,67 +12,100 @@ SCOPES = "cta cluster gpu sys"
 SPACES = "global shared shared::cta shared::cluster local param const"
 STRONG = "volatile relaxed acquire release mmio"
 CACHES = "ca cg cs cv lu wb wt nc L1::no_allocate L1::evict_last L1::evict_first L2::128B L2::256B"
-BARRIER = "shared::cta shared::cluster b64"
-BULK = "shared::cta shared::cluster global"
-RULES |= {
+BAR = "[.shared|.shared::cta|.shared::cluster].b64"
+TILE, F32 = ".sync.aligned.m16n8k", ".row.col.f32"
+MMA = (
+    "u32 A[] = {{y:u32*4}}, B[] = {{z:u32*2}}, C[] = {{v:u32*4}}, D[4];"
+    " mma({}, D, A, B, C, {{at}}); {{x:D*4}};"
+)
+LOAD = "tma_load_multicast({words[4][0]}, {x:a}, (void *){y:u64}, {z:a8}, c"
+DIMS, BYTES = "[.1d|.2d|.3d|.4d|.5d]", ".mbarrier::complete_tx::bytes"
+MACHINE = {
     # control
-    "ret": Rule("", "return", "uni"),
-    "trap": Rule("", 'fail("trap", {where})'),
-    "setmaxnreg": Rule("#", "", "inc dec sync aligned u32"),
-    "prefetch": Rule("#", "", "tensormap global L1 L2"),
+    "bra[.uni|]": "goto {x:label};",
+    "ret[.uni|]": "return;",
+    "trap": 'fail("trap", {{{at}}});',
+    "setmaxnreg[.inc|.dec].sync.aligned.u32": "{x:-};",
+    "prefetch[.tensormap|.global.L1|.global.L2]": "{x:-};",
     # addresses
-    "cvta": Rule("d t", "{x}", "to global param local const"),
-    "cvta.shared": Rule("d t", "(u64)near({x}, 0, {where})"),
-    "cvta.to.shared": Rule("d t", "shared_address((const void *)u64({x}), {where})"),
-    "mapa.u64": Rule("d l i", "(u64)cluster_map((const void *){x}, {y}, {at})"),
-    "mapa.shared::cluster.u32": Rule("d u i", "map_shared({x}, {y}, {where})"),
+    "cvta[.to|][.global|.param|.local|.const].u64": "{x}",
+    "cvta.shared.u64": "(u64)near({x}, 0, {at})",
+    "cvta.to.shared.u64": "shared_address((const void *){x}, {{{at}}})",
+    "mapa.u64": "(u64)cluster_map((const void *){x}, {y:s32}, {at})",
+    "mapa.shared::cluster.u32": "map_shared({x}, {y:s32}, {at})",
     # barriers and fences
-    "bar.sync": Rule("i i?", "barrier({x}, {y}, true, {line})"),
-    "bar.arrive": Rule("i i", "barrier({x}, {y}, false, {line})"),
-    "bar.warp.sync": Rule("u", "syncwarp({x}, {line})"),
-    "bar.red.popc.u32": Rule("d # p", "u32(barrier_count({y}, {line}))"),
-    "bar.red.or.pred": Rule("d # p", "barrier_count({y}, {line}) != 0"),
-    "bar.red.and.pred": Rule("d # p", "barrier_count(!{y}, {line}) == 0"),
-    "barrier.cluster.arrive": Rule("", "cluster_arrive(false, {line})", "aligned"),
-    "barrier.cluster.arrive.relaxed": Rule("", "cluster_arrive(true, {line})", "aligned"),
-    "barrier.cluster.wait": Rule("", "cluster_wait({line})", "aligned"),
-    "membar": Rule("", "threadfence(true)", "gl sys"),
-    "membar.cta": Rule("", "threadfence(false)"),
-    "fence": Rule("", "threadfence(true)", f"sc acq_rel {SCOPES}"),
-    "fence.cta": Rule("", "threadfence(false)", "sc acq_rel"),
-    "fence.mbarrier_init": Rule("", "mbarrier_init_fence()", "release cluster"),
-    "fence.proxy.async": Rule("", "fence_proxy_async()", BULK),
-    "mbarrier.init": Rule("a8 i", "mbarrier_init({x}, {y}, {at})", BARRIER),
-    "mbarrier.arrive": Rule("_ a8", "mbarrier_arrive({y}, 0, {at})", f"{BARRIER} release cluster"),
-    "mbarrier.arrive.expect_tx": Rule("_ a8 i", "mbarrier_arrive({y}, {z}, {at})", BARRIER),
-    "mbarrier.complete_tx": Rule(  # as many bytes as are expected have come
-        "a8 i", "mbarrier_complete({x}, {y}, {at})", f"{BARRIER} relaxed cluster"
-    ),
-    "mbarrier.try_wait.parity": Rule(  # it waits until it is true
-        "d a8 i", "(mbarrier_wait({x}, {y}, {at}), true)", f"{BARRIER} acquire cluster"
+    "bar.sync": "barrier({x:s32}, {y:s32?}, true, {line});",
+    "bar.arrive": "barrier({x:s32}, {y:s32}, false, {line});",
+    "bar.warp.sync": "syncwarp({x:u32}, {line});",
+    "bar.red.popc.u32": "u32(barrier_count({y:bool}, {line})){x:-}",
+    "bar.red.or.pred": "barrier_count({y}, {line}) != 0{x:-}",
+    "bar.red.and.pred": "barrier_count(!{y}, {line}) == 0{x:-}",
+    "barrier.cluster.arrive[.aligned|]": "cluster_arrive(false, {line});",
+    "barrier.cluster.arrive.relaxed[.aligned|]": "cluster_arrive(true, {line});",
+    "barrier.cluster.wait[.aligned|]": "cluster_wait({line});",
+    "[membar[.gl|.sys]|fence[.sc|.acq_rel][.cluster|.gpu|.sys]]": "threadfence(true);",
+    "[membar|fence[.sc|.acq_rel]].cta": "threadfence(false);",
+    "fence.mbarrier_init.release.cluster": "mbarrier_init_fence();",
+    "fence.proxy.async[.shared::cta|.shared::cluster|.global|]": "fence_proxy_async();",
+    f"mbarrier.init{BAR}": "mbarrier_init({x:a8}, {y:s32}, {at});",
+    f"mbarrier.arrive[.release.cluster|]{BAR}": "{x:_} mbarrier_arrive({y:a8}, 0, {at});",
+    f"mbarrier.arrive.expect_tx{BAR}": "{x:_} mbarrier_arrive({y:a8}, {z:s32}, {at});",
+    # as many bytes as are expected have come
+    f"mbarrier.complete_tx[.relaxed.cluster|]{BAR}": "mbarrier_complete({x:a8}, {y:s32}, {at});",
+    # it waits until it is true
+    f"mbarrier.try_wait.parity[.acquire.cluster|]{BAR}": (
+        "(mbarrier_wait({x:a8}, {y:s32}, {at}), true)"
     ),
     # warps
-    "vote.sync.ballot.b32": Rule("d p u", "ballot({y}, {x}, {line})"),
-    "vote.sync.any.pred": Rule("d p u", "ballot({y}, {x}, {line}) != 0"),
-    "vote.sync.all.pred": Rule("d p u", "ballot({y}, !{x}, {line}) == 0"),
-    "wgmma.fence": Rule("", "wgmma_fence({at})", "sync aligned"),
-    "wgmma.commit_group": Rule("", "wgmma_commit()", "sync aligned"),
-    # copies
-    "cp.async.commit_group": Rule("", "cp_async_commit()"),
-    "cp.async.wait_group": Rule("#", "cp_async_wait({x}, {at})"),
-    "cp.async.wait_all": Rule("", "cp_async_commit(); cp_async_wait(0, {at})"),
-    "cp.async.bulk.commit_group": Rule("", "tma_store_commit()"),
-    "cp.async.bulk.wait_group": Rule("#", "tma_store_wait({x})"),
-    "cp.async.bulk.bulk_group": Rule("g a i", "bulk_store({x}, {y}, {z}, {at})", BULK),
-    "cp.async.bulk.mbarrier::complete_tx::bytes": Rule(
-        "a g i a8", "bulk_load({x}, {y}, {z}, {v}, {at})", BULK
+    "vote.sync.ballot.b32": "ballot({y:u32}, {x:bool}, {line})",
+    "vote.sync.any.pred": "ballot({y:u32}, {x}, {line}) != 0",
+    "vote.sync.all.pred": "ballot({y:u32}, !{x}, {line}) == 0",
+    "wgmma.fence.sync.aligned": "wgmma_fence({at});",
+    "wgmma.commit_group.sync.aligned": "wgmma_commit();",
+    "wgmma.wait_group.sync.aligned": "wgmma_wait({x:#}, {at}); products.land(sums);",
+    f"mma{TILE}16{F32}.bf16.bf16.f32": MMA.format("BF16"),
+    f"mma{TILE}16{F32}.f16.f16.f32": MMA.format("F16"),
+    f"mma{TILE}8{F32}.tf32.tf32.f32": MMA.format("TF32"),
+    f"mma{TILE}32.row.col.s32.s8.s8.s32": MMA.format("S8"),
+    f"mma{TILE}32{F32}.e4m3.e4m3.f32": MMA.format("E4M3"),
+    f"mma{TILE}32{F32}.e5m2.e5m2.f32": MMA.format("E5M2"),
+    # the machine checks the alignment of rows; an address beyond the window is nobody's
+    "ldmatrix.sync.aligned.m8n8.x[1|2|4][.trans|].shared[|::cta].b16": (
+        "u32 D[4]; ldmatrix({words[4][1]}, {has[trans]}, D, {y:a16}, {at}); {x:D*{words[4][1]}};"
     ),
-    "st.async": Rule(
-        "u u u",
-        "store_async(own({x}, {where}), {y}, own({z}, {where}), rank_of({x}), {at})",
-        "shared::cluster mbarrier::complete_tx::bytes b32 u32 s32 f32",
+    # copies
+    "cp.async.commit_group": "cp_async_commit();",
+    "cp.async.[ca|cg].shared[|::cta].global[|.L2::64B|.L2::128B|.L2::256B]": (
+        "cp_async({x:a{z:#}}, {y:g}, {z:#}, at_most({v:s32}, {z:#}, {at}), {at});"
+    ),
+    "cp.async.wait_group": "cp_async_wait({x:#}, {at});",
+    "cp.async.wait_all": "cp_async_commit(); cp_async_wait(0, {at});",
+    "cp.async.bulk.commit_group": "tma_store_commit();",
+    "cp.async.bulk.wait_group": "tma_store_wait({x:#});",
+    "cp.async.bulk.global.shared::cta.bulk_group": "bulk_store({x:g}, {y:a}, {z:s32}, {at});",
+    "cp.async.bulk[.shared::cta|.shared::cluster].global.mbarrier::complete_tx::bytes": (
+        "bulk_load({x:a}, {y:g}, {z:s32}, {v:a8}, {at});"
+    ),
+    # a box of an array that a descriptor describes
+    f"cp.async.bulk.tensor{DIMS}.shared::cluster.global.tile{BYTES}": (
+        f"const int c[] = {{y:s32*{{words[4][0]}}}}; {LOAD}, 1u << M.cur->rank, {{at}});"
+    ),
+    f"cp.async.bulk.tensor{DIMS}.shared::cluster.global.tile{BYTES}.multicast::cluster": (
+        f"const int c[] = {{y:s32*{{words[4][0]}}}}; {LOAD}, {{v:u16}}, {{at}});"
+    ),
+    f"cp.async.bulk.tensor{DIMS}.global.shared::cta.tile.bulk_group": (
+        "const int c[] = {x:s32*{words[4][0]}};"
+        " tma_store({words[4][0]}, (void *){x:u64}, {y:a}, c, false, {at});"
+    ),
+    f"cp.reduce.async.bulk.tensor{DIMS}.global.shared::cta.add.tile.bulk_group": (
+        "const int c[] = {x:s32*{words[5][0]}};"
+        " tma_store({words[5][0]}, (void *){x:u64}, {y:a}, c, true, {at});"
+    ),
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes[.b32|.u32|.s32|.f32]": (
+        "store_async(own({x:u32}, {at}), {y:u32}, own({z:u32}, {at}), rank_of({x:u32}), {at});"
     ),
 }
+RULES.update(spelled(MACHINE))
 # The new value, of x that was there and v, w that were given.
 ATOMICS = {
     "add": "x + v",
@@ -87,11 +119,6 @@ ATOMICS = {
     "xor": "x ^ v",
     "cas": "x == v ? w : x",
 }
-
-
-@instruction("bra")
-def bra(f: "Function", words: Words, ops: Ops) -> str:
-    return f"goto {f.label(ops[0])};"
 
 
 @instruction("call")
@@ -109,37 +136,27 @@ def space_of(words: Words) -> str:
     return next((word for word in words if word in SPACES.split()), "")
 
 
-def accessed(f: "Function", words: Words, address: str, names: list[str]) -> tuple[str, str]:
-    """Return what makes p point at checked bytes, one value a name, and the type of a value."""
-    verb, *more, _ = words
+@instruction("ld", "st")
+def access(f: "Function", words: Words, ops: Ops) -> str:
+    """Write a load or a store: p points at checked bytes, one value a register."""
+    verb, *more, last = words
     only(more, f"{STRONG} {SCOPES} {CACHES} {SPACES} v2 v4 v8")
-    kind, space = WIDTH[words[-1]], space_of(words)
-    count = next((int(word[1]) for word in more if re.fullmatch(r"v[248]", word)), 1)
-    if len(names) != count:
+    address, names = (ops[1], ops[0]) if verb == "ld" else ops
+    names, kind, space = f.several(names), BITS.get(WIDTH[last], ""), space_of(words)
+    kind = WIDTH[last] if last[0] == "s" else kind  # to widen
+    size = SIZE[kind] * len(names)
+    if len(names) != next((int(word[1]) for word in more if word in ("v2", "v4", "v8")), 1):
         raise UnknownError(f"{len(names)} registers")
-    kind = BITS[kind] if kind[0] == "f" else kind
-    pointer = f.address(address, space, SIZE[kind] * count)
+    pointer = f.address(address, space, size)
     if space != "param":
-        write, strong = verb == "st", bool({*STRONG.split()} & {*more})
-        given = f"{SIZE[kind] * count}, {flag(write)}, {flag(strong)}, {f.where()}"
-        pointer = f"accessed({pointer}, {given})"
-    return f"char *p = {pointer};", kind
-
-
-@instruction("ld")
-def ld(f: "Function", words: Words, ops: Ops) -> str:
-    names = f.several(ops[0])
-    code, kind = accessed(f, words, ops[1], names)
-    reads = (f.to(name, f"get<{kind}>(p, {i})") for i, name in enumerate(names))
-    return f"{code} {' '.join(reads)}{'threadfence(true);' * ('acquire' in words)}"
-
-
-@instruction("st")
-def st(f: "Function", words: Words, ops: Ops) -> str:
-    values = f.several(ops[1])
-    code, kind = accessed(f, words, ops[0], values)
-    writes = (f"set<{kind}>(p, {i}, {f.value(v, kind)});" for i, v in enumerate(values))
-    return f"{'threadfence(true); ' * ('release' in words)}{code} {' '.join(writes)}"
+        strong = not {*STRONG.split()}.isdisjoint(more)
+        pointer = f"accessed({pointer}, {size}, {flag(verb == 'st')}, {flag(strong)}, {f.at()})"
+    if verb == "ld":
+        each = (f.to(name, f"get<{kind}>(p, {i})") for i, name in enumerate(names))
+    else:
+        each = (f"set<{kind}>(p, {i}, {f.value(v, kind)});" for i, v in enumerate(names))
+    before, after = ("threadfence(true);" * (word in more) for word in ("release", "acquire"))
+    return f"{before} char *p = {pointer}; {' '.join(each)} {after}"
 
 
 @instruction("atom", "red")
@@ -150,113 +167,40 @@ def atom(f: "Function", words: Words, ops: Ops) -> str:
     only(more, f"{what} relaxed acquire release acq_rel {SCOPES} {SPACES}")
     only([last], "b32 b64 u32 u64 s32 s64 f32 f64")
     kind = WIDTH[last]
-    values = [f.value(o, kind) for o in rest]
+    given = ", ".join(f"{n} = {f.value(o, kind)}" for n, o in zip("vw", rest, strict=False))
     pointer = f.address(address, space_of(words), SIZE[kind])
-    given = ", ".join(f"{n} = {v}" for n, v in zip("vw", values, strict=False))
     new = f"[&]({kind} x) {{ return {kind}({ATOMICS[what]}); }}"
     fence = f"threadfence({flag('cta' not in words)});"
-    before = fence * bool({"release", "acq_rel"} & {*words})
-    after = fence * bool({"acquire", "acq_rel"} & {*words})
-    code = f.to(target, f"atomic<{kind}>({pointer}, {f.where()}, {new})", kind)
+    before = fence * (not {"release", "acq_rel"}.isdisjoint(words))
+    after = fence * (not {"acquire", "acq_rel"}.isdisjoint(words))
+    code = f.to(target, f"atomic<{kind}>({pointer}, {f.at()}, {new})", kind)
     return f"{before} {kind} {given}; {code} {after}"
 
 
 # ---- warps and tensor cores ---------------------------------------------------------------------
-TYPES = {"bf16": "0", "f16": "1", "tf32": "2", "s8": "3", "e4m3": "4", "e5m2": "5"}
-SHAPES = {"bf16": "m16n8k16", "f16": "m16n8k16", "tf32": "m16n8k8"}  # others m16n8k32
-
-
-def _list(f: "Function", names: list[str], kind: str) -> str:
-    return ", ".join(f.value(name, kind) for name in names)
-
-
-def _results(f: "Function", names: list[str]) -> str:
-    return " ".join(f.to(name, f"D[{i}]") for i, name in enumerate(names))
-
-
-@instruction("shfl")
+@instruction("shfl.sync")
 def shfl(f: "Function", words: Words, ops: Ops) -> str:
-    only(words[1:], "sync up down bfly idx b32")
-    (target, _, p), given = ops[0].partition("|"), _list(f, [*ops[1:]], "u32")
-    found = f.register(p)
-    lanes = f"'{words[2][0]}', {given}, {f'&{found[0]}' if found else 'nullptr'}"
-    return f.to(target, f"shuffle({lanes}, {f.where(collective=True)})")
+    only(words[2:], "up down bfly idx b32")
+    (target, _, p), given = ops[0].partition("|"), (f.value(o, "u32") for o in ops[1:])
+    found = f"&{f.register(p)[0]}" if p and p != "_" else "nullptr"
+    lanes = f"'{words[2][0]}', {', '.join(given)}, {found}"
+    return f.to(target, f"shuffle({lanes}, {f.at(collective=True)})")
 
 
-@instruction("mma")
-def mma(f: "Function", words: Words, ops: Ops) -> str:
-    kind, sums = words[-2], "s32" if words[-2] == "s8" else "f32"
-    shape = (SHAPES.get(kind, "m16n8k32"), "row", "col", sums, kind, kind, sums)
-    d, a, b, c = (f.several(o) for o in ops)
-    if words != ("mma", "sync", "aligned", *shape) or [*map(len, (d, a, b, c))] != [4, 4, 2, 4]:
-        raise UnknownError("shape or dtypes of mma")
-    lists = (f"{n}[] = {{{_list(f, o, 'u32')}}}" for n, o in zip("ABC", (a, b, c), strict=True))
-    called = f"mma({TYPES[kind]}, D, A, B, C, {f.at()});"
-    return f"u32 {', '.join(lists)}, D[4]; {called} {_results(f, d)}"
-
-
-@instruction("ldmatrix")
-def ldmatrix(f: "Function", words: Words, ops: Ops) -> str:
-    only(words[1:], "sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16")
-    names = f.several(ops[0])
-    only([f"x{len(names)}"], " ".join(words))
-    # the machine checks the alignment of rows; an address beyond the window is nobody's
-    given = [f"{len(names)}", flag("trans" in words), "D", f.address(ops[1], "shared", 16)]
-    called = f"ldmatrix({', '.join(given)}, {f.at()});"
-    return f"u32 D[{len(names)}]; {called} {_results(f, names)}"
-
-
-@instruction("wgmma.mma_async")
+@instruction("wgmma.mma_async.sync.aligned")
 def wgmma(f: "Function", words: Words, ops: Ops) -> str:
-    kind, shape = words[-1], re.fullmatch(r"m64n(\d+)k(\d+)", words[4])
-    steps = "16" if kind in ("bf16", "f16") else "32"
-    if shape is None or words[5:] != ("f32", kind, kind) or shape[2] != steps:
-        raise UnknownError("shape or dtypes of wgmma")
-    names, held = f.several(ops[0]), ops[1].startswith("{")
-    a, b, scale, *rest = ops[1:]
-    if len(names) * 2 != int(shape[1]) or rest[:2] != ["1", "1"]:
-        raise UnknownError("accumulators or signs of wgmma")
-    turns = ["0", *rest[2:3], "0"][:2] if held else [*rest[2:4], "0", "0"][:2]
-    own = ", ".join(f"&{found[0]}" for n in names if (found := f.register(n)))
-    registers = f"u32 A[] = {{{_list(f, f.several(a), 'u32')}}}; " if held else ""
-    source = "A, 0" if held else f"nullptr, {f.value(a, 'u64')}"
-    given = [shape[1], TYPES[kind], "sum", source, f.value(b, "u64"), f.value(scale, "bool")]
-    opened = f"u32 *const D[] = {{{own}}}; float *sum = products.open(D, {f.where()});"
-    called = f"wgmma({', '.join([*given, *turns])}, {f.at()});"
-    return f"{opened} {registers}{called} products.leave(D, sum);"
-
-
-@instruction("wgmma.wait_group")
-def wait_group(f: "Function", words: Words, ops: Ops) -> str:
-    land = "products.land(sums);" if f.poison else ""
-    return f"wgmma_wait({ops[0]}, {f.at()}); {land}"
-
-
-# ---- copies -------------------------------------------------------------------------------------
-@instruction("cp.async.ca", "cp.async.cg")
-def cp_async(f: "Function", words: Words, ops: Ops) -> str:
-    only(words[3:], "shared shared::cta global L2::64B L2::128B L2::256B")
-    read = f.value(ops[3], "s32") if len(ops) > 3 else ops[2]
-    ends = f"{f.address(ops[0], 'shared', int(ops[2]))}, {f.address(ops[1], 'global')}"
-    return f"cp_async({ends}, {ops[2]}, at_most({read}, {ops[2]}, {f.where()}), {f.at()});"
-
-
-@instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
-def tensor(f: "Function", words: Words, ops: Ops) -> str:
-    """Copy a box of an array that a descriptor describes."""
-    known = "cp reduce async bulk tensor tile bulk_group add mbarrier::complete_tx::bytes"
-    only(words, f"{known} multicast::cluster 1d 2d 3d 4d 5d {BULK}")
-    out = "bulk_group" in words
-    name, _, where = ops[1 - out].strip("[]").partition(",")
-    coordinates = f.several(where.strip())
-    count = len(coordinates)
-    if f"{count}d" not in words:
-        raise UnknownError(f"{count} coordinates")
-    code = f"const int c[] = {{{_list(f, coordinates, 's32')}}};"
-    far, here = f"(void *){f.value(name.strip(), 'u64')}", f.address(ops[out], "shared")
-    if out:
-        adds = flag("reduce" in words)
-        return f"{code} tma_store({count}, {far}, {here}, c, {adds}, {f.at()});"
-    ranks = f"u32({f.value(ops[3], 'u16')})" if len(ops) > 3 else "1u << M.cur->rank"
-    bar = f.address(ops[2], "shared", 8)
-    return f"{code} tma_load_multicast({count}, {here}, {far}, {bar}, c, {ranks}, {f.at()});"
+    names, (kind, shape) = f.several(ops[0]), (words[-1], words[4])
+    steps = {"bf16": 16, "f16": 16, "e4m3": 32, "e5m2": 32}[kind]
+    if words[4:] != (f"m64n{2 * len(names)}k{steps}", "f32", kind, kind):
+        raise UnknownError(f"accumulators, {shape} or dtypes of wgmma")
+    a, b, scale, *signs = ops[1:]
+    if signs[:2] != ["1", "1"]:
+        raise UnknownError("signs of wgmma")
+    held = a.startswith("{")
+    registers = Operand(f, a, {}).__format__("u32*4") if held else "nullptr"
+    turns = [*["0"] * held, *signs[2:], "0", "0"][:2]
+    given = ["0" if held else f.value(a, "u64"), f.value(b, "u64"), f.value(scale, "bool"), *turns]
+    own = ", ".join(f"&{f.register(name)[0]}" for name in names)
+    opened = f"u32 *const D[] = {{{own}}}; float *sum = products.open(D, {f.at()});"
+    called = f"wgmma({2 * len(names)}, {kind.upper()}, sum, A, {', '.join(given)}, {f.at()});"
+    return f"u32 {'A[]' if held else '*A'} = {registers}; {opened} {called}"

@@ -25,28 +25,30 @@ typedef unsigned __int128 u128;
 // Not a template: g++ reads thousands of these.
 #define AS(T, x) __builtin_bit_cast(T, x)
 #define AT(w) (w).file, (w).line
+#define WHERE const char *file, int line
+#define HERE {file, line}
 #define OWN static __attribute__((noinline))  // once in a unit, however often it is called
 template <class T> using Raw = typename std::make_unsigned<T>::type;
 template <class T> constexpr u32 width = sizeof(T) * 8;
 
 // ---- addresses and accesses --------------------------------------------------------------------
 inline int rank_of(u32 a) { return a >> 24 ? int(a >> 24) - 1 : M.cur->rank; }
-OWN char *near(u64 a, size_t n, const Where &at) {  // shared::cta, shared::cluster
-  return from_shared(u32(a) & 0xffffff, n, at, rank_of(u32(a)));
+OWN char *near(u64 a, size_t n, WHERE) {  // shared::cta, shared::cluster
+  return from_shared(u32(a) & 0xffffff, n, HERE, rank_of(u32(a)));
 }
-inline char *own(u32 a, const Where &at) { return near(a & 0xffffff, 4, at); }
-OWN u32 map_shared(u32 a, int rank, const Where &at) {
-  cluster_map(near(a, 1, at), rank, AT(at));
+inline char *own(u32 a, WHERE) { return near(a & 0xffffff, 4, file, line); }
+OWN u32 map_shared(u32 a, int rank, WHERE) {
+  cluster_map(near(a, 1, file, line), rank, file, line);
   return u32(rank + 1) << 24 | a;
 }
-OWN int at_most(int n, int copied, const Where &at) {
-  if (n < 0 || n > copied) fail("cp.async reads more than it copies", at);
+OWN int at_most(int n, int copied, WHERE) {
+  if (n < 0 || n > copied) fail("cp.async reads more than it copies", HERE);
   return n;
 }
-OWN char *accessed(char *p, size_t n, bool write, bool strong, const Where &at) {
+OWN char *accessed(char *p, size_t n, bool write, bool strong, WHERE) {
   if (uintptr_t(p) % n)
-    fail("address not aligned to " + std::to_string(n) + " bytes (" + describe(p) + ")", at);
-  strong ? access_volatile(p, n, write, at) : access(p, n, write ? Write : Read, at);
+    fail("address not aligned to " + std::to_string(n) + " bytes (" + describe(p) + ")", HERE);
+  strong ? access_volatile(p, n, write, HERE) : access(p, n, write ? Write : Read, HERE);
   return p;
 }
 template <class T> inline T get(const char *p, int i = 0) {
@@ -55,9 +57,9 @@ template <class T> inline T get(const char *p, int i = 0) {
   return v;
 }
 template <class T> inline void set(char *p, int i, T v) { memcpy(p + i * sizeof(T), &v, sizeof v); }
-template <class T, class F> inline T atomic(char *p, const Where &at, F f) {
-  if (uintptr_t(p) % sizeof(T)) fail("atomic: address not aligned", at);
-  atomic_enter(p, sizeof(T), AT(at));
+template <class T, class F> inline T atomic(char *p, WHERE, F f) {
+  if (uintptr_t(p) % sizeof(T)) fail("atomic: address not aligned", HERE);
+  atomic_enter(p, sizeof(T), file, line);
   T old = get<T>(p);
   set<T>(p, 0, f(old));
   return old;
@@ -68,25 +70,17 @@ template <class T> inline T shl(T a, u32 n) { return n >= width<T> ? T(0) : T(a 
 template <class T> inline T shr(T a, u32 n) {
   return n < width<T> ? T(a >> n) : a < 0 ? T(-1) : T(0);
 }
-template <class T> inline T divide(T a, T b, const Where &at) {
-  if (!b) fail("integer division by zero", at);
+template <class T> inline T divide(T a, T b, WHERE) {
+  if (!b) fail("integer division by zero", HERE);
   return T(-1) < 0 && b == T(-1) ? T(T(0) - a) : T(a / b);  // the CPU traps at the lowest / -1
-}
-template <class T> inline T remainder(T a, T b, const Where &at) {
-  return a - divide(a, b, at) * b;
 }
 template <class T> inline T low(T a, T b) { return T(Raw<T>(a) * 1ull * Raw<T>(b)); }
 template <class T> inline T high(T a, T b) {
   return T((std::is_signed<T>::value ? u128((__int128)a * b) : u128(a) * b) >> width<T>);
 }
-template <class T> inline T add_carry(T a, T b, bool in, bool *out) {
-  u128 wide = u128(Raw<T>(a)) + Raw<T>(b) + in;
-  if (out) *out = wide >> width<T> & 1;
-  return T(wide);
-}
-template <class T> inline T subtract_carry(T a, T b, bool in, bool *out) {  // the carry is a borrow
-  u128 wide = u128(Raw<T>(a)) - Raw<T>(b) - in;
-  if (out) *out = wide >> width<T> & 1;
+template <int sign, class T> inline T carried(T a, T b, bool takes, bool in, bool &out) {
+  u128 wide = u128(Raw<T>(a)) + sign * (u128(Raw<T>(b)) + (takes & in));  // -1: a borrow
+  out = wide >> width<T> & 1;
   return T(wide);
 }
 template <class T> inline T bfi(T a, T b, u32 at, u32 n) {
@@ -94,11 +88,10 @@ template <class T> inline T bfi(T a, T b, u32 at, u32 n) {
   return T((b & ~shl(mask, at & 255)) | shl(T(a & mask), at & 255));
 }
 inline u32 prmt(u32 a, u32 b, u32 s) {
-  u64 both = u64(b) << 32 | a;
   u32 r = 0;
-  for (int i = 0; i < 4; i++) {
-    u32 k = s >> 4 * i & 15, byte = u32(both >> 8 * (k & 7)) & 255;
-    r |= (k & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  for (int i = 0; i < 32; i += 8) {
+    u32 k = s >> i / 2, byte = (u64(b) << 32 | a) >> 8 * (k & 7) & 255;
+    r |= (k & 8 ? (byte >> 7) * 255 : byte) << i;
   }
   return r;
 }
@@ -107,7 +100,7 @@ template <class T> inline u32 leading_zeros(T a) {
 }
 template <class T> inline T brev(T a) {
   T r = 0;
-  for (u32 i = 0; i < width<T>; i++) r |= (a >> i & 1) << (width<T> - 1 - i);
+  for (u32 i = 0; i < width<T>; i++) r = r << 1 | (a >> i & 1);
   return r;
 }
 template <class T> inline u32 bfind(T x, bool shift) {  // the highest bit unlike the sign
@@ -129,6 +122,7 @@ template <class D, class T> inline D clamped(T x) {  // a number of any type, wh
 // ---- floats: a launch sets the CPU to flush denormals and to round to nearest -------------------
 enum : unsigned { NEAREST = 0x1f80, DOWN = 0x3f80, UP = 0x5f80, TO_ZERO = 0x7f80 };
 enum : unsigned { DENORMALS = 0, FLUSH = 0x8040 };
+constexpr int e4m3x2 = E4M3, e5m2x2 = E5M2;
 template <class T> inline T hidden(T x) {  // from the compiler, which would compute it elsewhere
   asm volatile("" : "+m"(x));
   return x;
@@ -144,7 +138,8 @@ inline f32 sat(f32 x) {  // by its bits, of which a comparison sees no denormal
   s32 bits = AS(s32, x);
   return x != x || bits < 0 ? 0 : bits < 0x3f800000 ? x : 1;
 }
-inline f32 flushed(f32 x) {
+template <class T> inline T flushed(T x) { return x; }
+template <> inline f32 flushed(f32 x) {
   return AS(u32, x) & 0x7f800000 ? x : AS(f32, AS(u32, x) & 0x80000000);
 }
 inline f32 div_approx(f32 x, f32 y) {  // of a divisor beyond 2^126 the reciprocal is 0
@@ -169,48 +164,55 @@ template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
 
 // ---- warps -------------------------------------------------------------------------------------
 inline int lane_id() { return M.cur->index & 31; }
-OWN u32 shuffle(char mode, u32 v, u32 b, u32 c, u32 mask, bool *found, const Where &at) {
+OWN u32 shuffle(char mode, u32 v, u32 b, u32 c, u32 mask, bool *found, WHERE) {
   int lane = lane_id(), seg = c >> 8 & 31, clamp = c & 31, by = b & 31;
   int last = (lane & seg) | (clamp & ~seg), first = lane & seg;
   int from = mode == 'u' ? lane - by : mode == 'd' ? lane + by : mode == 'b' ? lane ^ by
                                                                : first | (by & ~seg);
   bool in = mode == 'u' ? from >= last : from <= last;
   if (found) *found = in;
-  return u32(shfl(mask, v, in ? from : lane, AT(at)));
+  return u32(shfl(mask, v, in ? from : lane, file, line));
 }
 
 // ---- accumulators of wgmma in flight: registers hold a name until the wait ------------------------
 constexpr u32 kName = 0xffa00000;  // a NaN that no arithmetic gives; then 5 bits of sum, 7 of place
 inline bool is_name(u32 v) { return (v & 0xfffff000) == kName; }
-OWN u32 arrived(u32 v, const Where &at) {
-  if (is_name(v)) fail("accumulators of a wgmma before its wgmma.wait_group", at);
+OWN u32 arrived(u32 v, WHERE) {
+  if (is_name(v)) fail("accumulators of a wgmma before its wgmma.wait_group", HERE);
   return v;
 }
 struct Products {
-  static constexpr int kSums = 32;
-  f32 value[kSums][128];
-  bool taken[kSums] = {};
-  template <size_t N> f32 *open(u32 *const (&d)[N], const Where &at) {
-    int s = 0;
-    if (is_name(*d[0])) {
-      s = *d[0] >> 7 & 31;
-    } else {
-      while (s < kSums && taken[s]) s++;
-      if (s == kSums) fail("more wgmma in flight than the translator holds", at);
-      taken[s] = true;
-      for (size_t i = 0; i < N; i++) value[s][i] = AS(f32, *d[i]);
+  f32 value[32][128];
+  u32 taken = 0;  // a bit for each sum
+  template <size_t N> f32 *open(u32 *const (&d)[N], WHERE) {
+    bool more = is_name(*d[0]);
+    if (!more && !~taken) fail("more wgmma in flight than the translator holds", HERE);
+    u32 sum = more ? *d[0] >> 7 & 31 : __builtin_ctz(~taken);
+    for (u32 i = 0; i < N; i++) {
+      u32 name = kName | sum << 7 | i;
+      if (more ? *d[i] != name : is_name(*d[i]))
+        fail("accumulators of a wgmma that is in flight, among others", HERE);
+      if (!more) value[sum][i] = AS(f32, *d[i]);
+      *d[i] = name;
     }
-    for (size_t i = 0; i < N; i++)
-      if (is_name(*d[i]) != is_name(*d[0]) || (is_name(*d[0]) && *d[i] != (*d[0] | i)))
-        fail("accumulators of a wgmma that is in flight, among others", at);
-    return value[s];
-  }
-  template <size_t N> void leave(u32 *const (&d)[N], const f32 *sum) {
-    for (size_t i = 0; i < N; i++) *d[i] = kName | u32(sum - value[0]) | u32(i);
+    taken |= 1u << sum;
+    return value[sum];
   }
   template <size_t N> void land(u32 *const (&sums)[N]) {  // what is no longer poison has come
     for (auto *r : sums)
       if (is_name(*r) && AS(u32, value[*r >> 7 & 31][0]) != ~0u) *r = AS(u32, value[0][*r & 0xfff]);
-    for (int s = 0; s < kSums; s++) taken[s] &= AS(u32, value[s][0]) == ~0u;
+    for (int s = 0; s < 32; s++)
+      if (AS(u32, value[s][0]) != ~0u) taken &= ~(1u << s);
   }
 };
+
+// ---- a unit: what the runtime asks of it ---------------------------------------------------------
+static thread_local volatile char emu_first;
+extern "C" void *emu_dynamic();
+#define NO_BUFFER \
+  void *emu_dynamic() { return emu_first = 0, nullptr; }
+#define BUFFER(size)                                                                              \
+  extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[size];             \
+  asm(".section .tbss, \"awT\", @nobits; .balign 1024\n.globl emu_buffer\n"                     \
+      ".type emu_buffer, @object\nemu_buffer: .zero " #size "\n.text\n");                       \
+  void *emu_dynamic() { return emu_first = 0, emu_buffer; }

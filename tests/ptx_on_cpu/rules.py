@@ -1,28 +1,30 @@
-"""What all instructions share: types, special registers, and the rules that most of them follow.
+"""How an instruction becomes C++: a line of a table by its whole name, or a function.
 
-    RULES["mbarrier.init"] = Rule("a8 i", "mbarrier_init({x}, {y}, {at})", "shared::cta b64")
+    "sh[l|r].b32"     shl.b32 and shr.b32; [a|b|] is a, b or nothing
+    "bfi.b32": "bfi<{t}>({x}, {y}, {z:u32}, {v:u32})"
 
-A rule says how operands are read, what C++ they make, and which words may stand beside its name;
-the longest name wins whose words an instruction has.  What no rule holds has its own function:
+C++ that ends in a semicolon is a statement; other C++ is a value, which the first operand gets.
+Operands are x, y, z, v.  Each is read as the type that stands behind its name, or as t:
+
+========  ===========================================================================
+t w b to  the type that the last word names; twice as wide; its bits; of the word before
+a8        a pointer to so many bytes of shared memory; a: to one; g: to global memory
+u32*4     {a, b, c, d}, as an initializer; D*4: they get what an array D holds
+# - _     a number as it stands; what does not matter; no result
+label ?   where to go; behind another: it may be missing, and is 0
+========  ===========================================================================
+
+``at`` is the place of a message, ``line`` that without the line of PTX, for lanes that must meet;
+``words[1]`` is a word of the name, and ``has[trans]`` says whether it has one.
+What needs more is written by a function, by how the name begins:
 
     @instruction("bra")
     def bra(f, words, ops): ...      f the Function, words between dots, operands; returns C++
-
-=======  =======================================================
-d        the result, first, where the C++ is a value
-t w r    of the type that the last word names; twice as wide; its bits
-u i l p  32 bits, unsigned and signed; 64 bits; a predicate
-a8       an address in shared memory, of so many bytes; a: of one
-g        an address in global memory
-# _      a number as it stands; no result
-?        behind another: it may be missing, and is 0
-=======  =======================================================
-
-C++ names operands x, y, z, v, the types t, w and r, and the place of a message in three forms:
-``at`` as two arguments, ``where`` as one, ``line`` without that of PTX, for lanes that must meet.
 """
 
-from collections.abc import Callable, Iterable
+import collections
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from .parse import UnknownError
@@ -34,36 +36,39 @@ Words, Ops = tuple[str, ...], tuple[str, ...]
 Write = Callable[["Function", Words, Ops], str]
 
 # The C++ type as which an instruction reads a register; and the register's own.
-WIDTH = {"pred": "bool", "b8": "u8", "u8": "u8", "s8": "s8", "b16": "u16", "f16": "u16"}
-WIDTH |= {"bf16": "u16", "f16x2": "u32", "bf16x2": "u32", "b32": "u32", "tf32": "u32", "b64": "u64"}
-WIDTH |= {f"{k}{n}": f"{k}{n}" for k in "us" for n in (16, 32, 64)}
-WIDTH |= {"f32": "f32", "f64": "f64", "f32x2": "u64", "e4m3x2": "u16", "e5m2x2": "u16"}
+WIDTH = {"pred": "bool", "f16": "u16", "bf16": "u16", "e4m3x2": "u16", "e5m2x2": "u16"}
+WIDTH |= {
+    "tf32": "u32",
+    "f16x2": "u32",
+    "bf16x2": "u32",
+    "f32x2": "u64",
+    "f32": "f32",
+    "f64": "f64",
+}
+WIDTH |= {f"{k}{n}": f"{k}{n}".replace("b", "u") for k in "bus" for n in (8, 16, 32, 64)}
 SIZE = {"bool": 1, **{f"{k}{n}": n // 8 for k in "usf" for n in (8, 16, 32, 64)}}
 BITS = {kind: kind if kind == "bool" else f"u{kind[1:]}" for kind in SIZE}
-PLACES = (("tid", "threadIdx"), ("ntid", "blockDim"), ("ctaid", "blockIdx"), ("nctaid", "gridDim"))
-SPECIAL = {f"{name}.{axis}": f"{var}.{axis}" for axis in "xyz" for name, var in PLACES} | {
-    "laneid": "lane_id()",
-    "warpid": "(M.cur->index % M.stride / 32)",
-    "cluster_ctarank": "M.cur->rank",
-    "cluster_nctarank": "M.blocks",
-    "lanemask_lt": "((1u << lane_id()) - 1)",
-}
 
-
-class Rule(NamedTuple):
-    """How operands are read, the C++ that they make, and words that may stand beside the name."""
-
-    operands: str
-    code: str
-    words: str = ""
-
-
-RULES: dict[str, Rule] = {}
+RULES: dict[str, str] = {}
 WRITERS: dict[str, Write] = {}
 
 
+def forms(pattern: str) -> Iterator[str]:
+    """Yield the names that a pattern stands for."""
+    if (inner := re.search(r"\[([^][]*)\]", pattern)) is None:
+        yield pattern
+        return
+    for each in inner[1].split("|"):
+        yield from forms(pattern[: inner.start()] + each + pattern[inner.end() :])
+
+
+def spelled(table: dict[str, str]) -> dict[str, str]:
+    """Return a table by whole names."""
+    return {name: code for pattern, code in table.items() for name in forms(pattern)}
+
+
 def instruction(*names: str) -> Callable[[Write], Write]:
-    """Keep a function as what writes the instructions of these names."""
+    """Keep a function as what writes the instructions that begin so."""
 
     def keep(write: Write) -> Write:
         WRITERS.update(dict.fromkeys(names, write))
@@ -83,45 +88,59 @@ def flag(value: bool) -> str:
     return str(value).lower()
 
 
-def longest(table: Iterable[str], words: Words) -> str:
-    """Return the longest name in a table that an instruction's words make; nothing if none does."""
-    own = (n for n in table if n.partition(".")[0] == words[0] and {*n.split(".")} <= {*words})
-    return max(own, key=lambda n: (n.count("."), len(n)), default="")
+class Operand(NamedTuple):
+    """An operand, which a line of a table reads as it says."""
+
+    f: "Function"
+    text: str
+    types: dict[str, str]
+
+    def __format__(self, how: str) -> str:  # noqa: PLR0911
+        kind, _, count = (how.rstrip("?") or "t").partition("*")
+        if kind in ("#", "-"):
+            return self.text * (kind == "#")
+        if kind == "_":
+            return self.f.to(self.text, "0") if self.text != "_" else ""
+        if kind == "label":
+            return self.f.label(self.text)
+        if kind == "g" or kind[0] == "a":
+            return self.f.address(self.text, "shared" * (kind != "g"), int(kind[1:] or 1))
+        if not count:
+            base = self.text.strip("[]").partition(",")[0] if self.text[0] == "[" else self.text
+            return self.f.value(base, self.types.get(kind, kind))
+        names = self.f.several(self.text[max(self.text.find("{"), 0) :].rstrip("]"))
+        if len(names) != int(count):
+            raise UnknownError(f"{len(names)} registers")
+        if kind == "D":
+            return " ".join(self.f.to(name, f"D[{i}]") for i, name in enumerate(names))
+        return f"{{{', '.join(self.f.value(name, kind) for name in names)}}}"
 
 
 def write(f: "Function", words: Words, ops: Ops) -> str:
     """Return the C++ of an instruction."""
-    own = longest(WRITERS, words)
-    if own and own.count(".") >= longest(RULES, words).count("."):
-        return WRITERS[own](f, words, ops)
-    return by_rule(f, words, ops)
+    if code := RULES.get(".".join(words)):
+        return by_rule(f, words, ops, code)
+    for count in range(len(words), 0, -1):
+        if own := WRITERS.get(".".join(words[:count])):
+            return own(f, words, ops)
+    raise UnknownError("no rule")
 
 
-def by_rule(f: "Function", words: Words, ops: Ops) -> str:
-    """Write what a rule says."""
-    if not (name := longest(RULES, words)):
-        raise UnknownError("no rule")
-    rule, kind = RULES[name], WIDTH.get(words[-1], "")
-    codes = rule.operands.split()
-    typed = {"t", "w", "r"} & {*codes}
-    only(words, f"{name.replace('.', ' ')} {rule.words} {words[-1] if typed else ''}")
-    if len(ops) not in (len(codes), sum("?" not in code for code in codes)):
+def by_rule(f: "Function", words: Words, ops: Ops, code: str) -> str:
+    """Write what a line of a table says."""
+    target = () if code.endswith(";") else ops[:1]
+    ops, fields = (
+        ops[len(target) :],
+        {m[1]: m[2] for m in re.finditer(r"\{([x-zv]):?(.*?)\}", code)},
+    )
+    if len(ops) not in (len(fields), sum("?" not in how for how in fields.values())):
         raise UnknownError(f"{len(ops)} operands")
-    ops = (*ops, "0")[: len(codes)]
-    types = {"t": kind, "r": BITS.get(kind, ""), "w": kind and f"{kind[0]}{SIZE[kind] * 16}"}
-    known = types | {"u": "u32", "i": "s32", "l": "u64", "p": "bool"}
-
-    def read(code: str, op: str) -> str:
-        if code[0] == "a":
-            return f.address(op, "shared", int(code[1:] or 1))
-        if code == "_" and op != "_":
-            raise UnknownError(f"result {op}")
-        if code in "#_":
-            return op
-        return f.address(op, "global") if code == "g" else f.value(op.strip("[]"), known[code[0]])
-
-    has_result = codes[:1] == ["d"]
-    pairs = [*zip(codes, ops, strict=True)][has_result:]
-    given = dict(zip("xyzv", (read(*pair) for pair in pairs), strict=False))
-    code = rule.code.format(**types, **given, **f.places_in(rule.code))
-    return f.to(ops[0], code) if has_result else f"{code};"
+    into, of = words[-2:] if words[1:] else ("", words[0])
+    kind = WIDTH.get(of, "")
+    types = {"t": kind, "b": BITS.get(kind, ""), "to": WIDTH.get(into, ""), "of": of, "into": into}
+    types["w"] = kind and f"{kind[0]}{SIZE[kind] * 16}"
+    given = {n: Operand(f, o, types) for n, o in zip("xyzv", (*ops, "0"), strict=False)}
+    has = collections.defaultdict(lambda: "false", dict.fromkeys(words, "true"))
+    places = {"at": f.at(), "line": f.at(collective=True)}
+    code = code.format(**places, **types, **given, has=has, words=words)
+    return f.to(target[0], code) if target else code

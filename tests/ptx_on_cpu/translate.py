@@ -1,17 +1,18 @@
 """PTX to C++: a function for each of its functions, a typed local per register, a goto per branch.
 
-    unit(text, "rms_norm_forward", dynamic=232448)       C++ that includes ptx.hpp
+    unit(text, "rms_norm_forward")       C++ that includes ptx.hpp
 
 Registers are unsigned integers of their width, and predicates bool.  A guard is an if; a statement
-is a block of C++, written by a rule or a function of ``arithmetic.py`` or ``machine.py``.
+is a block of C++, written by a line or a function of ``arithmetic.py`` or ``machine.py``.
 """
 
 import re
 from collections.abc import Iterator
 
+from ..cuda_on_cpu import build
 from . import arithmetic, machine  # noqa: F401  they say what they know
 from .parse import Body, Piece, UnknownError, functions, instruction, operands
-from .rules import BITS, SIZE, SPECIAL, WIDTH, write
+from .rules import BITS, SIZE, WIDTH, write
 
 VARIABLE = re.compile(
     r"(?:\.(?:visible|weak|extern)\s+)*\.(global|const|shared|local|param)\s+"
@@ -19,6 +20,14 @@ VARIABLE = re.compile(
     r"\.(\w+)\s+([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?",
     re.S,
 )
+PLACES = {"tid": "threadIdx", "ntid": "blockDim", "ctaid": "blockIdx", "nctaid": "gridDim"}
+SPECIAL = {f"{name}.{axis}": f"{of}.{axis}" for axis in "xyz" for name, of in PLACES.items()} | {
+    "laneid": "lane_id()",
+    "warpid": "(M.cur->index % M.stride / 32)",
+    "cluster_ctarank": "M.cur->rank",
+    "cluster_nctarank": "M.blocks",
+    "lanemask_lt": "((1u << lane_id()) - 1)",
+}
 MOVES = ("mov", "selp", "wgmma")  # what may touch a sum in flight
 Symbols = dict[str, tuple[str, str]]  # by name: space, C++
 
@@ -81,33 +90,30 @@ class Function:
         block = next(b for b in reversed(self.piece.blocks) if (name, b) in self.labels)
         return f"L_{name.replace('$', '_')}_{block}"
 
-    def where(self, collective: bool = False) -> str:
+    def at(self, collective: bool = False) -> str:
         """Return where this is, the line of PTX and that of the source.
 
         Lanes may meet in copies that the compiler made of one line: there the line alone counts.
         """
         file, line = self.piece.place
         key = (file if collective else f"PTX {self.piece.line}, {file}", line)
-        return f"W[{self.places.setdefault(key, len(self.places))}]"
-
-    def at(self, collective: bool = False) -> str:
-        """Return it as the machine takes it: file and line."""
-        return f"AT({self.where(collective)})"
-
-    def places_in(self, code: str) -> dict[str, str]:
-        """Return the places that C++ has room for."""
-        made = {"at": self.at, "where": self.where, "line": lambda: self.at(collective=True)}
-        return {name: make() for name, make in made.items() if f"{{{name}}}" in code}
+        return f"AT(W[{self.places.setdefault(key, len(self.places))}])"
 
     # ---- operands ------------------------------------------------------------------------------
-    def value(self, text: str, kind: str) -> str:
-        """Return an operand, read as a C++ type."""
+    def value(self, text: str, kind: str) -> str:  # noqa: PLR0911
+        """Return an operand, read as a C++ type; {a, b} as one number."""
+        if text.startswith("{"):
+            parts = [*enumerate(self.several(text))]
+            each = SIZE[kind] * 8 // len(parts)
+            return " | ".join(
+                f"{kind}({self.value(p, f'u{each}')}) << {each * i}" for i, p in parts
+            )
         if text[0] in "!-" and self.register(text[1:]):
             return f"{text[0]}{self.value(text[1:], kind)}"
         if found := self.register(text):
             code, bits = found
             if text in self.poison and self.word not in MOVES:
-                code = f"arrived({code}, {self.where()})"
+                code = f"arrived({code}, {self.at()})"
             if SIZE[kind] > SIZE[bits] or (kind[0] == "f" and SIZE[kind] < SIZE[bits]):
                 raise UnknownError(f"{text} has another width than .{kind}")
             read = f"AS({kind}, " if kind[0] == "f" else f"{kind}("
@@ -119,7 +125,7 @@ class Function:
         if text in self.params:
             return f"{kind}((u64)a[{self.params[text]}])"
         space, code = self.symbols[text]
-        own = f"shared_address({code}, {self.where()})" if space == "shared" else f"(u64){code}"
+        own = f"shared_address({code}, {{{self.at()}}})" if space == "shared" else f"(u64){code}"
         return f"{kind}({own})"
 
     def address(self, text: str, space: str, size: int = 1) -> str:
@@ -133,7 +139,7 @@ class Function:
         found = self.register(base)  # of 32 or 64 bits
         far = f"({found[0] if found else self.value(base, 'u64')}{offset})"
         is_shared = space.startswith("shared") or base in self.symbols
-        return f"near({far}, {size}, {self.where()})" if is_shared else f"(char *)(u64){far}"
+        return f"near({far}, {size}, {self.at()})" if is_shared else f"(char *)(u64){far}"
 
     def several(self, text: str) -> list[str]:
         """Return the parts of {a, b}, or what stands alone."""
@@ -143,13 +149,18 @@ class Function:
         """Return what writes a register; kind is the type of a value that is a float."""
         if name == "_":
             return f"(void)({value});"
+        if name.startswith("{"):
+            parts = [*enumerate(self.several(name))]
+            each = max(SIZE[found[1]] * 8 for _, p in parts if (found := self.register(p)))
+            return f"u64 w = {value}; {' '.join(self.to(p, f'w >> {each * i}') for i, p in parts)}"
         if (found := self.register(name)) is None:
             raise UnknownError(f"result {name}")
         return f"{found[0]} = {f'AS({BITS[kind]}, {kind}({value}))' if kind[:1] == 'f' else value};"
 
     def text(self) -> Iterator[str]:
         """Yield the whole function."""
-        yield f"{'' if self.entry else 'static '}void {self.name}(void **a) {{ bool carry = false;"
+        yield f"{'' if self.entry else 'static '}void {self.name}(void **a) {{"
+        yield "bool carry = false, none;"
         yield from self.locals
         if self.poison:
             sums = [code for (name, _), (code, _) in self.registers.items() if name in self.poison]
@@ -179,14 +190,12 @@ def in_flight(pieces: list[Piece]) -> set[str]:
 
 def _constant(text: str, kind: str) -> str | None:
     """Return a number of PTX as one of C++; None for what is none."""
-    if found := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", text):
-        return f"AS(f32, 0x{found[1]}u)" if kind == "f32" else f"{kind}(0x{found[1]}u)"
-    if found := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", text):
-        return f"AS(f64, 0x{found[1]}ull)" if kind == "f64" else f"{kind}(0x{found[1]}ull)"
+    if found := re.fullmatch(r"0([fFdD])([0-9A-Fa-f]+)", text):
+        own, bits = ("f32", f"0x{found[2]}u") if found[1] in "fF" else ("f64", f"0x{found[2]}ull")
+        return f"AS({own}, {bits})" if kind == own else f"{kind}({bits})"
     if not re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", text):
         return None
-    number = int(text.rstrip("U"), 0)
-    return f"{kind}({number})" if kind[0] == "f" else f"{kind}({number & (1 << 64) - 1}ull)"
+    return f"{kind}({int(text.rstrip('U'), 0) & (1 << 64) - 1}ull)"
 
 
 def variable(text: str, suffix: str = "") -> tuple[str, str, str]:
@@ -208,7 +217,7 @@ def variable(text: str, suffix: str = "") -> tuple[str, str, str]:
     return space, name, f"static {code} = {{{numbers}}};"
 
 
-def unit(text: str, name: str, dynamic: int) -> str:
+def unit(text: str, name: str) -> str:
     """Return the C++ of an entry of a PTX module, and of the functions that it may call."""
     declared, bodies = functions(text)
     variables = [variable(statement) for statement in declared]
@@ -220,14 +229,8 @@ def unit(text: str, name: str, dynamic: int) -> str:
     made, entry = [Function(body, symbols, places) for body in wanted], wanted[-1]
     outside = [*(code for *_, code in variables), *(line for f in made for line in f.shared)]
     has_buffer = any(line.startswith("#") for line in outside)
-    section = r".section .tbss, \"awT\", @nobits; .balign 1024"
-    buffer = rf"{section}\n.globl emu_buffer; .type emu_buffer, @object; emu_buffer:\n"
     lines = [
-        "static thread_local volatile char emu_first;",
-        f"extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{dynamic}];",
-        rf'asm("{buffer}.zero {dynamic}; .text\n");' if has_buffer else "",
-        'extern "C" void *emu_dynamic() {',
-        f"  emu_first = 0; return {'emu_buffer' if has_buffer else 'nullptr'}; }}",
+        f"BUFFER({build.DYNAMIC_SHARED})" if has_buffer else "NO_BUFFER",
         *outside,
         "static const Where W[] = {",
         *(f'  {{"{file}", {line}}},' for file, line in places or {("?", 0): 0}),

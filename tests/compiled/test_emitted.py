@@ -4,27 +4,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from unsloth_cupy.core.source import source_root
+
 from ..ptx_on_cpu.parse import functions
 from ..sample import Sample
-from ..sass import whole
-from ..variants import ARCHITECTURES, Variant, constants, declared, of_kernel
+from ..variants import ARCHITECTURES, Variant, declared, of_kernel
 from . import emitted
-from .emitted import CHECKS, DOUBLE, Kernel, faults, kernel_of, unproved
+from .emitted import ALIGNED_OTHERWISE, CHECKS, DOUBLE, Kernel, faults, unproved
 from .uniform import unproved_barriers
 
 SHARE = 3  # runs that look at every kernel
-# Kernels whose vector accesses no launch alone proves, and what does.
-ALIGNED_OTHERWISE = {
-    "cross_entropy_backward": "a row begins where `cut` says that it may",
-    "cross_entropy_over_": "a row begins where `cut` says that it may",
-    "rescale": "a table of addresses holds arrays of which each says what it allows",
-    "measure": "a table of addresses holds arrays of which each says what it allows",
-    "adamw_step": "a table of addresses holds arrays of which each says what it allows",
-    "nf4_product_": "a row of codes begins behind a division that the proof does not follow",
-    "int8_linear": "a pair of columns begins at an even one, which PAIRS asserts",
-}
-
-
 KERNELS = [k for n, k in enumerate(declared()) if Sample.all or (n + Sample.day) % SHARE == 0]
 
 
@@ -41,18 +30,9 @@ def test_nothing_is_wrong_with_a_kernel(kernel: str) -> None:
     assert [said for variant in asked(kernel) for said in faults(variant)] == []
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_wide_accesses_are_aligned(kernel: str) -> None:
-    """By what a launch gives: pointers of 16 bytes, strides of as many values as a thread takes."""
-    several = of_kernel(kernel, "90")
-    for variant in several if Sample.all else several[len(several) // 2 :][:1]:
-        if whole(variant) and kernel not in ALIGNED_OTHERWISE:
-            lanes = int(constants(variant.launch.source).get("LANES", 1))
-            assert [*unproved(kernel_of(variant), lanes)] == [], variant
-
-
 def test_reasons_are_of_kernels() -> None:
-    assert {*DOUBLE, *ALIGNED_OTHERWISE} <= {*declared()}
+    files = {path.name for path in source_root().rglob("*.cuh")}
+    assert {*DOUBLE, *ALIGNED_OTHERWISE} <= {*declared(), *files}
 
 
 PLANTED = """

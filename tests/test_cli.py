@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click.testing
 import numpy as np
@@ -33,7 +34,7 @@ from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
 from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.models import load
+from unsloth_cupy.models import ahead, load
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
@@ -561,6 +562,9 @@ class TestGenerate:
         assert least.stdout == greedy.stdout != drawn.stdout
         penalty = ("--repetition-penalty", 1e9)
         assert write("The dog", *plain, *penalty).stdout != drawn.stdout
+        with mock.patch.object(ahead, "KVCache", wraps=ahead.KVCache) as made:
+            write("The dog", "--max-new-tokens", 2, "--cache-dtype", "int8")
+        assert made.call_args.kwargs["dtype"] == "int8"
 
     def test_a_system_message(self, finished: tuple[Path, str]) -> None:
         write = partial(run, "generate", finished[0])

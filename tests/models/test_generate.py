@@ -217,6 +217,7 @@ def test_sliding_layers_take_bounded_memory(model, monkeypatch):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"repetition_penalty": [1.2]}, "repetition_penalty"),
+        ({"cache_dtype": "float16"}, "cache_dtype='float16' must be 'int8', or None"),
         ({"stop": 97}, "stop"),
         ({"stop": "</s>"}, "stop"),
         ({"mask": np.zeros((2, 7), bool)}, "no real token"),

@@ -42,11 +42,12 @@ def test_an_adapter_takes_part(monkeypatch):
     np.testing.assert_array_equal(model.generate(PROMPT, max_new_tokens=8, stop=()), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_logits_are_those_of_the_cache(sinks):
+def test_logits_are_those_of_the_cache(sinks, dtype):
     model = create(SIZES | {"model_type": "llama"}, seed=0)
     caches = [
-        KVCache(3, 2, 64, 2, 8, dtype="float32", window=[5, None, 3], sinks=sinks) for _ in range(2)
+        KVCache(3, 2, 64, 2, 8, dtype=dtype, window=[5, None, 3], sinks=sinks) for _ in range(2)
     ]
     mask = np.ones((2, 7), np.int8)
     mask[0, :3] = 0
@@ -61,18 +62,37 @@ def test_logits_are_those_of_the_cache(sinks):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "phi3"])  # packs slices
-def test_no_value_is_read_and_none_is_sent(kind, padded):
+def test_keys_and_values_in_eight_bits(padded, monkeypatch):
+    """Windows wrap around: steps on a device make the tokens that calls of the model make."""
+    model = create(config("mistral"), seed=0)
+    mask = np.ones((2, 7), bool)
+    mask[1, 4:] = not padded
+    options = {"mask": mask, "max_new_tokens": 12, "stop": (), "cache_dtype": "int8"}
+    made = []
+    monkeypatch.setattr(ahead, "KVCache", lambda *a, **b: made.append(KVCache(*a, **b)) or made[-1])
+    expected = model.generate(PROMPT, **options)
+    monkeypatch.setattr(ahead, "_steps_on_device", lambda *_: True)
+    np.testing.assert_array_equal(model.generate(PROMPT, **options), expected)
+    assert [str(cache.dtype) for cache in made] == ["int8"] * 2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, "float32") for kind in KINDS if kind != "phi3"), ("mistral", "int8")],  # it packs
+)
+def test_no_value_is_read_and_none_is_sent(kind, dtype, padded):
     """What lies between two tokens could be captured: it is launches alone."""
     with gpu() as machine:
         machine.strict = False
-        model = create(config(kind), seed=0)
+        wide = {"head_dim": 16} if dtype == "int8" else {}
+        model = create(config(kind) | wide, seed=0)
         model.parameters = {name: machine.place(a) for name, a in model.parameters.items()}
         sizes = model.config
         windows = [sizes.window_of(layer) for layer in range(sizes.layers)]
         cache = KVCache(
             *(sizes.layers, 2, 16, sizes.kv_heads, sizes.dim),
-            dtype="float32",
+            dtype=dtype,
             like=model.table,
             window=windows,
         )
@@ -89,7 +109,8 @@ def test_no_value_is_read_and_none_is_sent(kind, padded):
         machine.launches.clear()
         step.run()
         kernels = [launch.kernel for launch in machine.launches]
-        assert kernels.count("kv_append_") == kernels.count("attention_decode") == sizes.layers
+        added = kernels.count("kv_append_" if dtype == "float32" else "kv_append_int8_")
+        assert added == kernels.count("attention_decode") == sizes.layers
         with pytest.raises(HostReadError):
             step.starts.tolist()
 

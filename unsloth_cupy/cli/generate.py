@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,9 +19,6 @@ from ..finetune.streaming import stream_text
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
 from .options import FILE, QUANTIZE, Device, Number, Words, option, utf8
-
-if TYPE_CHECKING:
-    pass
 
 Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments known
 
@@ -46,6 +43,7 @@ Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments kn
 )  # fmt: skip
 @click.option("--chat", is_flag=True, help="PROMPT is a question, put by the model's template.")
 @option("--system", Words(), "What the model is told before the questions of --chat.")
+@option("--cache-dtype", click.Choice(["int8"]), "Keep keys and values in half of the bytes.")
 @option("--quantize", QUANTIZE, "Keep the weights in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")

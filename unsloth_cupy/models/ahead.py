@@ -28,7 +28,9 @@ from .step import Step
 class InOrder:
     """Through a KVCache of its own, for rows of up to ``most`` tokens."""
 
-    def __init__(self, model: Network, like: Array, batch: int, most: int) -> None:
+    def __init__(
+        self, model: Network, like: Array, batch: int, most: int, dtype: Any = None
+    ) -> None:
         self.model, self.like, self.most = model, like, most
         config, stages = model.config, stages_of(model)
         held = [stages is None or stages.holds(layer) for layer in range(config.layers)]
@@ -38,7 +40,7 @@ class InOrder:
             most,
             config.kv_heads,
             config.dim,
-            dtype=model.table.dtype,
+            dtype=model.table.dtype if dtype is None else dtype,
             like=model.table,
             window=[config.window_of(i) if here else 1 for i, here in enumerate(held)],
         )

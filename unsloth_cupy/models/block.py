@@ -39,8 +39,7 @@ from .config import Config, Rope
 from .context import Context
 from .division import Division, entered, joined
 
-# (layer, k, v): all keys and values, which of them are seen, and how many there are
-Append = Callable[[int, Array, Array], tuple[Array, Array, Any, Any]]
+Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention)
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -57,7 +56,7 @@ class Call(NamedTuple):
     adapter: Adapter | None = None  # its parameters are among the others
     seed: int | None = None  # of its dropout; None: there is none
     chunked_mlp: bool = False
-    append: Append | None = None  # of a step of generation, in place of the cache
+    attend: Attend | None = None  # of a step of generation, in place of the cache
     division: Division | None = None  # among ranks; config and parameters are then this one's
     context: Context | None = None  # of tokens that ranks divide; those are this one's
     gather: Gather | None = None  # makes whole what ranks have parts of, block by block
@@ -208,18 +207,17 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         )
     else:
         q, k = rope_qk(q, k, cos, sin, call.positions)
-    window, mask, lengths = config.window_of(layer), call.mask, None
+    window, mask = config.window_of(layer), call.mask
     held = call.cache
     in_codes = isinstance(held, KVCache) and held.reads_codes(layer, tokens, window)
-    if call.append is not None:  # its slots hold what one query sees, in any order
-        k, v, mask, lengths = call.append(layer, k, v)
-        window = None
-    elif isinstance(held, KVCache) and not in_codes:
+    if isinstance(held, KVCache) and not in_codes:
         k, v = held.append(layer, k, v)
         window, mask = _remembered(held, layer, tokens, window, mask)
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
-    if held is not None and (isinstance(held, PagedRows) or in_codes):
+    if call.attend is not None:
+        out = call.attend(layer, q, k, v, **options)
+    elif held is not None and (isinstance(held, PagedRows) or in_codes):
         out = held.attend(layer, q, k, v, **options)
     elif call.context is not None:
         out = call.context.attend(q, k, v, **options)
@@ -227,7 +225,7 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         q, k, v = (each.reshape(batch * tokens, *each.shape[2:]) for each in (q, k, v))
         out = attention_varlen(q, k, v, call.offsets, call.offsets, **options)
     else:
-        out = attention(q, k, v, mask=mask, key_lengths=lengths, **options)
+        out = attention(q, k, v, mask=mask, **options)
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
         out = _divided_norm(call, here, "attn_sub_norm", out)

@@ -41,6 +41,7 @@ class Options:
     stop: int | Sequence[int] | None = None
     cache: PagedKVCache | None = None
     sequences: Sequence[int] | None = None
+    cache_dtype: str | None = None
     CALL: ClassVar[str] = "generate"
 
     def __post_init__(self) -> None:
@@ -63,6 +64,8 @@ class Options:
         penalty = self.repetition_penalty
         fine = penalty is None or (is_number(penalty) and 0 < penalty < float("inf"))
         self._require("repetition_penalty", fine, "be a number above 0, or None")
+        codes = self.cache_dtype is None or (self.cache_dtype == "int8" and self.cache is None)
+        self._require("cache_dtype", codes, "be 'int8', or None: beside a cache, which has its own")
         drawn = self.temperature == 0 and self.seed is None
         self._require(
             "seed", drawn or is_integer(self.seed, 0), "be an integer, as in seed=0, to draw"
@@ -103,15 +106,16 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     prompt, real = (np.take_along_axis(array, order, axis=1) for array in (prompt, real))
     most = options.max_new_tokens
     if cache is None:
-        ahead: Ahead = InOrder(model, tokens, len(prompt), prompt.shape[1] + most)
+        room = len(prompt), prompt.shape[1] + most
+        ahead: Ahead = InOrder(model, tokens, *room, options.cache_dtype)
         return _steps(model, tokens, prompt, real, ends, options, ahead)
     if sequences is not None:
         ahead = InPages(model, tokens, cache, sequences)
         return _steps(model, tokens, prompt, real, ends, options, ahead)
-    room = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # the last token is not stored
+    rooms = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # the last token is not stored
 
     def freed_at_the_end() -> Iterator[Array]:
-        with new_sequences(cache, room) as own:
+        with new_sequences(cache, rooms) as own:
             ahead = InPages(model, tokens, cache, own)
             yield from _steps(model, tokens, prompt, real, ends, options, ahead)
 

@@ -14,7 +14,10 @@ from ..core.dtypes import Array
 from ..errors import DeviceMemoryError
 from ..inference.kv_cache import KVCache
 from ..machine import bytes_asked, format_bytes
+from ..ops.attention.attention import attention
+from ..ops.attention.attention_paged_int8 import attention_paged_int8_forward
 from ..ops.attention.kv_append import kv_append_
+from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..parallel.nccl import NcclCommunicator
 from ..placement import at_home, placed
 from .block import Call, blocks, embedded, join
@@ -38,6 +41,7 @@ class Step:
         self.tokens = self._placed(np.zeros((len(real), 1)))
         self.positions = self._placed(real.sum(axis=1, keepdims=True))
         self.starts = self._placed(np.full(len(real), start))
+        self.rows = self._placed(np.arange(len(real))[:, None])  # a table of pages: one a row
         self.tables = {kind: tables(most) for kind, tables in model.tables.items()}
         self.slots = {keys.shape[1]: self._placed(np.arange(keys.shape[1])) for keys in cache.keys}
         self.seen: dict[int, Array] = {}  # which slots hold no padding, by their number
@@ -84,7 +88,7 @@ class Step:
             self.tables,
             self.positions,
             adapter=model.adapter,
-            append=self.append,
+            attend=self.attend,
             division=model.division,
         )
         branch, stream = blocks(call, branch, None)
@@ -94,13 +98,22 @@ class Step:
         self.starts += 1
         return logits
 
-    def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array, Any, Any]:
-        """Store k and v; return the storage, which slots are seen, and how many there are."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+    def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        """Store k and v; return attention over the slots: all of them that hold a real token.
+
+        Those of a window lie in any order, and one query sees them all.
+        """
+        cache = self.cache
+        keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales[layer]
         slots = keys.shape[1]
-        kv_append_(k, v, keys, values, self.starts, sinks=min(self.cache.sinks, slots))
-        seen = self.seen.get(slots)
-        return keys, values, None if seen is None else seen[:, None, None], self.lengths[slots]
+        sinks, lengths, seen = min(cache.sinks, slots), self.lengths[slots], self.seen.get(slots)
+        options |= {"mask": None if seen is None else seen[:, None, None], "window": None}
+        if scales is None:
+            kv_append_(k, v, keys, values, self.starts, sinks=sinks)
+            return attention(q, keys, values, key_lengths=lengths, **options)
+        kv_append_int8_(k, v, keys, values, scales, starts=self.starts, sinks=sinks)
+        stored = keys, values, scales, self.rows
+        return attention_paged_int8_forward(q, *stored, lengths, **options)[0]
 
     def _played(self) -> Array:
         """Run the step on a GPU: as it is, then into a graph, then by the graph."""

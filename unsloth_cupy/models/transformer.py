@@ -199,6 +199,7 @@ class Transformer(Network):
         stop: int | Sequence[int] | None = None,
         cache: PagedKVCache | None = None,
         sequences: Sequence[int] | None = None,
+        cache_dtype: str | None = None,
     ) -> Array:
         """Return the prompts, each followed by the tokens that the model goes on with.
 
@@ -230,6 +231,8 @@ class Transformer(Network):
         sequences : sequence of int, optional
             Of that cache: what each row goes on from, and holds afterwards, the last new token not
             yet.  None: new ones, which are freed at the end.
+        cache_dtype : str, optional
+            int8: keys and values of its own cache are codes, half of the bytes of 16 bits.
 
         Returns
         -------
@@ -246,7 +249,7 @@ class Transformer(Network):
         """
         options = generation.Options(
             max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-            seed, stop, cache, sequences,
+            seed, stop, cache, sequences, cache_dtype,
         )  # fmt: skip
         added = generation.stream(self, tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)

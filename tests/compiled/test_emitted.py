@@ -104,6 +104,14 @@ AGAIN = (
     "mov.u32 %r6, {}; setp.lt.s32 %p1, %r6, %r1; mov.u32 %r6, {}; @%p1 bra $end; bar.sync 0; $end:"
 )
 
+WARPS = "setp.lt.s32 %p1, {}, %r1; @%p1 bra $end; bar.sync 1, 64; $end:"
+NUMBERS = "setp.{} %p1, %r2, {}; @%p1 bra $end; bar.arrive 1, 64; $end:"
+COPIES = (
+    "mov.u32 %r6, %r3; setp.lt.s32 %p1, %r4, %r1; @%p1 bra $else; mov.u32 %r7, %r6; bra $join;"
+    " $else: mov.u32 %r7, {}; $join: setp.lt.s32 %p2, %r7, %r1;"
+    " @%p2 bra $end; bar.sync 1, 64; $end:"
+)
+
 
 @pytest.mark.parametrize(
     ("text", "fine"),
@@ -127,6 +135,19 @@ AGAIN = (
         (LATER.format("%r2"), False),  # turns of a loop that threads leave one by one
         (AGAIN.format("%r3", "%r2"), True),  # a register that is another one later
         (AGAIN.format("%r2", "%r3"), False),
+        (WARPS.format("%r3"), True),  # a barrier of some warps
+        (WARPS.format("%r5"), True),
+        (WARPS.format("%r2"), False),
+        (WARPS.format("%r4"), False),
+        (NUMBERS.format("lt.u32", "64"), True),
+        (NUMBERS.format("lt.u32", "48"), False),
+        (NUMBERS.format("gt.u32", "63"), True),
+        (NUMBERS.format("gt.u32", "64"), False),
+        ("bar.sync %r5, 64;", True),
+        ("bar.sync %r4, 64;", False),
+        ("bar.arrive 1, %r2;", False),
+        (COPIES.format("%r6"), True),  # on both sides of a branch the same
+        (COPIES.format("%r5"), False),
     ],
 )
 def test_a_barrier_that_threads_may_come_to_alone_is_found(text: str, fine: bool) -> None:

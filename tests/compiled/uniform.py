@@ -4,9 +4,11 @@ A value is uniform where all threads of a block have it: parameters, numbers of 
 the grid, votes of the block, votes of warps that ask the same, loads from uniform addresses (the
 emulator shows that nobody writes there meanwhile), and what is computed from such values alone, on
 paths that uniform branches choose.  A barrier is proved where all branches that decide whether it
-is reached ask uniform predicates.
+is reached ask uniform predicates.  One with a number of threads is for some warps: there it is
+enough that the lanes of a warp agree on the way to it, on its number and on its count.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -28,10 +30,15 @@ class Line(NamedTuple):
     follow: tuple[int, ...]
 
     @property
+    def is_counted(self) -> bool:
+        """Say whether this is a barrier of some warps."""
+        return self.words in (("bar", "sync"), ("bar", "arrive")) and len(self.ops) == 2
+
+    @property
     def is_barrier(self) -> bool:
         """Say whether all threads of the block, or of the cluster, must come."""
-        whole = self.words[0] == "bar" and len(self.ops) == 1 + 2 * ("red" in self.words)
-        return self.words[:2] == ("barrier", "cluster") or (whole and "warp" not in self.words)
+        whole = self.words[0] == "bar" and "warp" not in self.words and not self.is_counted
+        return self.words[:2] == ("barrier", "cluster") or whole
 
 
 def lines(body: Body) -> list[Line]:
@@ -107,15 +114,22 @@ def closed(found: list[int]) -> list[int]:
     return found
 
 
-def registers(*texts: str) -> set[str]:
+@functools.cache
+def registers(*texts: str) -> frozenset[str]:
     """Return the registers, and special ones, in operands."""
-    return {found for text in texts for found in re.findall(r"%[\w.]+|\b[a-z]\w*\b", text)}
+    return frozenset(re.findall(r"%[\w.]+|\b[a-z]\w*\b", " ".join(texts)))
 
 
-def results(line: Line) -> set[str]:
+@functools.cache
+def results(line: Line) -> frozenset[str]:
     """Return the registers that an instruction writes."""
-    if not line.ops or line.words[0] in ("st", "bra", "red") or line.words[:2] == ("bar", "sync"):
-        return set()
+    if (
+        not line.ops
+        or line.words[0] in ("st", "bra", "red")
+        or line.is_counted
+        or (line.is_barrier and "red" not in line.words)
+    ):
+        return frozenset()
     return registers(line.ops[0])
 
 
@@ -171,10 +185,50 @@ def spread(
     return found
 
 
+def undecided(several: list[Line], decide: list[int]) -> list[int]:
+    """Return what ``deciding`` does, but for moves that a branch does not decide over.
+
+    Those are where all paths from it copy one register to another before any line reads that.
+    """
+    reads, writes = dict[str, set[int]](), dict[str, set[int]]()
+    copies = dict[tuple[str, ...], set[int]]()
+    for number, line in enumerate(several):
+        for register in registers(*(line.ops[1:] if results(line) else line.ops), line.guard):
+            reads.setdefault(register, set()).add(number)
+        for register in results(line):
+            writes.setdefault(register, set()).add(number)
+        if line.words[0] == "mov":
+            copies.setdefault(line.ops, set()).add(number)
+
+    @functools.cache
+    def on_all_paths(ops: tuple[str, ...], branch: int) -> bool:
+        ends = reads.get(ops[0], set()) | writes.get(ops[1], set())
+        found, left = set[int](), [*several[branch].follow]
+        while left:
+            number = left.pop()
+            if number in ends:
+                return False
+            if number not in found:
+                found.add(number)
+                left += () if number in copies[ops] else several[number].follow
+        return True
+
+    made = [*decide]
+    for ops, numbers in copies.items():
+        for number in numbers:
+            branches = (n for n in range(len(several)) if decide[number] >> n & 1)
+            made[number] = sum(1 << n for n in branches if not on_all_paths(ops, n))
+    return made
+
+
 def different(
-    several: list[Line], decide: list[int], parameters: tuple[str, ...], doubted: set[int]
+    several: list[Line],
+    decide: list[int],
+    parameters: tuple[str, ...],
+    doubted: set[int],
+    in_warps: bool,
 ) -> set[int]:
-    """Return the lines whose results, or guards, threads of a block may differ in.
+    """Return the lines whose results, or guards, threads of a block, or of a warp, may differ in.
 
     Lanes that do, in each warp alike, come to one result by a vote, or by a shuffle from one lane.
     """
@@ -200,8 +254,26 @@ def different(
     for n, made in enumerate(made_by):
         if made and made <= ids and several[n].words[0] == "and" and several[n].ops[2] == "31":
             lanes.add(n)  # a thread's number in its warp
+    if in_warps:
+        alike = {
+            n for n, made in enumerate(made_by) if made and made <= ids and by_warp(several[n])
+        }
+        alike |= {n for n in own if several[n].words[0] == "mov" and "%warpid" in reads[n]}
+        return spread(several, by_lane, decide, own | lanes | mixed, block | alike)
     warps = spread(several, made_by, decide, own, lanes | block)
     return warps | spread(several, by_lane, decide, own | lanes | mixed, block)
+
+
+def by_warp(line: Line) -> bool:
+    """Say whether what a line makes of a thread's number is one for a warp."""
+    if not re.fullmatch(r"-?\d+", line.ops[-1]):
+        return False
+    match line.words[:2], int(line.ops[-1]) % 32:
+        case ("shr", _), _:
+            return int(line.ops[-1]) >= 5
+        case (("and", _), 0) | (("setp", "lt" | "ge"), 0) | (("setp", "gt" | "le"), 31):
+            return True
+    return False
 
 
 def same_for_all(words: tuple[str, ...], ops: tuple[str, ...], parameters: tuple[str, ...]) -> bool:
@@ -212,21 +284,35 @@ def same_for_all(words: tuple[str, ...], ops: tuple[str, ...], parameters: tuple
 
 
 def unproved_barriers(body: Body) -> list[str]:
-    """Return the barriers of a block that threads may come to alone."""
+    """Return the barriers that threads of a block, or of a warp, may come to alone."""
     several, said = lines(body), list[str]()
-    if not any(line.is_barrier for line in several):
-        return []
+    for in_warps in (False, True):
+        own = {n for n, line in enumerate(several) if (line.is_barrier, line.is_counted)[in_warps]}
+        if own:
+            said += unproved(several, body.parameters, own, in_warps)
+    return said
+
+
+def unproved(
+    several: list[Line], parameters: tuple[str, ...], barriers: set[int], in_warps: bool
+) -> list[str]:
+    """Return those of some barriers; threads of a warp must agree on their operands too."""
     decide = deciding(several)
-    found = set[int]()
+    paths = undecided(several, decide) if in_warps else decide
+    found, said = set[int](), list[str]()
     for _ in range(2):  # most are proved without a look at paths
-        found, said = different(several, decide, body.parameters, found), []
-        for number, line in enumerate(several):
-            if line.is_barrier:
-                asked = decide[number] | bool(line.guard) << number
-                by = [several[n] for n in sorted(found) if asked >> n & 1]
-                said += [
-                    f"{line.place}: {'.'.join(line.words)} by {b.guard} of {b.place}" for b in by
-                ]
+        found, said = different(several, paths, parameters, found, in_warps), []
+        made_by = sources(several, found)
+        for number in sorted(barriers):
+            line = several[number]
+            asked = decide[number] | bool(line.guard) << number
+            by = {n for n in found if asked >> n & 1} | (
+                found & made_by[number] if in_warps else set()
+            )
+            said += [
+                f"{line.place}: {'.'.join(line.words)} by {b.guard or b.ops[0]} of {b.place}"
+                for b in (several[n] for n in sorted(by))
+            ]
         if not said:
             break
     return said

@@ -1,5 +1,6 @@
 """What explain says of a call is what its launch does, and what the formulas of an op give."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -189,6 +190,16 @@ def test_a_definition_on_a_gpu_is_told_once(caplog: pytest.LogCaptureFixture) ->
 
 def run(*arguments: object) -> click.testing.Result:
     return click.testing.CliRunner().invoke(group, ["explain", *map(str, arguments)])
+
+
+def test_rows_are_no_longer_than_a_model_has_positions(tmp_path: Path) -> None:
+    """Those that nobody asked for."""
+    config = CONFIG | {"max_position_embeddings": 48}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = run(tmp_path, "--optimizer", "none")
+    assert said.exit_code == 0, said.exception
+    assert said.output == run(tmp_path, "--optimizer", "none", "--tokens", 48).output
+    assert run(tmp_path, "--tokens", 49).exit_code == 1
 
 
 OURS = [name for name, op in OPS.items() if op.definition.__module__.startswith("unsloth_cupy.")]

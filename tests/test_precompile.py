@@ -197,12 +197,19 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         CONFIG, card_of("sm_90"), batch=2, tokens=16, dtype="float32", optimizer="none"
     )
     few = [launch for launch in one if launch.kernel == "embedding"]
-    monkeypatch.setattr(precompile, "launches_of", lambda *_, **__: few)
+    rows: list[int] = []
+
+    def listed(*_: Any, tokens: int, **__: Any) -> Any:
+        rows.append(tokens)
+        return few
+
+    monkeypatch.setattr(precompile, "launches_of", listed)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     said = run(config, "--arch", "sm_90", "--tokens", 16).output
     assert "sm_90: 1 kernels in 1 units, 1 compiled" in said
-    assert "0 compiled in" in run(config, "--arch", "h100", "--tokens", 16).output
+    assert "0 compiled in" in run(config, "--arch", "h100").output
+    assert rows == [16, CONFIG["max_position_embeddings"]]
     (unit,) = precompile.units_of(few, 90)
     entry = cache.find(cache.folder(), unit.key)
     assert entry is not None

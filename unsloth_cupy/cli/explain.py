@@ -11,7 +11,7 @@ from ..bench.timing import DEVICE_SCALES
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.limit import check_tokens, quantized_kind
+from ..finetune.limit import quantized_kind, tokens_of
 from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED, OPTIMIZERS, new_adapter, trained
 from ..memory.planned import Planned, keeping
@@ -29,7 +29,7 @@ from .options import QUANTIZE, option
 @option("--device", str, "h200, rtx4090, sm_86, or a file of JSON with rates.", "h200")
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "To compute in.", "bfloat16")
 @option("--batch", click.IntRange(1), "Rows of a step.", 1)
-@option("--tokens", click.IntRange(1), "Tokens in a row of a step.", 2048)
+@option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
 @option("--optimizer", click.Choice(OPTIMIZERS), "none: a forward and a backward pass.", "adamw")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
 @option("--quantize", QUANTIZE, "Keep the model in fewer bits; with --lora.")
@@ -38,7 +38,7 @@ def explain(
     device: str,
     dtype: str,
     batch: int,
-    tokens: int,
+    tokens: int | None,
     optimizer: str,
     lora: int | None,
     quantize: str | None,
@@ -55,7 +55,7 @@ def explain(
     if path.exists():
         config = path / "config.json" if path.is_dir() else path
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
-        form = Form((batch, tokens), kind, optimizer, lora, quantized)
+        form = Form(batch, tokens, kind, optimizer, lora, quantized)
         try:
             click.echo(str(_step(values, form, stated)))
         except ConfigError as error:
@@ -74,7 +74,8 @@ def explain(
 class Form(NamedTuple):
     """What a step computes, and on how much."""
 
-    sizes: tuple[int, int]
+    batch: int
+    tokens: int | None
     kind: Any
     optimizer: str
     rank: int | None
@@ -84,7 +85,7 @@ class Form(NamedTuple):
 def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
     """Return what a forward and a backward pass do, and the optimizer behind them if it is used."""
     config, ledger = parse(values), Ledger(1)
-    check_tokens(form.sizes[1], config.positions)
+    sizes = form.batch, tokens_of(form.tokens, config.positions)
     adapter = None if form.rank is None else new_adapter(config, form.rank)
     codes = None if form.quantization is None else quantizing("explain", form.quantization)
     with keeping(ledger):
@@ -101,7 +102,7 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
             measure_gradients(gradients, 1.0)
             steps.step(gradients, finite=True, factor=CLIPPED)
 
-    found = explained(step, shape(form.sizes, "int64"), device=device)
+    found = explained(step, shape(sizes, "int64"), device=device)
     if steps is None:
         return found
     # a gradient is read; weights and two averages are read and written, and copies written

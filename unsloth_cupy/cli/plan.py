@@ -9,7 +9,7 @@ import click
 
 from .. import machine
 from ..errors import ConfigError
-from ..finetune.limit import check_tokens, quantized_kind
+from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.run_folder import model_folder, model_without_weights
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
@@ -25,7 +25,6 @@ CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
 GB = 2**30
 LARGEST = 4  # workspaces of ops that are shown
 RANK = 16  # of the adapters that are compared
-TOKENS = 2048  # in a row, as long as a model has positions for them
 HOLDS = {
     "weights": "what the model computes with, adapters too",
     "gradients": "of weights or adapters, and their sums",
@@ -117,7 +116,7 @@ def plan(
             raise ConfigError("plan: ranks are planned of all weights that learn; leave others out")
         tensor, pipeline, data, context = (size or 1 for size in sizes)
         layout = Layout(tensor, pipeline, data, int(zero), node, context)
-        length = min(TOKENS, parse(values).positions) if tokens is None else tokens
+        length = tokens_of(tokens, parse(values).positions)
         speed, told_rate = rate_of(rate, device, dtype)
         many = plan_ranks(
             values, layout, batch=batch, tokens=length, dtype=dtype, microbatches=accumulate,
@@ -137,8 +136,7 @@ def plan(
 
     try:
         positions = parse(values).positions
-        tokens = min(TOKENS, positions) if tokens is None else tokens
-        check_tokens(tokens, positions)
+        tokens = tokens_of(tokens, positions)
         made = planned(batch, tokens)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -10,7 +10,7 @@ from ..compiled import cache
 from ..core.gpu import count, limits_of
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.limit import check_tokens
+from ..finetune.limit import tokens_of
 from ..models.parse import parse
 from ..profiling import precompile as room
 from ..profiling.cards import Card, card_of
@@ -20,7 +20,7 @@ from .options import FILE, QUANTIZE, option
 @click.command()
 @click.argument("config", type=FILE)
 @option("--arch", str, "sm_90,sm_86 or cards, as h200,rtx4090.  [default: the GPU that is here]")
-@option("--tokens", str, "Tokens in a row, of a step and of a prompt, as 512,2048.", "2048")
+@option("--tokens", str, "In a row, as 512,2048.  [default: 2048, or all positions]")
 @option("--batch", str, "Rows, as 1,8.", "1")
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "To compute in.", "bfloat16")
 @option("--lora", click.IntRange(1), "Learn adapters of this rank.")
@@ -33,7 +33,7 @@ from .options import FILE, QUANTIZE, option
 def precompile(
     config: Path,
     arch: str | None,
-    tokens: str,
+    tokens: str | None,
     batch: str,
     dtype: str,
     lora: int | None,
@@ -61,10 +61,10 @@ def precompile(
         "accumulate": accumulate,
     }
     root, rows_of = cache.folder(), numbers("--batch", batch)
-    lengths = numbers("--tokens", tokens)
+    asked: list[int | None] = [None] if tokens is None else [*numbers("--tokens", tokens)]
     for card in cards(arch):
         try:
-            check_tokens(max(lengths), parse(values).positions)
+            lengths = [tokens_of(each, parse(values).positions) for each in asked]
             launches = [
                 launch
                 for rows in rows_of

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COUNTED = 2  # steps without a limit: they take alike, and to count slows small ops down
 ADAPTER_RANK = 8  # of the adapters that are proposed
+TOKENS = 2048  # in a row that nobody asked for, as far as a model has positions
 ADAPTERS, CHUNKED = f"--lora {ADAPTER_RANK}", "--chunked-mlp"
 
 
@@ -50,6 +51,14 @@ class Sizes(NamedTuple):
             "device": "cpu" if self.device is None else "cuda",
         }
         return plan_memory(self.config, **{**options, **changes})
+
+
+def tokens_of(asked: int | None, positions: int) -> int:
+    """Return the tokens of a row: those asked for, or 2048 as far as a model has positions."""
+    if asked is None:
+        return min(TOKENS, positions)
+    check_tokens(asked, positions)
+    return asked
 
 
 def check_tokens(tokens: int, positions: int) -> None:

@@ -144,6 +144,9 @@ def test_a_card_may_be_stated() -> None:
     assert explain(softmax, x, device=card_of(stated)).floor == pytest.approx(8 * 2**20 / 1e12)
     assert explain(softmax, x, device="sm_86").floor is None
     assert "no rates are known" in str(explain(softmax, x, device="sm_86"))
+    few = explain(linear, *[shape((4, 8), "float32")] * 2, device=stated | {"products32": None})
+    assert few.floor is None
+    assert "there is no floor without products32: state the rate" in str(few)
 
 
 @pytest.mark.parametrize(

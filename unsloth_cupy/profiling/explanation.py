@@ -186,6 +186,9 @@ class Explanation:
             rates = f"{card.bandwidth:g} GB/s"
             rates += f", products {card.products:g} TFLOP/s" if card.products else ""
             rates += f", of float32 {card.products32:g}" if card.products32 else ""
+            if self.floor is None:
+                lacking = [n for n in ("products", "products32") if getattr(card, n) is None]
+                rates += f"; there is no floor without {' and '.join(lacking)}: state the rate"
         return f"on {card.name}: sm_{card.architecture}, {card.processors} SMs, {rates}"
 
 

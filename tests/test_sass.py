@@ -5,6 +5,7 @@ kernel or of the compiler can fail; ``--sample all`` asks for all.
 """
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_registers_are_ready_when_products_are_asked_for(dim: int) -> None:
 @pytest.mark.parametrize(("dim", "most"), [(64, 440), (128, 500)])
 def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
     """And the page says how many, where the compiler is the one that it speaks of."""
-    tile, more = warpgroups.tile_of(warpgroups.disassembled(dim))
+    tile, more = warpgroups.forward(dim)
     assert tile.counts.total() <= most
     assert tile.counts["FMUL"] < 16  # scores are scaled by what subtracts their maximum
     assert tile.shapes == warpgroups.PEERS[dim].shapes
@@ -177,7 +178,7 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
         own = warpgroups.line("", dim, tile, f"+{more}", "", "").split("|")
         kept = written.split("|")
         cure = "python -m tests.warpgroups --write"
-        assert [own[3:10], own[12:]] == [kept[3:10], kept[12:]], cure
+        assert [own[3:11], own[13:]] == [kept[3:11], kept[13:]], cure
 
 
 @pytest.mark.parametrize("own", [0, 1], ids=["queries", "keys"])
@@ -204,13 +205,25 @@ def test_the_page_says_what_the_backward_pass_compiles_to() -> None:
     assert [told for told in lines if told not in written] == [], (
         "python -m tests.warpgroups --write"
     )
-    assert len(lines) == 3
+    assert len(lines) == 4
 
 
 def test_the_model_says_of_the_peer_what_was_measured() -> None:
     assert round(warpgroups.estimate(warpgroups.PEERS[128])) == warpgroups.MEASURED
     assert warpgroups.PEERS[128].counts.total() == 704
     assert warpgroups.PEERS[64].counts.total() == 637
+
+
+def test_the_model_counts_what_products_read_in_shared_memory() -> None:
+    """64 x 64 x 16 with both operands there reads all that an SM has; from registers, half."""
+    assert warpgroups.Tile(Counter(), Counter({64: 1}), Counter(), 0).cycles()["shared"] == 32
+    assert (
+        warpgroups.Tile(Counter(), Counter({64: 1}), Counter({64: 1}), 128).cycles()["shared"]
+        == 16 + 1
+    )
+    tile, _ = warpgroups.forward(128)
+    assert tile.kept == {128: 8}
+    assert tile.moved == 128 * 2 * 256 // 2  # keys and values of a stage, for two warpgroups
 
 
 def test_no_store_of_a_gradient_over_logits_is_split() -> None:

@@ -6,6 +6,8 @@ A quarter of an SM has one warp of every warpgroup.  It issues an instruction a 
 take what the CUDA C++ Programming Guide says (throughput of native arithmetic instructions, 9.0): a
 warp of FMAs 1 cycle, of comparisons, integers and conversions 2, of exp2 8.  Four quarters multiply
 together: 4,096 operations a cycle, of 989 TFLOP/s at 1.83 GHz and 132 SMs (H100 data sheet).
+Shared memory gives or takes 128 bytes a cycle of an SM, 4 of each of 32 banks: operands that are
+not in registers, and what TMA lays down.
 
     bound     the busiest pipe is never idle
     estimate  beside products, a share of the other instructions shows: the one that a peer shows
@@ -28,6 +30,8 @@ from .variants import Variant, constants
 KERNEL, ROWS = "attention_forward_sm90", 64
 BACK = "attention_backward_sm90"
 PEAK, PER_CYCLE = 989.0, 4096  # TFLOP/s; operations of an SM a cycle
+BANKS = 128  # bytes of shared memory a cycle
+PIPES = "products", "FMA", "ALU", "exp2", "shared"
 FMA = {"FADD", "FMUL", "FFMA"}
 UNIFORM = r"U[A-Z]|R2UR|S2UR|VOTEU"
 OTHER = {"HGMMA", "MUFU", "WARPGROUP", "SYNCS", "BAR", "BRA", "SHFL", "BSSY", "BSYNC", "WARPSYNC"}
@@ -38,6 +42,8 @@ class Tile(NamedTuple):
 
     counts: Counter[str]
     shapes: Counter[int]  # columns of m64nNk16
+    kept: Counter[int]  # of them, those whose first operand lies in registers
+    moved: int  # other bytes of shared memory: a warpgroup's share of what TMA brings
 
     @property
     def operations(self) -> int:
@@ -54,7 +60,14 @@ class Tile(NamedTuple):
             "FMA": sum(self.counts[name] for name in FMA),
             "ALU": 2 * alu,
             "exp2": 8 * self.counts["MUFU"],
+            "shared": (self.operands + self.moved) / BANKS,
         }
+
+    @property
+    def operands(self) -> int:
+        """Return the bytes that products read in shared memory: 16 values of 64 rows, of N rows."""
+        first = sum(ROWS * 32 * (count - self.kept[n]) for n, count in self.shapes.items())
+        return first + sum(n * 32 * count for n, count in self.shapes.items())
 
     def speed(self, cycles: float) -> float:
         """Return TFLOP/s."""
@@ -75,10 +88,14 @@ PEERS = {
     128: Tile(
         peer(FMUL=130, VIADD=31, UIADD3=25, UMOV=19, R2UR=16, HGMMA=16, IMAD=13, MOV=4, **SHARED),
         Counter({128: 16}),
+        Counter({128: 8}),
+        128 * 2 * 256 // 2,
     ),
     64: Tile(
         peer(FMUL=98, VIADD=27, UIADD3=21, UMOV=8, R2UR=8, HGMMA=12, IMAD=11, MOV=2, **SHARED),
         Counter({128: 4, 64: 8}),
+        Counter({64: 8}),
+        128 * 2 * 128 // 2,
     ),
 }
 # TFLOP/s of cuDNN 9.19 on an H200: 8k tokens, 64 and 8 heads of 128, bfloat16, without a mask, as
@@ -133,6 +150,43 @@ def disassembled(dim: int) -> str:
     return sass.disassembled(variant(dim))
 
 
+def forward(dim: int) -> tuple[Tile, int]:
+    """Return what its warps do for a tile."""
+    return tile_of(disassembled(dim), constants(variant(dim).launch.source))
+
+
+@functools.cache
+def backward(dim: int) -> tuple[tuple[dict[str, str], Tile, int, int], ...]:
+    """Return the same of its backward pass: constants, tile, more instructions, registers."""
+    found = []
+    for own in variants_back(dim):
+        said = constants(own.launch.source)
+        found.append((said, *tile_of(sass.disassembled(own), said), budget.numbers(own)[0]))
+    return tuple(found)
+
+
+def one_pass(dim: int) -> Tile:
+    """Return a tile of a launch that is not written: it owns keys, and adds up dq as well.
+
+    What the launch by keys does; ds goes to shared memory, where each of two warpgroups takes all
+    128 keys for half of the columns of 64 rows of dq; these go there too, and TMA adds them up.
+    """
+    (tile,) = (tile for said, tile, *_ in backward(dim) if said["BY_KEYS"] == "true")
+    more = Counter(HGMMA=8, STSM=4, STS=dim // 8, BAR=4, SYNCS=2, R2UR=4, UIADD3=8)
+    ds, dq = ROWS * ROWS * 2, ROWS * dim // 2 * 4
+    return Tile(
+        tile.counts + more,
+        tile.shapes + Counter({dim // 2: 8}),
+        tile.kept,
+        tile.moved + ds + 2 * dq,
+    )
+
+
+def busy(tile: Tile) -> dict[str, float]:
+    """Return which per cent of the estimate's cycles a pipe is busy."""
+    return {pipe: 100 * n / shown(tile) for pipe, n in tile.cycles().items()}
+
+
 def loop(text: str) -> list[str]:
     """Return the lines of the shortest loop with products: tiles of which nothing is hidden."""
     lines, begins, found = text.splitlines(), dict[str, int](), list[list[str]]()
@@ -157,12 +211,17 @@ def seldom(body: list[str]) -> tuple[list[str], list[str]]:
     return body[: best[0]] + body[best[1] :], body[best[0] : best[1]]
 
 
-def tile_of(text: str) -> tuple[Tile, int]:
+def tile_of(text: str, said: dict[str, str]) -> tuple[Tile, int]:
     """Return what a warp does for a tile, and how many instructions more where a maximum grows."""
     body, detour = seldom(loop(text))
     names, more = (sass.instructions("\n".join(part)) for part in (body, detour))
-    shapes = [int(n) for name in names for n in re.findall(r"HGMMA\.64x(\d+)x16", name)]
-    return Tile(Counter(name.partition(".")[0] for name in names), Counter(shapes)), len(more)
+    found = re.findall(r"HGMMA\.64x(\d+)x16\.\S+ R\d+, (R\d+)?", "\n".join(body))
+    shapes = Counter(int(n) for n, _ in found)
+    kept = Counter(int(n) for n, register in found if register)
+    row = sum(-(-int(said[name]) // 64) * 128 for name in ("DIM", "VALUE_DIM"))
+    brought = int(said["TILE"]) * row // int(said["CONSUMERS"])
+    counts = Counter(name.partition(".")[0] for name in names)
+    return Tile(counts, shapes, kept, brought), len(more)
 
 
 def rows() -> Iterator[str]:
@@ -170,7 +229,7 @@ def rows() -> Iterator[str]:
     for dim in (64, 128, 192, 256):
         own = variant(dim)
         text, registers = disassembled(dim), budget.numbers(own)[0]
-        tile, more = tile_of(text)
+        tile, more = forward(dim)
         copies = sum(name.startswith("UTMALDG") for name in sass.instructions(text))
         yield line(f"`{KERNEL}.cu`", dim, tile, f"+{more}", f"{registers}", f"{copies}")
         if dim in PEERS:
@@ -181,20 +240,22 @@ def rows_back(dims: tuple[int, ...] = (64, 128)) -> Iterator[str]:
     """Return the lines of the table of the backward pass."""
     for dim in dims:
         bound = likely = 0.0  # cycles of 64 x 64 pairs, in both launches
-        for own in variants_back(dim):
-            text, registers = sass.disassembled(own), budget.numbers(own)[0]
-            said, (tile, more) = constants(own.launch.source), tile_of(text)
+        for said, tile, more, registers in backward(dim):
             columns, cycles = int(said["TILE"]), tile.cycles()
             bound += max(cycles.values()) * ROWS / columns
             likely += shown(tile) * ROWS / columns
             owns = "keys" if said["BY_KEYS"] == "true" else "queries"
             cells = [f"`{BACK}.cu` by {owns}", dim, f"64 x {columns}", shapes_of(tile)]
-            cells += [tile.counts.total(), f"+{more}"]
-            cells += [f"{cycles[pipe]:.0f}" for pipe in ("products", "FMA", "ALU", "exp2")]
+            cells += [tile.counts.total(), f"+{more}", *(f"{cycles[pipe]:.0f}" for pipe in PIPES)]
             yield f"| {' | '.join(map(str, [*cells, registers, '-', '-']))} |"
         wanted = 5 * 2 * ROWS * ROWS * dim / PER_CYCLE  # five products, of which two are made twice
         speeds = (f"{PEAK * wanted / total:.0f}" for total in (bound, likely))
-        yield f"| both | {dim} |{' - |' * 9} {' | '.join(speeds)} |"
+        yield f"| both | {dim} |{' - |' * 10} {' | '.join(speeds)} |"
+        one, cells = one_pass(dim), ["one launch, not written", dim, f"64 x {ROWS}"]
+        cells += [shapes_of(one), one.counts.total(), "-"]
+        cells += [*(f"{one.cycles()[pipe]:.0f}" for pipe in PIPES), "-"]
+        cells += [f"{one.speed(max(one.cycles().values())):.0f}", f"{estimate(one):.0f}"]
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def shapes_of(tile: Tile) -> str:
@@ -206,7 +267,7 @@ def line(name: str, dim: int, tile: Tile, more: str, registers: str, copies: str
     """Return a line of the table."""
     cycles = tile.cycles()
     cells = [name, dim, shapes_of(tile), tile.counts.total(), more]
-    cells += [f"{cycles[pipe]:.0f}" for pipe in ("products", "FMA", "ALU", "exp2")]
+    cells += [f"{cycles[pipe]:.0f}" for pipe in PIPES]
     cells += [registers, copies, f"{tile.speed(max(cycles.values())):.0f}", f"{estimate(tile):.0f}"]
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -223,7 +284,7 @@ def put(name: str, columns: str, lines: Iterator[str]) -> None:
 
 def write() -> None:
     """Renew the tables."""
-    cycles = "cycles of products | of FMA | of ALU | of exp2 | registers"
+    cycles = "cycles of products | of FMA | of ALU | of exp2 | of shared memory | registers"
     speeds = "bound, predicted TFLOP/s | estimate, predicted TFLOP/s"
     first = "kernel | head dim | `HGMMA` | instructions | where a maximum grows"
     put("warpgroups", f"{first} | {cycles} | `UTMALDG` | {speeds}", rows())

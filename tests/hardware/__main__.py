@@ -1,6 +1,7 @@
 """Run every primitive on the GPU at hand: ``python -m tests.hardware [NAME ...]``.
 
-With ``--all FOLDER`` all tests that need a GPU run, and then the times: see ``session``.
+With ``--all FOLDER`` all tests that need a GPU run, and then the times: see ``session``.  With
+``--attention FOLDER`` attention on Hopper is measured alone: see ``attention``.
 
 A bare checkout with NumPy and CuPy is enough.  Each primitive runs in a process of its own, so
 that a fault or a hang is one line of the table.  The GPU must give the bits of plain arithmetic,
@@ -126,7 +127,9 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help="run it in this process")
     told = "run all tests that need a GPU, then time the ops; keep what they said in FOLDER"
     parser.add_argument("--all", type=Path, metavar="FOLDER", help=told)
-    parser.add_argument("--minutes", type=float, default=60, help="that --all may take (60)")
+    told = "measure attention on Hopper beside its peers, which is a part of --all"
+    parser.add_argument("--attention", type=Path, metavar="FOLDER", help=told)
+    parser.add_argument("--minutes", type=float, default=60, help="that these may take (60)")
     given = parser.parse_args()
     if unknown := set(given.names) - set(PRIMITIVES):
         sys.exit(f"no primitive is called {sorted(unknown)}; there are: {', '.join(PRIMITIVES)}")
@@ -138,8 +141,8 @@ def main() -> None:
         capability = int(cupy.cuda.Device().compute_capability)
     except (ImportError, RuntimeError) as error:
         sys.exit(f"tests.hardware needs a GPU and CuPy: {error}")
-    if given.all is not None:
-        return everything(given.all.resolve(), given.minutes)
+    if folder := given.all or given.attention:
+        return everything(folder.resolve(), given.minutes, given.all is None)
     failed = 0
     for name in given.names or PRIMITIVES:
         if not runs_on(name, capability):

@@ -48,6 +48,7 @@ DONE = ("passed", "skipped")
 DTYPES = ("float16", "bfloat16", "float32")
 HERE = "tests/hardware/test_hardware.py::test_on_a_gpu"  # primitives
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
+ATTENTION = (sys.executable, "-m", "tests.hardware.attention")
 FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
 OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
 ENVIRONMENT = os.environ | {
@@ -284,35 +285,41 @@ class Session:
         with ThreadPoolExecutor(LOOKS) as pool:
             list(pool.map(look, names[:LOOKS] if tool else ()))
 
-    def times(self, ops: Sequence[str], *options: str) -> None:
-        """Time ops, alone on the GPU; what ends the process is left out of the next."""
-        waiting = [n.partition(" ")[2] for n in self.results.waiting([f"time {op}" for op in ops])]
-        numbers, idle = self.results.folder / "bench.json", 0
+    def times(
+        self, ops: Sequence[str], *options: str, what: str = "time", command: Sequence[str] = ()
+    ) -> None:
+        """Time ops, alone on the GPU; what ends the process is left out of the next.
+
+        With a command, it does that: `what` is the word that its results begin with.
+        """
+        waiting = self.results.waiting([f"{what} {op}" for op in ops])
+        waiting = [name.partition(" ")[2] for name in waiting]
+        numbers, idle = self.results.folder / f"{what if command else 'bench'}.json", 0
         while waiting and self.left() and idle < 2:
             numbers.unlink(missing_ok=True)
             with tempfile.TemporaryFile() as errors:
                 process = subprocess.Popen(
-                    [*BENCH, *waiting, "--json", str(numbers), *options],
+                    [*(command or BENCH), *waiting, "--json", str(numbers), *options],
                     **{"cwd": self.root, "stdout": subprocess.DEVNULL, "stderr": errors},
                 )
-                told, outcome = self._watched(process, len(waiting), numbers)
+                told, outcome = self._watched(process, len(waiting), numbers, what)
                 process.kill()
                 process.wait()
                 if outcome and told < len(waiting):
                     said = "\n".join(tail(errors))
-                    self.results.add(f"time {waiting[told]}", outcome, 0, said)
+                    self.results.add(f"{what} {waiting[told]}", outcome, 0, said)
             if numbers.exists() and '"attention"' in numbers.read_text():  # known shapes
                 shutil.copy(numbers, numbers.with_name("attention.json"))
             idle, waiting = 0 if told else idle + 1, waiting[told + 1 :]
 
-    def _watched(self, process: Any, ops: int, numbers: Path) -> tuple[int, str]:
+    def _watched(self, process: Any, ops: int, numbers: Path, what: str) -> tuple[int, str]:
         """Return how many ops were timed, and what became of the process: "" if time was over."""
         told, last = 0, time.monotonic()
         while self.left():
             ended = process.poll() is not None
             done = json.loads(numbers.read_text())["ops"] if numbers.exists() else []
             for op in done[told:]:
-                self.results.add(f"time {op}", "passed", time.monotonic() - last)
+                self.results.add(f"{what} {op}", "passed", time.monotonic() - last)
                 last = time.monotonic()
             told = len(done)
             if ended:
@@ -331,8 +338,11 @@ def keep_fixtures(lines: dict[str, Line], device: str) -> None:
         write(read() | {n: Fixture(today, device, digest(launch(n))) for n in passed})
 
 
-def everything(folder: Path, minutes: float) -> None:
-    """Do all steps that this machine has the packages for; say first what it lacks."""
+def everything(folder: Path, minutes: float, attention_alone: bool = False) -> None:
+    """Do all steps that this machine has the packages for; say first what it lacks.
+
+    Attention on Hopper, where this is one, is measured behind the tests; or alone.
+    """
     found = {name: importlib.util.find_spec(name) for names in NEEDS.values() for name in names}
     lacking = {what: [n for n in names if not found[n]] for what, names in NEEDS.items()}
     missing = [f"no {what} without {', '.join(names)}" for what, names in lacking.items() if names]
@@ -350,17 +360,22 @@ def everything(folder: Path, minutes: float) -> None:
     said += [f"NVRTC {version}", f"Python {sys.version.split()[0]}", f"{workers} processes"]
     results.add("machine", "passed", 0, "; ".join([*said, f"state {results.now}", *missing]))
     try:
-        if not lacking["tests"]:
+        for page in (ROOT / "docs").glob("performance.*"):
+            if not (folder / page.name).exists():
+                shutil.copy(page, folder)
+        if not lacking["tests"] and not attention_alone:
             session.tests("tests")
             keep_fixtures(results.lines, device)
             session.closer()
-        if not lacking["times"]:
+        if not lacking["times"] and about["major"] == 9:
+            from . import attention
+
+            command = [*ATTENTION, str(folder / "performance.md")]
+            session.times(attention.names(), what="attention", command=command)
+        if not lacking["times"] and not attention_alone:
             from unsloth_cupy.bench.cases import chosen
             from unsloth_cupy.bench.timing import launches
 
-            for page in (ROOT / "docs").glob("performance.*"):
-                if not (folder / page.name).exists():
-                    shutil.copy(page, folder)
             ops = [op for op in (*chosen(*FIRST), *chosen()) if launches(op)]
             options = ["--write", str(folder / "performance.md")]
             options += [] if lacking["peers"] else ["--peers"]

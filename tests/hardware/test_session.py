@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_cupy.bench.report import check_markers
 
-from . import fixtures, session
+from . import attention, fixtures, session
 from .fixtures import read
 from .session import HERE, Results, Session, in_order, keep_fixtures, report
 
@@ -188,6 +188,15 @@ def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.Mon
     assert results.lines["time breaks"]["said"] == "it broke"
 
 
+def test_another_command_is_watched_as_the_times_are(root: Path) -> None:
+    results, command = Results(root, "now"), (sys.executable, str(root / "bench.py"))
+    Session(results, 300, 1, root).times(["a b", "breaks", "c"], what="attention", command=command)
+    found = {name: line["outcome"] for name, line in results.lines.items()}
+    assert found == {
+        **{"attention a b": "passed", "attention c": "passed", "attention breaks": "failed"}
+    }
+
+
 def test_times_end_where_nothing_can_be_timed(root: Path) -> None:
     results = Results(root, "now")
     (root / "bench.py").write_text("raise SystemExit('no GPU')")
@@ -227,11 +236,11 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cupy = pytest.importorskip("cupy", reason="what it can be asked is not an invention")
-    about = {"name": b"GPU", "totalGlobalMem": 80 << 30}
+    about = {"name": b"GPU", "totalGlobalMem": 80 << 30, "major": 9}
     done: list[Any] = []
 
     def noted(name: str) -> Any:
-        return lambda self, *given: done.append((name, *given))
+        return lambda self, *given, what="", command=(): done.append((what or name, *given))
 
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda number: about)
     monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: 13000)
@@ -249,10 +258,19 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     untimed = bool({"click", "rich"} & {*lacks})
     assert ("no times without" in printed) == ("times" not in steps) == untimed
     assert "GPU; driver 13000; CuPy 1" in (folder / "report.md").read_text()
+    assert ("attention" in steps) == ("times" in steps)
     if "times" in steps:
+        assert done[-2] == ("attention", attention.names())
+        assert sys.executable in session.ATTENTION
         ops, *options = done[-1][1:]
         assert ops[:2] == ["attention_forward", "cross_entropy_forward"]
         assert len(ops) == len({*ops}) > 20
         assert options[:2] == ["--write", str(folder / "performance.md")]
         assert options[2:] == ([] if lacks else ["--peers"])
         assert check_markers(folder / "performance.md") is None
+    for major, alone in ((8, False), (9, True)):
+        done.clear()
+        about["major"] = major
+        session.everything(tmp_path / f"{major}", 1, attention_alone=alone)
+        found = [name for name, *_ in done]
+        assert found == [] + ["attention"] * (not untimed) if alone else "attention" not in found

@@ -98,9 +98,17 @@ def unfused(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def torch_calls(
-    arrays: tuple[Any, ...], dout: Any, causal: bool, backward: bool, on_gpu: bool
+    arrays: tuple[Any, ...],
+    dout: Any,
+    causal: bool,
+    backward: bool,
+    on_gpu: bool,
+    chain: bool = True,
 ) -> Calls:
-    """Return torch's ways of the same computation by name: those that run here."""
+    """Return torch's ways of the same computation by name: those that run here.
+
+    Without `chain`, the fused ones alone.
+    """
     import torch
     from torch.nn import attention as torch_attention
     from torch.nn.functional import scaled_dot_product_attention
@@ -110,14 +118,14 @@ def torch_calls(
     q, k, v = leaves = [tensor(a).transpose(1, 2).requires_grad_(backward) for a in arrays]
     seed = tensor(dout).transpose(1, 2)
     tokens = seed.shape[2]
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=seed.device).triu(1)
 
     def fused(backend: Any) -> Any:
         with nullcontext() if backend is None else torch_attention.sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    def chain() -> Any:
+    def unfused_chain() -> Any:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=seed.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf) if causal else scores
         return scores.softmax(-1) @ v
 
@@ -126,7 +134,7 @@ def torch_calls(
         backends = torch_attention.SDPBackend
         flash, cudnn = backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION
         ways = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
-        ways[UNFUSED] = chain
+        ways |= {UNFUSED: unfused_chain} if chain else {}
 
     def tried(way: Callable[[], Any]) -> Callable[[], Any] | None:
         try:

@@ -337,12 +337,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = top + half * 8 + lane / 4;
-            if (row >= rows) continue;
             const long long to = (first_own + row) * row_heads + job.head;
             if constexpr (DX)
-                put_row<DIM>(dx + to * DIM, parts_of(sum_x)[0], half, work.call.scale);
+                put_row_of_lanes<DIM>(dx + to * DIM, sum_x, half, work.call.scale, row < rows);
             if constexpr (DY)
-                put_row<VALUE_DIM>(dy + to * VALUE_DIM, parts_of(sum_y)[0], half, 1.0f);
+                put_row_of_lanes<VALUE_DIM>(dy + to * VALUE_DIM, sum_y, half, 1.0f, row < rows);
         }
     }
 }

@@ -250,11 +250,11 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             float total = quad_sum(sum[half]), most = __fmul_rn(top[half], scores.unit);
             float share = 1;
             if (sinks != nullptr) share = add_sink(most, total, (float)sinks[job.head] * LOG2E);
-            if (row >= job.queries) continue;
-            if (lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
+            const bool there = row < job.queries;
+            if (there && lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
             share = total == 0 ? 0 : share / total;
-            put_row<VALUE_DIM>(to + (long long)row * heads * VALUE_DIM, parts_of(o)[0], half,
-                               share);
+            put_row_of_lanes<VALUE_DIM>(to + (long long)row * heads * VALUE_DIM, o, half, share,
+                                        there);
         }
     }
     if (group == 0) named_barrier_sync(1, 256);  // the turn that nobody takes any more

@@ -100,6 +100,37 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&f
     wgmma_name(to);
 }
 
+// Write USED columns of one row of 16 bits, as put_row does, where it is `there`: 16 bytes a lane.
+// Four lanes have two columns each of every eight: they swap until each has all of its own eight.
+template <int USED, class E, int R>
+__device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int half, float share,
+                                                 bool there) {
+    static_assert(R % 16 == 0 && USED % 8 == 0 && sizeof(E) == 2);
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int first = 0; first < R / 4; first += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *const two = o + (first + i) * 4 + half * 2;
+            words[i] = pair(two[0] * share, two[1] * share, E());
+        }
+#pragma unroll
+        for (int away = 1; away < 4; away *= 2)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i / away % 2 == 0) {
+                    uint32_t &low = words[i], &high = words[i + away];
+                    const bool upper = lane & away;
+                    const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? low : high, away);
+                    (upper ? low : high) = got;
+                }
+        const int column = (first + lane) * 8;
+        if (there && column < USED)
+            *reinterpret_cast<uint4 *>(to + column) = {words[0], words[1], words[2], words[3]};
+    }
+}
+
 // Wait for products whose operand lies in registers: from here on these are the compiler's.
 template <int N, int R, int STEPS>
 __device__ __forceinline__ void wgmma_free(float (&sum)[R], uint32_t (&p)[STEPS][4]) {

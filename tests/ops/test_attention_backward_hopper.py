@@ -37,6 +37,7 @@ from .test_attention_hopper import TestBeyondTheLengths as BeyondTheLengths
 
 __all__ = ["_asked_for"]
 KERNEL = "attention_backward_sm90"
+SUMS = {"attention_sum", "attention_bias"}  # of what is broadcast
 
 
 class BackOnWarpgroups(OnWarpgroups):
@@ -71,6 +72,7 @@ class TestBackward(BackOnWarpgroups):
             value_dim=128,
         ),
         Case("wide", **PAIR, queries=65, keys=150, dim=192, value_dim=136, causal=True),
+        Case("wide, capped", **PAIR, queries=64, keys=70, dim=136, value_dim=64, softcap=3.0),
         Case("by query", **SMALL, arrays={"bias": normal(2, 1, 70, 1)}, window=(9, 9)),
     )
 
@@ -202,11 +204,16 @@ def test_calls_that_the_other_kernel_takes() -> None:
     def kernels(keys: int, dim: int, **options: Any) -> set[str]:
         with gpu("90") as machine:
             q, k = (machine.array((1, n, 2, dim), "bfloat16") for n in (128, keys))
+            for name in {"alibi", "bias"} & {*options}:
+                options[name] = machine.array(options[name], "float32")
             out, lse = attention_forward(q, k, k, **options)
             machine.launches.clear()
             attention_backward(out, q, k, k, out, lse, **options)
             return {x.kernel for x in machine.launches} - {"attention_delta"}
 
     assert kernels(64, 64) == kernels(64, 192) == kernels(64, 128, softcap=3.0) == {KERNEL}
-    others = kernels(63, 64), kernels(64, 200), kernels(64, 136, softcap=3.0)
+    assert kernels(64, 136, softcap=3.0, window=(9, None)) == {KERNEL}
+    assert kernels(64, 192, alibi=(2,)) - SUMS == {KERNEL}
+    others = kernels(63, 64), kernels(64, 200), kernels(64, 136, softcap=3.0, alibi=(2,)) - SUMS
     assert others == ({"attention_backward"},) * 3
+    assert kernels(64, 136, bias=(1, 2, 128, 64)) - SUMS == {"attention_backward"}

@@ -115,6 +115,7 @@ class TestForward(OnWarpgroups):
         (192, 200),
         Case("full, rings that come round", **PAIR, queries=129, keys=650, dim=128, value_dim=128),
         Case("wide", **PAIR, queries=65, keys=150, dim=256, value_dim=248, causal=True),
+        Case("wide, capped", **PAIR, queries=64, keys=70, dim=200, value_dim=64, softcap=3.0),
         Case("tiles of 96 keys", **PAIR, queries=65, keys=200, dim=136, value_dim=160, causal=True),
     )
 
@@ -254,3 +255,29 @@ def test_a_grid_is_no_wider_than_its_jobs() -> None:
         out, lse = attention_forward(q, q, q)
     assert np.array_equal(out, q)
     assert np.allclose(lse, 8 + np.log(64))
+
+
+def test_calls_that_the_other_kernel_takes(caplog: pytest.LogCaptureFixture) -> None:
+    """What would spill beside sums of wide heads; an old compiler, of which the log tells once."""
+
+    def kernel(dim: int, maps: bool = True, **options: Any) -> str:
+        with gpu("90") as machine:
+            if not maps:
+                monkeypatch.setattr(_hopper, "available", lambda like: False)
+            q = machine.array((1, 64, 2, dim), "bfloat16")
+            for name in {"alibi", "bias"} & {*options}:
+                options[name] = machine.array(options[name], "float32")
+            attention_forward(q, q, q, **options)
+            return machine.launches[0].kernel
+
+    new, old = "attention_forward_sm90", "attention_forward"
+    assert kernel(192, softcap=3.0, alibi=(2,), window=(9, 9)) == new
+    assert kernel(200, softcap=3.0, causal=True) == kernel(256, alibi=(2,)) == new
+    assert kernel(200, softcap=3.0, alibi=(2,)) == kernel(200, softcap=3.0, window=(9, 0)) == old
+    assert kernel(200, bias=(1, 2, 64, 64)) == kernel(64, dropout=0.5, seed=1) == old
+    assert not caplog.records
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _hopper._tell.cache_clear()
+        assert kernel(64, maps=False) == kernel(72, maps=False) == old
+    (record,) = caplog.records
+    assert "they need NVRTC 12.9 or newer" in record.getMessage()

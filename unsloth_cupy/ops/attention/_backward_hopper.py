@@ -4,8 +4,9 @@ attention_backward_sm90.cu takes a call, and attention_backward.cu takes the oth
 forward pass would run on warpgroups (see ``_hopper``) and, besides,
 
     there are 64 keys or more      a warpgroup multiplies 64 rows, whether they are there or not
-    head dims are at most 192      rows of two warpgroups, and stages, fill the memory; above 128
-                                   without mask, bias, alibi and softcap, for registers
+    head dims are at most 192      rows of two warpgroups, and two stages, fill the memory; above
+                                   128 without bias and with one of mask, alibi and softcap at
+                                   most: more of them would spill
 
 One launch owns keys and one owns queries, seven products where one launch would need five: each sum
 has one owner, so that nobody waits for a turn to add, and no float32 sum of dq lies in memory.
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ..common.tensor_map import mappable, with_maps
-from ._hopper import takes
+from ._hopper import alone, takes
 from ._options import TILE, KernelOptions
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
@@ -56,6 +57,7 @@ TABLE = {
 CHANGED = {
     64: Chosen(Backward(2, 64, 4), Backward(2, 64, 4)),  # 98 KB
     128: Chosen(Backward(2, 64, 4, together=False), Backward(2, 64, 4)),  # 194 KB
+    192: Chosen(Backward(2, 64, 2, together=False), Backward(2, 64, 2)),  # 193 KB; `alone`
 }
 
 
@@ -65,7 +67,10 @@ def takes_backward(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
     if v.shape[-3] < FEWEST or takes(q, v, call) is None:
         return None
     width = next((width for width in TABLE if wide <= width), 0)
-    found = (TABLE if said["FOLD"] and not said["MASK"] else CHANGED).get(width)
+    plain = said["FOLD"] and not said["MASK"]
+    if width == 192 and not plain and not alone(said, "MASK", "ALIBI", "SOFTCAP"):
+        return None
+    found = (TABLE if plain else CHANGED).get(width)
     if said["BLOCK_MASK"] and found and TILE % found.by_query.tile:
         found = CHANGED[width]  # its tiles are those of block_mask
     return found

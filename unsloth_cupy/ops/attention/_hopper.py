@@ -2,20 +2,24 @@
 
 attention_forward_sm90.cu takes a call, and attention_forward.cu takes the others, where
 
-    the GPU is of sm_90            wgmma is of no other; NVRTC and the driver know tensor maps
+    the GPU is of sm_90            wgmma is of no other; NVRTC is 12.9 or newer, which takes sm_90a,
+                                   and the driver knows tensor maps: else a line of the log says so
     q, k, v have 16 bits           tensor cores multiply no float32
     head dims are from 64 to 256   a panel of shared memory has 64 columns
     there are 64 queries or more   a warpgroup multiplies 64 rows, whether they are there or not
     there are keys                 a tensor map has no empty axis
-    nothing is dropped             random words would spill the sums; so do mask, bias, alibi and
-                                   softcap where a head has more than 192 columns
+    nothing is dropped             random words would spill the sums; above 192 columns of a head so
+                                   do mask and bias, and alibi or softcap beside each other, a
+                                   window, lengths, starts or a block mask
 
 and an ``AttentionConfig`` asks for warpgroups: no GPU has run this kernel yet.
 
 bytes = rows * panel(dim) + stages * keys * (panel(dim) + panel(value_dim)) + barriers
 """
 
+import logging
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,13 +28,14 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.target import limits
-from ..common.tensor_map import available, mappable, with_maps
+from ..common.tensor_map import NVRTC, available, mappable, with_maps
 from . import _tiles
 from ._options import TILE, KernelOptions
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 LEAST, WIDEST = 64, 256  # columns of a head
 FEWEST = 64  # queries
+LOGGER = logging.getLogger(__name__)
 asked = False  # for warpgroups, where there is no AttentionConfig
 
 
@@ -56,7 +61,16 @@ CHANGED = {
     64: Forward(2, 128),  # 80 KB
     128: Forward(2, 64),  # 96 KB
     192: Forward(2, 64),  # 144 KB
+    256: Forward(2, 64),  # 192 KB; where `alone` says so
 }
+CHANGING = "MASK", "BIAS", "ALIBI", "SOFTCAP"  # constants of what changes a score
+BESIDE = "LEFT", "BLOCK_MASK", "LENGTHS", "STARTS", "VARLEN"  # of what takes registers as well
+
+
+def alone(said: dict[str, Any], *names: str, beside: tuple[str, ...] = ()) -> bool:
+    """Say whether one of some options changes scores, and nothing else takes its registers."""
+    given = [name for name in (*CHANGING, *beside) if said[name]]
+    return len(given) == 1 and given[0] in names
 
 
 def takes(q: Array, v: Array, call: KernelOptions) -> Forward | None:
@@ -70,11 +84,30 @@ def takes(q: Array, v: Array, call: KernelOptions) -> Forward | None:
         return None
     width = next(width for width in TABLE if wide <= width)
     plain = said["FOLD"] and not said["MASK"]
-    found = TABLE[width] if plain else CHANGED.get(width)
+    found: Forward | None = (TABLE if plain else CHANGED)[width]
+    if not plain and width == WIDEST and not alone(said, "ALIBI", "SOFTCAP", beside=BESIDE):
+        return None
     if said["BLOCK_MASK"] and found and (TILE % found.rows or TILE % found.tile):
         found = CHANGED[width]  # its tiles are those of block_mask
     room = found and found.bytes(q.shape[-1], v.shape[-1]) <= limits(q).shared
-    return found if room and available(q) else None
+    return found if room and told_available(q) else None
+
+
+def told_available(q: Array) -> bool:
+    """Say whether compiler and driver know what warpgroups need, and log once that they do not."""
+    known = available(q)
+    if not known:
+        _tell()
+    return known
+
+
+@cache
+def _tell() -> None:
+    LOGGER.warning(
+        "attention runs without warpgroups: they need NVRTC %s or newer and a driver of CUDA 12; "
+        "pip install -U nvidia-cuda-nvrtc-cu12",
+        ".".join(map(str, NVRTC)),
+    )
 
 
 def launch_on_warpgroups(

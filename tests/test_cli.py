@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from unsloth_cupy import machine
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.cli.plan import Largest
+from unsloth_cupy.cli.plan_tables import Largest
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.run_folder import RunFolder

@@ -113,7 +113,7 @@ def main() -> None:
             rate=rate, interconnect=(bandwidth, bandwidth), device="cpu",
         )  # fmt: skip
         ways_there = [
-            PARTS * sum(map(sum, s.sent.values())) + s.gradients + PARTS * s.passes
+            PARTS * sum(map(sum, s.sent("tensor").values())) + s.gradients + PARTS * s.passes
             for s in plan.stages
         ]
         held = max(s.memory.total for s in plan.stages)

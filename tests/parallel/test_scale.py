@@ -5,18 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import click.testing
+import numpy as np
 import pytest
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.memory.plan import plan_memory
+from unsloth_cupy.memory.planned_ranks import PlannedRanks
 from unsloth_cupy.profiling import scale
 from unsloth_cupy.profiling.scale import ScalePlan, plan_ranks
 from unsloth_cupy.profiling.stage_plan import Layout
 
 from ..models.peers import CONFIGS, SIZES
+from ..sample import Sample
 
 LLAMA = SIZES | {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 4}
+
+
+ADAPTED = (  # inputs and outputs of the linear layers of a block, in one of two ranks
+    (32, 16), (32, 16), (32, 16), (16, 32), (32, 24), (32, 24), (24, 32),
+)  # fmt: skip
 
 
 def planned(layout: Layout, config: Any = None, **changes: Any) -> ScalePlan:
@@ -32,19 +40,33 @@ def test_one_rank_is_planned_as_one_device_is() -> None:
     whole = plan_memory(LLAMA, batch=2, tokens=16, dtype="bfloat16", accumulate=4)
     for part in ("weights", "optimizer", "master", "activations", "logits"):
         assert getattr(alone.stages[0].memory, part) == getattr(whole, part), part
-    assert alone.stages[0].sent == {}
+    assert alone.stages[0].sent("tensor") == {}
 
 
-@pytest.mark.parametrize("microbatches", [1, 4, 9])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(2, 1, 2), Layout(1, 4, 1), Layout(2, 2, 3, 1), Layout(4, 2, 1, node=2),
-        Layout(2, 1, 3, 3), Layout(2, 2, 2, 1, context=2), Layout(1, 1, 2, 3, context=3),
-    ],
-)  # fmt: skip
-def test_a_replay_of_all_ranks_holds_what_is_planned(layout: Layout, microbatches: int) -> None:
-    plan = planned(layout, microbatches=microbatches)
+INTERLEAVED = {"schedule": "interleaved"}
+LORA = {"rank": 4, "quantization": "nf4"}
+GRIDS: tuple[tuple[Layout, dict[str, Any]], ...] = (
+    (Layout(2, 1, 2), {}),
+    (Layout(1, 4, 1), {}),
+    (Layout(2, 2, 3, 1), {}),
+    (Layout(4, 2, 1, node=2), {}),
+    (Layout(2, 1, 3, 3), {}),
+    (Layout(2, 2, 2, 1, context=2), {}),
+    (Layout(1, 1, 2, 3, context=3), {}),
+    (Layout(1, 2, 2), INTERLEAVED),
+    (Layout(2, 2, 2, 1), INTERLEAVED | {"rank": 4}),
+    (Layout(1, 3, 1), {"schedule": "gpipe"}),
+    (Layout(2, 2, 2), LORA),
+    (Layout(1, 1, 2, 3), LORA),
+)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 10])
+@pytest.mark.parametrize(("layout", "options"), Sample.one_in(2, GRIDS))
+def test_a_replay_of_all_ranks_holds_what_is_planned(
+    layout: Layout, options: dict[str, Any], microbatches: int
+) -> None:
+    plan = planned(layout, microbatches=microbatches, **options)
     seen = plan.replay()
     wanted = [
         plan.stages[stage].memory.total
@@ -56,25 +78,93 @@ def test_a_replay_of_all_ranks_holds_what_is_planned(layout: Layout, microbatche
     assert max(seen.seconds) == pytest.approx(plan.seconds)
 
 
+@pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
 def test_microbatches_that_are_not_run_take_what_others_take(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    few = planned(Layout(2, 3, 1), microbatches=11)
+    layout = Layout(2, 2, 1)
+    few = planned(layout, microbatches=14, **options)
     monkeypatch.setattr(scale, "SPARE", 20)
-    all_run = planned(Layout(2, 3, 1), microbatches=11)
-    assert [len(stage.held) for stage in few.stages] == [10] * 3
-    assert [len(stage.held) for stage in all_run.stages] == [22] * 3
-    assert few.replay().peaks == all_run.replay().peaks
-    assert [s.memory.total for s in few.stages] == [s.memory.total for s in all_run.stages]
+    monkeypatch.setattr(scale, "ROUNDS", 20)
+    all_run = planned(layout, microbatches=14, **options)
+    for one, every in zip(few.stages, all_run.stages, strict=True):
+        assert len(one.held) < len(every.held) == len(few.schedule[0])
+        of_all = scale.of_all(one.held, few.schedule[0], 2)
+        assert of_all == every.held
+        assert one.memory.total == every.memory.total
+        assert (one.calls, one.products, one.after) == (every.calls, every.products, every.after)
+    assert few.replay() == all_run.replay()
+
+
+def test_chunks_send_and_multiply_what_their_blocks_do() -> None:
+    """Together as much as a stage of one chunk; each message of hidden states is as large."""
+    whole, parts = (planned(Layout(2, 2, 2), **options) for options in ({}, INTERLEAVED))
+    for one, other in zip(whole.stages, parts.stages, strict=True):
+        assert one.sent("tensor") == other.sent("tensor")
+        assert len(other.products) == 2
+        np.testing.assert_allclose(np.sum(one.products, 0), np.sum(other.products, 0))
+        assert (one.passes, one.gradients) == (other.passes, other.gradients)
+    # the first stage sends forward twice and back once, of the last one forward once, back twice
+    assert (whole.messages, parts.messages) == (4, 12)
+    assert parts.table.bubble == pytest.approx(1 / (2 * 4 + 1))
+
+
+def test_adapters_alone_learn() -> None:
+    """No gradient of a weight below them: neither held, nor summed, nor multiplied."""
+    given: Any = {"device": "cpu"}
+    every, few = (planned(Layout(2, 1, 2), **given, rank=rank) for rank in (None, 4))
+    one, other = every.stages[0], few.stages[0]
+    blocks = 4 * (4 * 32 * 32 + 3 * 32 * 48) / 2  # weights of a rank, in four layers
+    head, rows = 97 * 32 / 2, 2 * 16
+    scores = 4 * 2 * 2 * 8 * 16 * 17 / 2 * 4  # rows, heads, dim, pairs of tokens, layers
+    head += 32 / 2  # of 97 words this rank has 49
+    assert one.products[0] == (
+        2 * rows * (blocks + head) + scores,
+        4 * rows * (blocks + head) + 2.5 * scores,
+    )
+    more = other.products[0][0] - one.products[0][0]
+    assert other.products[0][1] == 2 * rows * (blocks + head) + 2 * more + 2.5 * scores
+    learned = 4 * sum(a + b for a, b in ADAPTED) * 4  # layers, and the rank
+    assert more == 2 * rows * learned
+    assert other.memory.optimizer == 2 * 4 * learned
+    assert other.gradients == 4 * learned  # two ranks: half of them each way
+
+
+def test_quantized_weights_are_divided_as_codes() -> None:
+    """Half a byte of each value and a scale of 64: a rank of two holds half of what one has."""
+    options: Any = {"rank": 4, "device": "cpu", "dtype": "float32"}
+    config = LLAMA | {"hidden_size": 64, "intermediate_size": 96}
+    dense, codes = (planned(Layout(2), config, **options, quantization=k) for k in (None, "nf4"))
+    values = 4 * (4 * 64 * 64 + 3 * 64 * 96) // 2
+    blocks = values // 64
+    saved = dense.stages[0].memory.weights - codes.stages[0].memory.weights
+    assert saved == 4 * values - values // 2 - 4 * blocks
+
+
+def test_a_gpu_has_the_next_block_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That Zero3 gathers while one is computed; not so a host, nor a model of one block."""
+    config = LLAMA | {"num_hidden_layers": 1}
+    for given, blocks in ((LLAMA, 1), (config, 0)):
+        ahead = planned(Layout(1, 1, 2, 3), given).stages[0].memory
+        monkeypatch.setattr(
+            PlannedRanks, "ahead", property(lambda _: False, lambda *_: None), raising=False
+        )
+        without = planned(Layout(1, 1, 2, 3), given).stages[0].memory
+        monkeypatch.undo()
+        assert ahead.weights == without.weights
+        assert (ahead.total > without.total) == bool(blocks)
 
 
 def test_bytes_are_those_of_the_collectives() -> None:
     """Two sums of hidden states in a layer each way, of which a rank sends 2 (n - 1) / n."""
     plan = planned(Layout(2, 2, 4), device="cpu")
     one = 2 * 16 * 32 * 2  # rows, tokens, hidden, bytes
-    norms = plan.stages[1].sent["all_reduce"]
+    norms = plan.stages[1].sent("tensor")["all_reduce"]
     rows = 2 * 16 * 4  # float32 numbers of a loss, by row
-    assert plan.stages[0].sent["all_reduce"] == (5 * one, 4 * one)  # an embedding, two layers
+    assert plan.stages[0].sent("tensor")["all_reduce"] == (
+        5 * one,
+        4 * one,
+    )  # an embedding, two layers
     assert norms[1] == 4 * one
     assert norms[0] == 4 * one + 3 * rows + one  # the loss sums its gradient there
     assert plan.stages[0].passes == one
@@ -94,7 +184,7 @@ def test_zero_3_divides_all_but_a_block() -> None:
     plain, zero = (planned(Layout(1, 1, 8, each), device="cpu").stages[0] for each in (0, 3))
     for name in ("weights", "optimizer", "master"):
         assert 7 < getattr(plain.memory, name) / getattr(zero.memory, name) < 9, name
-    sent, size = zero.shared["data"], 7 / 8 * plain.memory.weights
+    sent, size = zero.sent("data"), 7 / 8 * plain.memory.weights
     inside = 1 - (2 * 97 * 32 + 32) * 2 / plain.memory.weights  # embedding and head: once
     for call, times in (("all_gather", 1 + inside), ("reduce_scatter", 1)):
         assert sum(sent[call]) == pytest.approx(times * size, rel=0.02), call  # parts are filled up
@@ -111,8 +201,8 @@ def test_contexts_hold_their_tokens_alone() -> None:
     assert odd.memory.activations < 0.55 * two.memory.activations
     block = 2 * 32 * 4 * 8 * 2  # rows, tokens, heads of keys, dim, bytes
     # in each layer k and v, twice; their gradients in float32, in two turns
-    assert sum(two.shared["context"]["exchange"]) == 4 * (2 + 2 + 2 * 2 * 2) * block
-    assert two.operations[0] == one.operations[0] / 2
+    assert sum(two.sent("context")["exchange"]) == 4 * (2 + 2 + 2 * 2 * 2) * block
+    assert two.products[0][0] == one.products[0][0] / 2
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2 tied", "bitnet"])
@@ -155,6 +245,13 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
         assert said in done.output, done.output
     assert done.output.count("|") >= 8
     assert "<svg" in (tmp_path / "schedule.svg").read_text()
-    command[-2:] = ["--lora", "4"]
+    command[-2:] = ["--lora", "4", "--quantize", "nf4"]
+    command += ["--pipeline-parallel", "2", "--schedule", "interleaved"]
     done = click.testing.CliRunner().invoke(group, command)
-    assert "leave others out" in done.output
+    assert done.exit_code == 0, done.output
+    for said in ("lora 4, quantized to nf4, interleaved", "replayed: 16 ranks", "as planned"):
+        assert said in " ".join(done.output.split()), done.output
+    done = click.testing.CliRunner().invoke(group, [*command, "--pipeline-parallel", "1"])
+    assert "--schedule interleaved is not for one stage; give --pipeline-parallel 2" in done.output
+    done = click.testing.CliRunner().invoke(group, [*command, "--optimizer", "none"])
+    assert "leave --optimizer out" in done.output

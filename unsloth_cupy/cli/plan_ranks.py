@@ -129,20 +129,16 @@ def exchanges(plan: ScalePlan) -> Any:
         table.add_column(name, justify="right" if name in ("bytes", "seconds") else "left")
     group = [layout.rank(each, 0, 0) for each in range(layout.tensor)]
     found: list[tuple[str, str, list[int], int]] = []
-    for call in sorted({name for stage in plan.stages for name in stage.sent}):
-        most = max(sum(stage.sent.get(call, (0, 0))) for stage in plan.stages)
-        found.append(("tensor", call, group, most * count))
-    ways = 2 if layout.pipeline > 2 else 1
+    around = [layout.rank(0, 0, 0, each) for each in range(layout.context)]
+    column = layout.column(0)
+    for kind, ranks in (("tensor", group), ("context", around), ("data", column)):
+        every = [stage.sent(kind) for stage in plan.stages]
+        for call in sorted({name for calls in every for name in calls}):
+            most = max(sum(calls.get(call, (0, 0))) for calls in every)
+            found.append((kind, call, ranks, most * count))
     if layout.pipeline > 1:
         pair = [layout.rank(0, 0, 0), layout.rank(0, 1, 0)]
-        found.append(("pipeline", "send", pair, ways * plan.stages[0].passes * count))
-    around = [layout.rank(0, 0, 0, each) for each in range(layout.context)]
-    for call in sorted({name for stage in plan.stages for name in stage.shared.get("context", {})}):
-        most = max(sum(stage.shared["context"].get(call, (0, 0))) for stage in plan.stages)
-        found.append(("context", call, around, most * count))
-    column = layout.column(0)
-    for call, way in plan.stages[0].shared.get("data", {}).items():  # of one stage alone
-        found.append(("data", call, column, sum(way) * count))
+        found.insert(0, ("pipeline", "send", pair, plan.stages[0].passes * plan.messages))
     if layout.alike > 1 and layout.zero < 3:
         most = max(stage.gradients for stage in plan.stages)
         call = "reduce_scatter, all_gather" if layout.zero else "all_reduce"

@@ -117,7 +117,7 @@ class Ledger:
 
     def begin(self) -> None:
         """Leave out of the plan what was before a step."""
-        self.first, self.start = len(self.sizes), len(self.changes)
+        self.first, self.start, self.notes = len(self.sizes), len(self.changes), []
 
     def note(self, op: str, layer: str = "") -> None:
         """Write down that an op has run."""

@@ -4,12 +4,16 @@ What a rank takes for an exchange is what the collectives of ``parallel`` take, 
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..core.arrays import packed
 from ..parallel.exchanges import Exchanges
+from ..parallel.schedule import Step
+
+Calls = Mapping[str, tuple[int, int]]  # bytes by the call, in a microbatch forward and back
 
 
 class PlannedRanks(Exchanges):
@@ -20,6 +24,8 @@ class PlannedRanks(Exchanges):
     rank, size : int
     groups : int
         Ranks in each group that ``split`` makes.
+    ahead : bool
+        Whether they exchange while they compute, as ranks on GPUs do.
 
     Attributes
     ----------
@@ -27,9 +33,9 @@ class PlannedRanks(Exchanges):
         Bytes that this rank has sent, by the call.
     """
 
-    def __init__(self, rank: int, size: int, groups: int = 1) -> None:
+    def __init__(self, rank: int, size: int, groups: int = 1, *, ahead: bool = False) -> None:
         super().__init__(timeout=1.0, checked=False)
-        self.rank, self.size, self.groups = rank, size, groups
+        self.rank, self.size, self.groups, self.ahead = rank, size, groups, ahead
         self.sent: Counter[str] = Counter()
 
     def split(self, color: int) -> "PlannedRanks":
@@ -51,3 +57,27 @@ class PlannedRanks(Exchanges):
 
     def _own(self, call: str, x: Any) -> Any:
         return packed(x)
+
+
+class Sent:
+    """Bytes that a group has sent in the last step of each chunk, forward and back."""
+
+    def __init__(self, group: PlannedRanks, chunks: int) -> None:
+        self.group = group
+        group.sent.clear()
+        self.before = dict[str, int]()
+        self.chunks = [{False: Counter[str](), True: Counter[str]()} for _ in range(chunks)]
+
+    def note(self, step: Step) -> None:
+        """Take down what a step has sent."""
+        now = dict(self.group.sent)
+        found = Counter({n: v - self.before.get(n, 0) for n, v in now.items()})
+        self.chunks[step.chunk][step.backward] = found
+        self.before = now
+
+    def by_call(self) -> list[Calls]:
+        """Return bytes forward and back by the call, for each chunk."""
+        return [
+            {name: (ways[False][name], ways[True][name]) for name in ways[False] | ways[True]}
+            for ways in self.chunks
+        ]

@@ -41,7 +41,7 @@ class Ahead:
 
     def __call__(self, parts: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
         """Return whole arrays of parts."""
-        if not parts or not on_gpu(parts):
+        if not parts or not (on_gpu(parts) or getattr(self.comm, "ahead", False)):
             found: dict[str, Any] = gathered(parts, cuts, self.comm)
             return found
         like = next(iter(parts.values()))
@@ -60,7 +60,8 @@ class Ahead:
             return None
         if any(fetched.parts[name] is not part for name, part in parts.items()):
             return None
-        cupy().cuda.get_current_stream().wait_event(fetched.made)
+        if fetched.made is not None:
+            cupy().cuda.get_current_stream().wait_event(fetched.made)
         return fetched.whole
 
     def _fetch_next(self, cuts: Mapping[str, Cut]) -> None:
@@ -71,9 +72,12 @@ class Ahead:
         names = self.known[place]
         if any(name not in cuts for name in names):  # of a quantized weight, by its own names
             return
+        parts = {name: self.part_of(name) for name in names}
+        if not on_gpu(parts):  # shapes alone
+            self.fetched = Fetched(parts, gathered(parts, cuts, self.comm), None)
+            return
         self.side = self.side or cupy().cuda.Stream(non_blocking=True)
         self.side.wait_event(cupy().cuda.get_current_stream().record())
-        parts = {name: self.part_of(name) for name in names}
         with self.side:
             whole = gathered(parts, cuts, self.comm)
             self.fetched = Fetched(parts, whole, self.side.record())

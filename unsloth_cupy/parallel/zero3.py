@@ -7,7 +7,7 @@ Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Paramete
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from .zero import STATES
 class Part(NamedTuple):
     """A part of a quantized weight: of each array that it is kept in."""
 
-    kind: type[Quantized]
+    kind: Callable[..., Quantized]
+    facts: dict[str, Any]
     shape: tuple[int, int]
     dtype: Any
     arrays: dict[str, Any]
@@ -79,10 +80,9 @@ class Zero3:
     def _cut(self, name: str, value: Any) -> Any:
         """Return this rank's part of a parameter."""
         if isinstance(value, Quantized):
-            state = {key: np.asarray(a, like=value.home) for key, a in value.state().items()}
-            cuts = {key: Cut.of(array.shape, self.comm.size) for key, array in state.items()}
-            parts = {key: cuts[key].part(a, self.comm.rank) for key, a in state.items()}
-            return Part(type(value), value.shape, value.dtype, parts, cuts)
+            cuts = {key: Cut.of(a.shape, self.comm.size) for key, a in value.held().items()}
+            parts = {key: cuts[key].part(a, self.comm.rank) for key, a in value.held().items()}
+            return Part(type(value), value.facts(), value.shape, value.dtype, parts, cuts)
         if isinstance(value, Stored):
             raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
         self.cuts[name] = Cut.of(value.shape, self.comm.size)
@@ -104,8 +104,8 @@ class Zero3:
         found = dict(parameters) | self.ahead(frozen, self.cuts)
         for name, value in parameters.items():
             if type(value) is Part:
-                state = gathered(value.arrays, value.cuts, self.comm)
-                found[name] = value.kind.from_state(state).computed_in(value.dtype)
+                arrays = gathered(value.arrays, value.cuts, self.comm)
+                found[name] = value.kind(**arrays, **value.facts)
         return found | self._entered(learned)
 
     def _entered(self, learned: Mapping[str, Var]) -> dict[str, Var]:

@@ -17,11 +17,13 @@ from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..models.config import Config
 from ..models.parse import parse
-from ..parallel.schedule import Schedule, Step, Timetable, pipeline_schedule, timetable
+from ..parallel.schedule import Schedule, Step, Timetable, chunks_of, pipeline_schedule, timetable
 from ..parallel.simulation import Event, Replay, Together, Work, pipeline_program, replay
-from .stage_plan import Layout, StagePlan, plan_stage
+from .stage_plan import Job, Layout, StagePlan, plan_stage
 
 SPARE = 2  # microbatches beyond those that fill a pipeline: later ones take what these take
+ROUNDS = 4  # of as many microbatches as stages, which do so where stages have chunks
+Held = tuple[int, int]
 
 
 class ScalePlan(NamedTuple):
@@ -41,6 +43,14 @@ class ScalePlan(NamedTuple):
         """The share of the step in which the ranks of a column neither compute nor exchange."""
         return 1 - self.busy / (self.seconds * len(self.stages)) if self.seconds else 0.0
 
+    @property
+    def messages(self) -> int:
+        """How many the stage sends that sends most to others."""
+        return max(
+            sum(message.source == stage for messages in each for message in messages)
+            for stage, each in enumerate(self.table.messages)
+        )
+
     def bandwidth(self, ranks: Sequence[int]) -> float:
         """Return bytes per second among ranks."""
         return self.rates[1 if self.layout.joined(ranks) else 2]
@@ -53,9 +63,8 @@ class ScalePlan(NamedTuple):
             "context": [layout.rank(0, stage, 0, each) for each in range(layout.context)],
             "data": layout.column(stage),
         }
-        every = {"tensor": mine.sent, **mine.shared}
-        sent = {name: self.microbatches * sum(ways(calls)) for name, calls in every.items()}
-        sent["data"] = sent.get("data", 0) + mine.gradients
+        sent = {name: self.microbatches * sum(ways(mine.sent(name))) for name in mine.calls}
+        sent["data"] += mine.gradients
         return sum(size / self.bandwidth(groups[name]) for name, size in sent.items())
 
     def programs(self, data: int) -> Iterator[Iterator[Event]]:
@@ -73,18 +82,20 @@ class ScalePlan(NamedTuple):
         columns, whole = (layout.column(stage, tensor, count) for count in (data, None))
         around = [layout.rank(tensor, stage, place[0], each) for each in range(layout.context)]
         group = [layout.rank(each, stage, *place) for each in range(layout.tensor)]
-        calls = (  # who calls, whose bandwidth that has, and what is sent
-            ("tensor", group, group, mine.sent),
-            ("context", around, around, mine.shared.get("context", {})),
-            ("data", columns, whole, mine.shared.get("data", {})),
+        calls = (  # who calls, and whose bandwidth that has
+            ("tensor", group, group),
+            ("context", around, around),
+            ("data", columns, whole),
         )
         number = iter(range(2**62))
+        held = iter(of_all(mine.held, self.schedule[stage], layout.pipeline))
 
         def work(step: Step) -> Iterator[Event]:
-            top, added = mine.held[_like(step, self.schedule[stage], mine.held)]
-            seconds = mine.operations[step.backward] / self.rates[0]
+            top, added = next(held)
+            seconds = mine.products[step.chunk][step.backward] / self.rates[0]
             yield Work(seconds, added, str(step), top)
-            for name, callers, joined, sent in calls:
+            for name, callers, joined in calls:
+                sent = mine.calls[name][step.chunk]
                 if sent and len(joined) > 1:
                     taken = ways(sent)[step.backward] / self.bandwidth(joined)
                     yield Together(callers, (name, next(number)), taken)
@@ -117,16 +128,27 @@ def ways(sent: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
     return sum(each[0] for each in sent.values()), sum(each[1] for each in sent.values())
 
 
-def _like(step: Step, steps: Sequence[Step], known: Mapping[Step, Any]) -> Step:
-    """Return the step that was run and takes what another one takes."""
-    count, run = len(steps) // 2, len(known) // 2
-    if count == run:
-        return step
-    filling = next(i for i, each in enumerate(steps) if each.backward) - 1  # before the steady part
-    back = step.microbatch - (count - run) if step.microbatch >= count - filling else None
-    if step.backward and back is not None:
-        return step._replace(microbatch=back)
-    return step._replace(microbatch=min(step.microbatch, run - 1 - filling * step.backward))
+def of_all(known: Sequence[Held], steps: Sequence[Step], stages: int) -> list[Held]:
+    """Return what each step takes, from what those of a schedule of fewer microbatches take.
+
+    Behind those that fill the pipeline come rounds that take alike; the first of them begins the
+    sums of gradients.
+    """
+    more = len(steps) - len(known)
+    if not more:
+        return [*known]
+    chunks = 1 + max(step.chunk for step in steps)
+    round_ = 2 * chunks * (stages if chunks > 1 else 1)
+    filled = next(i for i, step in enumerate(steps) if step.backward) + 2 * round_
+    again = [*known[filled - round_ : filled]] * (more // round_)
+    return [*known[:filled], *again, *known[filled:]]
+
+
+def _run(kind: str, stages: int, microbatches: int) -> int:
+    """Return how many microbatches are run on shapes: what others take is known from them."""
+    if kind == "gpipe":  # each is held to the end
+        return microbatches
+    return min(microbatches, ROUNDS * stages if kind == "interleaved" else stages + SPARE)
 
 
 def plan_ranks(
@@ -139,9 +161,9 @@ def plan_ranks(
     microbatches: int = 1,
     rate: float,
     interconnect: tuple[float, float],
-    state_bits: int = 32,
-    checkpoint_every: int | None = None,
-    device: str = "cuda",
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    **options: Any,
 ) -> ScalePlan:
     """Return what a step of training takes on a grid of ranks.
 
@@ -159,8 +181,11 @@ def plan_ranks(
         TFLOP/s of products that a rank reaches.
     interconnect : (float, float)
         GB/s that a rank sends, inside of a node and between nodes.
-    state_bits, checkpoint_every, device
-        As in ``plan_memory``.
+    schedule, chunks
+        As in ``pipeline_schedule``.
+    options
+        As in ``plan_memory``: state_bits, rank, adapter, quantization, checkpoint_every,
+        chunked_mlp, device.
 
     Raises
     ------
@@ -178,19 +203,16 @@ def plan_ranks(
     if not (rate > 0 and min(interconnect) > 0):
         raise ConfigError(f"plan_ranks({rate=}, {interconnect=}) is not positive; pass rates")
     parsed = config if isinstance(config, Config) else parse(config)
-    run = min(microbatches, layout.pipeline + SPARE)
-    short = pipeline_schedule(layout.pipeline, run)
     kind = float_dtype("plan_ranks", dtype, KERNEL_DTYPES)
+    whole = pipeline_schedule(layout.pipeline, microbatches, schedule, chunks=chunks)
+    job = Job(batch, tokens, kind, chunks=chunks_of(whole), **options)
+    run = _run(schedule, layout.pipeline, microbatches)
+    short = pipeline_schedule(layout.pipeline, run, schedule, chunks=chunks)
     stages = [
-        plan_stage(
-            parsed, layout, stage, short[stage], (batch, tokens), kind, state_bits,
-            checkpoint_every, device,
-        )
-        for stage in range(layout.pipeline)
-    ]  # fmt: skip
-    schedule = pipeline_schedule(layout.pipeline, microbatches)
+        plan_stage(parsed, layout, stage, short[stage], job) for stage in range(layout.pipeline)
+    ]
     rates = (rate * 1e12, interconnect[0] * 1e9, interconnect[1] * 1e9)
-    made = ScalePlan(layout, stages, schedule, timetable(schedule), 0.0, 0.0, rates, microbatches)
+    made = ScalePlan(layout, stages, whole, timetable(whole), 0.0, 0.0, rates, microbatches)
     column = made.replay(1)
     exchanged = sum(made.exchanged(stage) for stage in range(layout.pipeline))
     busy = sum(column.busy[:: layout.tensor * layout.context]) + exchanged

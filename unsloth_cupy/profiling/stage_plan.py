@@ -3,7 +3,6 @@
 The steps go in the order of the schedule, with the collectives that ranks run.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,17 +10,20 @@ import numpy as np
 
 from ..core.dtypes import FLOAT32
 from ..memory.ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
-from ..memory.plan import DEVICES, trained
+from ..memory.plan import DEVICES, new_adapter, trained
 from ..memory.planned import keeping
-from ..memory.planned_ranks import PlannedRanks
+from ..memory.planned_ranks import Calls, PlannedRanks, Sent
+from ..models.adapter import Adapter
 from ..models.config import Config
-from ..models.division import Division
-from ..models.layers import EMBEDDING, HEAD, Stages
+from ..models.division import Division, divided_adapter
+from ..models.layers import Stages
+from ..models.quantized import quantizing
 from ..models.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
 from ..parallel.schedule import Step
 from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
+from .stage_products import products
 
 
 class Layout(NamedTuple):
@@ -59,6 +61,22 @@ class Layout(NamedTuple):
         return len({rank // self.node for rank in ranks}) == 1
 
 
+class Job(NamedTuple):
+    """What each rank is asked to do in a step; a rank of adapters, or an adapter, or neither."""
+
+    batch: int
+    tokens: int
+    dtype: Any
+    state_bits: int = 32
+    checkpoint_every: int | None = None
+    device: str = "cuda"
+    rank: int | None = None
+    adapter: Adapter | None = None
+    quantization: str | None = None
+    chunked_mlp: bool = False
+    chunks: int = 1
+
+
 class StagePlan(NamedTuple):
     """What the first tensor rank of a stage, which has the largest parts, holds and sends.
 
@@ -67,79 +85,81 @@ class StagePlan(NamedTuple):
     memory : MemoryPlan
     begin : int
         Bytes held before a step.
-    held : dict of Step to (int, int)
+    held : list of (int, int)
         What each step adds: most at a time, and in the end; of the steps that were run.
     after : tuple of (int, int)
         The same of the sums of gradients and the optimizer.
-    sent : dict of str to (int, int)
-        Bytes sent by the call, in a microbatch forward and back, to ranks that divide weights.
-    shared : dict of str to dict
-        The same of other groups: ``context``, and ``data``, of ranks that divide the weights by
-        ZeRO.
+    calls : dict of str to list of dict
+        Bytes sent by the call, in a microbatch forward and back, for each chunk of blocks, to the
+        other ranks of a group: ``tensor``, ``context``, and ``data``, of ranks that divide the
+        weights by ZeRO.
     passes, gradients : int
         Bytes of a message to the next stage; sent for the sums of gradients, and with ZeRO for
         the parameters.
-    operations : (float, float)
-        Of products, in a microbatch forward and back.
+    products : list of (float, float)
+        Operations of each chunk, in a microbatch forward and back.
     """
 
     memory: MemoryPlan
     begin: int
-    held: Mapping[Step, tuple[int, int]]
+    held: Sequence[tuple[int, int]]
     after: tuple[int, int]
-    sent: Mapping[str, tuple[int, int]]
-    shared: Mapping[str, Mapping[str, tuple[int, int]]]
+    calls: Mapping[str, Sequence[Calls]]
     passes: int
     gradients: int
-    operations: tuple[float, float]
+    products: Sequence[tuple[float, float]]
+
+    def sent(self, group: str) -> Calls:
+        """Return bytes by the call, in a microbatch forward and back, of all chunks together."""
+        chunks = self.calls[group]
+        names = sorted({name for calls in chunks for name in calls})
+        every = {name: [calls.get(name, (0, 0)) for calls in chunks] for name in names}
+        return {n: (sum(f for f, _ in of), sum(b for _, b in of)) for n, of in every.items()}
 
 
 def plan_stage(
-    config: Config,
-    layout: Layout,
-    stage: int,
-    steps: Sequence[Step],
-    rows: tuple[int, int],
-    kind: Any,
-    state_bits: int,
-    checkpoint_every: int | None,
-    device: str,
+    config: Config, layout: Layout, stage: int, steps: Sequence[Step], job: Job
 ) -> StagePlan:
     """Run the steps of a stage on shapes alone."""
-    arrays, granule = DEVICES[device]
+    arrays, granule = DEVICES[job.device]
     times = max(1, layout.tensor // config.kv_heads)
     tensor = PlannedRanks(0, layout.tensor, times)
     pipeline = PlannedRanks(stage, layout.pipeline, 2)
-    data, context = PlannedRanks(0, layout.alike), PlannedRanks(0, layout.context)
-    stages = Stages(config, pipeline) if layout.pipeline > 1 else None
+    data = PlannedRanks(0, layout.alike, ahead=job.device == "cuda")
+    context = PlannedRanks(0, layout.context)
+    stages = Stages(config, pipeline, job.chunks) if layout.pipeline > 1 else None
     alone = layout.tensor == layout.pipeline == 1
     division = None if alone else Division(config, tensor, stages)
     shapes = {n: _own(n, s, division) for n, s in config.shapes().items() if _held(n, division)}
+    rows = job.batch, job.tokens
     halves = 2 * layout.context if layout.context > 1 else 1
-    own = -(-rows[1] // halves) * halves // layout.context  # tokens of a row
-    ledger, held = Ledger(granule), dict[Step, tuple[int, int]]()
-    parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
+    own = -(-job.tokens // halves) * halves // layout.context  # tokens of a row
+    ledger, held = Ledger(granule), list[tuple[int, int]]()
+    adapter = _adapter(config, division, job)
+    codes = None if job.quantization is None else quantizing("plan_ranks", job.quantization)
     with keeping(ledger), ledger.watching_ops():
         here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
-        given = (ledger, here, arrays, kind, "adamw", state_bits)
-        model, adamw = trained(*given, None, None, shapes, data if zero == 3 else None)
+        given = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
+        model, adamw = trained(*given, adapter, codes, shapes, data if zero == 3 else None)
+        model.chunked_mlp = job.chunked_mlp
         _place(model, division, context)
         states = _divided(ledger, adamw, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
-        batch = {"tokens": tokens, "labels": tokens}
+        runs = _Runs(model, {"tokens": tokens, "labels": tokens}, job)
+        if zero == 3:
+            runs.learn_the_order()
         begin = ledger.since(0)[1]
         ledger.begin()
-        runs = _Runs(model, batch, parts)
         groups = {"tensor": tensor, "context": context, "data": data}
-        sent = {name: _Sent(group) for name, group in groups.items()}
+        sent = {name: Sent(group, job.chunks) for name, group in groups.items()}
         for step in steps:
             start = len(ledger.changes)
             runs.run(step)
             ledger.note("backward" if step.backward else "forward")
-            held[step] = ledger.since(start)
+            held.append(ledger.since(start))
             for each in sent.values():
-                each.note(step.backward)
+                each.note(step)
         data.sent.clear()
         start = len(ledger.changes)
         ledger.enter(GRADIENTS, runs.sums)
@@ -156,16 +176,23 @@ def plan_stage(
             begin,
             held,
             after,
-            sent["tensor"].by_call(),
-            {
-                name: found
-                for name, each in sent.items()
-                if name != "tensor" and (found := each.by_call())
-            },
-            rows[0] * own * config.hidden * kind.itemsize if layout.pipeline > 1 else 0,
+            {name: each.by_call() for name, each in sent.items()},
+            job.batch * own * config.hidden * job.dtype.itemsize if layout.pipeline > 1 else 0,
             sum(data.sent.values()),
-            _operations(config, shapes, division, rows, own, checkpoint_every is not None),
-        )
+            products(
+                config, shapes, {} if adapter is None else adapter.parameters, division, rows, own,
+                job.checkpoint_every is not None,
+            ),
+        )  # fmt: skip
+
+
+def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | None:
+    """Return this rank's part of the adapter that learns."""
+    whole = job.adapter if job.rank is None else new_adapter(config, job.rank)
+    if whole is None:
+        return None
+    with keeping(Ledger(1)):
+        return divided_adapter(whole, division)
 
 
 def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks) -> Zero1:
@@ -188,36 +215,22 @@ def _sums(gradients: Mapping[str, Any], data: PlannedRanks, states: Zero1 | None
     return buckets.sums()
 
 
-class _Sent:
-    """Bytes that a group has sent in the last step forward, and in the last one back."""
-
-    def __init__(self, group: PlannedRanks) -> None:
-        self.group = group
-        group.sent.clear()
-        self.before, self.ways = dict[str, int](), {False: Counter[str](), True: Counter[str]()}
-
-    def note(self, backward: bool) -> None:
-        """Take down what a step has sent."""
-        now = dict(self.group.sent)
-        self.ways[backward] = Counter({n: v - self.before.get(n, 0) for n, v in now.items()})
-        self.before = now
-
-    def by_call(self) -> dict[str, tuple[int, int]]:
-        """Return bytes forward and back, by the call."""
-        forward, back = self.ways[False], self.ways[True]
-        return {n: (forward[n], back[n]) for n in sorted(forward.keys() | back.keys())}
-
-
 class _Runs:
     """The steps of a stage, with the gradients that they sum."""
 
-    def __init__(self, model: Any, batch: Mapping[str, Any], parts: Any) -> None:
-        self.model, self.batch, self.parts = model, batch, parts
+    def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
+        self.model, self.batch = model, batch
+        every = job.checkpoint_every
+        self.parts = None if every is None else CheckpointConfig(True, every)
         self.learns = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None
-        self.stage = ModelStage(model, model.trainable, 1, None, parts) if staged else None
+        self.stage = ModelStage(model, model.trainable, 1, None, self.parts) if staged else None
         self.sums: dict[str, Any] = {} if self.stage is None else self.stage.sums
+
+    def learn_the_order(self) -> None:
+        """Let a Zero3 see which block comes behind which, as the first step of a run does."""
+        self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
 
     def run(self, step: Step) -> None:
         """Go forward, or back; where there is one stage both are done on the way back."""
@@ -229,9 +242,11 @@ class _Runs:
             return
         of = stage.stages
         if step.backward:
-            stage.backward(step, None if of.last else stage.like(self.batch))
+            stage.backward(step, None if of.ends_with(step.chunk) else stage.like(self.batch))
         else:
-            stage.forward(step, self.batch, None if of.first else stage.like(self.batch))
+            stage.forward(
+                step, self.batch, None if of.first and not step.chunk else stage.like(self.batch)
+            )
 
     def _add(self, gradients: dict[str, Any]) -> None:
         for name in [*gradients]:
@@ -259,31 +274,3 @@ def _own(name: str, shape: tuple[int, ...], division: Division | None) -> tuple[
         return shape
     size = sum(where.stop - where.start for where in found[1])
     return (*shape[: found[0]], size, *shape[found[0] + 1 :])
-
-
-def _operations(
-    config: Config,
-    shapes: Mapping[str, Any],
-    division: Division | None,
-    rows: tuple[int, int],
-    own: int,
-    again: bool,
-) -> tuple[float, float]:
-    """Return the operations of products, forward and back, of own tokens of each row."""
-    batch, tokens = rows
-    heads = (config if division is None else division.config).heads
-    stages = None if division is None else division.stages
-    layers = range(config.layers) if stages is None else stages.layers[0]
-    last = stages is None or stages.last
-    used = [n for n in shapes if len(shapes[n]) == 2 and n not in (EMBEDDING, HEAD)]
-    head = shapes[EMBEDDING if config.tied else HEAD] if last else (0, 0)
-    weights = sum(int(np.prod(shapes[name])) for name in used)
-    seen = 0
-    for layer in layers:
-        window = config.window_of(layer) or tokens
-        seen += sum(min(query + 1, window) for query in range(tokens))
-    products = 2.0 * batch * own * weights
-    scores = 4.0 * batch * heads * config.dim * seen * own / tokens
-    loss = 2.0 * batch * own * head[0] * head[1]
-    forward = products + scores + loss
-    return forward, 2 * (products + loss) + 2.5 * scores + (products + scores) * again

@@ -5,7 +5,7 @@ w = codes * absmax / 127
 Dettmers and others, LLM.int8(), 2022.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -79,6 +79,10 @@ class Int8(Quantized):
         """Return the arrays that the weight is kept in, by name."""
         return {"codes": self.codes, "absmax": self.absmax}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        return {"dtype": self.dtype}
+
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         codes = self.codes[rows, columns]
         made = empty(codes.shape, dtype, like=self.codes)
@@ -107,10 +111,6 @@ class Int8(Quantized):
         """Return another matrix of the same shape, quantized as this one is."""
         made: Any = int8_weight(w)
         return made
-
-    def moved(self, place: Callable[[Any], Any]) -> Self:
-        """Return the same weight, its arrays put elsewhere."""
-        return type(self)(place(self.codes), place(self.absmax), dtype=self.dtype)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], dtype: Any = FLOAT32) -> Self:

@@ -135,6 +135,11 @@ class Nf4(Quantized):
         scales = {"absmax_codes": self.absmax_codes, "absmax_scale": self.absmax_scale}
         return {"packed": self.packed, **scales}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        known = {"shape": self.shape, "block": self.block, "kind": self.kind, "dtype": self.dtype}
+        return known | {"absmax_offset": self.absmax_offset}
+
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         inputs, fp4 = self.shape[1], self.kind == "fp4"
         if not (on_gpu(self.packed) and dtype in KERNEL_DTYPES):

@@ -170,6 +170,11 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         """Return the arrays that the weight is kept in, by name."""
         return {"planes": self.planes, "scale": self.scale}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        known = {"shape": self.shape, "group": self.group, "dtype": self.dtype}
+        return known | {"errors": self._errors, "activations": self.activations}
+
     @property
     def codes(self) -> Array:
         """The int8 codes, made anew each time."""

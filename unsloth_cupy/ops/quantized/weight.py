@@ -56,6 +56,10 @@ class Quantized(Stored, ABC):
         """Return the arrays that the weight is kept in, by name."""
 
     @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return arrays from which ``from_state`` makes the weight again.
 
@@ -101,7 +105,7 @@ class Quantized(Stored, ABC):
 
     def moved(self, place: Callable[[Any], Any]) -> Self:
         """Return the same weight, its arrays put elsewhere."""
-        return type(self).from_state({name: place(array) for name, array in self.state().items()})
+        return type(self)(**{n: place(array) for n, array in self.held().items()}, **self.facts())
 
     def computed_in(self, dtype: Any) -> Self:
         """Return the same weight, which is dequantized to this dtype where nothing else says."""

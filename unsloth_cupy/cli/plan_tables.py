@@ -1,0 +1,168 @@
+"""What ``unsloth-cupy plan`` says of one device: what a step holds, and which cards have it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..machine import format_bytes
+from ..memory.ledger import MemoryPlan
+
+CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
+GB = 2**30
+LARGEST = 4  # workspaces of ops that are shown
+HOLDS = {
+    "weights": "what the model computes with, adapters too",
+    "gradients": "of weights or adapters, and their sums",
+    "optimizer": "two averages for each weight that is learned",
+    "master": "float32 copies of 16-bit weights",
+    "activations": "what the forward pass keeps for the backward pass",
+    "logits": "what the loss holds of them at a time, and the sums of its head's gradient",
+    "workspace": "what ops hold while they run, and gradients on their way",
+}
+
+
+def told_of(options: Mapping[str, Any]) -> str:
+    """Return what options of a plan say beyond what goes without saying."""
+    known: dict[str, tuple[str, Any]] = {
+        "lora": ("rank", None),
+        "quantized to": ("quantization", None),
+        "checkpoint every": ("checkpoint_every", None),
+        "accumulate": ("accumulate", 1),
+        "state bits": ("state_bits", 32),
+    }
+    found = ((name, options.get(key, plain), plain) for name, (key, plain) in known.items())
+    told = "".join(f", {name} {value}" for name, value, plain in found if value != plain)
+    return told + ", chunked MLP" * options["chunked_mlp"]
+
+
+def ledger(plan: MemoryPlan, title: str) -> Any:
+    """Return the table of a plan: each part at its most and at the peak.
+
+    Below activations are the layers, below workspace the ops that take most while they run.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("held", style="bold")
+    table.add_column("at most", justify="right")
+    table.add_column("at the peak", justify="right")
+    table.add_column("", style="dim")
+    for name, meaning in HOLDS.items():
+        most, there = getattr(plan, name), plan.at_peak[name]
+        table.add_row(name, format_bytes(most), format_bytes(there), meaning)
+        inner = runs(plan.layers) if name == "activations" else []
+        if name == "workspace":
+            inner = sorted(plan.workspaces.items(), key=lambda each: -each[1])[:LARGEST]
+        for part, size in inner:
+            table.add_row(f"  {part}", format_bytes(size), "", style="dim")
+    table.add_section()
+    moment = plan.moments[plan.peak]
+    where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
+    table.add_row("total", "", format_bytes(plan.total), where)
+    return table
+
+
+def ways(planned: Callable[..., MemoryPlan], rank: int, kind: str, here: int | None) -> Any:
+    """Return the table of what the same step takes where all weights learn, or adapters alone."""
+    from rich.table import Table
+
+    table = Table(title="the same step by what learns", title_justify="left")
+    table.add_column("")
+    table.add_column("a step", justify="right")
+    table.add_column("smallest card", justify="right")
+    sizes = [(f"{size} GB", size * GB) for size in CARDS]
+    sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
+    for told, changes in (
+        ("all weights", {"rank": None, "quantization": None}),
+        (f"--lora {rank}", {"rank": rank, "quantization": None, "chunked_mlp": False}),
+        (
+            f"--quantize {kind} --lora {rank}",
+            {"rank": rank, "quantization": kind, "chunked_mlp": False},
+        ),
+    ):
+        total = planned(**changes).total
+        fits = [(size, name) for name, size in sizes if total <= size]
+        table.add_row(told, format_bytes(total), min(fits)[1] if fits else "-")
+    return table
+
+
+def runs(layers: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the layers with what each holds; neighbours that hold as much are one line."""
+    found: list[tuple[list[str], int]] = []
+    for layer, size in layers.items():
+        if found and found[-1][1] == size and found[-1][0][-1].startswith("layer "):
+            found[-1][0].append(layer)
+        else:
+            found.append(([layer], size))
+    return [
+        (names[0], size)
+        if len(names) == 1
+        else (f"layers {names[0].split()[1]} .. {names[-1].split()[1]}, each", size)
+        for names, size in found
+    ]
+
+
+def cards(
+    planned: Callable[[int, int], MemoryPlan],
+    batch: int,
+    tokens: int,
+    positions: int,
+    here: int | None,
+) -> Any:
+    """Return the table of what fits on which card and here, in rows of up to so many positions."""
+    from rich.table import Table
+
+    table = Table(title="what fits", title_justify="left")
+    table.add_column("card", justify="right")
+    table.add_column("this step", justify="right")
+    table.add_column(f"largest batch of {tokens} tokens", justify="right")
+    table.add_column(f"longest rows in a batch of {batch}", justify="right")
+    total = planned(batch, tokens).total
+    by_batch = Largest(lambda rows: planned(rows, tokens).total)
+    step = min(64, positions)
+    by_tokens = Largest(lambda length: planned(batch, length).total, step, positions)
+    sizes = [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
+    for name, limit in [*sizes, *((f"{size} GB", size * GB) for size in CARDS)]:
+        fits = (
+            f"[green]fits, {total / limit:.1%} full[/]" if total <= limit else "[red]too large[/]"
+        )
+        rows, length = by_batch(limit), by_tokens(limit)
+        table.add_row(name, fits, str(rows or "-"), str(length or "-"))
+    return table
+
+
+class Largest:
+    """Finds the largest number whose plan fits; what one search has learned, the next ones use."""
+
+    def __init__(self, plan: Callable[[int], int], step: int = 1, most: int | None = None) -> None:
+        self.plan, self.step, self.most = plan, step, None if most is None else most // step
+        self.known = {0: 0}  # bytes by number of steps
+
+    def total(self, number: int) -> int:
+        """Return the bytes of a plan of so many steps."""
+        if number not in self.known:
+            self.known[number] = self.plan(number * self.step)
+        return self.known[number]
+
+    def __call__(self, limit: int) -> int:
+        """Return the largest multiple of step that fits into limit bytes; 0 if not even one does.
+
+        Bytes grow nearly in a straight line, so a guess is where the line through two plans meets
+        the limit.  One that fits is the answer if on that line the next number does not fit.
+        """
+        if self.total(1) > limit:
+            return 0
+        if self.most is not None and self.total(self.most) <= limit:
+            return self.most * self.step
+        below, slope = 1, 0.0
+        while True:
+            above = min((n for n, size in self.known.items() if size > limit), default=2 * below)
+            slope = (self.total(above) - self.total(below)) / (above - below)
+            if above - below == 1 and self.total(above) > limit:
+                return below * self.step
+            guess = below + int((limit - self.total(below)) / slope)
+            guess = min(max(guess, below + 1), above - 1) if self.total(above) > limit else guess
+            if self.total(guess) <= limit:
+                below = guess
+                if self.total(guess) + slope > limit:
+                    return below * self.step

@@ -1,0 +1,77 @@
+"""Operations of the products of one stage of a grid, by the chunks of blocks that it holds."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..models.adapter import PREFIX
+from ..models.config import Config
+from ..models.division import Division
+from ..models.layers import EMBEDDING, HEAD
+
+
+def products(
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    adapter: Mapping[str, Any],
+    division: Division | None,
+    rows: tuple[int, int],
+    own: int,
+    again: bool,
+) -> list[tuple[float, float]]:
+    """Return the operations of each chunk in a microbatch, forward and back.
+
+    A product is done once more on the way back for the gradient of its input, and once more for
+    that of its weight where the weight learns: where there is an adapter, that alone.
+
+    Parameters
+    ----------
+    config : Config
+        Of the model.
+    shapes : dict of str to tuple
+        Of this rank's weights.
+    adapter : dict of str to array
+        This rank's part of an adapter; empty where all weights learn.
+    division : Division or None
+    rows : (int, int)
+        Rows of a microbatch, and tokens in each.
+    own : int
+        Tokens of each row that this rank has.
+    again : bool
+        Whether blocks run a second time on the way back.
+    """
+    stages = None if division is None else division.stages
+    heads = (config if division is None else division.config).heads
+    batch, tokens = rows
+    found = []
+    for chunk in range(1 if stages is None else stages.chunks):
+        layers: Iterable[int] = range(config.layers) if stages is None else stages.layers[chunk]
+        here = _used(shapes, chunk, stages)
+        added = _used({name: array.shape for name, array in adapter.items()}, chunk, stages)
+        ends = stages is None or stages.ends_with(chunk)
+        head = shapes[EMBEDDING if config.tied else HEAD] if ends else (0,)
+        loss = 2.0 * batch * own * np.prod(head)
+        blocks, adapters = (2.0 * batch * own * sum(map(np.prod, each)) for each in (here, added))
+        scores = 4.0 * batch * heads * config.dim * _seen(config, layers, tokens) * own / tokens
+        times = 1 if adapter else 2
+        back = times * (blocks + loss) + 2 * adapters + 2.5 * scores
+        once = blocks + adapters + scores
+        found.append((float(once + loss), float(back + once * again)))
+    return found
+
+
+def _used(shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices that the blocks of a chunk multiply by."""
+    return [
+        shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name not in (EMBEDDING, HEAD)
+        if stages is None or chunk in stages.chunk_of(name.removeprefix(PREFIX))
+    ]
+
+
+def _seen(config: Config, layers: Iterable[int], tokens: int) -> int:
+    """Return how many keys all queries of a row see, in all layers."""
+    windows = (config.window_of(layer) or tokens for layer in layers)
+    return sum(min(query + 1, window) for window in windows for query in range(tokens))

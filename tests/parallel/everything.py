@@ -23,8 +23,7 @@ def checks(comm: Communicator, folder: Path) -> None:
     if comm.size == 6:
         return
     layers.all_checks(comm)
-    if comm.size < 5:
-        ring.all_checks(comm)
+    ring.all_checks(comm)
     if comm.size not in Sample.one_in(2, (8, 4, 3, 2, 1)):
         return
     if comm.size < 5:

@@ -56,6 +56,7 @@ RUNS = {
     "tensor": Run(2, "--tensor-parallel 2"),
     "pipeline": Run(2, "--pipeline-parallel 2"),
     "context": Run(2, "--context-parallel 2"),
+    "ulysses": Run(2, "--context-parallel 2 --context-attention ulysses"),
     "on-one": Run(1, "", "stopped"),
     "on-three": Run(3, "--data-parallel 3 --zero 1", "stopped"),
     "on-four": Run(4, "--tensor-parallel 2 --pipeline-parallel 2 --schedule gpipe", "stopped"),
@@ -77,7 +78,7 @@ RUNS = {
 }
 ALWAYS = ("one", "stopped", "wrong")
 TURNS = (  # of each a third in a run, others in the next one; by how names begin
-    ("data", "zero-3", "zero-1", "tensor", "pipeline", "context"),
+    ("data", "zero-3", "zero-1", "tensor", "pipeline", "context", "ulysses"),
     ("on-one", "on-three", "on-four", "on-3-contexts", "on-contexts"),
     ("deep", "lora", "bits", "both", "all"),
 )

@@ -161,6 +161,8 @@ def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None
     assert "--zero 1 is not for one data rank; start more ranks" in done.output
     done = invoke(*asked(text, tmp_path / "run", "--schedule", "interleaved"))
     assert "--schedule interleaved is not for one stage; give --pipeline-parallel" in done.output
+    done = invoke(*asked(text, tmp_path / "run", "--context-attention", "ulysses"))
+    assert "is not for tokens that are whole; give --context-parallel 2" in done.output
 
 
 def two_of(data: int) -> Ranks:
@@ -184,6 +186,7 @@ def test_what_ranks_do_not_do_is_refused() -> None:
     two_of(0).check(2, 1, **fine)
     with pytest.raises(ConfigError, match="--batch 1 is not enough for 2 ranks"):
         two_of(0).check(1, 1, **fine)
+    two_of(0).check(1, 1, **fine, packed=True)
     with pytest.raises(ConfigError, match="--limit-memory is not for"):
         two_of(0).check(2, 1, **fine | {"limited": True})
     ranks = two_of(0)

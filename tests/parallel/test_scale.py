@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned_ranks import PlannedRanks
+from unsloth_cupy.models.parse import parse
+from unsloth_cupy.parallel._shards import Cut
 from unsloth_cupy.profiling import scale
 from unsloth_cupy.profiling.scale import ScalePlan, plan_ranks
 from unsloth_cupy.profiling.stage_plan import Layout
@@ -53,6 +55,7 @@ GRIDS: tuple[tuple[Layout, dict[str, Any]], ...] = (
     (Layout(2, 1, 3, 3), {}),
     (Layout(2, 2, 2, 1, context=2), {}),
     (Layout(1, 1, 2, 3, context=3), {}),
+    (Layout(2, 1, 2, context=2), {"context_attention": "ulysses"}),
     (Layout(1, 2, 2), INTERLEAVED),
     (Layout(2, 2, 2, 1), INTERLEAVED | {"rank": 4}),
     (Layout(1, 3, 1), {"schedule": "gpipe"}),
@@ -180,14 +183,16 @@ def test_zero_divides_averages_and_masters() -> None:
 
 
 def test_zero_3_divides_all_but_a_block() -> None:
-    """And sends each weight twice in a microbatch, and its gradient once, (n - 1) / n of each."""
+    """And sends each weight twice in a microbatch, and its gradient once: its part, to 7 others."""
     plain, zero = (planned(Layout(1, 1, 8, each), device="cpu").stages[0] for each in (0, 3))
     for name in ("weights", "optimizer", "master"):
         assert 7 < getattr(plain.memory, name) / getattr(zero.memory, name) < 9, name
-    sent, size = zero.sent("data"), 7 / 8 * plain.memory.weights
-    inside = 1 - (2 * 97 * 32 + 32) * 2 / plain.memory.weights  # embedding and head: once
-    for call, times in (("all_gather", 1 + inside), ("reduce_scatter", 1)):
-        assert sum(sent[call]) == pytest.approx(times * size, rel=0.02), call  # parts are filled up
+    sent, shapes = zero.sent("data"), parse(LLAMA).shapes()
+    bytes_of = {n: Cut.of(s, 8).length * (2 if len(s) > 1 else 4) for n, s in shapes.items()}
+    inside = sum(size for name, size in bytes_of.items() if ".layers." in name)
+    every = sum(bytes_of.values())  # of a rank's parts; embedding and head are gathered once
+    assert sum(sent["all_gather"]) == 7 * (every + inside)
+    assert sum(sent["reduce_scatter"]) == 7 * every
     assert zero.gradients == 0
     with pytest.raises(ConfigError, match="would gather the weights of a stage for each"):
         planned(Layout(1, 2, 2, 3))
@@ -203,6 +208,11 @@ def test_contexts_hold_their_tokens_alone() -> None:
     # in each layer k and v, twice; their gradients in float32, in two turns
     assert sum(two.sent("context")["exchange"]) == 4 * (2 + 2 + 2 * 2 * 2) * block
     assert two.products[0][0] == one.products[0][0] / 2
+    heads = planned(Layout(context=2), **options, context_attention="ulysses").stages[0]
+    # q, k, v and out in each layer, half of the rank's own each way
+    assert sum(heads.sent("context")["all_to_all"]) == 2 * 4 * 4 * block // 2
+    with pytest.raises(ShapeError, match=r"4 heads.*are not a multiple of 3 ranks; use 1, 2, 4"):
+        planned(Layout(context=3), context_attention="ulysses")
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2 tied", "bitnet"])

@@ -126,9 +126,11 @@ def contexts_equal_the_whole(comm: Communicator) -> None:
     """Tokens of each row among ranks: borders inside of texts, windows, rows that do not divide."""
     rng, layers = np.random.default_rng(7), {"model_type": "mistral", "sliding_window": 3}
     texts = np.array([0, 3, 4, 4, 15, 22])
-    for config in (CONFIG, CONFIG | layers):
+    for config, kind in ((CONFIG, "ring"), (CONFIG | layers, "ring"), (CONFIG | layers, "ulysses")):
+        if kind == "ulysses" and config["num_attention_heads"] % comm.size:
+            continue
         whole, model = (models.create(config, seed=1) for _ in range(2))
-        model.context = comm
+        model.context, model.context_attention = comm, kind
         many = DataParallel(model, comm)
         tokens = rng.integers(0, CONFIG["vocab_size"], (2, 11))
         labels = np.where(rng.random(tokens.shape) < 0.3, -100, tokens)

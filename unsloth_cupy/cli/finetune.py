@@ -25,7 +25,7 @@ from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
 from ..parallel.schedule import KINDS
-from .options import FILE, QUANTIZE, ZERO, ConfigFile, Device, Number, Size, option
+from .options import ATTENTION, FILE, QUANTIZE, ZERO, ConfigFile, Device, Number, Size, option
 from .profiled import profiled
 
 STEPS = 1200
@@ -72,6 +72,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
+@option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
 @click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
@@ -110,6 +111,7 @@ def finetune(
     schedule: str | None,
     data_parallel: int | None,
     context_parallel: int | None,
+    context_attention: str | None,
     zero: str,
     limit_memory: int | None,
     find_nan: bool,
@@ -160,13 +162,14 @@ def finetune(
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel,
         context=context_parallel, device=device,
-        zero=int(zero), schedule=schedule,
+        zero=int(zero), schedule=schedule, context_attention=context_attention,
     )  # fmt: skip
     request = request._replace(device=ranks.device)
     run: RunFolder | None = None
     with stop_request() as stop, ranks.ending():
         ranks.check(
             batch, accumulate, limited=bool(limit_memory), offload=plan.offload, find_nan=find_nan,
+            packed=pack,
         )  # fmt: skip
         stop.together = not ranks.alone
         stop.leavable = ranks.alone

@@ -11,12 +11,14 @@ import click
 
 from ..errors import ConfigError
 from ..finetune.training_config import read_training_config
+from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
 QUANTIZE = click.Choice([*KINDS])
 ZERO = click.Choice(["0", "1", "3"])
+ATTENTION = click.Choice([*CONTEXTS])
 
 
 class Number(click.FloatRange):

@@ -18,7 +18,7 @@ from ..models.adapter_base import base_of
 from ..parallel.schedule import KINDS
 from ..profiling.scale import plan_ranks
 from ..profiling.stage_plan import Layout
-from .options import FILE, QUANTIZE, ZERO, NewPicture, Number, option
+from .options import ATTENTION, FILE, QUANTIZE, ZERO, NewPicture, Number, option
 from .plan_ranks import Interconnect, rate_of, show
 from .plan_tables import cards, ledger, told_of, ways
 from .timeline import draw_timeline
@@ -43,6 +43,7 @@ RANK = 16  # of the adapters that are compared
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
 @option("--data-parallel", click.IntRange(1), "Ranks with rows of their own.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
+@option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
 @option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
@@ -66,6 +67,7 @@ def plan(
     pipeline_parallel: int | None,
     data_parallel: int | None,
     context_parallel: int | None,
+    context_attention: str | None,
     schedule: str | None,
     zero: str,
     interconnect: tuple[float, float],
@@ -105,9 +107,7 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
-    if schedule is not None and (pipeline_parallel or 1) == 1:
-        cure = "give --pipeline-parallel 2 or more"
-        raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
+    _check_ranks(context_parallel, context_attention, pipeline_parallel, schedule)
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
     if any(size is not None for size in sizes):
         if optimizer == "none":
@@ -119,11 +119,12 @@ def plan(
         with _named(path):
             many = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
-                rate=speed, interconnect=interconnect, schedule=schedule or "1f1b", **options,
+                rate=speed, interconnect=interconnect, schedule=schedule or "1f1b",
+                context_attention=context_attention or "ring", **options,
             )  # fmt: skip
         also = told_of(options)
         what = f"{accumulate} x {batch} x {length} tokens, {dtype}{also}"
-        what += "" if schedule is None else f", {schedule}"
+        what += "".join(f", {each}" for each in (schedule, context_attention) if each)
         show(many, str(path), what, told_rate, batch * length, plot)
         return
 
@@ -149,6 +150,18 @@ def plan(
     if plot is not None:
         draw_timeline(plot, made, title)
         console.print(f"timeline: {plot}", markup=False)
+
+
+def _check_ranks(
+    context: int | None, attention: str | None, pipeline: int | None, schedule: str | None
+) -> None:
+    """Raise for what one rank does not do."""
+    if schedule is not None and (pipeline or 1) == 1:
+        cure = "give --pipeline-parallel 2 or more"
+        raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
+    if attention is not None and (context or 1) == 1:
+        problem = f"--context-attention {attention} is not for tokens that are whole"
+        raise ConfigError(f"{problem}; give --context-parallel 2 or more")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from ..models.division import whole_parameters
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel
+from ..parallel.ulysses import check_heads
 from ..parallel.zero import Zero1
 from ..parallel.zero3 import Zero3
 from ..placement import to_numpy
@@ -38,6 +39,9 @@ class Engine:
         self.data, self.alike = ranks.groups.data, ranks.alike
         learns: Any = model
         model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
+        model.context_attention = ranks.context_attention
+        if model.context is not None and model.context_attention == "ulysses":
+            check_heads(model.config.heads, model.config.kv_heads, model.context)
         self.parts = Zero3(model, self.alike) if ranks.zero == 3 else None
         alone = self.alike.size == 1 or self.parts is not None
         self.many = None if alone else DataParallel(learns, self.alike)

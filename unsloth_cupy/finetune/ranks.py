@@ -42,9 +42,10 @@ class Ranks:
         device: str | None = None,
         zero: int = 0,
         schedule: str = "1f1b",
+        context_attention: str = "ring",
     ) -> None:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
-        self.schedule = schedule
+        self.schedule, self.context_attention = schedule, context_attention
         self.alone, self.first = comm.size == 1, comm.rank == 0
         self.alike = groups.data  # ranks with the same part of the weights, and other tokens
         if groups.context.size > 1:
@@ -71,9 +72,10 @@ class Ranks:
         limited: bool,
         offload: bool,
         find_nan: bool,
+        packed: bool = False,
     ) -> None:
-        """Raise a ConfigError for what such ranks do not do."""
-        if batch < self.groups.data.size:
+        """Raise a ConfigError for what such ranks do not do; texts of packed rows are divided."""
+        if batch < self.groups.data.size and not packed:
             cure = f"give --batch {self.groups.data.size} or more"
             problem = f"--batch {batch} is not enough for {self.groups.data.size} ranks"
             raise ConfigError(f"{problem} of --data-parallel; {cure}")
@@ -183,20 +185,21 @@ def start(
     device: str | None,
     zero: int = 0,
     schedule: str | None = None,
+    context_attention: str | None = None,
 ) -> Ranks:
     """Return the ranks that mpiexec, torchrun or srun started; where nobody did, this one alone.
 
     Raises
     ------
     ConfigError
-        The product of the sizes is not the number of ranks; ZeRO has no data ranks, or a schedule
-        no stages.
+        The product of the sizes is not the number of ranks; ZeRO has no data ranks, a schedule no
+        stages, or an attention no ranks of a context.
     """
     asked = any(size is not None for size in (tensor, pipeline, data, context))
     comm = _started(asked, device)
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
     try:
-        return _ranks(comm, sizes, data, device, zero, schedule)
+        return _ranks(comm, sizes, data, device, zero, schedule, context_attention)
     except ConfigError:
         if comm.rank:  # the first one says it
             raise SystemExit(1) from None
@@ -210,6 +213,7 @@ def _ranks(
     device: str | None,
     zero: int,
     schedule: str | None,
+    context_attention: str | None,
 ) -> Ranks:
     """Return ranks in a grid."""
     if comm.size > 1 and device is not None:
@@ -227,7 +231,11 @@ def _ranks(
     if schedule is not None and groups.pipeline.size == 1:
         cure = "give --pipeline-parallel 2 or more"
         raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
-    return Ranks(comm, groups, device, zero, schedule or "1f1b")
+    if context_attention is not None and groups.context.size == 1:
+        cure = "give --context-parallel 2 or more"
+        problem = f"--context-attention {context_attention} is not for tokens that are whole"
+        raise ConfigError(f"{problem}; {cure}")
+    return Ranks(comm, groups, device, zero, schedule or "1f1b", context_attention or "ring")
 
 
 def _started(asked: bool, device: str | None) -> Communicator:

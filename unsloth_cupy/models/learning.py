@@ -19,7 +19,7 @@ def mean_loss(
 ) -> Any:
     """Return the mean negative log probability of the labels."""
     parameters = model.entered(model.parameters)
-    context = Context.of(model.context, tokens, mask, offsets)
+    context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
     x = model.hidden(parameters, tokens, mask, offsets=offsets, context=context)
     shifted = next_labels(tokens, labels, offsets)
     own = own_tokens(context, shifted)
@@ -46,7 +46,7 @@ def loss_and_gradients(
     watched = {name: tape.watch(array) for name, array in trainable.items()}
     parameters = model.entered({**model.parameters, **watched})
     with np.errstate(**quiet):
-        context = Context.of(model.context, tokens, mask, offsets)
+        context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
         x = model.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets, context=context)
         shifted = next_labels(tokens, labels, offsets)
         by, own = count_labels(shifted) if count is None else count, own_tokens(context, shifted)

@@ -44,6 +44,8 @@ class Network:
     context : Communicator or None
         Ranks that divide the tokens of each row: ``loss`` and ``loss_and_gradients`` take whole
         rows in all of them, and return this rank's share, which adds up over ranks.
+    context_attention : str
+        How they attend: ring, keys and values go around, or ulysses, each has some of the heads.
     gather : callable or None
         Makes parameters whole of which each rank keeps a part: those of a block while it runs.
     """
@@ -56,6 +58,7 @@ class Network:
         self.adapter: Adapter | None = None
         self.division: Division | None = None
         self.context: Communicator | None = None
+        self.context_attention = "ring"
         self.gather: Gather | None = None
         self.chunked_mlp = False
         self._turn()

@@ -83,7 +83,9 @@ class ModelStage:
         return None if x is None else found[-1]
 
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
-        return Context.of(self.model.context, microbatch["tokens"], None, microbatch.get("offsets"))
+        model, offsets = self.model, microbatch.get("offsets")
+        kind = model.context_attention
+        return Context.of(model.context, microbatch["tokens"], None, offsets, kind)
 
     def _run(
         self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]

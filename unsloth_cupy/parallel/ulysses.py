@@ -58,7 +58,7 @@ def ulysses_attention(
         As ``attention`` raises; heads do not divide by the ranks.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
-    _check_heads(heads, kv_heads, comm)
+    check_heads(heads, kv_heads, comm)
     if kv_heads % comm.size:
         k, v = (_repeated(x, comm.size // kv_heads) for x in (k, v))
     q, k, v = (all_to_all(x, 2, 1, comm) for x in (q, k, v))
@@ -75,7 +75,7 @@ def ulysses_attention(
     return all_to_all(out.reshape((1, *out.shape)), 1, 2, comm)
 
 
-def _check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
+def check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
     """Raise where heads do not divide by the ranks, and say what does."""
     even = kv_heads % comm.size == 0 or comm.size % kv_heads == 0
     if heads % comm.size or not even:

@@ -185,7 +185,7 @@ def plan_ranks(
         As in ``pipeline_schedule``.
     options
         As in ``plan_memory``: state_bits, rank, adapter, quantization, checkpoint_every,
-        chunked_mlp, device.
+        chunked_mlp, device; and context_attention, as a model has it.
 
     Raises
     ------

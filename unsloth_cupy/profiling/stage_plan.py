@@ -75,6 +75,7 @@ class Job(NamedTuple):
     quantization: str | None = None
     chunked_mlp: bool = False
     chunks: int = 1
+    context_attention: str = "ring"
 
 
 class StagePlan(NamedTuple):
@@ -132,8 +133,8 @@ def plan_stage(
     division = None if alone else Division(config, tensor, stages)
     shapes = {n: _own(n, s, division) for n, s in config.shapes().items() if _held(n, division)}
     rows = job.batch, job.tokens
-    halves = 2 * layout.context if layout.context > 1 else 1
-    own = -(-job.tokens // halves) * halves // layout.context  # tokens of a row
+    dealt = layout.context * (2 if layout.context > 1 and job.context_attention == "ring" else 1)
+    own = -(-job.tokens // dealt) * dealt // layout.context  # tokens of a row
     ledger, held = Ledger(granule), list[tuple[int, int]]()
     adapter = _adapter(config, division, job)
     codes = None if job.quantization is None else quantizing("plan_ranks", job.quantization)
@@ -142,7 +143,7 @@ def plan_stage(
         zero = layout.zero if layout.alike > 1 else 0
         given = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
         model, adamw = trained(*given, adapter, codes, shapes, data if zero == 3 else None)
-        model.chunked_mlp = job.chunked_mlp
+        model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context)
         states = _divided(ledger, adamw, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)

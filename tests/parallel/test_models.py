@@ -75,7 +75,8 @@ def test_new_models_are_parts_of_one() -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "nf4-double"])
 @pytest.mark.parametrize(
-    ("sizes", "ranks"), [((128, 4, 192), 2), ((64, 2, 320), 4), ((128, 8, 172), 2)]
+    ("sizes", "ranks"),
+    [((128, 4, 192), 2), ((64, 2, 320), 4), ((128, 8, 172), 2), ((80, 2, 172), 2)],
 )
 def test_layers_whose_codes_differ_are_named(
     kind: str, sizes: tuple[int, int, int], ranks: int

@@ -155,21 +155,20 @@ def same_training(whole: Any, divided: Any, optimizer: AdamW, state: dict[str, A
 
 
 def parts_of_codes_equal_the_whole(comm: Communicator) -> None:
-    """8-bit averages of parts have the bits of whole ones, with any number of ranks."""
-    rng = np.random.default_rng(6)
-    model = models.create(CONFIG, seed=1, dtype="float32")
-    many = Zero3(models.create(CONFIG, seed=1, dtype="float32"), comm)
-    for _ in range(2):
-        one = AdamW(model.trainable, state_bits=8)
-        other = AdamW(many.model.trainable, state_bits=8)
-        for _ in range(2):
-            shapes = {name: array.shape for name, array in model.trainable.items()}
-            grads = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-            one.step(grads)
-            other.step(many.divided(grads))
-        state = many.gathered(other.state())
+    """8-bit averages of parts have the bits of whole ones, and go on from a whole state."""
+    rng, config = np.random.default_rng(6), CONFIG | {"vocab_size": 517}  # parts of many blocks
+    model, other = (models.create(config, seed=1, dtype="float32") for _ in range(2))
+    many = Zero3(other, comm)
+    one, parts = (AdamW(each.trainable, state_bits=8) for each in (model, other))
+    shapes = {name: array.shape for name, array in model.trainable.items()}
+    drawn = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    for sign in (1, -1, 1):  # averages shrink: what stands behind the last one would be larger
+        grads = {name: sign * array for name, array in drawn.items()}
+        one.step(grads)
+        parts.step(many.divided(grads))
+        state = many.gathered(parts.state())
         same(state, one.state())
-        other.load_state(many.divided(state))
+        parts.load_state(many.divided(state))
     same(many.gathered(many.model.parameters), model.parameters)
 
 

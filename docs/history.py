@@ -41,17 +41,24 @@ def missing() -> str | None:
     """Return why asv cannot make its site here, or None."""
     if importlib.util.find_spec("asv") is None:
         return "asv is not installed (the extra `docs` has it)"
-    command = ["git", "-C", GIT, "rev-parse", "--verify", "-q", "main^{commit}"]
     try:
-        subprocess.run(command, check=True, capture_output=True)
+        found = subprocess.check_output(
+            ["git", "-C", GIT, "rev-list", "main", "--"], stderr=subprocess.DEVNULL, text=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return "git finds no branch `main` here"
-    return None
+    named = {json.loads(path.read_text())["commit_hash"] for path in results()}
+    return None if named <= {*found.split()} else "git lacks commits that results name"
+
+
+def results() -> list[Path]:
+    """Return the files of results, one of each commit and machine."""
+    return [*SUITE.glob("results/*/*-*.json")]
 
 
 def kept() -> list[dict[str, Any]]:
     """Return the results that have exact costs, from the oldest commit on."""
-    told = [json.loads(path.read_text()) for path in SUITE.glob("results/*/*-*.json")]
+    told = [json.loads(path.read_text()) for path in results()]
     exact = [each for each in told if any(name.startswith(EXACT) for name in each["results"])]
     return sorted(exact, key=lambda each: each["date"])
 
@@ -64,33 +71,33 @@ def cost(result: dict[str, Any], name: str) -> str:
 
 def page() -> str:
     """Return the page."""
-    results = kept()
+    costs = kept()
     head = ["commit", *COLUMNS]
     rows = [f"| {' | '.join(head)} |", f"|---|{'---:|' * len(COLUMNS)}"]
-    for each in results:
+    for each in costs:
         cells = [f"`{each['commit_hash'][:8]}`", *(cost(each, name) for name in COLUMNS)]
         rows.append(f"| {' | '.join(cells)} |")
     reason = missing()
     site = f"These pages are without asv's site of all benchmarks: {reason}."
     if reason is None:
         site = f"```{{raw}} html\n<p>{SITE}.</p>\n```"
-    return PAGE.format(ops=cost(results[-1], "ops"), rows="\n".join(rows), site=site)
+    return PAGE.format(ops=cost(costs[-1], "ops"), rows="\n".join(rows), site=site)
 
 
 def publish(folder: Path) -> None:
     """Let asv make its site of all results in a folder; the checkout stays as it is."""
     with tempfile.TemporaryDirectory() as work:
-        results = Path(work) / "results"
-        shutil.copytree(SUITE / "results", results)
+        copy = Path(work) / "results"
+        shutil.copytree(SUITE / "results", copy)
         settings = json.loads((SUITE / "asv.conf.json").read_text())
         settings |= {"repo": str(GIT), "benchmark_dir": str(SUITE / "benchmarks")}
-        settings |= {"results_dir": str(results), "html_dir": str(folder)}
+        settings |= {"results_dir": str(copy), "html_dir": str(folder)}
         conf = Path(work) / "asv.conf.json"
         conf.write_text(json.dumps(settings))
         _asv("asv.benchmark", "discover", SUITE / "benchmarks", Path(work) / "found.json")
         found = json.loads((Path(work) / "found.json").read_text())
         listed = {each["name"]: each for each in found} | {"version": 2}  # of asv's file
-        (results / "benchmarks.json").write_text(json.dumps(listed))
+        (copy / "benchmarks.json").write_text(json.dumps(listed))
         _asv("asv", "--config", conf, "publish", "--no-pull")
 
 

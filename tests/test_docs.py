@@ -214,6 +214,22 @@ def test_pages_build(tmp_path: Path) -> None:
     assert 'href="../benchmarks/index.html"' in told
 
 
+def test_a_site_of_all_commits_or_a_word_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shallow clone has a branch, and not what results speak of."""
+    for package in ("sphinx", "asv"):
+        pytest.importorskip(package, reason="needs the extra `docs`")
+    history = loaded("history")
+    monkeypatch.setattr(history, "GIT", tmp_path)
+    assert "no branch" in history.missing()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (("init", "-q", "-b", "main"), ("commit", "-q", "--allow-empty", "-m", "a")):
+        subprocess.run([*git, *words], check=True)
+    assert history.missing() == "git lacks commits that results name"
+    assert f"benchmarks: {history.missing()}." in history.page()
+
+
 @pytest.fixture(scope="module")
 def pictures() -> Any:
     """The module that draws the pictures of the pages."""

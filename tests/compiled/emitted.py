@@ -218,6 +218,8 @@ def multiples(kernel: Kernel, alignment: int, lanes: int) -> dict[str, int]:
                 return min(a[0] * a[1], a[2], ANY)
             case "shl" if s.ops[2].isdigit():
                 return min(a[0] << int(s.ops[2]), ANY)
+            case "shr" if s.ops[2] == str(8 * SIZE[WIDTH[s.words[-1]]] - 1):
+                return ANY  # the sign of an index, which a division by 2 adds: 0
             case "shr" if s.ops[2].isdigit():
                 return max(a[0] >> int(s.ops[2]), 1)
         return 1

@@ -77,6 +77,23 @@ def test_every_check_says_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> No
     assert [*unproved(kernel, 4)] == ["unit.cu:1: ld.global.v4.f32 [%rd4+8]"]
 
 
+@pytest.mark.parametrize(("address", "fine"), [("%rd3", True), ("%rd4", False)])
+def test_a_signed_division_keeps_alignment(address: str, fine: bool) -> None:
+    """As compilers write it: the sign is added, which is 0 of an index."""
+    text = f"""
+.visible .entry k(.param .u64 x)
+{{
+.reg .b64 %rd<9>; .reg .b32 %r<3>;
+ld.param.u64 %rd1, [x]; cvta.to.global.u64 %rd2, %rd1; mov.u32 %r1, %tid.x;
+mul.wide.u32 %rd5, %r1, 16; shr.u64 %rd6, %rd5, 63; add.s64 %rd7, %rd5, %rd6; shr.s64 %rd8, %rd7, 1;
+add.s64 %rd3, %rd2, %rd8; shr.s64 %rd4, %rd7, 2; add.s64 %rd4, %rd2, %rd4;
+ld.global.v2.u32 {{%r1, %r2}}, [{address}];
+}}
+.file 1 "unit.cu"
+"""
+    assert ([*unproved(Kernel(functions(text)[1][0]), 1)] == []) == fine
+
+
 def barriers(text: str) -> list[str]:
     """Return what is said of the barriers of a kernel that begins as here."""
     head = """

@@ -7,11 +7,10 @@ host.
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import scipy.sparse
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, RangeError, ShapeError
-from ...placement import to_numpy
+from ...placement import scipy_of, to_numpy
 from ._planes import spread
 
 
@@ -128,12 +127,13 @@ class SparseForms:
     def to_csr(self) -> Any:
         """Return a ``scipy.sparse.csr_array`` of the dequantised values, in the scale's dtype."""
         codes, scale = to_numpy(self.codes), to_numpy(self.scale)
-        matrix = scipy.sparse.csr_array(codes)
+        csr_array = scipy_of("sparse", codes).csr_array
+        matrix = csr_array(codes)
         rows, columns = matrix.coords if hasattr(matrix, "coords") else matrix.nonzero()
         scales = spread(np.atleast_2d(scale), self.group or 1, self.shape[1])
         factor = np.broadcast_to(scales, self.shape)[rows, columns]
         parts = matrix.data * factor, matrix.indices, matrix.indptr
-        return scipy.sparse.csr_array(parts, shape=self.shape)
+        return csr_array(parts, shape=self.shape)
 
     @classmethod
     def from_csr(
@@ -144,7 +144,7 @@ class SparseForms:
         Where ``scale`` is absent, all values of the array, or else of each row, must have one size,
         which becomes the scale; give it where a row of zeros, or a group, has one to keep.
         """
-        matrix = scipy.sparse.csr_array(matrix)
+        matrix = scipy_of("sparse", np.empty(0)).csr_array(matrix)
         dense = np.sign(matrix.toarray()).astype(np.int8)
         found: Any = _scale_of(matrix) if scale is None else scale
         return cls.from_codes(dense, found, group=group, dtype=dtype)

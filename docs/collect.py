@@ -25,6 +25,9 @@ MODULES = {
     "unsloth_cupy.parallel": "Many devices",
     "unsloth_cupy.errors": "Errors",
 }
+# Modules of names that need more than the documentation has: no page imports them, and autodoc
+# with stand-ins.
+ELSEWHERE = {"unsloth_cupy.interop.huggingface": "Hugging Face"}
 PARTS = ("_forward", "_backward")
 EXAMPLES = Path(__file__).with_name("examples") / "api.md"
 
@@ -39,6 +42,13 @@ def groups() -> dict[str, list[str]]:
         elif (hit := re.search(r" as (\w+),?$", line)) and hit[1] != "__version__":
             names.append(hit[1])
     return found
+
+
+def exported(module: str) -> list[str]:
+    """Return the functions and classes that the text of a module hands on."""
+    text = (Path(unsloth_cupy.__file__).parents[1] / module.replace(".", "/")).with_suffix("")
+    names = re.findall(r"^from .* as (\w+)$", (text / "__init__.py").read_text(), re.M)
+    return [name for name in names if not name.isupper()]
 
 
 def examples() -> dict[tuple[str, ...], str]:
@@ -58,7 +68,7 @@ def public() -> list[str]:
         space = vars(importlib.import_module(module))
         own = [name for name, value in space.items() if inspect.isfunction(value)]
         names += [f"{module}.{name}" for name in own if name[0] != "_"]
-    return names
+    return names + [f"{module}.{name}" for module in ELSEWHERE for name in exported(module)]
 
 
 def example(name: str) -> list[str]:
@@ -77,18 +87,27 @@ def page(title: str, module: str, names: list[str]) -> str:
     space = importlib.import_module(module)
     for name in sorted(names, key=lambda name: (name.endswith(PARTS), names.index(name))):
         value = getattr(space, name)
-        kind = "class" if isinstance(value, type) else "function"
         home = value.__module__
-        lines += ["```{eval-rst}"]
         if home in MODULES and home != module:  # its source leads back to one place alone
-            lines += [f".. py:{kind}:: {module}.{name}", ""]
-            lines += [f"   :py:obj:`{home}.{name}`, by a shorter name."]
+            kind = "class" if isinstance(value, type) else "function"
+            lines += ["```{eval-rst}", f".. py:{kind}:: {module}.{name}", ""]
+            lines += [f"   :py:obj:`{home}.{name}`, by a shorter name.", "```", ""]
+            lines += example(f"{module}.{name}")
         else:
-            lines += [f".. auto{kind}:: {module}.{name}"]
-            if kind == "class" and not issubclass(value, Exception):
-                lines += ["   :members:"]
-        lines += ["```", "", *example(f"{module}.{name}")]
+            fails = isinstance(value, type) and issubclass(value, Exception)
+            lines += directives(module, [name], members=not fails)
     return "\n".join(lines)
+
+
+def directives(module: str, names: list[str], members: bool = True) -> list[str]:
+    """Return what shows names with their docstrings, and an example behind each."""
+    lines = []
+    for name in names:
+        kind = "class" if name[0].isupper() else "function"
+        lines += ["```{eval-rst}", f".. auto{kind}:: {module}.{name}"]
+        lines += ["   :members:"] * (kind == "class" and members)
+        lines += ["```", "", *example(f"{module}.{name}")]
+    return lines
 
 
 def kernel_pages() -> dict[str, str]:
@@ -172,6 +191,8 @@ def write_pages(app: Sphinx) -> None:
             and str(getattr(getattr(space, name), "__module__", "")).startswith(module)
         ]
         pages[title] = page(title, module, own)
+    for module, title in ELSEWHERE.items():
+        pages[title] = "\n".join([f"# {title}", "", *directives(module, exported(module))])
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
     index += ["", "```{toctree}", "", *files.values(), "```", ""]

@@ -27,6 +27,15 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"  # numpydoc's Parameters say shapes and dtypes, which types cannot
 numpydoc_show_class_members = False
 
+# What patches the models of others is shown without them.
+DOOR = Path(__file__).parent.parent / "unsloth_cupy" / "interop" / "huggingface"
+SHOWN = ("__init__", "_patch", "_callback", "_report")
+autodoc_mock_imports = ["torch", "transformers", "unsloth_cupy.interop.torch"]
+autodoc_mock_imports += [
+    f"unsloth_cupy.interop.huggingface.{path.stem}"
+    for path in DOOR.glob("*.py")
+    if path.stem not in SHOWN
+]
 html_theme = "pydata_sphinx_theme"
 html_title = "unsloth_cupy"
 html_static_path = ["static"]

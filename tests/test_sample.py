@@ -15,7 +15,7 @@ from .parity import KernelParity
 TESTS = Path(__file__).parent
 CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today)\(")
 # what is written down with its date: no verdict
-DATED = {"hardware/__main__.py", "hardware/session.py"}
+DATED = {"hardware/__main__.py", "hardware/attention.py", "hardware/session.py"}
 
 
 def emulated(cls: type, label: str, dtype: str) -> Any:

@@ -25,8 +25,8 @@ MODULES = {
     "unsloth_cupy.parallel": "Many devices",
     "unsloth_cupy.errors": "Errors",
 }
-# Modules of names that need more than the documentation has: no page imports them, and autodoc
-# with stand-ins.
+# Modules that import torch or transformers, which the documentation does without: their names are
+# read from their text, and autodoc shows them with stand-ins.
 ELSEWHERE = {"unsloth_cupy.interop.huggingface": "Hugging Face"}
 PARTS = ("_forward", "_backward")
 EXAMPLES = Path(__file__).with_name("examples") / "api.md"

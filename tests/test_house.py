@@ -170,13 +170,15 @@ def test_only_our_errors_are_raised(path: Path) -> None:
 @pytest.mark.parametrize("path", PACKAGE, ids=named)
 def test_compilers_can_trace_calls(path: Path) -> None:
     """The compiler of torch 2.11 does not know locals()."""
-    names = [n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)]
-    assert "locals" not in names, "pass arguments by name"
+    assert not re.search(r"\blocals\(", path.read_text()), "pass arguments by name"
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=named)
 def test_no_code_is_read_from_data(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    if not re.search(r"pickle|dill|marshal|shelve|joblib|eval|exec|load\b", text, re.I):
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
             found = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib"} & set(names)

@@ -104,7 +104,8 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     """
     out, wrong = tmp_path / "run", tmp_path / "full"
     words = ("generate", "--max-new-tokens", "8", "--temperature", "0", str(out))
-    first = asked(text, out, "--pipeline-parallel", "2", "--steps", "2")
+    staged = "--pipeline-parallel 2 --schedule interleaved --chunks 1 --accumulate 2 --steps 2"
+    first = asked(text, out, *staged.split())  # two chunks would take 4 layers
     last = asked(text, wrong, "--data-parallel", "2")
     ways = ("--tensor-parallel", "2", "7 and"), ("--pipeline-parallel", "2", "-")
     more = chain.from_iterable((*words, *way, "--") for way in ways)
@@ -163,6 +164,8 @@ def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None
     assert "--schedule interleaved is not for one stage; give --pipeline-parallel" in done.output
     done = invoke(*asked(text, tmp_path / "run", "--context-attention", "ulysses"))
     assert "is not for tokens that are whole; give --context-parallel 2" in done.output
+    done = invoke(*asked(text, tmp_path / "run", "--chunks", "3"))
+    assert "--chunks 3 is not for a stage that is whole; give --schedule inter" in done.output
 
 
 def two_of(data: int) -> Ranks:

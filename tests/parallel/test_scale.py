@@ -257,6 +257,10 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "schedule.svg").read_text()
     command[-2:] = ["--lora", "4", "--quantize", "nf4"]
     command += ["--pipeline-parallel", "2", "--schedule", "interleaved"]
+    done = click.testing.CliRunner().invoke(group, [*command, "--accumulate", "5"])
+    assert "as interleaved asks; give --accumulate 6" in done.output, done.output
+    done = click.testing.CliRunner().invoke(group, [*command, "--chunks", "3"])
+    assert "4 layers are not enough for 2 stages of 3 chunks each" in done.output, done.output
     done = click.testing.CliRunner().invoke(group, command)
     assert done.exit_code == 0, done.output
     for said in ("lora 4, quantized to nf4, interleaved", "replayed: 16 ranks", "as planned"):

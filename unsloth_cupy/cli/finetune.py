@@ -24,8 +24,18 @@ from ..finetune.text import Text, read_text
 from ..finetune.trainer import Trainer
 from ..machine import blas_threads
 from ..models.adapter_base import base_of
-from ..parallel.schedule import KINDS
-from .options import ATTENTION, FILE, QUANTIZE, ZERO, ConfigFile, Device, Number, Size, option
+from .options import (
+    ATTENTION,
+    FILE,
+    QUANTIZE,
+    SCHEDULE,
+    ZERO,
+    ConfigFile,
+    Device,
+    Number,
+    Size,
+    option,
+)
 from .profiled import profiled
 
 STEPS = 1200
@@ -69,7 +79,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
-@option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
+@option("--schedule", SCHEDULE, "Of the pipeline's work.  [default: 1f1b]")
+@option("--chunks", click.IntRange(1), "Of blocks in each stage, if interleaved.  [default: 2]")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
@@ -109,6 +120,7 @@ def finetune(
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
     schedule: str | None,
+    chunks: int | None,
     data_parallel: int | None,
     context_parallel: int | None,
     context_attention: str | None,
@@ -162,7 +174,7 @@ def finetune(
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel,
         context=context_parallel, device=device,
-        zero=int(zero), schedule=schedule, context_attention=context_attention,
+        zero=int(zero), schedule=schedule, chunks=chunks, context_attention=context_attention,
     )  # fmt: skip
     request = request._replace(device=ranks.device)
     run: RunFolder | None = None

@@ -13,10 +13,12 @@ from ..errors import ConfigError
 from ..finetune.training_config import read_training_config
 from ..models.context import KINDS as CONTEXTS
 from ..models.quantized import KINDS
+from ..parallel.schedule import KINDS as SCHEDULES
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
 QUANTIZE = click.Choice([*KINDS])
+SCHEDULE = click.Choice([*SCHEDULES])
 ZERO = click.Choice(["0", "1", "3"])
 ATTENTION = click.Choice([*CONTEXTS])
 

@@ -11,14 +11,14 @@ import click
 from .. import machine
 from ..errors import ConfigError
 from ..finetune.limit import quantized_kind, tokens_of
+from ..finetune.ranks import check_options, chunks_of
 from ..finetune.run_folder import model_folder, model_without_weights
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
 from ..models.adapter_base import base_of
-from ..parallel.schedule import KINDS
 from ..profiling.scale import plan_ranks
 from ..profiling.stage_plan import Layout
-from .options import ATTENTION, FILE, QUANTIZE, ZERO, NewPicture, Number, option
+from .options import ATTENTION, FILE, QUANTIZE, SCHEDULE, ZERO, NewPicture, Number, option
 from .plan_ranks import Interconnect, rate_of, show
 from .plan_tables import cards, ledger, told_of, ways
 from .timeline import draw_timeline
@@ -44,7 +44,8 @@ RANK = 16  # of the adapters that are compared
 @option("--data-parallel", click.IntRange(1), "Ranks with rows of their own.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
-@option("--schedule", click.Choice(KINDS), "Of the pipeline's work.  [default: 1f1b]")
+@option("--schedule", SCHEDULE, "Of the pipeline's work.  [default: 1f1b]")
+@option("--chunks", click.IntRange(1), "Of blocks in each stage, if interleaved.  [default: 2]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
 @option("--node", click.IntRange(1), "Ranks in a node.", 8)
@@ -69,6 +70,7 @@ def plan(
     context_parallel: int | None,
     context_attention: str | None,
     schedule: str | None,
+    chunks: int | None,
     zero: str,
     interconnect: tuple[float, float],
     node: int,
@@ -107,8 +109,11 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
-    _check_ranks(context_parallel, context_attention, pipeline_parallel, schedule)
     sizes = (tensor_parallel, pipeline_parallel, data_parallel, context_parallel)
+    check_options(
+        pipeline_parallel or 1, context_parallel or 1, int(zero), schedule, chunks,
+        context_attention, accumulate,
+    )  # fmt: skip
     if any(size is not None for size in sizes):
         if optimizer == "none":
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
@@ -120,11 +125,13 @@ def plan(
             many = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
                 rate=speed, interconnect=interconnect, schedule=schedule or "1f1b",
+                chunks=chunks_of(schedule, chunks),
                 context_attention=context_attention or "ring", **options,
             )  # fmt: skip
         also = told_of(options)
         what = f"{accumulate} x {batch} x {length} tokens, {dtype}{also}"
-        what += "".join(f", {each}" for each in (schedule, context_attention) if each)
+        parts = chunks and f"{chunks} chunks"
+        what += "".join(f", {each}" for each in (schedule, parts, context_attention) if each)
         show(many, str(path), what, told_rate, batch * length, plot)
         return
 
@@ -150,18 +157,6 @@ def plan(
     if plot is not None:
         draw_timeline(plot, made, title)
         console.print(f"timeline: {plot}", markup=False)
-
-
-def _check_ranks(
-    context: int | None, attention: str | None, pipeline: int | None, schedule: str | None
-) -> None:
-    """Raise for what one rank does not do."""
-    if schedule is not None and (pipeline or 1) == 1:
-        cure = "give --pipeline-parallel 2 or more"
-        raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
-    if attention is not None and (context or 1) == 1:
-        problem = f"--context-attention {attention} is not for tokens that are whole"
-        raise ConfigError(f"{problem}; give --context-parallel 2 or more")
 
 
 @contextmanager

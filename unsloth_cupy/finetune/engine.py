@@ -39,7 +39,7 @@ class Engine:
         self.data, self.alike = ranks.groups.data, ranks.alike
         learns: Any = model
         model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
-        model.context_attention = ranks.context_attention
+        model.context_attention = ranks.context_attention or "ring"
         if model.context is not None and model.context_attention == "ulysses":
             check_heads(model.config.heads, model.config.kv_heads, model.context)
         self.parts = Zero3(model, self.alike) if ranks.zero == 3 else None
@@ -73,7 +73,7 @@ class Engine:
                 yield learns.loss_and_gradients(**each, count=count, **options)
             return
         stage = ModelStage(self.model, self.model.trainable, count, **options)
-        schedule = schedule_of(self.stages, len(passes), self.ranks.schedule)
+        schedule = schedule_of(self.stages, len(passes), self.ranks.schedule or "1f1b")
         yield pipeline_gradients(stage, schedule, passes)
 
     def summed(

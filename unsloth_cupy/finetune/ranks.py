@@ -28,7 +28,6 @@ from .interrupt import Interrupted, Stop
 from .text import Batch
 
 MOMENT = 1.0  # seconds in which ranks that fail alike have failed
-CHUNKS = 2  # of blocks in each stage of an interleaved pipeline
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -41,11 +40,12 @@ class Ranks:
         groups: Grid,
         device: str | None = None,
         zero: int = 0,
-        schedule: str = "1f1b",
-        context_attention: str = "ring",
+        schedule: str | None = None,
+        chunks: int | None = None,
+        context_attention: str | None = None,
     ) -> None:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
-        self.schedule, self.context_attention = schedule, context_attention
+        self.schedule, self.chunks, self.context_attention = schedule, chunks, context_attention
         self.alone, self.first = comm.size == 1, comm.rank == 0
         self.alike = groups.data  # ranks with the same part of the weights, and other tokens
         if groups.context.size > 1:
@@ -61,7 +61,7 @@ class Ranks:
         return {
             "communicator": tensor if tensor.size > 1 else None,
             "pipeline": pipeline if pipeline.size > 1 else None,
-            "chunks": CHUNKS if self.schedule == "interleaved" else 1,
+            "chunks": chunks_of(self.schedule, self.chunks),
         }
 
     def check(
@@ -79,15 +79,11 @@ class Ranks:
             cure = f"give --batch {self.groups.data.size} or more"
             problem = f"--batch {batch} is not enough for {self.groups.data.size} ranks"
             raise ConfigError(f"{problem} of --data-parallel; {cure}")
-        stages = self.groups.pipeline.size
-        if self.schedule == "interleaved" and accumulate % stages:
-            cure = f"give --accumulate {-(-accumulate // stages) * stages}"
-            problem = f"--accumulate {accumulate} is not a multiple of {stages} ranks"
-            raise ConfigError(f"{problem} of --pipeline-parallel, as interleaved asks; {cure}")
-        if self.zero == 3 and stages > 1:
-            cure = "use --zero 1, which divides the averages"
-            problem = "the weights of a stage would be gathered for each microbatch"
-            raise ConfigError(f"--zero 3 is not for --pipeline-parallel: {problem}; {cure}")
+        groups = self.groups
+        check_options(
+            groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
+            self.context_attention, accumulate,
+        )  # fmt: skip
         if self.zero == 3 and find_nan:
             cure = "look with --zero 1, which has the same numbers"
             problem = "a block is whole for a moment alone, and has no name"
@@ -184,22 +180,22 @@ def start(
     context: int | None = None,
     device: str | None,
     zero: int = 0,
-    schedule: str | None = None,
-    context_attention: str | None = None,
+    **options: Any,
 ) -> Ranks:
     """Return the ranks that mpiexec, torchrun or srun started; where nobody did, this one alone.
+
+    ``options`` are those of Ranks that ``check_options`` looks at.
 
     Raises
     ------
     ConfigError
-        The product of the sizes is not the number of ranks; ZeRO has no data ranks, a schedule no
-        stages, or an attention no ranks of a context.
+        The product of the sizes is not the number of ranks, or ZeRO has no data ranks.
     """
     asked = any(size is not None for size in (tensor, pipeline, data, context))
     comm = _started(asked, device)
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
     try:
-        return _ranks(comm, sizes, data, device, zero, schedule, context_attention)
+        return _ranks(comm, sizes, data, device, zero, options)
     except ConfigError:
         if comm.rank:  # the first one says it
             raise SystemExit(1) from None
@@ -212,8 +208,7 @@ def _ranks(
     data: int | None,
     device: str | None,
     zero: int,
-    schedule: str | None,
-    context_attention: str | None,
+    options: dict[str, Any],
 ) -> Ranks:
     """Return ranks in a grid."""
     if comm.size > 1 and device is not None:
@@ -228,14 +223,42 @@ def _ranks(
     if zero and groups.data.size * groups.context.size == 1:
         cure = "start more ranks, with --data-parallel"
         raise ConfigError(f"--zero {zero} is not for one data rank; {cure}")
-    if schedule is not None and groups.pipeline.size == 1:
+    return Ranks(comm, groups, device, zero, **options)
+
+
+def chunks_of(schedule: str | None, chunks: int | None) -> int:
+    """Return the parts of the blocks in each stage of a pipeline."""
+    return (chunks or 2) if schedule == "interleaved" else 1
+
+
+def check_options(
+    stages: int,
+    contexts: int,
+    zero: int,
+    schedule: str | None,
+    chunks: int | None,
+    context_attention: str | None,
+    accumulate: int,
+) -> None:
+    """Raise a ConfigError for options of a command that do not go with its ranks."""
+    if schedule is not None and stages == 1:
         cure = "give --pipeline-parallel 2 or more"
         raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
-    if context_attention is not None and groups.context.size == 1:
+    if chunks is not None and schedule != "interleaved":
+        cure = "give --schedule interleaved too"
+        raise ConfigError(f"--chunks {chunks} is not for a stage that is whole; {cure}")
+    if schedule == "interleaved" and accumulate % stages:
+        cure = f"give --accumulate {-(-accumulate // stages) * stages}"
+        problem = f"--accumulate {accumulate} is not a multiple of {stages} ranks"
+        raise ConfigError(f"{problem} of --pipeline-parallel, as interleaved asks; {cure}")
+    if context_attention is not None and contexts == 1:
         cure = "give --context-parallel 2 or more"
         problem = f"--context-attention {context_attention} is not for tokens that are whole"
         raise ConfigError(f"{problem}; {cure}")
-    return Ranks(comm, groups, device, zero, schedule or "1f1b", context_attention or "ring")
+    if zero == 3 and stages > 1:
+        cure = "use --zero 1, which divides the averages"
+        problem = "the weights of a stage would be gathered for each microbatch"
+        raise ConfigError(f"--zero 3 is not for --pipeline-parallel: {problem}; {cure}")
 
 
 def _started(asked: bool, device: str | None) -> Communicator:

@@ -104,7 +104,7 @@ def runtime() -> Any:
         )
         return folder / "runtime.so"
 
-    texts = [path.read_text() for path in (*sources, HERE / "src/machine.hpp")]
+    texts = [path.read_text() for path in sorted((HERE / "src").iterdir())]
     path = _built("runtime", "\0".join(texts), build)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_launch.restype = ctypes.c_char_p

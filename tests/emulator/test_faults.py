@@ -68,6 +68,7 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (29, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
         (30, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
         (31, 1, 32, "block exits, and nobody has waited for the 32 arrivals at named barrier 1"),
+        (32, 1, 64, "race on static shared .*: read here, unordered with write by thread"),
     ],
     "broken_copy": [
         (0, 1, 1, "read of uninitialised static shared memory"),

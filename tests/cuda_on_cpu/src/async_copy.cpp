@@ -42,7 +42,8 @@ struct MBarrier {
   bool fenced = false;
   int count = 0, pending = 0, phase = 0;
   long bytes = 0;  // expected and not yet landed
-  std::vector<Clock> arriving, passed;
+  Together arriving;
+  Known passed;
   std::vector<Fiber *> waiting;
 };
 static std::map<const void *, MBarrier> mbarriers;
@@ -65,7 +66,7 @@ static void end_phase(MBarrier &b) {
   if (b.pending || b.bytes) return;
   b.phase ^= 1;
   b.pending = b.count;
-  b.passed = b.arriving;
+  if (M.checks) b.passed = b.arriving.table();
   for (auto *f : b.waiting) make_ready(f);
   b.waiting.clear();
 }
@@ -78,8 +79,8 @@ void mbarrier_init(void *p, int count, const char *file, int line) {
   MBarrier b;
   b.owner = M.cur->index;
   b.count = b.pending = count;
-  b.arriving.assign(M.ids, 0);
-  b.passed = b.arriving;
+  b.arriving.clear(M.ids);
+  b.passed = M.nothing;
   mbarriers[p] = b;
 }
 
@@ -94,8 +95,8 @@ void mbarrier_arrive(void *p, int expect_tx, const char *file, int line) {
   if (b.pending == 0)
     fail("mbarrier: more arrivals than its count of " + std::to_string(b.count), at);
   if (M.checks) {
-    join(b.arriving.data(), M.cur->clock);
-    M.cur->clock[M.cur->index]++;
+    b.arriving.add(M.cur->clock);
+    M.cur->clock.own++;
   }
   b.pending--;
   b.bytes += expect_tx;
@@ -106,8 +107,8 @@ void mbarrier_arrive(void *p, int expect_tx, const char *file, int line) {
 void mbarrier_complete(void *p, int bytes, const char *file, int line) {
   MBarrier &b = initialised(p, {file, line});
   if (M.checks) {
-    join(b.arriving.data(), M.cur->clock);
-    M.cur->clock[M.cur->index]++;
+    b.arriving.add(M.cur->clock);
+    M.cur->clock.own++;
   }
   b.bytes -= bytes;
   end_phase(b);
@@ -120,7 +121,7 @@ void mbarrier_wait(void *p, int parity, const char *file, int line) {
     b.waiting.push_back(M.cur);
     suspend("mbarrier", at);
   }
-  if (M.checks) join(M.cur->clock, b.passed.data());
+  if (M.checks) M.cur->clock.learn(b.passed);
 }
 
 // ---- TMA ---------------------------------------------------------------------------------------
@@ -207,9 +208,9 @@ static void issue(const Map &map, uint32_t dst, int rank, uint32_t bar, const in
   size_t n = box_bytes(map);
   char *p = from_shared(dst, n, at, rank);
   if (M.checks) {
-    Clock *c = agent_clock(t.agent);
-    join(c, M.cur->clock);
-    c[M.fibers + t.agent]++;
+    VectorClock &c = agent_clock(t.agent);
+    c.learn(M.cur->clock);
+    c.own++;
     touch(p, n, Write, at, t.agent);
   }
   memset(p, 0xff, n);
@@ -248,7 +249,7 @@ void land_oldest_copy() {
         memset(d, 0, m.elem);
     }
   });
-  if (M.checks) join(t.bar->arriving.data(), agent_clock(t.agent));
+  if (M.checks) t.bar->arriving.add(agent_clock(t.agent));
   t.bar->bytes -= (long)box_bytes(m);
   end_phase(*t.bar);
 }
@@ -257,9 +258,9 @@ static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at
   int agent = next_agent();
   Clock time = 0;
   if (M.checks) {
-    Clock *c = agent_clock(agent);
-    join(c, M.cur->clock);
-    time = ++c[M.fibers + agent];
+    VectorClock &c = agent_clock(agent);
+    c.learn(M.cur->clock);
+    time = ++c.own;
     touch(from_shared(s, box_bytes(m), at), box_bytes(m), Read, at, agent);
   }
   M.cur->stores.back().push_back({agent, time, at});
@@ -333,10 +334,7 @@ void tma_store_wait(int pending) {
   int done = std::max(0, int(g.size()) - 1 - pending);
   for (int i = 0; i < done; i++)
     for (auto &s : g[i])
-      if (M.checks) {
-        Clock &c = M.cur->clock[M.fibers + s.agent];
-        c = std::max(c, s.time);
-      }
+      if (M.checks) M.cur->clock.learn(M.fibers + s.agent, s.time);
   g.erase(g.begin(), g.begin() + done);
 }
 
@@ -344,7 +342,7 @@ void fence_proxy_async() {
   mbarrier_init_fence();
   if (M.checks) {
     Fiber *f = M.cur;
-    f->fence = f->clock[f->index]++;
+    f->fence = f->clock.own++;
   }
 }
 

@@ -95,15 +95,16 @@ bool pass_signal(int number) {
 // ---- barrier.cluster ---------------------------------------------------------------------------
 static int arrived;
 static unsigned phase;
-static std::vector<Clock> arriving, passed;
+static Together arriving;
+static Known passed;
 static std::vector<Fiber *> waiting;
 
 void release_cluster() {
   if (!arrived || arrived < M.live) return;
   phase++;
   arrived = 0;
-  passed = arriving;
-  std::fill(arriving.begin(), arriving.end(), 0);
+  if (M.checks) passed = arriving.table();
+  arriving.clear(M.checks ? M.ids : 0);
   for (auto *f : waiting) make_ready(f);
   waiting.clear();
 }
@@ -115,8 +116,8 @@ void cluster_arrive(bool relaxed, const char *file, int line) {
   f->arrived_at = {file, line};
   f->phase = phase;
   if (M.checks && !relaxed) {  // relaxed orders no memory
-    join(arriving.data(), f->clock);
-    f->clock[f->index]++;
+    arriving.add(f->clock);
+    f->clock.own++;
   }
   arrived++;
   release_cluster();
@@ -132,7 +133,7 @@ void cluster_wait(const char *file, int line) {
   }
   f->arrived = false;
   f->met = true;
-  if (M.checks) join(f->clock, passed.data());
+  if (M.checks) f->clock.learn(passed);
 }
 
 // ---- shared memory of the neighbours -----------------------------------------------------------
@@ -169,18 +170,19 @@ void check_exit(Fiber *f) {
   Where at{};
   if (copies_into(f->rank, at)) fail("block exits before this copy into its shared memory", at);
   if (!M.checks || M.blocks == 1) return;
-  std::vector<Clock> end(M.ids);
-  for (int i = 0; i < M.threads; i++) join(end.data(), M.fiber[f->rank * M.stride + i].clock);
+  Together end;
+  end.clear(M.ids);
+  for (int i = 0; i < M.threads; i++) end.add(M.fiber[f->rank * M.stride + i].clock);
   std::string what;
-  if (touched_after(f->rank, end.data(), what, at))
+  if (touched_after(f->rank, *end.table(), what, at))
     fail("block rank " + std::to_string(f->rank) + " exits unordered with a " + what, at);
 }
 
 void reset_cluster() {
   arrived = 0;
   phase = 0;
-  arriving.assign(M.checks ? M.ids : 0, 0);
-  passed = arriving;
+  arriving.clear(M.checks ? M.ids : 0);
+  passed = M.nothing;
   waiting.clear();
 }
 }  // namespace emu

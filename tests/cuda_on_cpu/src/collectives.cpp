@@ -8,10 +8,6 @@
 #include <algorithm>
 
 namespace emu {
-void join(Clock *into, const Clock *from) {
-  for (int i = 0; i < M.ids; i++) into[i] = std::max(into[i], from[i]);
-}
-
 // ---- rendezvous --------------------------------------------------------------------------------
 struct Meeting {
   int kind;
@@ -61,20 +57,22 @@ void collective(int kind, int group, int size, uint32_t mask, const char *what, 
 struct Barrier {
   int arrived = 0, count = 0, votes = 0;
   Where at{};
-  std::vector<Fiber *> waiting, passed;
+  std::vector<Fiber *> waiting;
+  std::vector<VectorClock> passed;  // of bar.arrive, as they were
 };
 static Barrier barriers[kMaxCluster][16];
 static int counted[kMaxCluster];  // the votes of the last __syncthreads
 
 static void release(Barrier &b) {
   if (M.checks) {
-    static std::vector<Clock> all;
-    all.assign(M.ids, 0);
-    for (auto *side : {&b.waiting, &b.passed})
-      for (auto *f : *side) join(all.data(), f->clock);
+    static Together all;
+    all.clear(M.ids);
+    for (auto *f : b.waiting) all.add(f->clock);
+    for (auto &clock : b.passed) all.add(clock);
+    Known table = all.table();
     for (auto *f : b.waiting) {
-      memcpy(f->clock, all.data(), M.ids * sizeof(Clock));
-      f->clock[f->index]++;
+      f->clock.replace(table);
+      f->clock.own++;
     }
   }
   for (auto *f : b.waiting)
@@ -95,17 +93,20 @@ void barrier(int id, int count, bool wait, const char *file, int line) {
   b.count = count;
   b.at = at;
   b.arrived++;
-  (wait ? b.waiting : b.passed).push_back(M.cur);
+  if (wait)
+    b.waiting.push_back(M.cur);
+  else
+    b.passed.push_back(M.cur->clock);
   bool full = b.arrived == (count ? count : M.threads);
   if (full) {
     Fiber *me = M.cur;
     if (!count) counted[me->rank] = b.votes;
     release(b);
-    if (!wait && M.checks) me->clock[me->index]++;
+    if (!wait && M.checks) me->clock.own++;
     return;
   }
   if (wait) return suspend(count ? "named barrier" : "__syncthreads", at);
-  if (M.checks) M.cur->clock[M.cur->index]++;
+  if (M.checks) M.cur->clock.own++;
 }
 
 // Every thread reads the count before any can be at the next barrier's end.
@@ -120,14 +121,15 @@ int barrier_count(bool pred, const char *file, int line) {
 void syncwarp(unsigned mask, const char *file, int line) {
   auto op = [](void **lane, int n) {
     if (!M.checks) return;
-    static std::vector<Clock> all;
-    all.assign(M.ids, 0);
+    static Together all;
+    all.clear(M.ids);
     for (int i = 0; i < n; i++)
-      if (lane[i]) join(all.data(), ((Fiber *)lane[i])->clock);
+      if (lane[i]) all.add(((Fiber *)lane[i])->clock);
+    Known table = all.table();
     for (int i = 0; i < n; i++)
       if (auto *f = (Fiber *)lane[i]) {
-        memcpy(f->clock, all.data(), M.ids * sizeof(Clock));
-        f->clock[f->index]++;
+        f->clock.replace(table);
+        f->clock.own++;
       }
   };
   collective(SYNCWARP, M.cur->index / 32, 32, mask, "__syncwarp", M.cur, op, {file, line});

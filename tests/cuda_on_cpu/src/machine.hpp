@@ -3,6 +3,7 @@
 //   scheduler.cpp     a fiber per CUDA thread, the launch, deadlocks
 //   cluster.cpp       the blocks of a cluster side by side, each with its own shared memory
 //   collectives.cpp   the rendezvous behind barriers, shuffles, votes and tensor-core products
+//   clock.hpp         the vector clocks of threads, and of agents that work beside them
 //   memory.cpp        bounds, uninitialised reads, races by vector clocks
 //   calls.hpp         what kernels call
 //   hooks.cpp         what the compiler calls on every access
@@ -12,6 +13,7 @@
 //   traffic.cpp       sectors of global memory and banks of shared memory, warp by warp
 #pragma once
 #include "calls.hpp"
+#include "clock.hpp"
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -30,7 +32,6 @@ constexpr int kMaxThreads = 1024, kMaxCluster = 8, kWarpgroups = 8, kCopyAgents 
 constexpr int kStack = 128 << 10;
 constexpr int kPending = 0xffff;  // shadow owner of bytes that an unfinished cp.async will write
 constexpr int kInstructionPointer = -1;  // Where::line when Where::file is a code address
-using Clock = uint32_t;
 
 struct Where {
   const char *file;
@@ -58,7 +59,7 @@ struct Fiber {
   int index, rank;  // in the cluster; of the block in it
   const char *doing;  // what a Waiting fiber waits for, and where
   Where at;
-  Clock *clock;      // vector clock: one entry per thread, then one per agent
+  VectorClock clock;  // times of threads, then of agents; none without checks
   Clock fence;       // own time of the last fence.proxy.async
   bool arrived, met;  // at the cluster's barrier without a wait yet; once behind it
   unsigned phase;     // of that barrier, on arrival, and where
@@ -126,7 +127,8 @@ struct Machine {
   int alive[kMaxCluster];    // their threads that have not exited
   bool over = false;
   std::vector<Fiber> fiber;
-  std::vector<Clock> clocks, agent_clocks;
+  Known nothing;  // what a clock knows when a cluster starts
+  std::vector<VectorClock> agent_clocks;
   std::vector<int> ready;
   size_t ready_head = 0;
   int live = 0;
@@ -173,7 +175,6 @@ using Op = void (*)(void **lane, int size);
 void collective(int kind, int group, int size, uint32_t mask, const char *what, void *mine, Op op,
                 Where at);
 enum Kind { SYNCWARP, SHFL, BALLOT, MMA, LDMATRIX, WGMMA };
-void join(Clock *into, const Clock *from);
 void reset_collectives();
 
 // memory.cpp
@@ -188,9 +189,9 @@ uint32_t shared_address(const void *p, Where at);
 char *from_shared(uint32_t address, size_t n, Where at, int rank = M.cur->rank);
 void start_memory(size_t size, size_t capacity);              // a launch
 void add_image(int rank, char *dynamic, const void *symbol);  // ... the shared memory of a block
-bool touched_after(int rank, const Clock *end, std::string &what, Where &at);
+bool touched_after(int rank, const Times &end, std::string &what, Where &at);
 void reset_memory();                                          // a cluster
-inline Clock *agent_clock(int a) { return &M.agent_clocks[size_t(a) * M.ids]; }
+inline VectorClock &agent_clock(int a) { return M.agent_clocks[a]; }
 
 // hooks.cpp: every access of a checked build
 void access(char *p, size_t n, Access a, Where at);

@@ -24,24 +24,23 @@ static Region *find_region(const char *p);
 // address, all that had happened before the fence.  A thread whose atomic finds that address, and
 // that has a __threadfence afterwards, is behind it.  Clusters run in turn, so what others have
 // published stands still while one runs.
-using Times = std::vector<Clock>;                // of every thread and agent of a cluster
-using Known = std::map<unsigned, std::shared_ptr<const Times>>;  // by cluster
+using Told = std::map<unsigned, Known>;  // by cluster
 
 struct Order {  // of a thread
-  Times fence[2];  // its clock at its last fence, of [0] a block and [1] the device; empty: none
+  VectorClock fence[2];  // its clock at its last fence, of [0] a block and [1] the device
   std::set<const void *> heard[2];  // addresses of atomics since
 };
 struct Acquired {  // from its time `since` on, a thread knows what others published
   int thread;
   Clock since;
-  Known known;
+  Told told;
 };
 static std::vector<Order> orders;
 static std::vector<Acquired> acquired;  // by the cluster that runs
-static std::map<const void *, Known> published;
-static std::map<const void *, Times> published_here;  // within the cluster, by either fence
+static std::map<const void *, Told> published;
+static std::map<const void *, Together> published_here;  // within the cluster, by either fence
 
-static void merge(Known &into, unsigned cluster, const std::shared_ptr<const Times> &times) {
+static void merge(Told &into, unsigned cluster, const Known &times) {
   auto &mine = into[cluster];
   if (!mine) {
     mine = times;
@@ -57,19 +56,19 @@ void threadfence(bool device) {
   Fiber *f = M.cur;
   Order &order = orders[f->index];
   for (auto *p : order.heard[device])
-    if (auto i = published_here.find(p); i != published_here.end()) join(f->clock, i->second.data());
+    if (auto i = published_here.find(p); i != published_here.end()) f->clock.learn(i->second.table());
   if (device) {
-    Known known;
+    Told told;
     for (auto *p : order.heard[1])
       for (auto &[cluster, times] : published[p])
-        if (cluster != M.serial) merge(known, cluster, times);
-    if (!known.empty()) acquired.push_back({f->index, ++f->clock[f->index], std::move(known)});
+        if (cluster != M.serial) merge(told, cluster, times);
+    if (!told.empty()) acquired.push_back({f->index, ++f->clock.own, std::move(told)});
     order.heard[1].clear();
   }
   order.heard[0].clear();
   for (int scope = 0; scope <= device; scope++)
-    order.fence[scope].assign(f->clock, f->clock + M.ids);
-  f->clock[f->index]++;
+    order.fence[scope] = f->clock;
+  f->clock.own++;
 }
 
 void heard(const void *p) {
@@ -82,25 +81,28 @@ void publish(const void *p, bool replace) {
     published.erase(p);
     published_here.erase(p);
   }
-  if (order.fence[0].empty()) return;
-  Times &here = published_here[p];
-  here.resize(M.ids);
-  join(here.data(), order.fence[0].data());
-  const Times &fence = order.fence[1];
-  if (fence.empty() || find_region((const char *)p) < &M.regions[shared_regions()]) return;
-  Known &known = published[p];
+  if (!order.fence[0]) return;
+  Together &here = published_here[p];
+  if (here.empty()) here.clear(M.ids);
+  here.add(order.fence[0]);
+  const VectorClock &fence = order.fence[1];
+  if (!fence || find_region((const char *)p) < &M.regions[shared_regions()]) return;
+  Told &told = published[p];
   for (auto &a : acquired)
     if (fence[a.thread] >= a.since)
-      for (auto &[cluster, times] : a.known) merge(known, cluster, times);
-  merge(known, M.serial, std::make_shared<const Times>(fence));
+      for (auto &[cluster, times] : a.told) merge(told, cluster, times);
+  Together all;
+  all.clear(M.ids);
+  all.add(fence);
+  merge(told, M.serial, all.table());
 }
 
 // Whether what an agent or thread did at a time is over for a clock of the running cluster.
-static bool ordered(unsigned cluster, int id, Clock time, const Clock *clock) {
+static bool ordered(unsigned cluster, int id, Clock time, const VectorClock &clock) {
   if (cluster == M.serial) return time <= clock[id];
   for (auto &a : acquired)
     if (clock[a.thread] >= a.since)
-      if (auto i = a.known.find(cluster); i != a.known.end() && (*i->second)[id] >= time)
+      if (auto i = a.told.find(cluster); i != a.told.end() && (*i->second)[id] >= time)
         return true;
   return false;
 }
@@ -214,7 +216,7 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   if (shared && region / REGIONS_OF_A_BLOCK != f->rank)
     check_neighbour(region / REGIONS_OF_A_BLOCK, f, at);
   int me = agent < 0 ? f->index : M.fibers + agent;
-  const Clock *clock = agent < 0 ? f->clock : agent_clock(agent);
+  const VectorClock &clock = agent < 0 ? f->clock : agent_clock(agent);
   Shadow *cells = &r->shadow[p - r->base];
   uint16_t here = site(at);
   auto byte = [&](size_t i) {
@@ -291,13 +293,13 @@ void settle(const void *p, size_t n) {
   for (size_t i = 0; i < n; i++) {
     Shadow &c = r->shadow[(const char *)p - r->base + i];
     c.writer = M.cur->index;
-    c.wrote = M.cur->clock[M.cur->index];
+    c.wrote = M.cur->clock.own;
   }
 }
 
 // Whether somebody outside a block touches its shared memory at a time that nothing orders before
 // `end`.
-bool touched_after(int rank, const Clock *end, std::string &what, Where &at) {
+bool touched_after(int rank, const Times &end, std::string &what, Where &at) {
   auto late = [&](int id, Clock time) {
     bool foreign = id < M.fibers ? M.fiber[id].rank != rank : id >= M.fibers + M.wgmma_agents;
     return foreign && time > end[id];

@@ -179,8 +179,7 @@ static void start(Fiber &f, int index) {
   if (i >= unsigned(M.threads)) return;  // a gap: warps and warpgroups belong to one block
   f.tid = {i % blockDim.x, i / blockDim.x % blockDim.y, i / (blockDim.x * blockDim.y)};
   f.stack = stacks + size_t(index) * kStack;
-  f.clock = M.checks ? &M.clocks[size_t(index) * M.ids] : nullptr;
-  if (f.clock) f.clock[index] = 1;
+  f.clock.start(index, 1, M.nothing);
   f.fence = f.phase = 0;
   f.arrived = f.met = false;
   f.accumulating = 0;
@@ -207,8 +206,9 @@ static void run_blocks() {
   M.fiber.resize(M.fibers);
   std::fill(M.alive, M.alive + M.blocks, M.threads);
   if (M.checks) {
-    M.clocks.assign(size_t(M.fibers) * M.ids, 0);
-    M.agent_clocks.assign(size_t(M.agents) * M.ids, 0);
+    M.nothing = std::make_shared<const Times>(M.ids);
+    M.agent_clocks.resize(M.agents);
+    for (int a = 0; a < M.agents; a++) agent_clock(a).start(M.fibers + a, 0, M.nothing);
   }
   reset_collectives();
   reset_memory();

@@ -158,7 +158,7 @@ void wgmma_fence(const char *, int) { wg[M.cur->index].fenced = true; }
 void wgmma_commit() {
   auto &s = wg[M.cur->index];
   int agent = M.cur->index / 128;
-  s.groups.back().tick = M.checks ? agent_clock(agent)[M.fibers + agent] : 0;
+  s.groups.back().tick = M.checks ? agent_clock(agent).own : 0;
   s.groups.emplace_back();
   s.fenced = false;
 }
@@ -188,8 +188,11 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
         fail("wgmma: descriptors differ between threads of the warpgroup", m.at);
     }
     if (M.checks) {
-      for (int l = 0; l < 128; l++) join(agent_clock(agent), ((WgLane *)lane[l])->f->clock);
-      agent_clock(agent)[M.fibers + agent]++;
+      static Together all;
+      all.clear(M.ids);
+      for (int l = 0; l < 128; l++) all.add(((WgLane *)lane[l])->f->clock);
+      agent_clock(agent).learn(all.table());
+      agent_clock(agent).own++;
     }
     static float A[32][64], B[32 * 256], D[64][256];
     int e = values_of_word(z.type);
@@ -243,10 +246,7 @@ void wgmma_wait(int pending, const char *, int) {
         for (auto &q : s.groups[h].acc) newer |= q.d == p.d;
       if (!newer) memcpy(p.d, p.value.data(), p.value.size() * sizeof(float));
     }
-    if (M.checks) {
-      Clock &c = M.cur->clock[M.fibers + M.cur->index / 128];
-      c = std::max(c, s.groups[g].tick);
-    }
+    if (M.checks) M.cur->clock.learn(M.fibers + M.cur->index / 128, s.groups[g].tick);
   }
   s.groups.erase(s.groups.begin(), s.groups.begin() + done);
   M.cur->accumulating = 0;

@@ -40,6 +40,15 @@ KERNEL(1024) broken(int *out, int mode) {
   if (mode == 18) named_barrier_sync(1, threadIdx.x < 32 ? 64 : 96);
   if (mode == 19) named_barrier_sync(1, 33);
   if (mode == 31) named_barrier_arrive(1, 64);
+  if (mode == 32) {  // what follows an arrival is not behind the barrier
+    if (threadIdx.x < 32) {
+      named_barrier_arrive(1, 64);
+      tile[lane] = 1;
+    } else {
+      named_barrier_sync(1, 64);
+      out[lane] = tile[lane];
+    }
+  }
   if (mode == 20) __trap();
   if (mode == 21) out[0] = 1 << (threadIdx.x + 32);
   if (mode == 22) out[0] = smem_u32(out);

@@ -21,7 +21,7 @@ CONFIG = {
     "model_type": "llama",
     "vocab_size": 1024,
     "hidden_size": 128,
-    "intermediate_size": 344,
+    "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,

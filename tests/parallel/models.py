@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_cupy import CheckpointConfig, Nf4
+from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.core.dtypes import BFLOAT16
-from unsloth_cupy.models import create, load
+from unsloth_cupy.models import create, load, quantize
 from unsloth_cupy.models.division import Division
+from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import Communicator
 
 from ..models.peers import CONFIGS, SIZES
@@ -87,23 +88,31 @@ def adapted(folder: Path, comm: Communicator, out: Path) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def quantized(folder: Path, comm: Communicator) -> None:
-    """Each rank quantizes what it reads; the loss is that of the weights that were made."""
-    model = load(folder, communicator=comm, quantize="nf4")
-    model.add_adapter(2, seed=0)
-    whole, made = load(folder), 0
-    for name, weight in model.parameters.items():
-        if isinstance(weight, Nf4):
-            made += 1
-            whole.parameters[name] = model.division.gathered(name, weight.dequantize())
-    assert made == 7
-    tokens, labels = texts()
-    loss, gradients = model.loss_and_gradients(tokens, labels)
-    close(loss, whole.loss(tokens, labels))
-    whole.add_adapter(2, seed=0)
-    wanted = whole.loss_and_gradients(tokens, labels)[1]
-    for key, gradient in gradients.items():
-        close(model.division.gathered(key, gradient), wanted[key])
+def quantized(folder: Path, comm: Communicator, out: Path) -> None:
+    """Weights of each kind, made as they are read or read as codes, are those of one device."""
+    for kind in Sample.one_in(2, ("nf4-double", "int8", "fp4", "ternary", "nf4")):
+        if comm.rank == 0:
+            load(folder, quantize=kind).save(out / kind)
+        comm.barrier()
+        for source, how in ((folder, {"quantize": kind}), (out / kind, {})):
+            whole, model = load(source, **how), load(source, communicator=comm, **how)
+            made = [n for n, weight in model.parameters.items() if isinstance(weight, Quantized)]
+            assert len(made) == 14
+            for name in made:
+                wanted = model.division.own(name, whole.parameters[name].dequantize())
+                np.testing.assert_array_equal(model.parameters[name].dequantize(), wanted, name)
+            tokens, labels = texts()
+            for each in (whole, model):
+                each.add_adapter(2, seed=0)
+            wanted, gradients = whole.loss_and_gradients(tokens, labels)
+            loss, found = model.loss_and_gradients(tokens, labels)
+            close(loss, wanted)
+            for key, gradient in found.items():
+                close(model.division.gathered(key, gradient), gradients[key])
+    model, whole = load(folder, communicator=comm), load(folder)
+    for each in (model, whole):
+        quantize(each, kind)
+    close(model.loss(tokens, labels), whole.loss(tokens, labels))
 
 
 def narrow(folder: Path, comm: Communicator) -> None:
@@ -134,12 +143,17 @@ def all_checks(comm: Communicator, folder: Path) -> None:
             pipelines.models(comm, here, folder / f"{here.name}-staged", lora)
     pipelines.small_layers(comm)
     if comm.rank == 0:
-        sizes = {"hidden_size": 64, "intermediate_size": 193, "num_hidden_layers": 1}
+        sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+        sizes |= {"head_dim": 32}
         filled(SIZES | {"model_type": "llama"} | sizes, folder / "wide")
         model = load(folder / "wide", dtype="bfloat16")
+        for name, array in model.parameters.items():
+            if array.ndim == 1:
+                model.parameters[name] = array.astype(np.float32)
         model.save(folder / "narrow")
     comm.barrier()
     if comm.size == 2:
-        quantized(folder / "wide", comm)
+        quantized(folder / "wide", comm, folder)
         narrow(folder / "narrow", comm)
+        pipelines.narrow(folder / "narrow", comm)
         held.all_checks(comm)

@@ -114,3 +114,14 @@ def models(comm: Communicator, folder: Path, out: Path, lora: Path | None = None
         assert held.keys() < every.keys()
         for name, array in held.items():
             np.testing.assert_array_equal(model.division.gathered(name, array), every[name], name)
+
+
+def narrow(folder: Path, comm: Communicator) -> None:
+    """Hidden states of 16 bits, where norms in float32 are all that a stage has beside codes."""
+    whole, model = load(folder, quantize="int8"), load(folder, quantize="int8", pipeline=comm)
+    assert model.table.dtype == (np.float32 if comm.rank else whole.table.dtype)
+    tokens = np.random.default_rng(4).integers(3, 97, (2, 5))
+    stage = ModelStage(model, {}, tokens.size - len(tokens))
+    batch = {"tokens": tokens, "labels": tokens}
+    close(pipeline_loss(stage, batch), whole.loss(**batch), 2**-8)
+    assert model.generate(tokens, max_new_tokens=2, stop=()).shape == (2, 7)

@@ -1,15 +1,17 @@
 """Model families divided among ranks equal those of one device."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from unsloth_cupy import ternary_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division, check_divides
 from unsloth_cupy.models.parse import parse
-from unsloth_cupy.models.quantized import cut_by_ranks, quantizing
+from unsloth_cupy.models.quantized import KINDS, Quantizer
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator
 
@@ -73,31 +75,58 @@ def test_new_models_are_parts_of_one() -> None:
             np.testing.assert_array_equal(array, model.division.own(name, whole.parameters[name]))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8", "nf4-double"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("sizes", "ranks"),
-    [((128, 4, 192), 2), ((64, 2, 320), 4), ((128, 8, 172), 2), ((80, 2, 172), 2)],
+    ("sizes", "ranks", "fits"),
+    [((128, 4, 192), 2, True), ((64, 2, 320), 4, False), ((128, 8, 172), 2, False)],
 )
-def test_layers_whose_codes_differ_are_named(
-    kind: str, sizes: tuple[int, int, int], ranks: int
+def test_slices_have_the_codes_of_the_whole_weight(
+    kind: str, sizes: tuple[int, int, int], ranks: int, fits: bool
 ) -> None:
-    """What is not named has the values of the whole weight, bit for bit; what is named has not."""
+    """Made of slices where these tell, of the whole where not; a block is not cut, but refused."""
     hidden, heads, inner = sizes
     config = SIZES | {"model_type": "llama", "hidden_size": hidden, "intermediate_size": inner}
     config |= {"num_attention_heads": heads * 2, "num_key_value_heads": heads, "head_dim": 32}
     config |= {"num_hidden_layers": 1}
     comm = SingleCommunicator()
     comm.size = ranks
-    whole = create(config, seed=0)
-    make, differ = quantizing("test", kind), set[str]()
-    named = cut_by_ranks(Division(parse(config), comm), kind)
+    whole, alone = create(config, seed=0), Quantizer("test", kind)
+    refused, wholes = list[str](), set[str]()
     for comm.rank in range(ranks):
         division = Division(parse(config), comm)
+        make = Quantizer("test", kind, division)
         for name, array in whole.parameters.items():
-            made, part = make(name, array), make(name, division.own(name, array).copy())
-            if isinstance(made, Quantized):
-                wanted = division.own(name, made.dequantize())
-                dense = part.dequantize() if isinstance(part, Quantized) else part
-                if not np.array_equal(dense, wanted):
-                    differ.add(name.split(".")[-2])
-    assert named == sorted(differ)
+            made = alone(name, array)
+            if not isinstance(made, Quantized):
+                continue
+            wholes |= {name} if make.wants_whole(name) else set()
+            given = array if make.wants_whole(name) else division.own(name, array)
+            try:
+                part = make(name, given)
+            except ConfigError as error:
+                refused.append(str(error))
+                continue
+            wanted = division.own(name, made.dequantize())
+            np.testing.assert_array_equal(part.dequantize(), wanted, name)
+            assert part.nbytes <= 1.3 * made.nbytes * part.size / made.size
+    said = re.compile(
+        r"_proj.weight: .*columns \d.* part blocks of 64 values; cut at multiples of 64, or"
+    )
+    assert all(said.search(each) for each in refused), refused
+    assert bool(refused) == (not fits and kind in ("nf4", "nf4-double", "fp4"))
+    assert bool(wholes) == (kind not in ("nf4", "fp4") or not fits)
+
+
+def test_columns_of_rounded_rows_are_not_cut() -> None:
+    """BitNet's products round a row of x by its largest value, which a part does not know."""
+    made = ternary_quantize(np.ones((4, 64), np.float32))
+    made.activations = "int8"
+    assert made.cut(0, [slice(1, 3)]).shape == (2, 64)
+    with pytest.raises(ConfigError, match=r"round whole rows of x.*; cut it by rows"):
+        made.cut(1, [slice(0, 32)])
+    grouped = ternary_quantize(np.ones((4, 64), np.float32), per="group", group=32)
+    np.testing.assert_array_equal(
+        grouped.cut(1, [slice(32, 64)]).dequantize(), grouped.dequantize()[:, 32:]
+    )
+    with pytest.raises(ConfigError, match="part groups that share a scale; cut at multiples of 32"):
+        grouped.cut(1, [slice(0, 31)])

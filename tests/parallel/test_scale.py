@@ -59,7 +59,7 @@ GRIDS: tuple[tuple[Layout, dict[str, Any]], ...] = (
     (Layout(1, 2, 2), INTERLEAVED),
     (Layout(2, 2, 2, 1), INTERLEAVED | {"rank": 4}),
     (Layout(1, 3, 1), {"schedule": "gpipe"}),
-    (Layout(2, 2, 2), LORA),
+    (Layout(2, 2, 2), LORA | {"quantization": "int8"}),
     (Layout(1, 1, 2, 3), LORA),
 )
 
@@ -136,9 +136,9 @@ def test_adapters_alone_learn() -> None:
 def test_quantized_weights_are_divided_as_codes() -> None:
     """Half a byte of each value and a scale of 64: a rank of two holds half of what one has."""
     options: Any = {"rank": 4, "device": "cpu", "dtype": "float32"}
-    config = LLAMA | {"hidden_size": 64, "intermediate_size": 96}
+    config = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     dense, codes = (planned(Layout(2), config, **options, quantization=k) for k in (None, "nf4"))
-    values = 4 * (4 * 64 * 64 + 3 * 64 * 96) // 2
+    values = 4 * (4 * 64 * 128 + 3 * 64 * 128) // 2
     blocks = values // 64
     saved = dense.stages[0].memory.weights - codes.stages[0].memory.weights
     assert saved == 4 * values - values // 2 - 4 * blocks
@@ -255,7 +255,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
         assert said in done.output, done.output
     assert done.output.count("|") >= 8
     assert "<svg" in (tmp_path / "schedule.svg").read_text()
-    command[-2:] = ["--lora", "4", "--quantize", "nf4"]
+    command[-2:] = ["--lora", "4", "--quantize", "int8"]
     command += ["--pipeline-parallel", "2", "--schedule", "interleaved"]
     done = click.testing.CliRunner().invoke(group, [*command, "--accumulate", "5"])
     assert "as interleaved asks; give --accumulate 6" in done.output, done.output
@@ -263,7 +263,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     assert "4 layers are not enough for 2 stages of 3 chunks each" in done.output, done.output
     done = click.testing.CliRunner().invoke(group, command)
     assert done.exit_code == 0, done.output
-    for said in ("lora 4, quantized to nf4, interleaved", "replayed: 16 ranks", "as planned"):
+    for said in ("lora 4, quantized to int8, interleaved", "replayed: 16 ranks", "as planned"):
         assert said in " ".join(done.output.split()), done.output
     done = click.testing.CliRunner().invoke(group, [*command, "--pipeline-parallel", "1"])
     assert "--schedule interleaved is not for one stage; give --pipeline-parallel 2" in done.output

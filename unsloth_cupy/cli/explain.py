@@ -16,7 +16,7 @@ from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED, OPTIMIZERS, new_adapter, trained
 from ..memory.planned import Planned, keeping
 from ..models.parse import parse
-from ..models.quantized import quantizing
+from ..models.quantized import Quantizer
 from ..profiling.explain import explain as explained
 from ..profiling.explanation import Explanation, Step
 from ..profiling.shapes import shape
@@ -87,7 +87,7 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
     config, ledger = parse(values), Ledger(1)
     sizes = form.batch, tokens_of(form.tokens, config.positions)
     adapter = None if form.rank is None else new_adapter(config, form.rank)
-    codes = None if form.quantization is None else quantizing("explain", form.quantization)
+    codes = None if form.quantization is None else Quantizer("explain", form.quantization)
     with keeping(ledger):
         model, steps = trained(
             ledger, config, Planned, form.kind, form.optimizer, 32, adapter, codes

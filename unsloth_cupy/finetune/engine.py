@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..models.division import whole_parameters
 from ..models.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ..models.whole import whole_parameters
 from ..ops.optimizers.gradients import GradientMeasure, square_sum
 from ..parallel.data import DataParallel
 from ..parallel.ulysses import check_heads
@@ -16,7 +16,7 @@ from ..parallel.zero3 import Zero3
 from ..placement import to_numpy
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.optimizer import AdamW
-from ..training.precision import compute_copies
+from ..training.precision import DTYPES, compute_copies
 from .averages import fitted, spread
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Engine:
 
     def copies(self, dtype: str) -> dict[str, Any]:
         """Return what the model computes with in place of float32 parameters."""
+        if self.stages is not None:
+            self.stages.dtype = DTYPES[dtype]
         if self.parts is not None:
             return self.parts.compute_copies(dtype)
         return compute_copies(self.model.parameters, dtype)

@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from ..machine import console, format_bytes
-from ..models.quantized import cut_by_ranks
 from .run_folder import RunFolder
 from .streaming import stream_text
 from .trainer import Trainer
@@ -21,11 +20,6 @@ def announce(trainer: Trainer) -> None:
     count = sum(map(math.prod, whole.shapes().values()))
     learned = sum(array.size for array in model.trainable.values())
     adapted = f", adapters of {learned:,}" if model.adapter else ""
-    kind, division = trainer.plan.quantize, model.division
-    cut = [] if kind is None or division is None else cut_by_ranks(division, kind)
-    if cut:
-        told = f"slices of {', '.join(cut)} are quantized to {kind} by themselves"
-        click.echo(f"{told}: their values are not those of one device", err=True)
     if lessons.told:
         click.echo(lessons.told, err=True)
     click.echo(

@@ -100,7 +100,7 @@ def plan_memory(
     """
     from ..models.config import Config
     from ..models.parse import parse
-    from ..models.quantized import quantizing
+    from ..models.quantized import Quantizer
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
@@ -128,7 +128,7 @@ def plan_memory(
     ledger = Ledger(granule)
     with keeping(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
         given = new_adapter(parsed, rank) if rank is not None else adapter
-        codes = None if quantization is None else quantizing("plan_memory", quantization)
+        codes = None if quantization is None else Quantizer("plan_memory", quantization)
         given_to = (ledger, parsed, arrays, kind, optimizer, state_bits, given, codes)
         model, steps = trained(*given_to)
         model.chunked_mlp = chunked_mlp

@@ -40,7 +40,7 @@ class InOrder:
             most,
             config.kv_heads,
             config.dim,
-            dtype=model.table.dtype if dtype is None else dtype,
+            dtype=model.dtype if dtype is None else dtype,
             like=model.table,
             window=[config.window_of(i) if here else 1 for i, here in enumerate(held)],
         )

@@ -56,26 +56,50 @@ class Home(NamedTuple):
     inverse: bool = False  # its scale divides
 
 
+class Unread:
+    """A parameter in opened files, of which nothing is read yet, in a dtype or in its own."""
+
+    def __init__(
+        self, name: str, home: Home, files: Mapping[str, Any], dtype: np.dtype[Any] | None = None
+    ) -> None:
+        self.name, self.home, self.files, self.dtype = name, home, files, dtype
+
+    def __getitem__(self, key: Any) -> Array:
+        """Return a part, all that is read."""
+        part = self.files[self.home.file].get_slice(self.home.stored)
+        return self._cast(part[:] if key is ... else part[key])
+
+    def whole(self) -> Any:
+        """Return all of it, which may be a quantized weight."""
+        home, files = self.home, self.files
+        if home.kind is None:
+            return self._cast(files[home.file].get_tensor(home.stored))
+        places = {**home.parts, "weight": (home.file, home.stored)}
+        state = {key: _owned(files[file].get_tensor(at)) for key, (file, at) in places.items()}
+        return assembled(self.name, home.kind, state, home.shape, self.dtype, home.inverse)
+
+    def _cast(self, read: Array) -> Array:
+        return _owned(read.astype(self.dtype or self.home.dtype, copy=False))
+
+
 def read_tensors(
     folder: Path,
-    config: Config,
+    homes: Mapping[str, Home],
+    files: Sequence[str],
     dtype: np.dtype[Any] | None,
-    keep: Callable[[str, Any], Any] = lambda name, value: value,
-    own: Callable[[str, Any], Any] | None = None,
-    holds: Callable[[str], bool] = lambda name: True,
+    keep: Callable[[str, Unread], Any],
+    holds: Callable[[str], bool],
 ) -> tuple[dict[str, Any], Layout]:
-    """Return the parameters of a checkpoint, and which file holds which.
+    """Return the parameters that ``find_tensors`` has found, and which file holds which.
 
-    ``keep`` returns what is kept of each one, as soon as it is read: none waits for the others.
-    ``own`` returns what is read of one, of a slice of its file that nobody has read; those that
-    ``holds`` says no to are not read at all.
+    ``keep`` reads what is kept of each one: none waits for the others; those that ``holds`` says no
+    to are not read at all.
 
     Raises
     ------
     ConfigError
-        As ``find_tensors``; or their dtypes differ, and ``dtype`` chooses none.
+        Their dtypes differ, and ``dtype`` chooses none.
     """
-    homes, files = find_tensors(folder, config)
     if dtype is None:
         _check_mixture(folder, homes)
     parameters: dict[str, Any] = {}
@@ -83,7 +107,7 @@ def read_tensors(
     with ExitStack() as stack:
         handles = {file: stack.enter_context(opened(folder / file)) for file in files}
         for name in (name for names in layout.values() for name in names if holds(name)):
-            parameters[name] = keep(name, read_tensor(name, homes[name], handles, dtype, own))
+            parameters[name] = keep(name, Unread(name, homes[name], handles, dtype))
     return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
@@ -108,28 +132,6 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
             " checkpoint again, or correct config.json"
         )
     return {name: homes[name] for name in shapes}, files
-
-
-def read_tensor(
-    name: str,
-    home: Home,
-    files: Mapping[str, Any],
-    dtype: np.dtype[Any] | None = None,
-    own: Callable[[str, Any], Any] | None = None,
-) -> Any:
-    """Return a parameter from opened files, in a dtype or in its own; or a quantized weight."""
-    if home.kind is not None:
-        if own is not None:
-            cure = "load dense weights, with quantize= where they are to be"
-            raise ConfigError(f"tensor {name!r} is quantized and not divided among ranks; {cure}")
-        places = {**home.parts, "weight": (home.file, home.stored)}
-        state = {key: _owned(files[file].get_tensor(at)) for key, (file, at) in places.items()}
-        return assembled(name, home.kind, state, home.shape, dtype, home.inverse)
-    if own is not None:
-        read = own(name, files[home.file].get_slice(home.stored))
-    else:
-        read = files[home.file].get_tensor(home.stored)
-    return _owned(read.astype(dtype or home.dtype, copy=False))
 
 
 def _owned(array: Array) -> Array:

@@ -12,21 +12,21 @@ ranks hold the same ones; the vocabulary is divided as evenly as can be, the inn
 a time, where it is a multiple of that: no block of a weight of 4 bits is cut then.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import Array, Stored
+from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..ops.elements.arithmetic import scale
+from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
-from ..placement import to_numpy
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
+from .checkpoint_files import Unread
 from .config import Config
 from .layers import EMBEDDING, Stages, part_of_inner
 
@@ -80,6 +80,8 @@ class Division:
 
     def cut(self, name: str, rank: int | None = None) -> Cut | None:
         """Return where a rank's part of a parameter lies; None for what each holds whole."""
+        if self.comm.size == 1:
+            return None
         module, kind = _split(name)
         rank = self.comm.rank if rank is None else rank
         if module in INPUTS:
@@ -108,13 +110,33 @@ class Division:
             known |= {"q_norm": [q], "k_norm": [k]}
         return known.get(module, [])
 
-    def own(self, name: str, array: Any) -> Any:
-        """Return this rank's part of a parameter, of which ``array`` may be an unread slice."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a parameter."""
+        found, whole = self.cut(name), self.shapes[name]
+        if found is None:
+            return whole
+        size = sum(where.stop - where.start for where in found[1])
+        return (*whole[: found[0]], size, *whole[found[0] + 1 :])
+
+    def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
+        """Return this rank's part of a parameter, an array or a quantized weight.
+
+        ``array`` may be an Unread, of which no more is read than the part, or than some rows of it.
+        """
         found = self.cut(name)
         if found is None:
-            return array[:] if not hasattr(array, "shape") else array
+            return array if rows is None and not isinstance(array, Unread) else array[rows or ...]
         axis, ranges = found
-        parts = [array[along(axis, where)] for where in ranges]
+        if isinstance(array, Quantized):
+            try:
+                return array.cut(axis, ranges)
+            except ConfigError as error:
+                raise ConfigError(f"Division: {name}: {error}") from None
+        if rows is not None and axis:
+            parts = [array[rows, where] for where in ranges]
+        else:
+            ranges = ranges if rows is None else _within(ranges, rows)
+            parts = [array[along(axis, where)] for where in ranges]
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
 
     def gathered(self, name: str, own: Array) -> Array:
@@ -156,10 +178,10 @@ class Division:
 
     def shares(self, name: str) -> list[tuple[slice, float]]:
         """Return what each row of a parameter counts here: 1 by how many ranks hold the same."""
-        if self.cut(name) is None:
-            return [(slice(None), 1 / self.comm.size)]
         if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
             return [(slice(None), 0.5)]
+        if self.cut(name) is None:
+            return [(slice(None), 1 / self.comm.size)]
         if _split(name)[0] == "qkv_proj":
             queries = self.config.heads * self.config.dim
             return [(slice(0, queries), 1.0), (slice(queries, None), 1 / self.times)]
@@ -201,65 +223,6 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     return Adapter(adapter.settings, own)
 
 
-def whole_parameters(
-    parameters: Mapping[str, Any], division: Division | None
-) -> Iterator[dict[str, Any]]:
-    """Yield whole parameters once, gathered by all ranks, to rank 0 alone.
-
-    All ranks go on together, when what rank 0 writes is there.
-    """
-    if division is None:
-        yield dict(parameters)
-        return
-    frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
-    if frozen is not None:
-        cure = "save_adapter(folder) writes what was learned"
-        raise ConfigError(f"save: parts of {frozen} are quantized, and not a whole weight; {cure}")
-    first, stages = division.comm.rank == 0, division.stages
-    whole: dict[str, Any] = {}
-    for stage, name, shape, dtype in _listed(parameters, division):
-        here = stages is None or stage == stages.comm.rank
-        array = division.gathered(name, parameters[name]) if here else None
-        if name in whole or not first:
-            continue
-        if stages is not None and stage and stages.comm.rank == 0:
-            array = stages.comm.receive(np.empty(shape, dtype), stage)
-        elif stages is not None and stage and here:
-            stages.comm.send(to_numpy(array), 0)
-        whole[name] = to_numpy(array) if array is not None else None
-    if first and (stages is None or stages.first):
-        yield whole
-    division.comm.barrier()
-    if stages is not None:
-        stages.comm.barrier()
-
-
-def _listed(
-    parameters: Mapping[str, Any], division: Division
-) -> list[tuple[int, str, list[int], str]]:
-    """Return the parameters of all stages, each once: stage, name, whole shape and dtype."""
-    stages = division.stages
-    rank = 0 if stages is None else stages.comm.rank
-    mine = []
-    for name, array in parameters.items():
-        shape, found = [*array.shape], division.cut(name)
-        if found is not None:
-            last = division.cut(name, division.comm.size - 1)
-            shape[found[0]] = max(where.stop for where in (last or found)[1])
-        mine.append([rank, name, shape, array.dtype.name])
-    if stages is None:
-        return [(0, name, shape, dtype) for _, name, shape, dtype in mine]
-    text = "".join(json.dumps(each) + "\n" for each in mine)
-    every = stages.comm.all_gather(np.frombuffer(text.encode(), np.uint8))
-    listed, seen = [], set()
-    for line in bytes(every).decode().splitlines():
-        stage, name, shape, dtype = json.loads(line)
-        if name not in seen:  # the first and the last stage may share one
-            seen.add(name)
-            listed.append((stage, name, shape, dtype))
-    return listed
-
-
 def check_divides(config: Config, ranks: int) -> None:
     """Raise a ConfigError unless a model can be divided among so many ranks."""
     heads, kv_heads = config.heads, config.kv_heads
@@ -279,6 +242,17 @@ def check_divides(config: Config, ranks: int) -> None:
 
 def _either(kv_heads: int, ranks: int) -> bool:
     return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def _within(ranges: list[slice], rows: slice) -> list[slice]:
+    """Return what lies in some rows of ranges that lie end to end."""
+    found, before = [], 0
+    for where in ranges:
+        first, stop = (where.start + max(0, at - before) for at in (rows.start, rows.stop))
+        if first < min(stop, where.stop):
+            found.append(slice(first, min(stop, where.stop)))
+        before += where.stop - where.start
+    return found or [slice(0, 0)]
 
 
 def _moved(where: slice, by: int) -> slice:

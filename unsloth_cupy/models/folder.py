@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,16 @@ from ..core.dtypes import FLOAT32, Array, float_dtype
 from ..errors import ConfigError, DeviceError
 from ..files import absent, path_of, read_json, settle
 from ..machine import check_bytes
+from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
-from .checkpoint_files import read_tensors
+from .checkpoint_files import Unread, find_tensors, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
-from .layers import Stages
+from .layers import EMBEDDING, Stages
 from .parse import parse, text_config, token_ids
-from .quantized import keeping, quantizing
+from .quantized import Quantizer
 from .transformer import Transformer
 
 
@@ -97,17 +99,40 @@ def load(
         )
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
-    make = None if quantize is None else quantizing("load", quantize)
     division = _division(config, communicator, pipeline, chunks)
-    own, holds = (None, bool) if division is None else (division.own, division.holds)
+    make = None if quantize is None else Quantizer("load", quantize, division)
+    holds = bool if division is None else division.holds
     with on_device("load", device) as place:
-        parameters, layout = read_tensors(path, config, wanted, keeping(place, make), own, holds)
+        keep = partial(_kept, place=place, make=make, division=division)
+        homes, files = find_tensors(path, config)
+        parameters, layout = read_tensors(path, homes, files, wanted, keep, holds)
+        if division is not None and division.stages is not None:
+            division.stages.dtype = wanted or homes[EMBEDDING].dtype or FLOAT32
         model = Transformer(division.config if division else config, parameters, texts, layout)
         model.folder, model.division = path, division
         if lora is not None:
             adapter = read_adapter(lora, config, model.table.dtype, place)
             model.adapter = divided_adapter(adapter, division)
         return model
+
+
+def _kept(
+    name: str,
+    unread: Unread,
+    *,
+    place: Callable[[Any], Any],
+    make: Quantizer | None,
+    division: Division | None,
+) -> Any:
+    """Return what a rank keeps of a parameter, where it is to be: no more is read than it takes."""
+    stored = unread.home.kind is not None
+    if division is None or stored or (make is not None and make.wants_whole(name)):
+        value = unread.whole()
+        value = division.own(name, value) if stored and division is not None else value
+    else:
+        value = division.own(name, unread)
+    there = value.moved(place) if isinstance(value, Quantized) else place(value)
+    return there if make is None else make(name, there)
 
 
 def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
@@ -191,6 +216,8 @@ def create(
         here = parsed if division is None else division.config
         model = Transformer(here, parameters, {"config.json": dict(text_config(config))})
         model.division = division
+        if division is not None and division.stages is not None:
+            division.stages.dtype = kind
         return model
 
 

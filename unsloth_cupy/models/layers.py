@@ -6,7 +6,12 @@ The first place has the embedding, the last one the norm, the head and the loss.
 """
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+
+from ..core.dtypes import FLOAT32, Array
 from ..errors import ConfigError
 from ..parallel.communicator import Communicator, SingleCommunicator, part
 from .config import Config
@@ -28,6 +33,8 @@ class Stages:
         The blocks of this rank, by chunk.
     ends : Communicator or None
         The first and the last rank, where they hold the same embedding.
+    dtype : dtype
+        Of what goes from stage to stage, which the weights of one need not tell.
 
     Raises
     ------
@@ -51,6 +58,11 @@ class Stages:
         outer = comm.split(0 if self.first or self.last else 1)
         self.ends = outer if config.tied and comm.size > 1 and (self.first or self.last) else None
         self.tied = config.tied
+        self.dtype: np.dtype[Any] = FLOAT32
+
+    def like(self, array: Array, shape: Sequence[int]) -> Array:
+        """Return a new array of what goes from stage to stage, where an array is."""
+        return np.empty_like(array, self.dtype, shape=shape)
 
     def ends_with(self, chunk: int) -> bool:
         """Say whether the last block of all is in this chunk."""

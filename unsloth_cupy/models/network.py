@@ -86,6 +86,12 @@ class Network:
         first = next((value for value in values if not isinstance(value, Stored)), values[0])
         return self.parameters.get("model.embed_tokens.weight", first)
 
+    @property
+    def dtype(self) -> Any:
+        """What hidden states, keys and values are in."""
+        stages = None if self.division is None else self.division.stages
+        return self.table.dtype if stages is None else stages.dtype
+
     def hidden(
         self,
         parameters: Mapping[str, Any],

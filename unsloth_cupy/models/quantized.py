@@ -18,7 +18,7 @@ from ..machine import format_bytes
 from ..ops.quantized.int8 import int8_weight
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
-from ..ops.quantized.weight import Quantized
+from ..ops.quantized.weight import Quantized, in_blocks
 
 if TYPE_CHECKING:
     from .division import Division
@@ -126,18 +126,24 @@ def quantize(
     RangeError
         A weight is not finite; the model is then as it was up to that weight.
     """
-    maker = maker_of("quantize", kind, skip, least)
+    maker, division = maker_of("quantize", kind, skip, least), model.division
+    wants = Quantizer("quantize", kind, division)
     if frozen := [name for name, array in model.parameters.items() if isinstance(array, Stored)]:
         raise ConfigError(f"quantize: {frozen[0]} is quantized already; load the model anew")
     report = QuantizationReport(kind)
     for name in [*model.parameters]:
         array: Any = model.parameters[name]
-        reason = left_dense(name, array.shape, skip, least)
+        shape = array.shape if division is None else division.shapes[name]
+        reason = left_dense(name, shape, skip, least)
         if reason:
             report.rows.append(Row(name, array.nbytes, array.nbytes, 0.0, 0.0, reason))
             continue
         with at(array):
-            made: Any = _named(maker, name, array)
+            if division is not None and wants.wants_whole(name):
+                made: Any = _named(maker, name, division.gathered(name, array))
+                made = division.own(name, made)
+            else:
+                made = _named(maker, name, array)
             lost = error_of(array, made)
         report.rows.append(Row(name, array.nbytes, made.nbytes, *lost, ""))
         model.parameters[name] = made
@@ -180,60 +186,44 @@ def _named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quan
         raise type(error)(f"{name}: {error}") from None
 
 
-def quantizing(call: str, kind: str) -> Callable[[str, Any], Any]:
-    """Return what quantizes the weights of a model, by name, and leaves the others."""
-    maker = maker_of(call, kind)
+class Quantizer:
+    """Makes the weights of a model, by name, into one kind, and leaves the others.
 
-    def kept(name: str, array: Any) -> Any:
-        if isinstance(array, Stored):
-            problem = f"{call}: {name} is quantized already"
-            raise ConfigError(f"{problem}; leave quantize out, or load the dense weights")
-        dense = left_dense(name, array.shape, SKIP, LEAST)
-        return array if dense else _named(maker, name, array)
-
-    return kept
-
-
-def cut_by_ranks(division: "Division", kind: str) -> list[str]:
-    """Return the layers of which slices are not quantized as slices of the whole weight would be.
-
-    Blocks, or rows that share a scale, are cut there, or slices are too small to be quantized.
+    Where ranks divide the model, a part has the codes of the whole weight.
     """
-    found, ranks = set[str](), range(division.comm.size)
-    for name, shape in division.shapes.items():
-        cuts = [division.cut(name, rank) for rank in ranks]
-        if left_dense(name, shape, SKIP, LEAST) or len(ranks) == 1:
-            continue
-        for axis, places in (cut for cut in cuts if cut is not None):
-            held = sum(where.stop - where.start for where in places)
-            borders = [at for where in places for at in (where.start, where.stop)]
-            least = held * shape[1 - axis] < LEAST
-            if least or not _fits(kind, axis, borders, shape[1]):
-                found.add(name.split(".")[-2])
-    return sorted(found)
 
+    def __init__(self, call: str, kind: str, division: "Division | None" = None) -> None:
+        self.call, self.kind, self.division = call, kind, division
+        self.maker = maker_of(call, kind)
 
-def _fits(kind: str, axis: int, borders: Sequence[int], inputs: int) -> bool:
-    """Say whether borders of slices are borders of what shares a scale."""
-    if kind == "int8":
-        return axis == 0
-    if kind not in ("nf4", "fp4"):  # scales of scales, or one of all
-        return False
-    if axis == 0:
-        return all(border * inputs % NF4_BLOCK == 0 for border in borders)
-    return inputs % NF4_BLOCK == 0 and all(border % NF4_BLOCK == 0 for border in borders)
+    def makes(self, name: str, shape: Sequence[int]) -> bool:
+        """Say whether a weight of this shape is to be quantized."""
+        return not left_dense(name, shape, SKIP, LEAST)
 
+    def wants_whole(self, name: str) -> bool:
+        """Say whether a rank needs all of a weight to know the codes of its part."""
+        division = self.division
+        if division is None or not self.makes(name, shape := division.shapes[name]):
+            return False
+        cuts = (division.cut(name, rank) for rank in range(division.comm.size))
+        return not all(cut is None or self._apart(shape, *cut) for cut in cuts)
 
-def keeping(
-    place: Callable[[Any], Any], make: Callable[[str, Any], Any] | None
-) -> Callable[[str, Any], Any]:
-    """Return what puts a parameter where it is to be, and makes of it what is kept."""
+    def _apart(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:
+        """Say whether values in some rows or columns share no scale with others."""
+        if self.kind == "int8":
+            return axis == 0
+        return self.kind in ("nf4", "fp4") and in_blocks(shape, axis, places, NF4_BLOCK)
 
-    def kept(name: str, value: Any) -> Any:
-        there = value.moved(place) if isinstance(value, Quantized) else place(value)
-        return there if make is None else make(name, there)
-
-    return kept
+    def __call__(self, name: str, array: Any) -> Any:
+        """Return the weight as it is kept: of a part, or of the whole that is wanted, the part."""
+        if isinstance(array, Stored):
+            problem = f"{self.call}: {name} is quantized already"
+            raise ConfigError(f"{problem}; leave quantize out, or load the dense weights")
+        division, whole = self.division, self.wants_whole(name)
+        if not self.makes(name, array.shape if division is None else division.shapes[name]):
+            return array
+        made = _named(self.maker, name, array)
+        return division.own(name, made) if whole and division is not None else made
 
 
 def error_of(dense: Array, made: Quantized) -> tuple[float, float]:

@@ -58,7 +58,7 @@ class ModelStage:
         rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
         if (context := self._context(microbatch)) is not None:
             rows = (rows[0], len(context.order))
-        return np.empty_like(self.model.table, shape=(*rows, self.model.config.hidden))
+        return self.stages.like(self.model.table, (*rows, self.model.config.hidden))
 
     def forward(self, step: Step, microbatch: Mapping[str, Any], x: Any) -> Any:
         """Return hidden states behind a chunk of blocks, or the loss."""
@@ -144,9 +144,9 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
         y = chunk_of_blocks(call, stages, chunk, tokens, x)
         return model.head(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
 
-    found = through(stages, lambda: np.empty_like(model.table, shape=rows), run)
+    found = through(stages, lambda: stages.like(model.table, rows), run)
     if not stages.last:
-        found = np.empty_like(model.table, shape=(len(tokens), model.config.vocab))
+        found = stages.like(model.table, (len(tokens), model.config.vocab))
     logits: Array = stages.comm.broadcast(found, stages.comm.size - 1)
     return logits
 

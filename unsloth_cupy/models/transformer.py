@@ -21,11 +21,12 @@ from . import generate as generation
 from .adapter import Adapter, create_adapter
 from .checkpoint_files import SINGLE, Layout, write_folder
 from .config import Config
-from .division import divided_adapter, whole_parameters
+from .division import divided_adapter
 from .learning import loss_and_gradients, mean_loss
 from .network import Network
 from .other_libraries import from_any_library
 from .quantized_weights import saved_config, trainable
+from .whole import whole_parameters
 
 
 class Transformer(Network):

@@ -23,7 +23,7 @@ from ..memory.plan import plan_memory
 from ..memory.planned import Planned
 from ..models.ahead import InOrder
 from ..models.parse import parse
-from ..models.quantized import quantizing
+from ..models.quantized import Quantizer
 from ..models.step import Step
 from ..models.transformer import Transformer
 from ..ops.common.tensor_map import NVRTC
@@ -114,7 +114,7 @@ def _generated(
     kind = float_dtype("precompile", dtype, KERNEL_DTYPES)
     parameters: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
     if quantization is not None:
-        codes = quantizing("precompile", quantization)
+        codes = Quantizer("precompile", quantization)
         parameters = {name: codes(name, array) for name, array in parameters.items()}
     model, (batch, tokens) = Transformer(config, parameters, {}), sizes
     prompt, real = np.zeros(sizes, np.int64), np.ones(sizes, bool)

@@ -17,7 +17,7 @@ from ..models.adapter import Adapter
 from ..models.config import Config
 from ..models.division import Division, divided_adapter
 from ..models.layers import Stages
-from ..models.quantized import quantizing
+from ..models.quantized import Quantizer
 from ..models.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
 from ..parallel.schedule import Step
@@ -129,22 +129,27 @@ def plan_stage(
     data = PlannedRanks(0, layout.alike, ahead=job.device == "cuda")
     context = PlannedRanks(0, layout.context)
     stages = Stages(config, pipeline, job.chunks) if layout.pipeline > 1 else None
-    alone = layout.tensor == layout.pipeline == 1
-    division = None if alone else Division(config, tensor, stages)
-    shapes = {n: _own(n, s, division) for n, s in config.shapes().items() if _held(n, division)}
-    rows = job.batch, job.tokens
+    whole = layout.tensor == layout.pipeline == 1
+    division = None if whole else Division(config, tensor, stages)
+    shapes = {
+        name: shape if division is None else division.shape(name)
+        for name, shape in config.shapes().items()
+        if division is None or division.holds(name)
+    }
+    rows, kind = (job.batch, job.tokens), job.quantization
+    codes = None if kind is None else Quantizer("plan_ranks", kind, division)
+    read = {n: config.shapes()[n] if codes and codes.wants_whole(n) else shapes[n] for n in shapes}
     dealt = layout.context * (2 if layout.context > 1 and job.context_attention == "ring" else 1)
     own = -(-job.tokens // dealt) * dealt // layout.context  # tokens of a row
     ledger, held = Ledger(granule), list[tuple[int, int]]()
     adapter = _adapter(config, division, job)
-    codes = None if job.quantization is None else quantizing("plan_ranks", job.quantization)
     with keeping(ledger), ledger.watching_ops():
         here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
         given = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
-        model, adamw = trained(*given, adapter, codes, shapes, data if zero == 3 else None)
+        model, adamw = trained(*given, adapter, codes, read, data if zero == 3 else None)
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
-        _place(model, division, context)
+        _place(model, division, context, job.dtype)
         states = _divided(ledger, adamw, data) if zero == 1 else None
         tokens = arrays.of(rows, np.int64)
         runs = _Runs(model, {"tokens": tokens, "labels": tokens}, job)
@@ -257,21 +262,10 @@ class _Runs:
                 del gradients[name]
 
 
-def _held(name: str, division: Division | None) -> bool:
-    return division is None or division.holds(name)
-
-
-def _place(model: Any, division: Division | None, context: Any) -> None:
+def _place(model: Any, division: Division | None, context: Any, dtype: Any) -> None:
     """Say which part of a model this rank has."""
     model.division, model.context = division, context
     if division is not None and model.gather is not None:
         division.kept = model.gather.__self__.kept
-
-
-def _own(name: str, shape: tuple[int, ...], division: Division | None) -> tuple[int, ...]:
-    """Return the shape of this rank's part of a parameter."""
-    found = None if division is None else division.cut(name)
-    if found is None:
-        return shape
-    size = sum(where.stop - where.start for where in found[1])
-    return (*shape[: found[0]], size, *shape[found[0] + 1 :])
+    if division is not None and division.stages is not None:
+        division.stages.dtype = dtype

@@ -20,7 +20,7 @@ from ...placement import to_numpy
 from ..adapter import Adapter
 from ..adapter_base import base_of
 from ..adapter_folder import read_adapter
-from ..checkpoint_files import find_tensors, opened, read_tensor
+from ..checkpoint_files import Unread, find_tensors, opened
 from ..config import Config
 from ..folder import read_config
 from ..parse import token_ids
@@ -186,7 +186,7 @@ def _source(model: Any, tokenizer: Any) -> Source:
         files = {home.file, *(file for file, _ in home.parts.values())}
         with contextlib.ExitStack() as stack:
             handles = {file: stack.enter_context(opened((base or path) / file)) for file in files}
-            return read_tensor(name, home, handles)
+            return Unread(name, home, handles).whole()
 
     table = homes["model.embed_tokens.weight"].dtype or FLOAT32
     adapter = None if base is None else read_adapter(path, config, table)

@@ -5,7 +5,7 @@ w = codes * absmax / 127
 Dettmers and others, LLM.int8(), 2022.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -82,6 +82,12 @@ class Int8(Quantized):
     def facts(self) -> dict[str, Any]:
         """Return what its class takes beside the arrays of ``held`` to make the weight again."""
         return {"dtype": self.dtype}
+
+    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+        """Return rows or columns: codes, and the greatest sizes of whole rows."""
+        codes = [self.codes[:, where] if axis else self.codes[where] for where in places]
+        sizes = [self.absmax] if axis else [self.absmax[where] for where in places]
+        return type(self)(np.concatenate(codes, axis), np.concatenate(sizes), dtype=self.dtype)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         codes = self.codes[rows, columns]

@@ -7,7 +7,7 @@ Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +25,7 @@ from ._state import array_of, json_of, stored_shape
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
 from .nf4_product import has_kernel, nf4_product_
 from .nf4_quantize import nf4_quantize_forward
-from .weight import Quantized, check_finite, checked_weight, on_gpu
+from .weight import Quantized, check_finite, checked_weight, cut_flat, in_blocks, on_gpu
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "fp4")
@@ -139,6 +139,24 @@ class Nf4(Quantized):
         """Return what its class takes beside the arrays of ``held`` to make the weight again."""
         known = {"shape": self.shape, "block": self.block, "kind": self.kind, "dtype": self.dtype}
         return known | {"absmax_offset": self.absmax_offset}
+
+    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+        """Return rows or columns: absmax in float32 where 256 blocks that share a scale part."""
+        shape, block = self.shape, self.block
+        if not in_blocks(shape, axis, places, block):
+            borders = ", ".join(f"{where.start}:{where.stop}" for where in places)
+            problem = f"{('rows', 'columns')[axis]} {borders} part blocks of {block} values"
+            raise ConfigError(f"{self!r}: {problem}; cut at multiples of {block}, or take int8")
+        size = sum(where.stop - where.start for where in places)
+        facts = self.facts() | {"shape": (shape[0], size) if axis else (size, shape[1])}
+        given: dict[str, Any] = {"packed": cut_flat(self.packed, shape, axis, places, 2)}
+        if self.double and not axis and in_blocks(shape, 0, places, block * NESTED):
+            for name, values in (("absmax_codes", block), ("absmax_scale", block * NESTED)):
+                given[name] = cut_flat(getattr(self, name), shape, 0, places, values)
+        else:
+            given["absmax"] = cut_flat(self.absmax, shape, axis, places, block)
+            facts["absmax_offset"] = None
+        return type(self)(**given, **facts)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         inputs, fp4 = self.shape[1], self.kind == "fp4"

@@ -3,6 +3,7 @@
 w[o, d] = codes[o, d] * scale
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -31,7 +32,7 @@ from ._ternary_rules import parts_of
 from ._ternary_sparse import SparseForms
 from ._ternary_state import FolderForm
 from .ternary_dense import dense_part
-from .weight import Quantized, on_gpu
+from .weight import Quantized, in_blocks, on_gpu
 
 ACTIVATIONS = (None, "int8")
 FEW = 16  # rows, for which a kernel reads the planes; more take dense chunks
@@ -203,6 +204,29 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         plus, minus = (number / size for number in self._counts)
         mean, largest = self._errors or (None, None)
         return Statistics((size - sum(self._counts)) / size, plus, minus, mean, largest)
+
+    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+        """Return rows or columns, the latter by whole groups, of rows that are not rounded."""
+        if axis and self.activations is not None:
+            problem = "its products round whole rows of x, which columns of it part"
+            raise ConfigError(f"{self!r}: {problem}; cut it by rows")
+        columns = self.shape[1]
+        planes, scale = [self.planes[where] for where in places], [self.scale]
+        if axis:
+            codes = np.concatenate([self.codes[:, where] for where in places], 1)
+            planes, columns = [planes_of(codes)], codes.shape[1]
+        if self.group is not None and axis:
+            if not in_blocks(self.shape, 1, places, self.group):
+                cure = f"cut at multiples of {self.group}"
+                raise ConfigError(f"{self!r}: columns part groups that share a scale; {cure}")
+            by = self.group
+            scale = [self.scale[:, where.start // by : where.stop // by] for where in places]
+        elif self.scale.ndim and not axis:
+            scale = [self.scale[where] for where in places]
+        cut = np.concatenate(planes)
+        given = np.concatenate(scale, axis) if len(scale) > 1 else scale[0].copy()
+        facts = self.facts() | {"shape": (len(cut), columns), "errors": None}
+        return type(self)(cut, given, **facts)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         return dense_part(self.planes, self.scales, self.group or WORD, rows, columns, dtype)

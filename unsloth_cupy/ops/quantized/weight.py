@@ -10,7 +10,7 @@ for dy W, so that every result is one sum, rounded once, and no whole dense weig
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -78,6 +78,16 @@ class Quantized(Stored, ABC):
     @abstractmethod
     def requantized(self, w: Array) -> Self:
         """Return another matrix of the same shape, quantized as this one is."""
+
+    @abstractmethod
+    def cut(self, axis: int, places: Sequence[slice]) -> Self:
+        """Return rows, or columns with axis 1, end to end, with the values that they have here.
+
+        Raises
+        ------
+        ConfigError
+            Values that share a scale would be parted.
+        """
 
     @abstractmethod
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
@@ -201,6 +211,26 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
     row, column = (int(index[0]) for index in np.nonzero(~np.isfinite(w)))
     value = float(w[row, column])
     raise RangeError(f"{call}: w[{row}, {column}] is {value}; all must be finite in float32")
+
+
+def in_blocks(shape: Sequence[int], axis: int, places: Sequence[slice], block: int) -> bool:
+    """Say whether rows or columns of a matrix part no block of so many of its flat values."""
+    borders = [border for where in places for border in (where.start, where.stop)]
+    if axis:
+        return shape[1] % block == 0 and all(border % block == 0 for border in borders)
+    return all(border * shape[1] % block == 0 or border == shape[0] for border in borders)
+
+
+def cut_flat(
+    flat: Array, shape: Sequence[int], axis: int, places: Sequence[slice], values: int
+) -> Array:
+    """Return what rows or columns of a matrix take of an array, each so many of its values."""
+    if axis:
+        rows = flat.reshape(shape[0], -1)
+        parts = [rows[:, where.start // values : where.stop // values] for where in places]
+        return np.concatenate(parts, 1).reshape(-1)
+    ends = [(where.start * shape[1], where.stop * shape[1]) for where in places]
+    return np.concatenate([flat[start // values : -(-stop // values)] for start, stop in ends])
 
 
 def held_arrays(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,71 @@
+"""Whole parameters of a model that ranks divide, in rank 0: what a folder holds."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import Stored
+from ..errors import ConfigError
+from ..placement import to_numpy
+from .division import Division
+
+
+def whole_parameters(
+    parameters: Mapping[str, Any], division: Division | None
+) -> Iterator[dict[str, Any]]:
+    """Yield whole parameters once, gathered by all ranks, to rank 0 alone.
+
+    All ranks go on together, when what rank 0 writes is there.
+    """
+    if division is None:
+        yield dict(parameters)
+        return
+    frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
+    if frozen is not None:
+        cure = "save_adapter(folder) writes what was learned"
+        raise ConfigError(f"save: parts of {frozen} are quantized, and not a whole weight; {cure}")
+    first, stages = division.comm.rank == 0, division.stages
+    whole: dict[str, Any] = {}
+    for stage, name, shape, dtype in _listed(parameters, division):
+        here = stages is None or stage == stages.comm.rank
+        array = division.gathered(name, parameters[name]) if here else None
+        if name in whole or not first:
+            continue
+        if stages is not None and stage and stages.comm.rank == 0:
+            array = stages.comm.receive(np.empty(shape, dtype), stage)
+        elif stages is not None and stage and here:
+            stages.comm.send(to_numpy(array), 0)
+        whole[name] = to_numpy(array) if array is not None else None
+    if first and (stages is None or stages.first):
+        yield whole
+    division.comm.barrier()
+    if stages is not None:
+        stages.comm.barrier()
+
+
+def _listed(
+    parameters: Mapping[str, Any], division: Division
+) -> list[tuple[int, str, list[int], str]]:
+    """Return the parameters of all stages, each once: stage, name, whole shape and dtype."""
+    stages = division.stages
+    rank = 0 if stages is None else stages.comm.rank
+    mine = []
+    for name, array in parameters.items():
+        shape, found = [*array.shape], division.cut(name)
+        if found is not None:
+            last = division.cut(name, division.comm.size - 1)
+            shape[found[0]] = max(where.stop for where in (last or found)[1])
+        mine.append([rank, name, shape, array.dtype.name])
+    if stages is None:
+        return [(0, name, shape, dtype) for _, name, shape, dtype in mine]
+    text = "".join(json.dumps(each) + "\n" for each in mine)
+    every = stages.comm.all_gather(np.frombuffer(text.encode(), np.uint8))
+    listed, seen = [], set()
+    for line in bytes(every).decode().splitlines():
+        stage, name, shape, dtype = json.loads(line)
+        if name not in seen:  # the first and the last stage may share one
+            seen.add(name)
+            listed.append((stage, name, shape, dtype))
+    return listed

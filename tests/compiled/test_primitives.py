@@ -8,12 +8,12 @@ import pytest
 from unsloth_cupy import rms_norm
 from unsloth_cupy.core.target import using
 
-from ..cuda_on_cpu import Emulator, EmulatorError
+from ..cuda_on_cpu import Emulator, EmulatorError, Module, build
 from ..cuda_on_cpu.traffic import counted
 from ..emulator import LIMITS as ERRORS
 from ..emulator import flash, gemm, primitive, split_k
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
-from ..ptx_on_cpu import UnknownError
+from ..ptx_on_cpu import Compiled, UnknownError, library
 from ..ptx_on_cpu.translate import unit
 from ..sample import Sample
 from . import ARCHITECTURES, on
@@ -70,6 +70,47 @@ KERNEL(1) k(const float *x, int n) {
     for n in (-1, 17):
         with pytest.raises(EmulatorError, match=r"cp\.async reads more than it copies"):
             launch((1,), (1,), (np.ones(4, np.float32), np.int32(n)), 0)
+
+
+VOTES = """
+.visible .entry k(.param .u64 out)
+{
+.reg .b32 %r<8>; .reg .b64 %rd<4>; .reg .pred %p<5>;
+mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 64; setp.eq.u32 %p1, %r2, 0;
+and.b32 %r3, %r1, 3; setp.eq.u32 %p2, %r3, 0;
+@%p1 bra $low;
+bar.red.popc.u32 %r4, 2, 64, %p2;
+bar.red.popc.u32 %r4, 2, 64, %p2;
+bra $all;
+$low:
+bar.red.or.pred %p3, 1, 64, %p1; bar.red.and.pred %p4, 1, 64, %p2;
+selp.u32 %r4, 100, 0, %p3; selp.u32 %r5, 7, 0, %p4; add.u32 %r4, %r4, %r5;
+$all:
+bar.red.popc.u32 %r5, 0, !%p2; mad.lo.u32 %r4, %r5, 1000, %r4;
+ld.param.u64 %rd1, [out]; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd1, %rd1, %rd2;
+st.global.u32 [%rd1], %r4;
+ret;
+}
+"""
+
+
+def barriers(text: str) -> np.ndarray:
+    """Run 128 threads, of which each writes a number."""
+    module = Module("k", library(Compiled(text, "k")), build.runtime(), True, "")
+    out = np.zeros(128, np.uint32)
+    module.launch(0, 0, 1 << 16, (1,), (128,), (out,))
+    return out
+
+
+def test_each_barrier_counts_its_own_votes() -> None:
+    low, high = np.split(barriers(VOTES), 2)
+    assert {*low} == {96 * 1000 + 100}  # some of them, and not all; 16 of 64 there
+    assert {*high} == {96 * 1000 + 16}
+
+
+def test_a_block_has_16_barriers() -> None:
+    with pytest.raises(EmulatorError, match="no barrier 16: a block has 16"):
+        barriers(VOTES.replace("%r4, 2, 64", "%r4, 16, 64"))
 
 
 def test_an_unknown_instruction_names_itself() -> None:

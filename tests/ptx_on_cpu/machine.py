@@ -37,9 +37,6 @@ MACHINE = {
     "bar.sync": "barrier({x:s32}, {y:s32?}, true, {line});",
     "bar.arrive": "barrier({x:s32}, {y:s32}, false, {line});",
     "bar.warp.sync": "syncwarp({x:u32}, {line});",
-    "bar.red.popc.u32": "u32(barrier_count({y:bool}, {line})){x:-}",
-    "bar.red.or.pred": "barrier_count({y}, {line}) != 0{x:-}",
-    "bar.red.and.pred": "barrier_count(!{y}, {line}) == 0{x:-}",
     "barrier.cluster.arrive[.aligned|]": "cluster_arrive(false, {line});",
     "barrier.cluster.arrive.relaxed[.aligned|]": "cluster_arrive(true, {line});",
     "barrier.cluster.wait[.aligned|]": "cluster_wait({line});",
@@ -175,6 +172,15 @@ def atom(f: "Function", words: Words, ops: Ops) -> str:
     after = fence * (not {"acquire", "acq_rel"}.isdisjoint(words))
     code = f.to(target, f"atomic<{kind}>({pointer}, {f.at()}, {new})", kind)
     return f"{before} {kind} {given}; {code} {after}"
+
+
+@instruction("bar.red.popc.u32", "bar.red.or.pred", "bar.red.and.pred")
+def vote(f: "Function", words: Words, ops: Ops) -> str:
+    target, number, *threads, given = ops
+    numbers = [f.value(each, "s32") for each in (number, *(threads or "0"))]
+    negated, found = {"popc": ("", ""), "or": ("", " != 0"), "and": ("!", " == 0")}[words[2]]
+    own = f"{', '.join(numbers)}, {negated}{f.value(given, 'bool')}, {f.at(collective=True)}"
+    return f.to(target, f"barrier_count({own}){found}")
 
 
 # ---- warps and tensor cores ---------------------------------------------------------------------

@@ -6,7 +6,8 @@ namespace emu {
 #define WHERE const char *file, int line
 // collectives.cpp
 void barrier(int id, int count, bool wait, WHERE);
-int barrier_count(bool pred, WHERE);
+int barrier_count(bool pred, WHERE);  // of barrier 0, of all threads
+int barrier_count(int id, int count, bool pred, WHERE);
 void syncwarp(unsigned mask, WHERE);
 uint64_t shfl(unsigned mask, uint64_t v, int src, WHERE);
 unsigned ballot(unsigned mask, bool pred, WHERE);

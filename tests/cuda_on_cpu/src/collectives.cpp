@@ -61,7 +61,11 @@ struct Barrier {
   std::vector<VectorClock> passed;  // of bar.arrive, as they were
 };
 static Barrier barriers[kMaxCluster][16];
-static int counted[kMaxCluster];  // the votes of the last __syncthreads
+
+static Barrier &barrier_of(int id, Where at) {
+  if (id < 0 || id > 15) fail("no barrier " + std::to_string(id) + ": a block has 16", at);
+  return barriers[M.cur->rank][id];
+}
 
 static void release(Barrier &b) {
   if (M.checks) {
@@ -75,15 +79,17 @@ static void release(Barrier &b) {
       f->clock.own++;
     }
   }
-  for (auto *f : b.waiting)
+  for (auto *f : b.waiting) {
+    f->votes = b.votes;
     if (f != M.cur) make_ready(f);
+  }
   b = Barrier();
 }
 
 // id 0 with count 0 is __syncthreads; wait = false is bar.arrive
 void barrier(int id, int count, bool wait, const char *file, int line) {
-  Barrier &b = barriers[M.cur->rank][id];
   Where at{file, line};
+  Barrier &b = barrier_of(id, at);
   if (b.arrived && b.count != count)
     fail("barrier " + std::to_string(id) + " used with two thread counts", at);
   if (count % 32) fail("barrier thread count must be a multiple of 32", at);
@@ -100,7 +106,6 @@ void barrier(int id, int count, bool wait, const char *file, int line) {
   bool full = b.arrived == (count ? count : M.threads);
   if (full) {
     Fiber *me = M.cur;
-    if (!count) counted[me->rank] = b.votes;
     release(b);
     if (!wait && M.checks) me->clock.own++;
     return;
@@ -109,12 +114,14 @@ void barrier(int id, int count, bool wait, const char *file, int line) {
   if (M.checks) M.cur->clock.own++;
 }
 
-// Every thread reads the count before any can be at the next barrier's end.
+int barrier_count(int id, int count, bool pred, const char *file, int line) {
+  barrier_of(id, {file, line}).votes += pred;
+  barrier(id, count, true, file, line);
+  return M.cur->votes;
+}
+
 int barrier_count(bool pred, const char *file, int line) {
-  int rank = M.cur->rank;
-  barriers[rank][0].votes += pred;
-  barrier(0, 0, true, file, line);
-  return counted[rank];
+  return barrier_count(0, 0, pred, file, line);
 }
 
 // ---- a warp ------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ struct Fiber {
   std::vector<std::vector<CpAsync>> groups;  // cp.async groups, the last one open
   std::vector<std::vector<Store>> stores;    // TMA stores that may still read, by bulk group
   bool accumulating;  // wgmma may still write its registers
+  int votes;  // of those that met at the last barrier
 };
 
 // What is known of one byte: who wrote it, who read it last (two readers), when and where.

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from unsloth_cupy import ternary_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
+from unsloth_cupy.models.checkpoint_files import Unread
 from unsloth_cupy.models.division import Division, check_divides
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.quantized import KINDS, Quantizer
 from unsloth_cupy.ops.quantized.weight import Quantized
-from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.parallel import SingleCommunicator, Zero3
+from unsloth_cupy.parallel._shards import Cut
 
 from ..models.peers import CONFIGS, SIZES
 from .models import filled
@@ -130,3 +133,43 @@ def test_columns_of_rounded_rows_are_not_cut() -> None:
     )
     with pytest.raises(ConfigError, match="part groups that share a scale; cut at multiples of 32"):
         grouped.cut(1, [slice(0, 31)])
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_read_the_parts_that_they_keep(
+    tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes of the file once, but for rows that lie in two parts; none a whole array."""
+    folder = tmp_path / "model"
+    filled(SIZES | {"model_type": "phi3", "intermediate_size": 50}, folder)
+    read, slices, held = list[int](), Unread.__getitem__, 0
+
+    def counted(unread: Unread, key: Any) -> Any:
+        found = slices(unread, key)
+        read.append(found.nbytes)
+        return found
+
+    comm, group = SingleCommunicator(), SingleCommunicator()
+    comm.size, group.size = 3, tensor
+    for group.rank in range(tensor):
+        whole = load(folder, communicator=group).parameters
+        held += sum(array.nbytes for array in whole.values())
+        for comm.rank in range(3):
+            with monkeypatch.context() as patched:
+                patched.setattr(Unread, "__getitem__", counted)
+                patched.delattr(Unread, "whole")
+                model = load(folder, communicator=group, parts=comm)
+            for name, array in whole.items():
+                cut = Cut.of(array.shape, 3)
+                part = cut.part(array, comm.rank)
+                np.testing.assert_array_equal(model.parameters[name], part, name)
+                assert model.parts.cuts[name] == cut
+    rows = sum(4 * a[:1].size for a in whole.values()) * 2 * 3 * tensor
+    assert held <= sum(read) <= held + rows
+    assert max(read) < max(array.nbytes for array in whole.values()) / 2
+    with pytest.raises(ConfigError, match=r"none is whole; make a Zero3\(model, comm\)"):
+        model.logits(np.array([[3, 4]]))
+    with pytest.raises(ConfigError, match="comm is not that of load"):
+        Zero3(model, SingleCommunicator())
+    with pytest.raises(ConfigError, match="norms are of whole rows, which"):
+        model.add_adapter(2, dora=True)

@@ -62,6 +62,7 @@ class Ranks:
             "communicator": tensor if tensor.size > 1 else None,
             "pipeline": pipeline if pipeline.size > 1 else None,
             "chunks": chunks_of(self.schedule, self.chunks),
+            "parts": self.alike if self.zero == 3 else None,
         }
 
     def check(

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..files import written_beside
 from ..models.adapter import Adapter
 from ..models.checkpoint_files import write_tensors
-from ..parallel.zero import Zero1
+from ..parallel.zero import STATES, Zero1
 from ..placement import placed, to_numpy
 from ..training.find_nan import fine
 from ..training.optimizer import AdamW
@@ -144,21 +144,22 @@ class Saving:
 
     def resume(self, checkpoint: Path) -> None:
         """Take up optimizer and step; the model was loaded from the same checkpoint."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors import SafetensorError, safe_open
 
         try:
             state = json.loads((checkpoint / "trainer.json").read_text())
-            averages = load_file(checkpoint / "optimizer.safetensors")
-            steps, table = averages.pop("steps"), self.model.table
-            optimizer = self.optimizer
+            optimizer, table = self.optimizer, self.model.table
             tensors = self._own().tensors.items()
             narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
-            own = self.engine.own(
-                averages, optimizer.narrow if isinstance(optimizer, Zero1) else narrow
-            )
-            there = {name: placed(array, table) for name, array in own.items()}
-            self.optimizer.load_state({"steps": steps, **there})
+            narrow = optimizer.narrow if isinstance(optimizer, Zero1) else narrow
+            there = dict[str, Array]()
+            with safe_open(checkpoint / "optimizer.safetensors", "np") as file:
+                known = {*file.keys()} - {"steps"}
+                for parameter in {name.partition(".")[2] for name in known}:  # one whole at a time
+                    names = known & {f"{field}.{parameter}" for field in STATES}
+                    own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
+                    there |= {name: placed(array, table) for name, array in own.items()}
+                optimizer.load_state({"steps": file.get_tensor("steps"), **there})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step
             for name in SCALER:

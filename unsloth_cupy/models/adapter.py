@@ -26,7 +26,7 @@ from ..ops.linear.linear import linear
 from ..ops.linear.lora import lora_linear
 from ..ops.linear.lora_linears import LoraLayer, lora_linears
 from ..ops.linear.lora_merge import lora_merge, row_norms
-from ..ops.quantized.weight import Quantized
+from ..ops.quantized.weight import Quantized, held_arrays
 from ..placement import placed
 from .checkpoint_files import write_folder
 from .config import Config
@@ -198,8 +198,9 @@ def create_adapter(
         a = draw.uniform(-bound, bound, (rank, inputs))
         weight: Any = weights.get(f"{module}.weight", home)  # another rank may hold it
         prefix = f"{PREFIX}{module}."
-        parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), weight)
-        parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), weight)
+        _, near = next(held_arrays({module: weight}))
+        parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), near)
+        parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), near)
         if dora:
             with at(weight):
                 wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))

@@ -20,6 +20,7 @@ from ..files import absent, path_of, read_json, settle
 from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator
+from ..parallel.zero3 import Parts
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
 from .checkpoint_files import Unread, find_tensors, read_tensors
@@ -41,6 +42,7 @@ def load(
     communicator: Communicator | None = None,
     pipeline: Communicator | None = None,
     chunks: int = 1,
+    parts: Communicator | None = None,
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
@@ -73,6 +75,9 @@ def load(
         ``models.stages`` through a step of training.
     chunks : int
         Parts of the blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
+    parts : Communicator, optional
+        Of ranks that keep a part of each parameter, and read that alone; of quantized weights one
+        whole at a time.  ``parallel.Zero3(model, parts)`` trains it.
 
     Returns
     -------
@@ -101,15 +106,16 @@ def load(
     wanted = None if dtype is None else float_dtype("load", dtype)
     division = _division(config, communicator, pipeline, chunks)
     make = None if quantize is None else Quantizer("load", quantize, division)
+    keeps = None if parts is None else Parts(parts)
     holds = bool if division is None else division.holds
     with on_device("load", device) as place:
-        keep = partial(_kept, place=place, make=make, division=division)
+        keep = partial(_kept, place=place, make=make, division=division, parts=keeps)
         homes, files = find_tensors(path, config)
         parameters, layout = read_tensors(path, homes, files, wanted, keep, holds)
         if division is not None and division.stages is not None:
             division.stages.dtype = wanted or homes[EMBEDDING].dtype or FLOAT32
         model = Transformer(division.config if division else config, parameters, texts, layout)
-        model.folder, model.division = path, division
+        model.folder, model.division, model.parts = path, division, keeps
         if lora is not None:
             adapter = read_adapter(lora, config, model.table.dtype, place)
             model.adapter = divided_adapter(adapter, division)
@@ -123,16 +129,23 @@ def _kept(
     place: Callable[[Any], Any],
     make: Quantizer | None,
     division: Division | None,
+    parts: Parts | None,
 ) -> Any:
     """Return what a rank keeps of a parameter, where it is to be: no more is read than it takes."""
-    stored = unread.home.kind is not None
+    home = unread.home
+    stored = home.kind is not None
+    if parts is not None and not stored and not (make and make.makes(name, home.shape)):
+        own = unread.__getitem__ if division is None else partial(division.own, name, unread)
+        shape = home.shape if division is None else division.shape(name)
+        return place(parts.read(name, shape, own))
     if division is None or stored or (make is not None and make.wants_whole(name)):
         value = unread.whole()
         value = division.own(name, value) if stored and division is not None else value
     else:
         value = division.own(name, unread)
     there = value.moved(place) if isinstance(value, Quantized) else place(value)
-    return there if make is None else make(name, there)
+    there = there if make is None else make(name, there)
+    return there if parts is None else parts.keep(name, there)
 
 
 def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
@@ -164,6 +177,7 @@ def create(
     communicator: Communicator | None = None,
     pipeline: Communicator | None = None,
     chunks: int = 1,
+    parts: Communicator | None = None,
 ) -> Transformer:
     """Return a model with random parameters.
 
@@ -176,7 +190,7 @@ def create(
         As in a Hugging Face config.json; ``model_type`` names the family.
     seed : int
         Equal seeds give equal parameters.
-    dtype, device, communicator, pipeline, chunks
+    dtype, device, communicator, pipeline, chunks, parts
         As in ``load``.
 
     Returns
@@ -195,7 +209,8 @@ def create(
         raise ConfigError(f"create: seed={seed!r} must be an integer, as in seed=0")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
     division = _division(parsed, communicator, pipeline, chunks)
-    size //= 1 if communicator is None else communicator.size
+    size //= (1 if communicator is None else communicator.size) * (parts.size if parts else 1)
+    keeps = None if parts is None else Parts(parts)
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
@@ -212,10 +227,11 @@ def create(
                     parsed.initializer_range
                 )
                 array = array.astype(kind)
-            parameters[name] = place(array if division is None else division.own(name, array))
+            own = place(array if division is None else division.own(name, array))
+            parameters[name] = own if keeps is None else keeps.keep(name, own)
         here = parsed if division is None else division.config
         model = Transformer(here, parameters, {"config.json": dict(text_config(config))})
-        model.division = division
+        model.division, model.parts = division, keeps
         if division is not None and division.stages is not None:
             division.stages.dtype = kind
         return model

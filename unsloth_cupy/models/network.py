@@ -11,6 +11,7 @@ from ..errors import ConfigError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..parallel.communicator import Communicator
+from ..parallel.zero3 import Parts
 from ..placement import at_home
 from ..training.checkpoint import CheckpointConfig
 from .adapter import Adapter
@@ -46,6 +47,9 @@ class Network:
         rows in all of them, and return this rank's share, which adds up over ranks.
     context_attention : str
         How they attend: ring, keys and values go around, or ulysses, each has some of the heads.
+    parts : Parts or None
+        What parameters are that ``load(folder, parts=comm)`` read a part of, until a Zero3 is made
+        of the model.
     gather : callable or None
         Makes parameters whole of which each rank keeps a part: those of a block while it runs.
     """
@@ -59,6 +63,7 @@ class Network:
         self.division: Division | None = None
         self.context: Communicator | None = None
         self.context_attention = "ring"
+        self.parts: Parts | None = None
         self.gather: Gather | None = None
         self.chunked_mlp = False
         self._turn()
@@ -152,6 +157,9 @@ class Network:
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters, of which those outside of the blocks are whole."""
+        if self.parts is not None:
+            cure = "make a Zero3(model, comm) of it"
+            raise ConfigError(f"Transformer: ranks keep parts of this model, none is whole; {cure}")
         if self.gather is None:
             return parameters
         outside = {name: value for name, value in parameters.items() if ".layers." not in name}

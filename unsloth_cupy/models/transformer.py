@@ -71,6 +71,9 @@ class Transformer(Network):
                 "add_adapter: the model has an adapter, which a new one would replace; call"
                 " merge_adapter() to keep what it learned, or set adapter = None to let it go"
             )
+        if self.parts is not None and options.get("dora"):
+            problem = "norms are of whole rows, which ranks keep parts of"
+            raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
         whole = self.config if self.division is None else self.division.whole
         adapter = create_adapter(whole, self.parameters, rank=rank, **options)
         self.adapter = divided_adapter(adapter, self.division)

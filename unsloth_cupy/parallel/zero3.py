@@ -42,6 +42,42 @@ class Part(NamedTuple):
         return self.arrays
 
 
+class Parts:
+    """What this rank keeps of parameters, each by its name: a part of it, flat.
+
+    Attributes
+    ----------
+    comm : Communicator
+    cuts : dict of str to Cut
+        How those are cut that are not quantized.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.cuts = comm, dict[str, Cut]()
+
+    def read(self, name: str, shape: tuple[int, ...], rows: Callable[[slice], Any]) -> Any:
+        """Return this rank's part of an array of a shape, of whose rows no others are asked for."""
+        cut = self.cuts[name] = Cut.of(shape, self.comm.size)
+        width, first = max(1, cut.size // max(1, shape[0])), self.comm.rank * cut.length
+        stop = min(first + cut.length, cut.size)
+        top = min(first // width, shape[0])
+        flat = rows(slice(top, max(top, -(-stop // width)))).reshape(-1)
+        own = flat[first - top * width : max(first, stop) - top * width]
+        return np.append(own, np.zeros(cut.length - own.size, own.dtype))
+
+    def keep(self, name: str, value: Any) -> Any:
+        """Return this rank's part of a parameter."""
+        size, rank = self.comm.size, self.comm.rank
+        if isinstance(value, Quantized):
+            cuts = {key: Cut.of(a.shape, size) for key, a in value.held().items()}
+            parts = {key: cuts[key].part(a, rank) for key, a in value.held().items()}
+            return Part(type(value), value.facts(), value.shape, value.dtype, parts, cuts)
+        if isinstance(value, Stored):
+            raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
+        self.cuts[name] = Cut.of(value.shape, size)
+        return self.cuts[name].part(value, rank)
+
+
 class Zero3:
     """A model whose parameters, gradients and states are divided among ranks, and learns so.
 
@@ -55,38 +91,36 @@ class Zero3:
     Parameters
     ----------
     model : Transformer
-        Its parameters become flat parts, those of rank 0.
+        Its parameters become flat parts, those of rank 0; or they are parts already, where
+        ``models.load(folder, parts=comm)`` has read no more.
     comm : Communicator
 
     Raises
     ------
     ConfigError
-        The model is divided by a Zero3 already.
+        The model is divided by a Zero3 already, or is in parts of other ranks.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
         if model.gather is not None:
             raise ConfigError("Zero3: the model is not whole, it has a Zero3; use that one")
+        if model.parts is not None and model.parts.comm is not comm:
+            raise ConfigError("Zero3: comm is not that of load(folder, parts=comm); pass that one")
         self.model, self.comm = model, comm
-        self.cuts: dict[str, Cut] = {}
+        keeps, model.parts = model.parts, None
+        self.cuts: dict[str, Cut] = {} if keeps is None else keeps.cuts
         self.ahead = Ahead(comm, lambda name: model.parameters[name])
         for array in () if model.adapter is None else model.adapter.parameters.values():
             array[...] = comm.broadcast(array)
-        model.parameters = {name: self._cut(name, v) for name, v in model.parameters.items()}
+        if keeps is None:
+            keeps = Parts(comm)
+            self.cuts = keeps.cuts
+            for name, value in model.parameters.items():
+                same = value if isinstance(value, Stored) else comm.broadcast(value)
+                model.parameters[name] = keeps.keep(name, same)
         model.gather = self.gather
         if model.division is not None:
             model.division.kept = self.kept
-
-    def _cut(self, name: str, value: Any) -> Any:
-        """Return this rank's part of a parameter."""
-        if isinstance(value, Quantized):
-            cuts = {key: Cut.of(a.shape, self.comm.size) for key, a in value.held().items()}
-            parts = {key: cuts[key].part(a, self.comm.rank) for key, a in value.held().items()}
-            return Part(type(value), value.facts(), value.shape, value.dtype, parts, cuts)
-        if isinstance(value, Stored):
-            raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
-        self.cuts[name] = Cut.of(value.shape, self.comm.size)
-        return self.cuts[name].part(self.comm.broadcast(value), self.comm.rank)
 
     def kept(self, name: str, rows: slice) -> slice:
         """Return where rows of a parameter lie in what this rank keeps of it."""

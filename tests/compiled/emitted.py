@@ -18,8 +18,8 @@ from typing import NamedTuple
 from unsloth_cupy.core.source import source_root
 
 from ..ptx_on_cpu import ptx
+from ..ptx_on_cpu.function import SIZE, WIDTH
 from ..ptx_on_cpu.parse import Body, functions, instruction, operands
-from ..ptx_on_cpu.rules import SIZE, WIDTH
 from ..sass import whole
 from ..variants import ARCHITECTURES, Variant, constants, declared, variants
 from .uniform import unproved_barriers

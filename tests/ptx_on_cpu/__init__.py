@@ -4,17 +4,15 @@
         rms_norm(x, weight)              the real launch code, the real PTX of sm_90a
 
 ``tests/cuda_on_cpu`` runs the source with g++ and has twins of the files with inline assembly.
-Here the text of inline assembly is executed, code under ``__CUDA_ARCH__``, and whatever the
-compiler moved, fused or replaced.  The
-machine is the same: fibers, checks, tensor cores, copies, clusters; so are ``check``, ``seed``,
-``folders`` and the rest of ``Emulator``.
+Here its text is executed, code under ``__CUDA_ARCH__``, and whatever the compiler moved, fused or
+replaced, on the same machine: fibers, checks, tensor cores, copies, clusters.
 
 =================  =============================================================
 ``parse.py``       the text of a module, as statements with their places
-``translate.py``   a function of C++ of each function: registers, labels, operands
-``rules.py``       types, special registers, how a line of a table is read
+``function.py``    a function of C++ of each function; how a line of a table is read
 ``arithmetic.py``  arithmetic, logic, comparisons, conversions
 ``machine.py``     control, memory, barriers, warps, tensor cores, copies
+``translate.py``   a unit of C++
 ``ptx.hpp``        what the C++ calls
 =================  =============================================================
 
@@ -22,10 +20,9 @@ A message names both lines: ``PTX 287, ptx.cuh:61 in tile.cuh:113``.  Traffic is
 of the source.  What is not known raises ``UnknownError`` with the instruction: the tables hold what
 NVRTC 12.0, 12.9 and 13.5 make of the kernels and of the primitives, carries and pairs of float32.
 
-What it does not know: what ptxas makes of PTX, registers, scheduling.  How exact a GPU's
-approximations are: they are glibc's here, and NaN has the CPU's bits.  The order of sums in a
-tensor core.  Floats flush denormals where an instruction says .ftz, and only there.  A static
-array's own bounds are not checked, only those of the block's shared memory.
+Nobody knows here what ptxas makes of PTX.  Approximations are glibc's, and NaN has the CPU's bits.
+Floats flush denormals where an instruction says .ftz, and only there.  A static array's own bounds
+are not checked, only those of the block's shared memory.
 """
 
 import functools

@@ -1,12 +1,8 @@
 """Arithmetic, logic, comparisons and conversions."""
 
-from typing import TYPE_CHECKING
+import re
 
-from .parse import UnknownError
-from .rules import RULES, WIDTH, WRITERS, Ops, Words, spelled
-
-if TYPE_CHECKING:
-    from .translate import Function
+from .function import RULES, WIDTH, bits, spelled
 
 INT, BIT = "[.u16|.s16|.u32|.s32|.u64|.s64]", "[.b16|.b32|.b64]"
 ANY, WORD = f"[.u8|.s8|{INT}]", "[.u32|.s32|.u64|.s64]"
@@ -16,10 +12,10 @@ INTEGERS = {
     f"sub{INT}": "{t}({x} - {y})",
     f"mul.lo{INT}": "low({x}, {y})",
     f"mul.hi{INT}": "high({x}, {y})",
-    "mul.wide[.u16|.s16|.u32|.s32]": "{w}({x}) * {w}({y})",
+    "mul.wide[.u16|.s16|.u32|.s32]": "{wide}({x}) * {wide}({y})",
     f"mad.lo{INT}": "{t}(low({x}, {y}) + {z})",
     f"mad.hi{INT}": "{t}(high({x}, {y}) + {z})",
-    "mad.wide[.u16|.s16|.u32|.s32]": "{w}({w}({x}) * {w}({y}) + {z:w})",
+    "mad.wide[.u16|.s16|.u32|.s32]": "{wide}({wide}({x}) * {wide}({y}) + {z:wide})",
     f"[add.cc|addc[.cc|]]{WORD}": "carried<1>({x}, {y}, {has[addc]}, " + CC,
     f"[sub.cc|subc[.cc|]]{WORD}": "carried<-1>({x}, {y}, {has[subc]}, " + CC,
     f"[mad.lo.cc|madc.lo[.cc|]]{WORD}": "carried<1>(low({x}, {y}), {z}, {has[madc]}, " + CC,
@@ -111,44 +107,36 @@ for _word, _sign in zip(("eq", "ne", "lt", "ge", "le", "gt"), OPPOSITE, strict=T
     FLOATS.setdefault(f"setp.{_word}{BOTH}", f"{{x}} {_sign} {{y}}")
     FLOATS.setdefault(f"setp.{_word}u{BOTH}", f"!({{x}} {OPPOSITE[_sign]} {{y}})")  # or NaN
 INTEGERS, FLOATS = spelled(INTEGERS), spelled(FLOATS)
-RULES.update(INTEGERS)
 EXACT = ("neg", "abs", "copysign")  # they move bits and round nothing
 ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt", "setp")  # by the CPU, which flushes
 ROUND = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
 TO_WHOLE = {"rni": "std::rint", "rzi": "std::trunc", "rmi": "std::floor", "rpi": "std::ceil"}
 
 
-def floats(f: "Function", words: Words, ops: Ops) -> str:
-    """Write arithmetic of floats, and of pairs of them."""
-    code, of, into = FLOATS[".".join(words)], words[-1], words[-2]
-    types = {"t": WIDTH[of.removesuffix("x2")], "to": WIDTH.get(into, "")}
-    names = [name for name in "xyz" if f"{{{name}}}" in code]
-    whole = next((TO_WHOLE[word] for word in words if word in TO_WHOLE), "")
+def as_said(name: str, code: str) -> str:
+    """Return a line of FLOATS with what the name says of rounding and denormals, and of pairs."""
+    words = name.split(".")
+    of, into = WIDTH[words[-1].removesuffix("x2")], WIDTH[words[-2]] if words[0] == "cvt" else ""
+    code = code.replace("{t}", of).replace("{s}", "f" * (of == "f32"))
+    code = code.replace("{whole}", next((TO_WHOLE[w] for w in words if w in TO_WHOLE), ""))
+    names = [operand for operand in ("{x}", "{y}", "{z}") if operand in code]
+    if is_pair := words[-1] == "f32x2":
+        code = re.sub(r"\{(.)\}", r"AS(f32, \1)", code)
     mode = next((ROUND[word] for word in words if word in ROUND), "NEAREST")
-    cpu_flushes = "ftz" in words or types["t"][0] != "f"
-    # most runs as a launch sets the CPU
-    how = f"{mode} | {'FLUSH' if cpu_flushes else 'DENORMALS'}"
-    plain = words[0] in EXACT or how == "NEAREST | FLUSH"
-    flush = "ftz" in words and words[0] not in ROUNDED
-
-    def made(given: list[str]) -> str:
-        given = [f"flushed({o})" if flush else o for o in given]
-        given = given if plain else [f"hidden({o})" for o in given]
-        own = dict(zip(names, given, strict=True))
-        done = code.format(whole=whole, s="f" * (types["t"] == "f32"), **types, **own)
-        done = done if plain else f"under<{how}>([&] {{ return {done}; }})"
-        done = f"flushed({done})" if flush else done
-        return f"sat({done})" if "sat" in words else done
-
-    target, *rest = ops
-    if len(rest) != len(names):
-        raise UnknownError(f"{len(rest)} operands")
-    given = [f.value(o, WIDTH[of]) for o in rest]
-    if of != "f32x2":
-        return f.to(target, made(given), {"cvt": types["to"], "setp": ""}.get(words[0], of))
-    half = f"AS(u32, {made([f'AS(f32, {name})' for name in names])})"
-    lambda_ = f"[&](u32 x, u32 y, u32 z) {{ return {half}; }}"
-    return f.to(target, f"by_halves({lambda_}, {', '.join(given)})")
+    how = f"{mode} | {'FLUSH' if 'ftz' in words or of[0] != 'f' else 'DENORMALS'}"
+    operand = r"(\{.\}|AS\(f32, .\))"
+    if flush := "ftz" in words and words[0] not in ROUNDED:
+        code = re.sub(operand, r"flushed(\1)", code)
+    if words[0] not in EXACT and how != "NEAREST | FLUSH":  # as a launch sets the CPU
+        code = re.sub(rf"flushed\({operand}\)|{operand}", r"hidden(\g<0>)", code)
+        code = f"under<{how}>([&] {{{{ return {code}; }}}})"
+    code = f"flushed({code})" if flush else code
+    code = bits(
+        f"sat({code})" if "sat" in words else code, {"cvt": into, "setp": ""}.get(words[0], of)
+    )
+    if is_pair:
+        code = f"by_halves([&](u32 x, u32 y, u32 z) {{{{ return {code}; }}}}, {', '.join(names)})"
+    return code
 
 
-WRITERS.update(dict.fromkeys(FLOATS, floats))
+RULES.update(INTEGERS | {name: as_said(name, code) for name, code in FLOATS.items()})

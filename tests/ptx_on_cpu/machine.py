@@ -1,12 +1,7 @@
 """Control, memory, barriers, warps, tensor cores and copies: what the machine does."""
 
-from typing import TYPE_CHECKING
-
-from .parse import UnknownError, operands
-from .rules import BITS, RULES, SIZE, WIDTH, Operand, Ops, Words, flag, instruction, only, spelled
-
-if TYPE_CHECKING:
-    from .translate import Function
+from .function import BITS, RULES, SIZE, WIDTH, Function, Operand, Ops, Words, only, spelled, writes
+from .parse import UnknownError, operands, several
 
 SCOPES = "cta cluster gpu sys"
 SPACES = "global shared shared::cta shared::cluster local param const"
@@ -57,9 +52,13 @@ MACHINE = {
     "vote.sync.ballot.b32": "ballot({y:u32}, {x:bool}, {line})",
     "vote.sync.any.pred": "ballot({y:u32}, {x}, {line}) != 0",
     "vote.sync.all.pred": "ballot({y:u32}, !{x}, {line}) == 0",
+    "shfl.sync.[up|down|bfly|idx].b32": (
+        "bool in; u32 got = shuffle('{words[2][0]}', {y:u32}, {z:u32}, {v:u32}, {w:u32}, in,"
+        " {line}); {x:got|in};"
+    ),
     "wgmma.fence.sync.aligned": "wgmma_fence({at});",
     "wgmma.commit_group.sync.aligned": "wgmma_commit();",
-    "wgmma.wait_group.sync.aligned": "wgmma_wait({x:#}, {at}); products.land(sums);",
+    "wgmma.wait_group.sync.aligned": "wgmma_wait({x:#}, {at}); products.land({{{sums}}});",
     f"mma{TILE}16{F32}.bf16.bf16.f32": MMA.format("BF16"),
     f"mma{TILE}16{F32}.f16.f16.f32": MMA.format("F16"),
     f"mma{TILE}8{F32}.tf32.tf32.f32": MMA.format("TF32"),
@@ -118,12 +117,12 @@ ATOMICS = {
 }
 
 
-@instruction("call")
-def call(f: "Function", words: Words, ops: Ops) -> str:
+@writes("call")
+def call(f: Function, words: Words, ops: Ops) -> str:
     """Results and arguments lie in variables of the space .param, in the order of the head."""
     (name,) = (op for op in ops if not op.startswith("("))
     given = [each for op in ops if op.startswith("(") for each in operands(op[1:-1])]
-    cells = ", ".join(f"(void *){f.symbols[each][1]}" for each in given)
+    cells = ", ".join(f"(void *)s_{each}" for each in given)
     return f"void *cells[] = {{{cells or 'nullptr'}}}; f_{name}(cells);"
 
 
@@ -133,13 +132,13 @@ def space_of(words: Words) -> str:
     return next((word for word in words if word in SPACES.split()), "")
 
 
-@instruction("ld", "st")
-def access(f: "Function", words: Words, ops: Ops) -> str:
+@writes("ld", "st")
+def access(f: Function, words: Words, ops: Ops) -> str:
     """Write a load or a store: p points at checked bytes, one value a register."""
     verb, *more, last = words
     only(more, f"{STRONG} {SCOPES} {CACHES} {SPACES} v2 v4 v8")
     address, names = (ops[1], ops[0]) if verb == "ld" else ops
-    names, kind, space = f.several(names), BITS.get(WIDTH[last], ""), space_of(words)
+    names, kind, space = several(names), BITS.get(WIDTH[last], ""), space_of(words)
     kind = WIDTH[last] if last[0] == "s" else kind  # to widen
     size = SIZE[kind] * len(names)
     if len(names) != next((int(word[1]) for word in more if word in ("v2", "v4", "v8")), 1):
@@ -147,7 +146,7 @@ def access(f: "Function", words: Words, ops: Ops) -> str:
     pointer = f.address(address, space, size)
     if space != "param":
         strong = not {*STRONG.split()}.isdisjoint(more)
-        pointer = f"accessed({pointer}, {size}, {flag(verb == 'st')}, {flag(strong)}, {f.at()})"
+        pointer = f"accessed({pointer}, {size}, {int(verb == 'st')}, {int(strong)}, {f.at()})"
     if verb == "ld":
         each = (f.to(name, f"get<{kind}>(p, {i})") for i, name in enumerate(names))
     else:
@@ -156,8 +155,8 @@ def access(f: "Function", words: Words, ops: Ops) -> str:
     return f"{before} char *p = {pointer}; {' '.join(each)} {after}"
 
 
-@instruction("atom", "red")
-def atom(f: "Function", words: Words, ops: Ops) -> str:
+@writes("atom", "red")
+def atom(f: Function, words: Words, ops: Ops) -> str:
     target, address, *rest = ops if words[0] == "atom" else ("_", *ops)
     _, *more, last = words
     (what,) = (word for word in more if word in ATOMICS)
@@ -167,15 +166,15 @@ def atom(f: "Function", words: Words, ops: Ops) -> str:
     given = ", ".join(f"{n} = {f.value(o, kind)}" for n, o in zip("vw", rest, strict=False))
     pointer = f.address(address, space_of(words), SIZE[kind])
     new = f"[&]({kind} x) {{ return {kind}({ATOMICS[what]}); }}"
-    fence = f"threadfence({flag('cta' not in words)});"
+    fence = f"threadfence({int('cta' not in words)});"
     before = fence * (not {"release", "acq_rel"}.isdisjoint(words))
     after = fence * (not {"acquire", "acq_rel"}.isdisjoint(words))
     code = f.to(target, f"atomic<{kind}>({pointer}, {f.at()}, {new})", kind)
     return f"{before} {kind} {given}; {code} {after}"
 
 
-@instruction("bar.red.popc.u32", "bar.red.or.pred", "bar.red.and.pred")
-def vote(f: "Function", words: Words, ops: Ops) -> str:
+@writes("bar.red.popc.u32", "bar.red.or.pred", "bar.red.and.pred")
+def vote(f: Function, words: Words, ops: Ops) -> str:
     target, number, *threads, given = ops
     numbers = [f.value(each, "s32") for each in (number, *(threads or "0"))]
     negated, found = {"popc": ("", ""), "or": ("", " != 0"), "and": ("!", " == 0")}[words[2]]
@@ -184,18 +183,9 @@ def vote(f: "Function", words: Words, ops: Ops) -> str:
 
 
 # ---- warps and tensor cores ---------------------------------------------------------------------
-@instruction("shfl.sync")
-def shfl(f: "Function", words: Words, ops: Ops) -> str:
-    only(words[2:], "up down bfly idx b32")
-    (target, _, p), given = ops[0].partition("|"), (f.value(o, "u32") for o in ops[1:])
-    found = f"&{f.register(p)[0]}" if p and p != "_" else "nullptr"
-    lanes = f"'{words[2][0]}', {', '.join(given)}, {found}"
-    return f.to(target, f"shuffle({lanes}, {f.at(collective=True)})")
-
-
-@instruction("wgmma.mma_async.sync.aligned")
-def wgmma(f: "Function", words: Words, ops: Ops) -> str:
-    names, (kind, shape) = f.several(ops[0]), (words[-1], words[4])
+@writes("wgmma.mma_async.sync.aligned")
+def wgmma(f: Function, words: Words, ops: Ops) -> str:
+    names, (kind, shape) = several(ops[0]), (words[-1], words[4])
     steps = {"bf16": 16, "f16": 16, "e4m3": 32, "e5m2": 32}[kind]
     if words[4:] != (f"m64n{2 * len(names)}k{steps}", "f32", kind, kind):
         raise UnknownError(f"accumulators, {shape} or dtypes of wgmma")
@@ -206,7 +196,7 @@ def wgmma(f: "Function", words: Words, ops: Ops) -> str:
     registers = Operand(f, a, {}).__format__("u32*4") if held else "nullptr"
     turns = [*["0"] * held, *signs[2:], "0", "0"][:2]
     given = ["0" if held else f.value(a, "u64"), f.value(b, "u64"), f.value(scale, "bool"), *turns]
-    own = ", ".join(f"&{f.register(name)[0]}" for name in names)
+    own = ", ".join(f"&{f.register(name)}" for name in names)
     opened = f"u32 *const D[] = {{{own}}}; float *sum = products.open(D, {f.at()});"
     called = f"wgmma({2 * len(names)}, {kind.upper()}, sum, A, {', '.join(given)}, {f.at()});"
     return f"u32 {'A[]' if held else '*A'} = {registers}; {opened} {called}"

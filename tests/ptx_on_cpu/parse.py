@@ -20,7 +20,7 @@ class UnknownError(Exception):
 
 
 class Piece(NamedTuple):
-    """A label, declaration or instruction; where it stands in PTX, in the source, in blocks."""
+    """A bracket, label, declaration or instruction, and where it stands."""
 
     kind: str
     text: str
@@ -49,6 +49,11 @@ def operands(text: str) -> list[str]:
         else:
             found[-1] += c
     return [each.strip() for each in found] if text.strip() else []
+
+
+def several(text: str) -> list[str]:
+    """Return the parts of {a, b}, or what stands alone."""
+    return operands(text.strip()[1:-1]) if text.startswith("{") else [text]
 
 
 def places(text: str) -> Callable[[str], Place]:
@@ -105,14 +110,14 @@ def functions(text: str) -> tuple[list[str], list[Body]]:
             if not token["prototype"]:
                 found.append(head(said))
                 count = -1
-        elif kind == "open":
-            count += 1
-            blocks.append(count)
-        elif kind == "close":
-            blocks.pop()
-        elif not blocks:
+        elif not blocks and kind != "open":
             declared.append(said)
         else:
+            if kind == "open":
+                count += 1
+                blocks.append(count)
             kind = "declaration" if said.startswith(".") else kind
             found[-1].pieces.append(Piece(kind, said, line, place, (*blocks,)))
+            if kind == "close":
+                blocks.pop()
     return declared, found

@@ -11,17 +11,9 @@
 #include <xmmintrin.h>
 
 using namespace emu;
-typedef uint8_t u8;
-typedef uint16_t u16;
-typedef uint32_t u32;
-typedef uint64_t u64;
-typedef int8_t s8;
-typedef int16_t s16;
-typedef int32_t s32;
-typedef int64_t s64;
-typedef float f32;
-typedef double f64;
-typedef unsigned __int128 u128;
+using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using u64 = uint64_t;
+using s8 = int8_t; using s16 = int16_t; using s32 = int32_t; using s64 = int64_t;
+using f32 = float; using f64 = double; using u128 = unsigned __int128;
 // Not a template: g++ reads thousands of these.
 #define AS(T, x) __builtin_bit_cast(T, x)
 #define AT(w) (w).file, (w).line
@@ -164,13 +156,12 @@ template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
 
 // ---- warps -------------------------------------------------------------------------------------
 inline int lane_id() { return M.cur->index & 31; }
-OWN u32 shuffle(char mode, u32 v, u32 b, u32 c, u32 mask, bool *found, WHERE) {
+OWN u32 shuffle(char mode, u32 v, u32 b, u32 c, u32 mask, bool &in, WHERE) {
   int lane = lane_id(), seg = c >> 8 & 31, clamp = c & 31, by = b & 31;
   int last = (lane & seg) | (clamp & ~seg), first = lane & seg;
   int from = mode == 'u' ? lane - by : mode == 'd' ? lane + by : mode == 'b' ? lane ^ by
                                                                : first | (by & ~seg);
-  bool in = mode == 'u' ? from >= last : from <= last;
-  if (found) *found = in;
+  in = mode == 'u' ? from >= last : from <= last;
   return u32(shfl(mask, v, in ? from : lane, file, line));
 }
 

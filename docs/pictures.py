@@ -26,13 +26,13 @@ from unsloth_cupy.cli.plan_ranks import draw_schedule  # noqa: E402
 from unsloth_cupy.cli.timeline import draw_timeline  # noqa: E402
 from unsloth_cupy.finetune.curve import draw_curve  # noqa: E402
 from unsloth_cupy.memory.planned import Planned  # noqa: E402
+from unsloth_cupy.memory.stage_plan import Layout  # noqa: E402
 from unsloth_cupy.models.parse import parse  # noqa: E402
 from unsloth_cupy.models.transformer import Transformer  # noqa: E402
 from unsloth_cupy.pictures import INK, SOFT, save_picture  # noqa: E402
 from unsloth_cupy.profiling.cards import CARDS  # noqa: E402
 from unsloth_cupy.profiling.profile import COLOURS as PHASES  # noqa: E402
 from unsloth_cupy.profiling.scale import plan_ranks  # noqa: E402
-from unsloth_cupy.profiling.stage_plan import Layout  # noqa: E402
 
 FOLDER, PAGE = (Path(__file__).with_name(name) for name in ("pictures", "performance.md"))
 OPS = "attention rms_norm layer_norm swiglu geglu softmax linear cross_entropy linear_cross_entropy"

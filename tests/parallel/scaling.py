@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import create
 from unsloth_cupy.models.stages import ModelStage, pipeline_gradients, schedule_of
 from unsloth_cupy.parallel import DataParallel, MpiCommunicator, SingleCommunicator
 from unsloth_cupy.profiling.scale import plan_ranks
-from unsloth_cupy.profiling.stage_plan import Layout
 
 CONFIG = {
     "model_type": "llama",

@@ -10,13 +10,14 @@ import pytest
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.memory import stage_plan
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned_ranks import PlannedRanks
+from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel._shards import Cut
 from unsloth_cupy.profiling import scale
 from unsloth_cupy.profiling.scale import ScalePlan, plan_ranks
-from unsloth_cupy.profiling.stage_plan import Layout
 
 from ..models.peers import CONFIGS, SIZES
 from ..sample import Sample
@@ -87,8 +88,8 @@ def test_microbatches_that_are_not_run_take_what_others_take(
 ) -> None:
     layout = Layout(2, 2, 1)
     few = planned(layout, microbatches=14, **options)
-    monkeypatch.setattr(scale, "SPARE", 20)
-    monkeypatch.setattr(scale, "ROUNDS", 20)
+    monkeypatch.setattr(stage_plan, "SPARE", 20)
+    monkeypatch.setattr(stage_plan, "ROUNDS", 20)
     all_run = planned(layout, microbatches=14, **options)
     for one, every in zip(few.stages, all_run.stages, strict=True):
         assert len(one.held) < len(every.held) == len(few.schedule[0])
@@ -142,6 +143,23 @@ def test_quantized_weights_are_divided_as_codes() -> None:
     blocks = values // 64
     saved = dense.stages[0].memory.weights - codes.stages[0].memory.weights
     assert saved == 4 * values - values // 2 - 4 * blocks
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 4}, {"checkpoint_every": 1}])
+def test_plan_memory_is_of_the_rank_that_holds_most(options: dict[str, Any]) -> None:
+    sizes = {"batch": 2, "tokens": 32, "dtype": "bfloat16", **options}
+    whole = plan_memory(LLAMA, **sizes)
+    for tensor, pipeline in ((2, 1), (1, 2), (2, 4)):
+        every = planned(Layout(tensor, pipeline), microbatches=6, **sizes)
+        found = plan_memory(
+            LLAMA, **sizes, accumulate=6, tensor_parallel=tensor, pipeline_parallel=pipeline
+        )
+        assert found.total == max(stage.memory.total for stage in every.stages)
+        assert found.weights < whole.weights
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2.*leave it out"):
+        plan_memory(LLAMA, **sizes, tensor_parallel=2, optimizer="none")
+    with pytest.raises(ConfigError, match="pipeline_parallel=0; pass 1 or more"):
+        plan_memory(LLAMA, **sizes, pipeline_parallel=0)
 
 
 def test_a_gpu_has_the_next_block_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.limit import quantized_kind, tokens_of
 from ..memory.ledger import Ledger
-from ..memory.plan import CLIPPED, OPTIMIZERS, new_adapter, trained
+from ..memory.plan import CLIPPED, OPTIMIZERS
 from ..memory.planned import Planned, keeping
+from ..memory.planned_model import new_adapter, trained
 from ..models.parse import parse
 from ..models.quantized import Quantizer
 from ..profiling.explain import explain as explained

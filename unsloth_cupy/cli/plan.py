@@ -14,10 +14,11 @@ from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.ranks import check_options, chunks_of
 from ..finetune.run_folder import model_folder, model_without_weights
 from ..memory.ledger import MemoryPlan
-from ..memory.plan import DEVICES, OPTIMIZERS, plan_memory
+from ..memory.plan import OPTIMIZERS, plan_memory
+from ..memory.planned_model import DEVICES
+from ..memory.stage_plan import Layout
 from ..models.adapter_base import base_of
 from ..profiling.scale import plan_ranks
-from ..profiling.stage_plan import Layout
 from .options import ATTENTION, FILE, QUANTIZE, SCHEDULE, ZERO, NewPicture, Number, option
 from .plan_ranks import Interconnect, rate_of, show
 from .plan_tables import cards, ledger, told_of, ways

@@ -7,30 +7,27 @@ What trains also plans: the model, its tape and the optimizer run on arrays that
 (``planned.py``), and a ledger enters what they take and let go of.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..core.call import checked
-from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
-from ..training.optimizer import AdamW
-from ..training.precision import compute_copies
-from .ledger import GRADIENTS, MASTER, OPTIMIZER, WEIGHTS, Ledger, MemoryPlan
-from .planned import Planned, PlannedOnHost, keeping
+from .ledger import GRADIENTS, Ledger, MemoryPlan
+from .planned import keeping
+from .planned_model import DEVICES, new_adapter, trained
 
 if TYPE_CHECKING:
-    from ..models import Transformer
     from ..models.adapter import Adapter
     from ..models.config import Config
+    from .stage_plan import Job, Layout
 
 OPTIMIZERS = ("adamw", "none")
-# arrays of each, and the bytes that its allocator rounds to: CuPy's pool has pieces of 512
-DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
 ALIKE = 2  # forward passes of a step: the first begins a sum, all others add to it
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would spare a copy
 
@@ -50,6 +47,8 @@ def plan_memory(
     chunked_mlp: bool = False,
     adapter: "Adapter | None" = None,
     quantization: str | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     device: str = "cuda",
 ) -> MemoryPlan:
     """Return what a step of training holds, op by op, from a step on shapes alone.
@@ -83,6 +82,9 @@ def plan_memory(
         ``model.adapter``, in place of a rank: trained as it is, on the layers that it has.
     quantization : str, optional
         Of the linear layers, as ``models.quantize`` names it; with a rank or an adapter.
+    tensor_parallel, pipeline_parallel : int
+        Ranks that divide each weight, and ranks that divide the blocks (``pipeline_schedule``'s
+        1f1b, of accumulate microbatches): the plan of the rank that holds most.
     device : str
         cuda counts what kernels take, in the pieces of CuPy's pool; cpu what NumPy allocates.
 
@@ -101,9 +103,11 @@ def plan_memory(
     from ..models.config import Config
     from ..models.parse import parse
     from ..models.quantized import Quantizer
+    from .stage_plan import Job, Layout
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
     sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
+    sizes |= {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     sizes |= {} if rank is None else {"rank": rank}
     for name, size in sizes.items():
         if not 1 <= size < 2**31:
@@ -123,6 +127,12 @@ def plan_memory(
     parts = checkpoint_every
     if parts is not None and not isinstance(parts, CheckpointConfig):
         parts = CheckpointConfig(True, parts)
+    layout = Layout(tensor_parallel, pipeline_parallel)
+    if layout.ranks > 1:
+        job = Job(
+            batch, tokens, kind, state_bits, parts, device, rank, adapter, quantization, chunked_mlp
+        )
+        return _of_ranks(parsed, layout, job, accumulate, optimizer)
     alike = min(accumulate, ALIKE)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
@@ -154,6 +164,20 @@ def plan_memory(
         return ledger.plan()
 
 
+def _of_ranks(
+    config: "Config", layout: "Layout", job: "Job", accumulate: int, optimizer: str
+) -> MemoryPlan:
+    """Return the plan of the rank that holds most."""
+    from .stage_plan import plan_stages
+
+    if optimizer == "none":
+        given = f"optimizer='none', tensor_parallel={layout.tensor}"
+        given += f", pipeline_parallel={layout.pipeline}"
+        raise ConfigError(f"plan_memory({given}): ranks have an optimizer; leave it out")
+    stages = plan_stages(config, layout, job, accumulate, "1f1b", None)
+    return max((stage.memory for stage in stages), key=lambda plan: plan.total)
+
+
 @contextmanager
 def _counted(call: str) -> Iterator[None]:
     """Name a count that a kernel's integers do not hold: no GPU has so large an array."""
@@ -161,72 +185,3 @@ def _counted(call: str) -> Iterator[None]:
         yield
     except OverflowError as error:
         raise ConfigError(f"{call}: {error}; pass smaller sizes") from error
-
-
-def new_adapter(config: "Config", rank: int) -> "Adapter":
-    """Return adapters of all linear layers, outside of the plan."""
-    from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
-
-    parameters = {}
-    with keeping(Ledger(1)):
-        for name, (outputs, inputs) in linear_layers(config).items():
-            parameters[f"{PREFIX}{name}.{DOWN}"] = Planned.of((rank, inputs), FLOAT32)
-            parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
-    return Adapter({"r": rank}, parameters)
-
-
-def trained(
-    ledger: "Ledger",
-    config: "Config",
-    arrays: Any,
-    kind: Any,
-    optimizer: str,
-    state_bits: int,
-    adapter: "Adapter | None",
-    codes: Callable[[str, Any], Any] | None,
-    shapes: Mapping[str, Any] | None = None,
-    ranks: Any = None,
-) -> "tuple[Transformer, AdamW | None]":
-    """Return a model as it is before a step, and its optimizer; shapes are those of a part.
-
-    Where there are ranks, they divide the parameters by Zero3.
-    """
-    from ..models.adapter import Adapter
-    from ..models.transformer import Transformer
-    from ..parallel.zero3 import Zero3
-
-    def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
-        return {
-            name: arrays.of(shape, kind if narrow and (all_axes or len(shape) > 1) else FLOAT32)
-            for name, shape in shapes.items()
-        }
-
-    learns_all = adapter is None and optimizer != "none"
-    of_all = config.shapes() if shapes is None else shapes
-    parameters = made(of_all, narrow=not learns_all, all_axes=optimizer == "none")
-    if codes is not None:
-        for name in parameters:
-            parameters[name] = codes(name, parameters[name])
-    model = Transformer(config, parameters, {})
-    parts = None if ranks is None else Zero3(model, ranks)
-    parameters = model.parameters
-    ledger.enter(WEIGHTS, parameters)
-    if adapter is not None:
-        shapes = {name: array.shape for name, array in adapter.parameters.items()}
-        model.adapter = Adapter(adapter.settings, made(shapes, narrow=False))
-        ledger.enter(WEIGHTS, model.adapter.parameters)
-    if optimizer == "none":
-        return model, None
-    steps = AdamW(model.trainable, state_bits=state_bits)
-    ledger.enter(OPTIMIZER, steps.state())
-    if learns_all:
-        copies = (
-            compute_copies(parameters, kind.name)
-            if parts is None
-            else parts.compute_copies(kind.name)
-        )
-        ledger.enter(MASTER, {name: parameters[name] for name in copies})
-        ledger.enter(WEIGHTS, copies)
-        steps.keep_copies(copies)
-        model.parameters = parameters | copies
-    return model, steps

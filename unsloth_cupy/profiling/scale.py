@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
+from ..memory.stage_plan import Job, Layout, StagePlan, plan_stages
 from ..models.config import Config
 from ..models.parse import parse
 from ..parallel.schedule import Schedule, Step, Timetable, chunks_of, pipeline_schedule, timetable
 from ..parallel.simulation import Event, Replay, Together, Work, pipeline_program, replay
-from .stage_plan import Job, Layout, StagePlan, plan_stage
 
-SPARE = 2  # microbatches beyond those that fill a pipeline: later ones take what these take
-ROUNDS = 4  # of as many microbatches as stages, which do so where stages have chunks
 Held = tuple[int, int]
 
 
@@ -144,13 +142,6 @@ def of_all(known: Sequence[Held], steps: Sequence[Step], stages: int) -> list[He
     return [*known[:filled], *again, *known[filled:]]
 
 
-def _run(kind: str, stages: int, microbatches: int) -> int:
-    """Return how many microbatches are run on shapes: what others take is known from them."""
-    if kind == "gpipe":  # each is held to the end
-        return microbatches
-    return min(microbatches, ROUNDS * stages if kind == "interleaved" else stages + SPARE)
-
-
 def plan_ranks(
     config: Mapping[str, Any] | Config,
     layout: Layout,
@@ -206,11 +197,7 @@ def plan_ranks(
     kind = float_dtype("plan_ranks", dtype, KERNEL_DTYPES)
     whole = pipeline_schedule(layout.pipeline, microbatches, schedule, chunks=chunks)
     job = Job(batch, tokens, kind, chunks=chunks_of(whole), **options)
-    run = _run(schedule, layout.pipeline, microbatches)
-    short = pipeline_schedule(layout.pipeline, run, schedule, chunks=chunks)
-    stages = [
-        plan_stage(parsed, layout, stage, short[stage], job) for stage in range(layout.pipeline)
-    ]
+    stages = plan_stages(parsed, layout, job, microbatches, schedule, chunks)
     rates = (rate * 1e12, interconnect[0] * 1e9, interconnect[1] * 1e9)
     made = ScalePlan(layout, stages, whole, timetable(whole), 0.0, 0.0, rates, microbatches)
     column = made.replay(1)

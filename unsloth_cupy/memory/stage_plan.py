@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import FLOAT32
-from ..memory.ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
-from ..memory.plan import DEVICES, new_adapter, trained
-from ..memory.planned import keeping
-from ..memory.planned_ranks import Calls, PlannedRanks, Sent
 from ..models.adapter import Adapter
 from ..models.config import Config
 from ..models.division import Division, divided_adapter
@@ -20,10 +16,17 @@ from ..models.layers import Stages
 from ..models.quantized import Quantizer
 from ..models.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
-from ..parallel.schedule import Step
+from ..parallel.schedule import Step, pipeline_schedule
 from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
+from .ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
+from .planned import keeping
+from .planned_model import DEVICES, new_adapter, trained
+from .planned_ranks import Calls, PlannedRanks, Sent
 from .stage_products import products
+
+SPARE = 2  # microbatches beyond those that fill a pipeline: later ones take what these take
+ROUNDS = 4  # of as many microbatches as stages, which do so where stages have chunks
 
 
 class Layout(NamedTuple):
@@ -68,7 +71,7 @@ class Job(NamedTuple):
     tokens: int
     dtype: Any
     state_bits: int = 32
-    checkpoint_every: int | None = None
+    checkpoint_every: int | CheckpointConfig | None = None
     device: str = "cuda"
     rank: int | None = None
     adapter: Adapter | None = None
@@ -116,6 +119,18 @@ class StagePlan(NamedTuple):
         names = sorted({name for calls in chunks for name in calls})
         every = {name: [calls.get(name, (0, 0)) for calls in chunks] for name in names}
         return {n: (sum(f for f, _ in of), sum(b for _, b in of)) for n, of in every.items()}
+
+
+def plan_stages(
+    config: Config, layout: Layout, job: Job, microbatches: int, kind: str, chunks: int | None
+) -> list[StagePlan]:
+    """Run each stage on shapes alone: the microbatches from which is known what others take."""
+    run = microbatches  # gpipe holds each to the end
+    if kind != "gpipe":
+        most = ROUNDS * layout.pipeline if kind == "interleaved" else layout.pipeline + SPARE
+        run = min(run, most)
+    short = pipeline_schedule(layout.pipeline, run, kind, chunks=chunks)
+    return [plan_stage(config, layout, stage, steps, job) for stage, steps in enumerate(short)]
 
 
 def plan_stage(
@@ -227,7 +242,7 @@ class _Runs:
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
         self.model, self.batch = model, batch
         every = job.checkpoint_every
-        self.parts = None if every is None else CheckpointConfig(True, every)
+        self.parts = CheckpointConfig(True, every) if isinstance(every, int) else every
         self.learns = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None

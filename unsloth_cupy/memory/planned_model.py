@@ -1,0 +1,87 @@
+"""A model and its optimizer before a step of training, of arrays that are shapes alone."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..core.dtypes import FLOAT32
+from ..training.optimizer import AdamW
+from ..training.precision import compute_copies
+from .ledger import MASTER, OPTIMIZER, WEIGHTS, Ledger
+from .planned import Planned, PlannedOnHost, keeping
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+    from ..models.adapter import Adapter
+    from ..models.config import Config
+
+# arrays of each, and the bytes that its allocator rounds to: CuPy's pool has pieces of 512
+DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
+
+
+def new_adapter(config: "Config", rank: int) -> "Adapter":
+    """Return adapters of all linear layers, outside of the plan."""
+    from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
+
+    parameters = {}
+    with keeping(Ledger(1)):
+        for name, (outputs, inputs) in linear_layers(config).items():
+            parameters[f"{PREFIX}{name}.{DOWN}"] = Planned.of((rank, inputs), FLOAT32)
+            parameters[f"{PREFIX}{name}.{UP}"] = Planned.of((outputs, rank), FLOAT32)
+    return Adapter({"r": rank}, parameters)
+
+
+def trained(
+    ledger: "Ledger",
+    config: "Config",
+    arrays: Any,
+    kind: Any,
+    optimizer: str,
+    state_bits: int,
+    adapter: "Adapter | None",
+    codes: Callable[[str, Any], Any] | None,
+    shapes: Mapping[str, Any] | None = None,
+    ranks: Any = None,
+) -> "tuple[Transformer, AdamW | None]":
+    """Return a model as it is before a step, and its optimizer; shapes are those of a part.
+
+    Where there are ranks, they divide the parameters by Zero3.
+    """
+    from ..models.adapter import Adapter
+    from ..models.transformer import Transformer
+    from ..parallel.zero3 import Zero3
+
+    def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
+        return {
+            name: arrays.of(shape, kind if narrow and (all_axes or len(shape) > 1) else FLOAT32)
+            for name, shape in shapes.items()
+        }
+
+    learns_all = adapter is None and optimizer != "none"
+    of_all = config.shapes() if shapes is None else shapes
+    parameters = made(of_all, narrow=not learns_all, all_axes=optimizer == "none")
+    if codes is not None:
+        for name in parameters:
+            parameters[name] = codes(name, parameters[name])
+    model = Transformer(config, parameters, {})
+    parts = None if ranks is None else Zero3(model, ranks)
+    parameters = model.parameters
+    ledger.enter(WEIGHTS, parameters)
+    if adapter is not None:
+        shapes = {name: array.shape for name, array in adapter.parameters.items()}
+        model.adapter = Adapter(adapter.settings, made(shapes, narrow=False))
+        ledger.enter(WEIGHTS, model.adapter.parameters)
+    if optimizer == "none":
+        return model, None
+    steps = AdamW(model.trainable, state_bits=state_bits)
+    ledger.enter(OPTIMIZER, steps.state())
+    if learns_all:
+        copies = (
+            compute_copies(parameters, kind.name)
+            if parts is None
+            else parts.compute_copies(kind.name)
+        )
+        ledger.enter(MASTER, {name: parameters[name] for name in copies})
+        ledger.enter(WEIGHTS, copies)
+        steps.keep_copies(copies)
+        model.parameters = parameters | copies
+    return model, steps

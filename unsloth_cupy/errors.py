@@ -73,8 +73,10 @@ class CommunicationError(UnslothCupyError, RuntimeError):
     ----------
     rank : int or None
         The rank that did not come, or whose call differs from the others'.
+    told : bool
+        Whether another rank prints what has happened.
     """
 
-    def __init__(self, message: str = "", *, rank: int | None = None) -> None:
+    def __init__(self, message: str = "", *, rank: int | None = None, told: bool = False) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.told = rank, told

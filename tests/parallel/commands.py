@@ -1,14 +1,15 @@
 """Commands in a rank: ``python -m tests.parallel.commands ARGUMENTS -- FAULT -- ARGUMENTS``.
 
-FAULT is what goes wrong from there on in a run that saves every two steps: killed, the last rank is
-in the middle of step 3; full, the disk of rank 0 is; torn, rank 0 is killed when half of its second
-checkpoint is written.
+ARGUMENTS that begin with the word wrong are refused.  FAULT is what goes wrong from there on in a
+run that saves every two steps: killed, the last rank is in the middle of step 3; full, the disk of
+rank 0 is; torn, rank 0 is killed when half of its second checkpoint is written.
 """
 
 import errno
 import os
 import signal
 import sys
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -56,5 +57,8 @@ if __name__ == "__main__":
         asked = [*command]
         if asked[0] in FAULTS:
             FAULTS[asked[0]]()
+        elif asked[0] == "wrong":
+            with suppress(SystemExit):
+                group(asked[1:])
         elif not ends:
             group(asked, standalone_mode=False)

@@ -33,6 +33,11 @@ SIZES = (
     "--evaluate-every", "6", "--save-every", "2", "--lr", "0.01", "--steps", "6",
 )  # fmt: skip
 WHOLE = "tests.parallel.commands"
+REFUSED = {  # before ranks have met, and after
+    "--schedule zigzag": "Invalid value for '--schedule'",
+    "--epochs 2": "--steps and --epochs both say when to end",
+    "--tensor-parallel 3": "--tensor-parallel 3 --pipeline-parallel 1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +105,7 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
 def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     """As torchrun starts them: a run of two stages, and what its model says, divided both ways.
 
-    Then the disk of one is full: the other one is told why, and no half of a checkpoint is there.
+    Then the disk of one is full, which it says alone, and no half of a checkpoint is there.
     """
     out, wrong = tmp_path / "run", tmp_path / "full"
     words = ("generate", "--max-new-tokens", "8", "--temperature", "0", str(out))
@@ -109,17 +114,18 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     last = asked(text, wrong, "--data-parallel", "2")
     ways = ("--tensor-parallel", "2", "7 and"), ("--pipeline-parallel", "2", "-")
     more = chain.from_iterable((*words, *way, "--") for way in ways)
-    ended = by_sockets(2, WHOLE, *first, "--", *more, "full", "--", *last, told="7 and")
-    fine, said = ended[0].said.split("No space left on device")[0], ended[1].said
+    refused = chain.from_iterable(("wrong", *last, *each.split(), "--") for each in REFUSED)
+    ended = by_sockets(2, WHOLE, *first, "--", *more, *refused, "full", "--", *last, told="7 and")
+    fine, _, rest = ended[0].said.partition("Usage: ")
+    for said in REFUSED.values():
+        assert rest.count(f"Error: {said}") == 1, rest
     assert "held-out loss" in fine
     *both, _ = re.split(r"8 tokens in .*\n", fine)
     wanted = invoke(*words, "7 and").output.split("8 tokens in")[0]
     assert [each.endswith(wanted) for each in both] == [True, True], (both, wanted)
-    for each in ended:
-        assert each.code, each
-        assert "No space left on device" in each.said, each
-    assert said.startswith("Traceback"), "only the first rank prints what is fine"
-    assert "rank 0 has failed" in said
+    assert [each.code for each in ended] == [1, 1]
+    assert re.search(r"\nrank 0 failed: .*cannot be written: No space left.*\n$", ended[0].said)
+    assert not ended[1].said, "one message in all"
     assert not [*wrong.glob("checkpoint-*")]
     assert not (wrong / "model").exists()
 

@@ -1,11 +1,13 @@
 """The group of commands, and how errors end one of them."""
 
+import sys
 from typing import Any
 
 import click
 
 from .._version import __version__
 from ..errors import UnslothCupyError
+from ..finetune.ranks import said_here
 from .bench import bench
 from .check import check
 from .explain import explain
@@ -25,6 +27,10 @@ class Commands(click.Group):
         """Run a command; what the user can mend is not a traceback."""
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            if said_here(asked=any("-parallel" in word for word in sys.argv)):
+                raise
+            raise SystemExit(error.exit_code) from None
         except UnslothCupyError as error:
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:

@@ -141,44 +141,45 @@ def finetune(
     """
     from ..models.folder import on_device
 
-    by_lines = text is not None and text.suffix.lower() == SUFFIX
-    if pack is not None and not by_lines:
-        raise ConfigError(f"--pack and --no-pack are for the lines of a {SUFFIX} file; leave them")
-    if steps is not None and epochs is not None:
-        raise ConfigError("--steps and --epochs both say when to end; leave one out")
-    pack = by_lines and pack is not False
-    request = Request(
-        model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, device,
-        limit_memory, epochs, evaluate_every, train_weights,
-    )  # fmt: skip
-    source = None if model is None else model_folder(model)
-    if source is not None and (layers or hidden or vocabulary):
-        raise ConfigError(
-            "--layers, --hidden and --vocabulary describe a new model; leave them out or leave"
-            " MODEL_FOLDER out"
-        )
-    if lora is not None and source is None:
-        raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
-    if train_weights and (quantize != "ternary" or source is not None):
-        raise ConfigError("--train-weights is for a new model of --quantize ternary; leave it out")
-    if quantize is not None and source is None and not train_weights:
-        raise ConfigError("--quantize is for a model that exists; name its MODEL_FOLDER")
-    kind = None if train_weights else quantize  # of weights that are frozen
-    rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
-    ends = steps or STEPS
-    plan = Settings(
-        ends, rate, weight_decay, max_norm, seed, evaluate_every or math.ceil(ends / 10),
-        save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
-        quantize=kind, **({} if config is None else config.rest),
-    )  # fmt: skip
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, data=data_parallel,
         context=context_parallel, device=device,
         zero=int(zero), schedule=schedule, chunks=chunks, context_attention=context_attention,
     )  # fmt: skip
-    request = request._replace(device=ranks.device)
     run: RunFolder | None = None
     with stop_request() as stop, ranks.ending():
+        by_lines = text is not None and text.suffix.lower() == SUFFIX
+        if pack is not None and not by_lines:
+            problem = f"--pack and --no-pack are for the lines of a {SUFFIX} file"
+            raise ConfigError(f"{problem}; leave them")
+        if steps is not None and epochs is not None:
+            raise ConfigError("--steps and --epochs both say when to end; leave one out")
+        pack = by_lines and pack is not False
+        request = Request(
+            model, text, batch, tokens, layers, hidden, vocabulary, pack, find_nan, ranks.device,
+            limit_memory, epochs, evaluate_every, train_weights,
+        )  # fmt: skip
+        source = None if model is None else model_folder(model)
+        if source is not None and (layers or hidden or vocabulary):
+            raise ConfigError(
+                "--layers, --hidden and --vocabulary describe a new model; leave them out or leave"
+                " MODEL_FOLDER out"
+            )
+        if lora is not None and source is None:
+            raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
+        if train_weights and (quantize != "ternary" or source is not None):
+            problem = "--train-weights is for a new model of --quantize ternary"
+            raise ConfigError(f"{problem}; leave it out")
+        if quantize is not None and source is None and not train_weights:
+            raise ConfigError("--quantize is for a model that exists; name its MODEL_FOLDER")
+        kind = None if train_weights else quantize  # of weights that are frozen
+        rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
+        ends = steps or STEPS
+        plan = Settings(
+            ends, rate, weight_decay, max_norm, seed, evaluate_every or math.ceil(ends / 10),
+            save_every, dtype, lora, accumulate, checkpoint_every, int(state_bits), chunked_mlp,
+            quantize=kind, **({} if config is None else config.rest),
+        )  # fmt: skip
         ranks.check(
             batch, accumulate, limited=bool(limit_memory), offload=plan.offload, find_nan=find_nan,
             packed=pack,

@@ -70,30 +70,31 @@ def generate(
     """
     from ..models.folder import on_device
 
-    if system is not None and not chat:
-        raise click.UsageError("--system is for questions; add --chat.")
-    talk = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    source = model_folder(folder)
-    tokenizer, template = load_tokenizer(source), Chat(source)
-    told = [] if system is None else [{"role": "system", "content": system}]
     ranks = start(tensor=tensor_parallel, pipeline=pipeline_parallel, data=1, device=device)
-    if talk and not ranks.alone:
-        raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
-    with ranks.ending(), on_device("generate", ranks.device):
-        mine = ranks.first and not talk  # standard input is that of rank 0
-        asked = ranks.told(_prompt(prompt) if mine else "")
-        model = load_model(source, device=ranks.device, quantize=quantize, **ranks.placing)
-        write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
-        with blas_threads(model.config.hidden):
-            if talk:
-                converse(partial(answer, write, tokenizer, template), told, options["seed"])
-                return
-            started = time.perf_counter()
-            if chat:
-                _, made = answer(write, tokenizer, template, [*told, _question(asked)])
-            else:
-                _, made = write(asked)
-        seconds = time.perf_counter() - started
+    with ranks.ending():
+        if system is not None and not chat:
+            raise click.UsageError("--system is for questions; add --chat.")
+        talk = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
+        source = model_folder(folder)
+        tokenizer, template = load_tokenizer(source), Chat(source)
+        told = [] if system is None else [{"role": "system", "content": system}]
+        if talk and not ranks.alone:
+            raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
+        with on_device("generate", ranks.device):
+            mine = ranks.first and not talk  # standard input is that of rank 0
+            asked = ranks.told(_prompt(prompt) if mine else "")
+            model = load_model(source, device=ranks.device, quantize=quantize, **ranks.placing)
+            write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
+            with blas_threads(model.config.hidden):
+                if talk:
+                    converse(partial(answer, write, tokenizer, template), told, options["seed"])
+                    return
+                started = time.perf_counter()
+                if chat:
+                    _, made = answer(write, tokenizer, template, [*told, _question(asked)])
+                else:
+                    _, made = write(asked)
+            seconds = time.perf_counter() - started
     if ranks.first:
         click.echo(f"{made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s", err=True)
 

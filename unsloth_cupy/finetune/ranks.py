@@ -15,19 +15,21 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 from ..core import gpu
-from ..errors import CommunicationError, ConfigError, UnslothCupyError
+from ..errors import CommunicationError, ConfigError, DeviceError, UnslothCupyError
 from ..parallel.communicator import Communicator, SingleCommunicator, part
 from ..parallel.grid import Grid, grid
 from ..parallel.mpi import MpiCommunicator
 from ..parallel.nccl import NcclCommunicator
-from ..parallel.sockets import SocketCommunicator
+from ..parallel.sockets import SocketCommunicator, first_of
 from .interrupt import Interrupted, Stop
 from .text import Batch
 
 MOMENT = 1.0  # seconds in which ranks that fail alike have failed
+MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -52,7 +54,7 @@ class Ranks:
             self.alike = comm.split(groups.pipeline.rank * groups.tensor.size + groups.tensor.rank)
         divided = groups.tensor.size * groups.pipeline.size > 1
         self.whole = not divided and zero < 3  # each rank has all weights
-        self.failing = None if self.alone or device is not None else comm.split(0)
+        self.failing: Any = None if self.alone else getattr(comm, "host", comm).split(0)
 
     @property
     def placing(self) -> dict[str, Any]:
@@ -130,9 +132,11 @@ class Ranks:
                 yield
             except Exception as error:
                 mends = isinstance(error, UnslothCupyError | OSError | MemoryError)
-                own = not isinstance(error, CommunicationError)  # not that of another rank
-                alike = mends and own and self._all_fail()
-                stack.close()
+                mends = mends or isinstance(error, click.ClickException)
+                of_another = error if isinstance(error, CommunicationError) else None
+                alike = mends and of_another is None and self._all_fail()
+                if of_another is None or not of_another.told:
+                    stack.close()
                 if alike and self.first:
                     raise
                 if not alike:  # and the hook ends all
@@ -143,7 +147,7 @@ class Ranks:
         """Say whether all ranks come here, in a moment."""
         if self.failing is None:
             return False
-        self.failing.timeout = MOMENT  # type: ignore[attr-defined]
+        self.failing.timeout = MOMENT
         try:
             self.failing.barrier()
         except CommunicationError:
@@ -193,12 +197,12 @@ def start(
         The product of the sizes is not the number of ranks, or ZeRO has no data ranks.
     """
     asked = any(size is not None for size in (tensor, pipeline, data, context))
-    comm = _started(asked, device)
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
     try:
+        comm = _started(asked, device)
         return _ranks(comm, sizes, data, device, zero, options)
-    except ConfigError:
-        if comm.rank:  # the first one says it
+    except (ConfigError, DeviceError):
+        if not said_here(asked=asked):
             raise SystemExit(1) from None
         raise
 
@@ -260,6 +264,12 @@ def check_options(
         cure = "use --zero 1, which divides the averages"
         problem = "the weights of a stage would be gathered for each microbatch"
         raise ConfigError(f"--zero 3 is not for --pipeline-parallel: {problem}; {cure}")
+
+
+def said_here(*, asked: bool) -> bool:
+    """Say whether this rank, as its starter numbers it, is the one to say what all have met."""
+    names = ("RANK",) * ("WORLD_SIZE" in os.environ) + MPI_RANKS + ("SLURM_PROCID",) * asked
+    return int(first_of(os.environ, names) or 0) == 0
 
 
 def _started(asked: bool, device: str | None) -> Communicator:

@@ -22,6 +22,7 @@ HEAD = struct.Struct("!QHH")  # bytes of a message, of its key, and how it is me
 DATA, FAREWELL, FAILURE = range(3)
 GRACE = 0.5  # seconds for an error that this process knows of to be printed
 PAUSE = 0.05  # seconds between attempts to reach rank 0
+LOST = "its connection ended"
 
 
 class Peers:
@@ -49,7 +50,7 @@ class Peers:
                 self.links[to].sendall(HEAD.pack(len(view), len(name), DATA) + name)
                 self.links[to].sendall(view)
         except OSError:
-            self._lost(to, "its connection ended")
+            self._lost(to, LOST)
 
     def take(self, source: int, key: str, limit: float) -> bytes | None:
         """Return the next message of a rank; None where it does not come in time, or is gone."""
@@ -67,6 +68,10 @@ class Peers:
         with self.news:
             return next(((rank, why) for rank, why in self.gone.items() if why), None)
 
+    def tells(self, rank: int, why: str) -> bool:
+        """Say whether another rank prints it that one has failed: itself, or the first one left."""
+        return why != LOST or self.rank != (rank == 0)
+
     def leave(self) -> None:
         """Say farewell, unless an error ends this process."""
         if not self.failing:
@@ -76,7 +81,10 @@ class Peers:
         """Print an error that nobody catches, and tell all others."""
         self.failing = True
         try:
-            self.before(*error)
+            if error[2] is None:  # a message is all that there is to it
+                print(f"rank {self.rank} failed: {error[1]}", file=sys.stderr, flush=True)
+            else:
+                self.before(*error)
         finally:
             self._say(FAILURE, f"{error[0].__name__}: {error[1]}")
 
@@ -91,7 +99,8 @@ class Peers:
     def _end(self, rank: int, why: str) -> None:
         """End the process, which may wait for that rank, or compute in vain."""
         time.sleep(GRACE)
-        print(f"rank {self.rank}: rank {rank} has failed: {why}", file=sys.stderr, flush=True)
+        if not self.failing:
+            print(f"rank {self.rank}: rank {rank} has failed: {why}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _hear(self, other: int, link: socket.socket) -> None:
@@ -107,7 +116,7 @@ class Peers:
                     self.came[other, key].append(data)
                     self.news.notify_all()
         except OSError:
-            self._lost(other, "its connection ended")
+            self._lost(other, LOST)
 
     def _lost(self, other: int, why: str) -> None:
         with self.news:

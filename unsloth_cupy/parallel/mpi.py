@@ -157,8 +157,8 @@ def _end_all_on_error(mpi: Any) -> None:
     def hook(*error: Any) -> None:
         rank, lines = mpi.COMM_WORLD.Get_rank(), traceback.format_exception(*error)
         try:  # at once, and what matters first: another rank may end this one
-            shown = "" if error[2] is None else "".join(lines)
-            print(f"rank {rank} failed: {lines[-1]}{shown}", file=sys.stderr, end="", flush=True)
+            shown = f"{error[1]}\n" if error[2] is None else lines[-1] + "".join(lines)
+            print(f"rank {rank} failed: {shown}", file=sys.stderr, end="", flush=True)
             if before is not sys.__excepthook__:
                 before(*error)
             time.sleep(PRINTED)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import packed
-from ..core.gpu import cupy, is_cupys
+from ..core.gpu import count, cupy, is_cupys
 from ..errors import CommunicationError, DeviceError, FrameworkError
 from ._overdue import Overdue
 from .communicator import check_color
@@ -64,7 +64,7 @@ class NcclCommunicator(Exchanges):
         host: Host | None = None,
     ) -> None:
         super().__init__(timeout, checked)
-        self._nccl, self.rank, self.size, self._host = load_nccl(), rank, size, host
+        self._nccl, self.rank, self.size, self.host = load_nccl(), rank, size, host
         self._comm = self._nccl.NcclCommunicator(size, unique_id, rank)
         self._overdue = Overdue(rank, timeout, self._comm)
         if isinstance(host, SocketCommunicator):
@@ -89,10 +89,12 @@ class NcclCommunicator(Exchanges):
 
     @classmethod
     def _met(cls, host: Host, checked: bool) -> "NcclCommunicator":
-        count = cupy().cuda.runtime.getDeviceCount()
+        if not (cupy() and count()):
+            cure = "see nvidia-smi; --device cpu, or MpiCommunicator, needs none"
+            raise DeviceError(f"NcclCommunicator: CuPy sees no GPU; {cure}")
         local = first_of(os.environ, LOCAL_RANK)
         own = host.local_rank() if local is None else int(local)
-        cupy().cuda.Device(own % count).use()
+        cupy().cuda.Device(own % count()).use()
         return cls._of(host, host.timeout, checked)
 
     @classmethod
@@ -107,8 +109,8 @@ class NcclCommunicator(Exchanges):
         """Return a communicator of the ranks that passed the same color, in their order."""
         check_color(color)
         self._agree("split()")
-        if self._host is not None:
-            return self._of(self._host.split(color), self.timeout, self.checked)
+        if self.host is not None:
+            return self._of(self.host.split(color), self.timeout, self.checked)
         colors = self._told("split", np.array([color]))[:, 0]
         members = [rank for rank in range(self.size) if colors[rank] == color]
         own = self._nccl.get_unique_id() if members[0] == self.rank else bytes(128)
@@ -143,8 +145,8 @@ class NcclCommunicator(Exchanges):
         self._overdue.watch(call)
 
     def _told(self, call: str, row: Any) -> Any:
-        if self._host is not None:
-            return self._host._told(call, row)
+        if self.host is not None:
+            return self.host._told(call, row)
         there = cupy()
         row = there.asarray(row)
         rows = there.empty((self.size, *row.shape), row.dtype)

@@ -113,11 +113,12 @@ class SocketCommunicator(Exchanges):
             here, member = self._members[self.rank], self._members[rank]
             ended = member in self.peers.gone
             what = "has ended" if ended else f"did not come within {self.timeout:g} s"
-            failed = self.peers.failed()
+            failed, told = self.peers.failed(), False
             if failed is not None:  # it may be why the other one ended
                 member, what = failed[0], f"has failed: {failed[1]}"
+                told = self.peers.tells(*failed)
             problem = f"rank {here}: {call}: rank {member} {what}"
-            raise CommunicationError(f"{problem}; see what it printed", rank=member)
+            raise CommunicationError(f"{problem}; see what it printed", rank=member, told=told)
         if len(data) != array.nbytes:
             cure = "try checked=True, which compares calls"
             problem = f"{call}: rank {rank} sent {len(data)} bytes where {array.nbytes} are"

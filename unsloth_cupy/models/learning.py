@@ -20,7 +20,7 @@ def mean_loss(
     """Return the mean negative log probability of the labels."""
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
-    x = model.hidden(parameters, tokens, mask, offsets=offsets, context=context)
+    x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
     shifted = next_labels(tokens, labels, offsets)
     own = own_tokens(context, shifted)
     head = head_weight(model.config, parameters)
@@ -47,7 +47,9 @@ def loss_and_gradients(
     parameters = model.entered({**model.parameters, **watched})
     with np.errstate(**quiet):
         context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
-        x = model.hidden(parameters, tokens, mask, None, checkpoint, seed, offsets, context=context)
+        x = model.hidden(
+            parameters, tokens, checkpoint, mask=mask, seed=seed, offsets=offsets, context=context
+        )
         shifted = next_labels(tokens, labels, offsets)
         by, own = count_labels(shifted) if count is None else count, own_tokens(context, shifted)
         of, loss = loss_on_tape(model.config, parameters, x, own, by, scaler, model.division)

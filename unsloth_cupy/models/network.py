@@ -101,27 +101,21 @@ class Network:
         self,
         parameters: Mapping[str, Any],
         tokens: Array,
-        mask: Array | None = None,
-        cache: KVCache | PagedKVCache | None = None,
         checkpoints: CheckpointConfig | None = None,
-        seed: int | None = None,
-        offsets: Array | None = None,
-        sequences: Sequence[int] | None = None,
-        context: Context | None = None,
+        **given: Any,
     ) -> Any:
         """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
 
-        Texts that lie end to end are one row of it: (1, tokens, hidden).  Where there is a context,
-        its tokens alone are.
+        What else is given is that of ``call``.  Texts that lie end to end are one row of it:
+        (1, tokens, hidden).  Where there is a context, its tokens alone are.
         """
         if self.division is not None and self.division.stages is not None:
             cure = "models.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: some blocks are not in this rank; {cure}")
-        call = self.call(
-            parameters, tokens, mask, cache, checkpoints, seed, offsets, sequences, context
-        )
-        tokens = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
-        branch = embedded(self.config, parameters, tokens, self.division)
+        call = self.call(parameters, tokens, checkpoints=checkpoints, **given)
+        rows = tokens if given.get("offsets") is None else tokens.reshape(1, -1)
+        own = own_tokens(call.context, rows)
+        branch = embedded(self.config, parameters, own, self.division)
         branch, stream = blocks(call, branch, checkpoints)
         return join(call, "model.", "norm", branch, stream)[0]
 

@@ -129,7 +129,8 @@ class Transformer(Network):
             There are offsets and a mask, or a cache.
         """
         whole = self.entered(self.parameters)
-        x = self.hidden(whole, tokens, mask, cache, offsets=offsets, sequences=sequences)
+        given: Any = {"mask": mask, "cache": cache, "offsets": offsets, "sequences": sequences}
+        x = self.hidden(whole, tokens, **given)
         return self.head(whole, x).reshape(*tokens.shape, self.config.vocab)
 
     @from_any_library

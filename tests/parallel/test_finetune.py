@@ -130,6 +130,42 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     assert not (wrong / "model").exists()
 
 
+GPU_GRIDS = (
+    "--data-parallel 2", "--data-parallel 2 --zero 1", "--data-parallel 2 --zero 3",
+    "--tensor-parallel 2", "--pipeline-parallel 2",
+    "--pipeline-parallel 2 --schedule interleaved --chunks 1",
+    "--context-parallel 2", "--context-parallel 2 --context-attention ulysses",
+)  # fmt: skip
+
+
+def equal_one(text: Path, folder: Path, *options: str) -> None:
+    """Two ranks in each grid, started once, end as one process does."""
+    given = ("--accumulate", "2", *options)
+    done = invoke(*asked(text, folder / "one", *given))
+    assert done.exit_code == 0, done.output
+    outs = {grid: folder / f"run-{number}" for number, grid in enumerate(GPU_GRIDS)}
+    all_asked = (asked(text, out, *given, *grid.split()) for grid, out in outs.items())
+    commands = [word for each in all_asked for word in (*each, "--")]
+    ended = by_sockets(2, WHOLE, *commands[:-1], limit=300)
+    assert [each.code for each in ended] == [0, 0], ended
+    logs = {
+        out: [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        for out in (folder / "one", *outs.values())
+    }
+    for out in outs.values():
+        for line, other in zip(logs[out], logs[folder / "one"], strict=True):
+            for key in {"loss", "held_out_loss"} & other.keys():
+                close(line[key], other[key], 1e-4)
+
+
+@pytest.mark.gpu
+def test_two_gpus_train_as_one(text: Path, tmp_path: Path) -> None:
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    if cupy.cuda.runtime.getDeviceCount() < 2 or not cupy.cuda.nccl.available:
+        pytest.skip("needs two GPUs and NCCL")
+    equal_one(text, tmp_path, "--device", "cuda")
+
+
 @needs_mpi
 def test_a_rank_that_is_killed_in_a_step_is_named(text: Path, tmp_path: Path) -> None:
     """And one rank goes on from the last checkpoint."""

@@ -66,7 +66,7 @@ GRIDS: tuple[tuple[Layout, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 10])
-@pytest.mark.parametrize(("layout", "options"), Sample.one_in(2, GRIDS))
+@pytest.mark.parametrize(("layout", "options"), Sample.one_in(4, GRIDS))
 def test_a_replay_of_all_ranks_holds_what_is_planned(
     layout: Layout, options: dict[str, Any], microbatches: int
 ) -> None:

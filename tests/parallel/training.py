@@ -30,7 +30,7 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-ROWS, TOKENS, STEPS = 8, 6, {"dense": 20, "lora": 3}
+ROWS, TOKENS, STEPS = 8, 6, {"dense": 8, "lora": 3}
 
 
 def new_model(kind: str) -> Any:

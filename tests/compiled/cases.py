@@ -19,7 +19,6 @@ from unittest import mock
 
 import numpy as np
 
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
 
@@ -32,6 +31,7 @@ from ..variants import declared, proofs
 from . import ARCHITECTURES, on
 
 SLOW = 3  # cases whose seconds are told
+TRIES, STEP = 4, 37  # jobs of a sample, if calls are empty; how far apart: other sizes
 BITS = 8  # every so many cases of a sample show their bits
 # Functions of the mathematics library that NVRTC writes out as it likes, and the ops, by how their
 # names begin, whose kernels call them: there bits may differ, and the rule of parity alone holds.
@@ -43,7 +43,7 @@ LIBRARY = {
     "swiglu": ("expf",),
     "apply_rotary_embedding": ("sincospif",),
 }
-CHOSEN: list["Job"] = []  # what the processes of a run share
+CHOSEN: list[list["Job"]] = []  # what the processes of a run share
 
 
 class Job(NamedTuple):
@@ -73,16 +73,32 @@ def jobs(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[list[Job]]:
     """Yield the jobs of every class that proves kernels."""
     for proof in proofs():
         if issubclass(proof, parity.KernelParity) and proof.cases:
-            every = itertools.product(proof.cases, KERNEL_DTYPES, architectures)
+            only = (90,) if proof.__module__.endswith("_hopper") else architectures
+            own = [architecture for architecture in architectures if architecture in only]
+            every = itertools.product(proof.cases, dtypes(proof), own)
             yield [Job(proof, *each) for each in every]
 
 
-def sample(day: int, architectures: tuple[int, ...] = ARCHITECTURES) -> list[Job]:
-    """Return one job of each class: dtypes and architectures take turns, then cases."""
+def dtypes(proof: type[Any]) -> tuple[Any, ...]:
+    """Return those that a class asks for its kernels in."""
+    marks = {mark.args[0]: mark.args[1] for mark in proof.test_emulated_kernels.pytestmark}
+    return tuple(marks["dtype"])
+
+
+def sample(day: int, architectures: tuple[int, ...] = ARCHITECTURES) -> list[list[Job]]:
+    """Return jobs of each op in each file of tests, of which the first with a kernel is taken.
+
+    Architectures take turns, then dtypes, classes and cases.
+    """
+    groups: dict[tuple[str, str], list[list[Job]]] = {}
+    for several in filter(None, jobs(architectures)):
+        groups.setdefault((several[0].proof.__module__, several[0].proof.op), []).append(several)
     found = []
-    for number, several in enumerate(jobs(architectures)):
-        job = several[(day + number * 5) % len(several)]
-        found.append(job._replace(bits=(number + day) % BITS == 0))
+    for number, classes in enumerate(groups.values()):
+        every = [job for turn in itertools.zip_longest(*classes) for job in turn if job]
+        first = day + number * 5
+        mine = [every[(first + t * STEP) % len(every)] for t in range(TRIES)]
+        found.append([job._replace(bits=(number + day) % BITS == 0) for job in mine])
     return found
 
 
@@ -101,8 +117,13 @@ def run(job: Job) -> Outcome:
 
 
 def run_number(number: int) -> Outcome:
-    """Run a job of CHOSEN: a case may hold functions, which no pipe carries."""
-    return run(CHOSEN[number])
+    """Run jobs of CHOSEN, until one has a kernel: a case may hold functions, no pipe carries it."""
+    outcomes = list[Outcome]()
+    for job in CHOSEN[number]:
+        outcomes.append(run(job))
+        if outcomes[-1].kernels or outcomes[-1].error:
+            break
+    return outcomes[-1]._replace(seconds=sum(outcome.seconds for outcome in outcomes))
 
 
 def watched(seen: set[str]) -> Any:
@@ -166,7 +187,9 @@ def elsewhere(version: str) -> int:
 def main() -> None:
     """Run a sample, or all; exit with what failed."""
     words = argparse.ArgumentParser(prog="python -m tests.ptx_on_cpu", description=__doc__)
-    words.add_argument("--all", action="store_true", help="all cases; else one of each class")
+    words.add_argument(
+        "--all", action="store_true", help="all cases; else one of each op in each file"
+    )
     words.add_argument("--arch", action="append", help="sm_80, sm_90, sm_100, sm_120; all four")
     words.add_argument("--day", type=int, help="number of the sample; that of commits by default")
     words.add_argument("--bits", action="store_true", help="compare the bits of every case")
@@ -180,10 +203,11 @@ def main() -> None:
     archs = tuple(int(arch.removeprefix("sm_")) for arch in given.arch or map(str, known))
     day = commits() if given.day is None else given.day
     turn = day // given.every  # of a class: it runs once in so many days
-    chosen = list(itertools.chain(*jobs(archs))) if given.all else sample(turn, archs)
-    chosen = [job for job in chosen if all(word in str(job) for word in given.only)]
+    every = [[job] for several in jobs(archs) for job in several]
+    chosen = every if given.all or given.only else sample(turn, archs)
+    chosen = [mine for mine in chosen if all(word in str(mine[0]) for word in given.only)]
     if given.bits:
-        chosen = [job._replace(bits=True) for job in chosen]
+        chosen = [[job._replace(bits=True) for job in mine] for mine in chosen]
     CHOSEN[:] = chosen[day % given.every :: given.every]
     start, outcomes = time.monotonic(), []
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
@@ -198,6 +222,7 @@ def main() -> None:
     for outcome in sorted(outcomes, key=lambda outcome: -outcome.seconds)[:SLOW]:
         print(f"{outcome.seconds:5.1f} s {outcome.job}")
     print(f"{len(outcomes) - failed} of {len(outcomes)} cases pass ({what}) in {seconds:.0f} s")
+    print(f"{sum(not outcome.kernels for outcome in outcomes)} of them without a kernel")
     left = sorted({*declared()} - kernels)
     print(
         f"kernels: {len(kernels)} of {len(declared())}" + f", without {left}" * (0 < len(left) < 9)

@@ -299,17 +299,21 @@ def pick(flush: bool, kind: str) -> Callable[[int], Any]:
     return lambda bits: decoded(bits, kind, flush)
 
 
+@functools.cache
+def result(op: str, kind: str, mode: str, flush: bool, *given: int) -> int | None:
+    """Return the bits of an exact result, rounded: several forms ask for it."""
+    exact = computed(op, [decoded(b, kind, flush) for b in given], mode)
+    return encoded(exact, kind, mode, flush)
+
+
 def rounded(op: str, count: int, mode: str, kind: str, word: str) -> Case:
     flush, sat = ".ftz" in word, ".sat" in word
 
     def plain(*v: int) -> int | None:
-        exact = computed(op, [decoded(b, kind, flush) for b in v[:count]], mode or "n")
-        if sat:
-            one = 0x3F800000
-            if exact == NAN or exact <= 0:
-                return 0
-            return one if exact >= 1 else min(encoded(exact, kind, mode or "n", flush) or 0, one)
-        return encoded(exact, kind, mode or "n", flush)
+        bits = result(op, kind, mode or "n", flush, *v[:count])
+        if not sat:
+            return bits
+        return 0 if bits is None or bits >> 31 else min(bits, 0x3F800000)  # 1
 
     names = ", ".join(("%x", "%y", "%z")[:count])
     return Case(f"{op}{f'.r{mode}' * bool(mode)}{word}.{kind} %d, {names}", plain)

@@ -99,7 +99,7 @@ def header() -> Path:
 def library(compiled: Compiled) -> Path:
     """Return the library of a kernel."""
     code = unit(*compiled)
-    how = ("-include", header(), "-shared", "-x", "c++")
+    how = ("-include", header(), "-shared", "-nostdlib", "-x", "c++")  # what it calls is loaded
     return made(f"ptx_{compiled.entry[:40]}", ".so", code, *how)
 
 

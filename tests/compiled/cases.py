@@ -1,7 +1,8 @@
 """The cases of tests/ops, run as PTX: see ``python -m tests.ptx_on_cpu --help``.
 
-A class of ``tests/ops`` judges its kernels as it does those of the source, by the rule of parity,
-twice, on two schedules.  Some cases are compiled once more without contraction, as source and as
+A sample holds a case of each op in each file, others after each commit: nearly every kernel. A
+class of ``tests/ops`` judges its kernels as it does those of the source, by the rule of parity,
+twice, on two schedules. Some cases are compiled once more without contraction, as source and as
 PTX: their bits must agree, but for functions of the mathematics library that NVRTC writes out.
 """
 

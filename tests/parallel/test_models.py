@@ -49,10 +49,6 @@ def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
         check_divides(parse(llama | {"intermediate_size": 3}), 4)
     with pytest.raises(ConfigError, match="vocabulary of 3 is not enough for 4"):
         check_divides(parse(llama | {"vocab_size": 3}), 4)
-    online = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
-    online |= {"quantization_mode": "online"}
-    with pytest.raises(ConfigError, match="rounded at every call are not divided"):
-        check_divides(parse(llama | {"quantization_config": online}), 2)
     filled(llama, tmp_path / "model")
     model = load(tmp_path / "model", communicator=SingleCommunicator())
     with pytest.raises(ConfigError, match="DoRA"):

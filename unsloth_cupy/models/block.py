@@ -30,14 +30,13 @@ from ..ops.norms.rms_norm import rms_norm, rms_norm_forward
 from ..ops.position.qk_norm_rope import qk_norm_rope
 from ..ops.position.rope_qk import rope_qk
 from ..ops.position.rope_tables import rope_tables
-from ..ops.quantized.bit_linear import bit_linear
 from ..parallel.vocabulary import vocab_parallel_embedding
 from ..placement import stream
 from ..training.checkpoint import CheckpointConfig, checkpoint
 from .adapter import PREFIX, Adapter
 from .config import Config, Rope
 from .context import Context
-from .division import Division, entered, joined
+from .division import Division, bits, entered, joined
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention)
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -168,7 +167,8 @@ def _project(call: Call, x: Any, *names: str) -> list[Any]:
         return call.adapter.linears(parameters, names, x, call.seed)
     layers = [(parameters[f"{name}.weight"], parameters.get(f"{name}.bias")) for name in names]
     if call.config.bit_layers:
-        return [bit_linear(x, weight, bias=bias) for weight, bias in layers]
+        named = zip(names, layers, strict=True)
+        return [bits(call.division, f"{name}.weight", x, *layer) for name, layer in named]
     return [linear(x, weight, bias) for weight, bias in layers]
 
 

@@ -12,6 +12,7 @@ ranks hold the same ones; the vocabulary is divided as evenly as can be, the inn
 a time, where it is a multiple of that: no block of a weight of 4 bits is cut then.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,10 @@ import numpy as np
 from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..ops.elements.arithmetic import scale
+from ..ops.quantized.bit_linear import bit_linear
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, along, part
-from ..parallel.partial import divided_rms_norm, summed_back
+from ..parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .checkpoint_files import Unread
@@ -201,6 +203,21 @@ class Division:
         )
 
 
+def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -> Any:
+    """Return a layer that is rounded at every call, by what all ranks hold of its weight."""
+    if division is None or division.comm.size == 1:
+        return bit_linear(x, weight, bias=bias)
+    return divided_bit_linear(
+        x,
+        weight,
+        bias,
+        comm=division.comm,
+        size=math.prod(division.shapes[name]),
+        shares=division.shares(name),
+        inputs=_split(name)[0] in INPUTS,
+    )
+
+
 def entered(division: Division | None, x: Any) -> Any:
     """Return what a branch begins with, which ranks use each in another way."""
     return x if division is None else summed_back(x, division.comm)
@@ -235,9 +252,6 @@ def check_divides(config: Config, ranks: int) -> None:
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"
             raise ConfigError(f"Division: {problem}; use at most {size}")
-    if config.bit_layers and ranks > 1:
-        problem = "layers that are rounded at every call are not divided"
-        raise ConfigError(f"Division: {problem}; train such a model in one process")
 
 
 def _either(kv_heads: int, ranks: int) -> bool:

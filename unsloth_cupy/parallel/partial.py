@@ -3,11 +3,21 @@
 What all ranks hold alike, and each uses in another way, has a gradient that is the sum of theirs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.arrays import packed, rounded
+from ..ops.common.gemm import gemm
+from ..ops.linear.linear import flat
+from ..ops.quantized.bit_linear import (
+    mean_size,
+    row_codes,
+    row_tops,
+    sum_of_sizes,
+    weight_codes,
+)
 from ._taped import taped, value_of
 from .communicator import Communicator, sum_dtype
 
@@ -80,3 +90,57 @@ def divided_rms_norm(
 
     y = rounded(v * rstd * factor, value.dtype)
     return taped("divided_rms_norm", y, back, x=x, weight=weight)
+
+
+def divided_bit_linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    comm: Communicator,
+    size: int,
+    shares: Sequence[tuple[slice, float]],
+    inputs: bool,
+) -> Any:
+    """Return this rank's columns of ``bit_linear``, or its share of a sum over ranks.
+
+    Parameters
+    ----------
+    x : (*rows, inputs) float
+        Alike in all ranks, or this rank's inputs.
+    weight : (outputs, inputs) float
+        This rank's part.
+    bias : (outputs,) float, optional
+    comm : Communicator
+    size : int
+        Values of the whole weight, of whose sizes the scale is the mean.
+    shares : sequence of (slice, float)
+        What rows of the part count in that mean.
+    inputs : bool
+        Whether inputs are divided: a row is rounded by the largest size in all ranks.
+
+    Returns
+    -------
+    y : (*rows, outputs) float
+    """
+    value, w = value_of(x), value_of(weight)
+    rows = flat(value)
+    total: Any = sum(sum_of_sizes(w[where]) * share for where, share in shares)
+    w_scale = mean_size(comm.all_reduce(total.astype(sum_dtype(w.dtype), copy=False)), size)
+    tops = comm.all_reduce(row_tops(rows), "max") if inputs else row_tops(rows)
+    codes, scales = row_codes(rows, tops)
+    y = gemm(codes, weight_codes(w, w_scale).T, dtype=scales.dtype) * (scales * w_scale)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        found, codes, scales = {}, *row_codes(rows, tops)
+        g = flat(packed(dy))
+        if "x" in wanted:
+            dx = gemm(g, weight_codes(w, w_scale), dtype=scales.dtype) * w_scale
+            found["x"] = rounded(dx, value.dtype).reshape(value.shape)
+        if "weight" in wanted:
+            found["weight"] = gemm(g.T, rounded(codes * scales, value.dtype))
+        return found
+
+    made = rounded(y, value.dtype).reshape(*value.shape[:-1], len(w))
+    product = taped("bit_linear", made, back, x=x, weight=weight)
+    return product if bias is None else product + bias

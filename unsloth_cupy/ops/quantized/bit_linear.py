@@ -66,7 +66,7 @@ def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tu
     y = empty((len(codes), outputs), x.dtype, like=x)
     factor = scales * w_scale
     for part in _chunks(weight, outputs, weight.shape[1]):
-        sums = gemm(codes, _codes(weight[part], w_scale).T, dtype=wide)
+        sums = gemm(codes, weight_codes(weight[part], w_scale).T, dtype=wide)
         sums *= factor
         if bias is not None:
             sums += bias[part]
@@ -90,7 +90,7 @@ def bit_linear_backward(
     if wanted is None or "x" in wanted:
         made = empty((len(rows), x.shape[-1]), x.dtype, like=x)
         for part in _chunks(weight, x.shape[-1], len(weight)):
-            sums = gemm(rows, _codes(weight[:, part], w_scale), dtype=wide)
+            sums = gemm(rows, weight_codes(weight[:, part], w_scale), dtype=wide)
             sums *= w_scale
             made[:, part] = sums
         dx = made.reshape(x.shape)
@@ -115,25 +115,46 @@ def _chunks(weight: Any, length: int, other: int) -> Any:
 
 
 def _rows(rows: Any) -> tuple[Array, Array]:
+    """Return rows as integers -127 .. 127 and the scales."""
+    return row_codes(rows, row_tops(rows))
+
+
+def row_tops(rows: Any) -> Array:
+    """Return the largest size in each row, (rows, 1)."""
+    x = rows.astype(np.promote_types(rows.dtype, FLOAT32), copy=False)
+    return np.abs(x).max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True)
+
+
+def row_codes(rows: Any, tops: Array) -> tuple[Array, Array]:
     """Return rows as integers -127 .. 127 in their own dtype, which holds them, and the scales."""
-    wide: Any = np.promote_types(rows.dtype, FLOAT32)
-    x = rows.astype(wide, copy=False)
-    top = np.abs(x).max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True)
-    top = np.maximum(top, wide.type(LEAST))
-    codes = np.rint(x * (wide.type(LARGEST) / top))
+    wide: Any = tops.dtype
+    top = np.maximum(tops, wide.type(LEAST))
+    codes = np.rint(rows.astype(wide, copy=False) * (wide.type(LARGEST) / top))
     return codes.astype(rows.dtype, copy=False), top / wide.type(LARGEST)
 
 
 def _weight_scale(weight: Any) -> Array:
     """Return the mean of |w|, as an array of one."""
+    return mean_size(sum_of_sizes(weight), weight.size)
+
+
+def sum_of_sizes(weight: Any) -> Array:
+    """Return the sum of |w|, as an array of one."""
     wide: Any = np.promote_types(weight.dtype, FLOAT32)
     total = np.zeros_like(weight, dtype=wide, shape=1)
     for part in _chunks(weight, len(weight), weight.shape[1]):
         total += np.abs(weight[part]).sum(dtype=wide)
-    return np.maximum(total / wide.type(max(1, weight.size)), wide.type(LEAST))
+    return total
 
 
-def _codes(weight: Any, w_scale: Any) -> Array:
+def mean_size(total: Any, count: int) -> Array:
+    """Return the scale of a weight of so many values."""
+    wide: Any = total.dtype
+    scale: Array = np.maximum(total / wide.type(max(1, count)), wide.type(LEAST))
+    return scale
+
+
+def weight_codes(weight: Any, w_scale: Any) -> Array:
     """Return -1, 0 and 1 in the dtype of the weight."""
     codes = np.rint(weight.astype(w_scale.dtype, copy=False) * (1 / w_scale))
     return np.clip(codes, -1, 1).astype(weight.dtype, copy=False)

@@ -357,6 +357,11 @@ class TestChat:
         chat = Chat(folder_with(tmp_path, "{{ strftime_now('%d %b %Y') }}"))
         assert chat.text(CHAT) == "26 Jul 2024"
 
+    @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages | length }}"])
+    def test_a_template_that_leaves_out_the_answer(self, template: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="does not write an answer behind"):
+            Chat(folder_with(tmp_path, template)).spans(CHAT[:2])
+
     def test_a_line_that_the_template_refuses_is_named(self, tmp_path: Path) -> None:
         path = write(
             tmp_path / "lines.jsonl", [{"messages": m} for m in (CHAT, CHAT[1:], CHAT[:2])]

@@ -137,7 +137,7 @@ class Chat:
             starts = [next(texts), next(texts)] if turn else [""]
             start = next((s for s in starts if stop.startswith(s)), None)
             last = turn == len(messages) - 1
-            if start is not None and whole.startswith(stop):
+            if start is not None and len(start) < len(stop) and whole.startswith(stop):
                 found.append(Span(len(start), len(stop)))
             elif last:
                 raise ConfigError(

@@ -168,7 +168,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; pass a folder that holds one") from None
+        cure = "name a file that is there, or a folder that holds one"
+        raise ConfigError(f"{path} is missing; {cure}") from None
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from None
     if not isinstance(values, dict):

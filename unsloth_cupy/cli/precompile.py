@@ -13,7 +13,7 @@ from ..files import read_json
 from ..finetune.limit import tokens_of
 from ..models.parse import parse
 from ..profiling import precompile as room
-from ..profiling.cards import Card, card_of
+from ..profiling.cards import NAMES, Card, card_of
 from .options import FILE, QUANTIZE, option
 
 
@@ -95,7 +95,14 @@ def cards(named: str | None) -> list[Card]:
             raise ConfigError("precompile: there is no GPU here; say for which, as --arch sm_90")
         here = limits_of(0)
         return [Card(f"sm_{here.architecture}", here.architecture, here.processors)]
-    return [card_of(each) for each in named.split(",")]
+    found = []
+    for each in named.split(","):
+        try:
+            found.append(card_of(each))
+        except ConfigError:
+            problem = f"{each!r} is not an architecture; choose from {', '.join(NAMES)}"
+            raise ConfigError(f"--arch {named!r}: {problem}") from None
+    return found
 
 
 def numbers(name: str, text: str) -> list[int]:

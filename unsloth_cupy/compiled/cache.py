@@ -8,6 +8,7 @@ are written beside their names and renamed, which is safe for many processes on 
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import tempfile
@@ -87,9 +88,9 @@ def prepare() -> None:
     It makes that folder as it is imported, and fails where it cannot.
     """
     own = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
-    if not _writable(own):
+    if importlib.util.find_spec("cupy") is not None and not _writable(own):
         os.environ.setdefault(IN_MEMORY, "1")
-        if not own.is_dir():
+        if not os.path.isdir(own):
             os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # it is there; nothing is written
 
 
@@ -106,8 +107,9 @@ def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _writable(place: Path) -> bool:
-    """Say whether files can be made in a folder, which may not be there yet."""
-    there = place
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    """Make a folder, as CuPy would, and say whether files can be made in it."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:  # which os.access does not foresee: a full disk, a name that is too long
+        return False
+    return os.access(place, os.W_OK | os.X_OK)

@@ -60,6 +60,7 @@ CARDS: Mapping[str, Card] = {
     # NVIDIA RTX Blackwell GPU architecture whitepaper: 1,792 GB/s, 209.5 (float32 sums), 104.8
     "rtx5090": Card("RTX 5090", 120, 170, 1792, 209.5, 104.8),
 }
+NAMES = (*CARDS, *(f"sm_{each}" for each in SHARED))
 STATED = 'a mapping such as {"architecture": 90, "bandwidth": 4800, "products": 989.5}'
 
 
@@ -77,7 +78,7 @@ def card_of(given: Any) -> Card:
     number = re.fullmatch(r"sm(\d+)a?", name)
     if number is not None:
         return _checked({"architecture": int(number[1])})
-    known = ", ".join([*CARDS, *(f"sm_{each}" for each in SHARED)])
+    known = ", ".join(NAMES)
     raise ConfigError(f"explain(device={given!r}): choose from {known}, or pass {STATED}")
 
 

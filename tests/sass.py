@@ -134,11 +134,46 @@ ENDS = r"EXIT|RET|KILL"  # where they stand without a predicate, nothing follows
 
 
 class Step(NamedTuple):
-    """An instruction: its name, its operands, and the numbers of those that may come next."""
+    """An instruction: name, operands, the numbers of those that may come next, guard."""
 
     name: str
     operands: str
     follow: tuple[int, ...]
+    guard: str
+
+
+class Known(NamedTuple):
+    """What holds on a path: what predicates compare, and which comparisons, or predicates, hold."""
+
+    means: frozenset[tuple[str, str]] = frozenset()
+    holds: frozenset[tuple[str, bool]] = frozenset()
+
+    def after(self, step: Step) -> "Known":
+        """Return what holds behind an instruction: nothing of what it writes."""
+        ops = [op.strip() for op in step.operands.split(",")]
+        means, made = dict(self.means), dict[str, str]()
+        if step.name.startswith("UISETP") and ops[1::3] == ["UPT", "UPT"] and not step.guard:
+            made[ops[0]] = f"{step.name} {ops[2]} {ops[3]}"
+        if step.name == "PLOP3.LUT" and [*ops[1:4], *ops[5:]] == [*["PT"] * 3, "0x80", "0x0"]:
+            made[ops[0]] = means.get(ops[4], ops[4])
+        own = ops[: 2 if re.fullmatch(r"U?P[T\d]", ops[0]) else 1]
+        first = next((int(op[2:]) for op in own if re.fullmatch(r"UR\d+", op)), None)
+        wide = 4 if "128" in step.name else 2 if re.search("64|WIDE", step.name) else 1
+        gone = {op for op in own if re.fullmatch(r"U?P\d", op)}
+        gone |= {f"UR{first + i}" for i in range(wide)} if first is not None else set()
+        kept = {p: text for p, text in means.items() if gone.isdisjoint([p, *text.split()])}
+        holds = {(text, so) for text, so in self.holds if gone.isdisjoint(text.split())}
+        return Known(frozenset((kept | made).items()), frozenset(holds))
+
+    def taken(self, step: Step, jumps: bool) -> "Known | None":
+        """Return what holds where a branch is taken, or not; None if it cannot be so."""
+        if step.name != "BRA" or not step.guard:
+            return self
+        predicate = step.guard.lstrip("!")
+        text, so = dict(self.means).get(predicate, predicate), jumps != (step.guard[0] == "!")
+        return (
+            None if (text, not so) in self.holds else self._replace(holds=self.holds | {(text, so)})
+        )
 
 
 def steps(text: str) -> list[Step]:
@@ -156,7 +191,7 @@ def steps(text: str) -> list[Step]:
         sure = name.startswith("BRA") and re.fullmatch(r"`\([^)]*\)\s*", operands)
         ends = not guard and (sure or re.match(ENDS, name))
         to += [] if ends or number + 1 == len(found) else [number + 1]
-        made.append(Step("NOP" if guard == "!PT" else name, operands, (*to,)))
+        made.append(Step("NOP" if guard == "!PT" else name, operands, (*to,), guard))
     return made
 
 
@@ -171,13 +206,36 @@ def reached(several: list[Step], starts: Iterable[int], stop: str) -> set[int]:
     return found
 
 
-def unwaited(text: str) -> list[str]:
+def turns(several: list[Step], read: int, again: set[int], wait: str) -> int:
+    """Return how often a read may run once more behind a new copy, with no wait; 2 is the most.
+
+    Two branches by one predicate, or comparison, of what nothing writes in between, go one way.
+    """
+    most, seen = 0, set[tuple[int, Known, bool, int]]()
+    left = [(number, Known(), False, 0) for number in several[read].follow]
+    while left and most < 2:
+        state = left.pop()
+        number, known, copied, count = state
+        step = several[number]
+        if state in seen or re.match(wait, step.name):
+            continue
+        seen.add(state)
+        count += number == read and copied
+        most = max(most, count)
+        copied = number in again or (copied and number != read)
+        known = known.after(step)
+        ways = ((to, known.taken(step, to != number + 1)) for to in step.follow)
+        left += [(to, held, copied, count) for to, held in ways if held is not None]
+    return most
+
+
+def unwaited(text: str, ahead: int = 0) -> list[str]:
     """Return the reads of copied data to which a path leads that waits for no copy.
 
     Two kinds of path: from the kernel's begin, for cp.async by way of a copy, and around a loop
     that copies and reads, or that lets another warp copy; in between, a read may be of what an
-    earlier turn waited for.  A wait that leaves as many groups of copies on their way as the kernel
-    has is none.
+    earlier turn waited for.  A kernel that waits ``ahead``, for the next turn, reads once more.  A
+    wait that leaves as many groups of copies on their way as the kernel has is none.
     """
     several, found = steps(text), list[str]()
     groups = sum(step.name == "LDGDEPBAR" for step in several)
@@ -189,12 +247,22 @@ def unwaited(text: str) -> list[str]:
         begin = reached(own, [0], wait)
         if copies and way == "cp.async":
             begin = reached(own, begin.intersection(copies), wait)
-        for n, step in enumerate(own):
-            if copies and re.match(read, step.name):
-                turn = reached(own, step.follow, wait)
-                if n in begin or n in reached(own, turn.intersection(more), wait):
-                    found.append(f"{way}: {step.name} {step.operands.strip()}")
+        reads = [n for n, step in enumerate(own) if copies and re.match(read, step.name)]
+        late = {n for n in firsts(own, reads, {*more}) if turns(own, n, {*more}, wait) > ahead}
+        found += [
+            f"{way}: {own[n].name} {own[n].operands.strip()}" for n in reads if n in begin | late
+        ]
     return found
+
+
+def firsts(several: list[Step], reads: list[int], again: set[int]) -> list[int]:
+    """Return the first read of each row of instructions without branches."""
+    begins = {to for n, step in enumerate(several) for to in step.follow if to != n + 1} | again
+    begins |= {n + 1 for n, step in enumerate(several) if step.follow != (n + 1,)}
+    pairs = zip([-1, *reads], reads, strict=False)
+    return [
+        n for before, n in pairs if before < 0 or not begins.isdisjoint(range(before + 1, n + 1))
+    ]
 
 
 def leaves(step: Step) -> int:

@@ -4,6 +4,7 @@ A run of the whole suite takes one dtype of each case of an emulated kernel, ano
 commit; a run of some files, or of ``--sample all``, takes all.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -43,6 +44,13 @@ def shorten_the_default_text() -> None:
     from pydoc_data import topics
 
     topics.topics = dict(islice(topics.topics.items(), TOPICS))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is alive by now, modules and tests, out of what the garbage collector walks."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def pytest_report_header() -> str:

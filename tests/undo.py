@@ -128,17 +128,23 @@ def _replaced(modules: dict[str, Any]) -> None:
             del sys.modules[name]
 
 
+def _environment() -> dict[str, str]:
+    """Return the environment without what pytest writes there before and after every test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 def _imported(module: Any) -> bool:
     return getattr(module, "__spec__", None) is not None
 
 
 @contextmanager
 def undoing() -> Iterator[None]:
-    """Undo, at the end of a ``with`` block, what is changed in it."""
+    """Undo, at the end of a ``with`` block, what is changed in it; it starts with empty caches."""
+    forget()  # an import may have filled some
     now = [(owner, name, vars(owner)[name]) for owner, name, _ in variables()]
     held = [OPS, *(value for *_, value in now if _contains(type(value)))]
     copies = [container.copy() for container in held]
-    loaded, environment = sys.modules.copy(), dict(os.environ)
+    loaded, environment = sys.modules.copy(), _environment()
     folder, errors = os.getcwd(), np.geterr()
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
@@ -153,8 +159,9 @@ def undoing() -> Iterator[None]:
         forget()
         if sys.modules != loaded:
             _replaced(loaded)
-        if dict(os.environ) != environment:
-            _put_back(os.environ, environment)
+        for name in _environment().keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment.items() - _environment().items())
         os.chdir(folder)
         np.seterr(**errors)
         for number, handler in handlers:

@@ -99,8 +99,13 @@ TESTS = Path(__file__).parent.parent
 TWINS = TESTS / "cuda_on_cpu/include"  # headers that stand in for others: kernels run without those
 
 
+@functools.cache
+def texts(folder: Path, pattern: str) -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(folder.rglob(pattern))}
+
+
 def mentions(text: str, folder: Path, pattern: str) -> list[Path]:
-    return [path for path in sorted(folder.rglob(pattern)) if text in path.read_text()]
+    return [path for path, whole in texts(folder, pattern).items() if text in whole]
 
 
 def modules(file: str) -> list[str]:

@@ -256,6 +256,12 @@ class Module:
         found = re.findall(r": (\w+) +(\d+) TLS +\w+ +\w+ +\d+ (?!_ZL9emu_first|_ZGV)", table)
         return -(-sum(int(size) for _, size in {*found}) // ALIGNED) * ALIGNED
 
+    @functools.cached_property
+    def base(self) -> int:
+        """Return where the library was loaded."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)
+
     def launch(
         self,
         seed: int,
@@ -353,9 +359,7 @@ class Module:
 
     def _source(self, address: int) -> str:
         """Turn an address of the library's code into file:line, with the line that called it."""
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        base = min(int(line.partition("-")[0], 16) for line in maps if str(self.path) in line)
-        command = ["addr2line", "-i", "-e", str(self.path), hex(address - 1 - base)]
+        command = ["addr2line", "-i", "-e", str(self.path), hex(address - 1 - self.base)]
         frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ours = [line.split(" ")[0] for line in frames.splitlines() if str(HERE) not in line]
         return " in ".join(Path(frame).name for frame in dict.fromkeys(ours)) or frames

@@ -69,6 +69,7 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (30, 1, 8, "thread exits before the cp.async.wait_group of this copy"),
         (31, 1, 32, "block exits, and nobody has waited for the 32 arrivals at named barrier 1"),
         (32, 1, 64, "race on static shared .*: read here, unordered with write by thread"),
+        (33, 1, 32, "barrier 16: a block has 16"),
     ],
     "broken_copy": [
         (0, 1, 1, "read of uninitialised static shared memory"),

@@ -39,6 +39,7 @@ KERNEL(1024) broken(int *out, int mode) {
   if (mode == 17) __syncwarp();
   if (mode == 18) named_barrier_sync(1, threadIdx.x < 32 ? 64 : 96);
   if (mode == 19) named_barrier_sync(1, 33);
+  if (mode == 33) named_barrier_sync(16, 32);
   if (mode == 31) named_barrier_arrive(1, 64);
   if (mode == 32) {  // what follows an arrival is not behind the barrier
     if (threadIdx.x < 32) {

@@ -198,11 +198,12 @@ def start(
     """
     asked = any(size is not None for size in (tensor, pipeline, data, context))
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
+    comm: Communicator | None = None
     try:
         comm = _started(asked, device)
         return _ranks(comm, sizes, data, device, zero, options)
     except (ConfigError, DeviceError):
-        if not said_here(asked=asked):
+        if comm.rank if comm is not None else not said_here(asked=asked):
             raise SystemExit(1) from None
         raise
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import rms_norm
+from unsloth_cupy.core.source import source_root
 from unsloth_cupy.core.target import using
 
 from ..cuda_on_cpu import Emulator, EmulatorError, Module, build
@@ -14,9 +15,12 @@ from ..emulator import LIMITS as ERRORS
 from ..emulator import flash, gemm, primitive, split_k
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
 from ..ptx_on_cpu import Compiled, UnknownError, library
+from ..ptx_on_cpu.function import spelled
+from ..ptx_on_cpu.machine import MACHINE
 from ..ptx_on_cpu.translate import unit
 from ..sample import Sample
 from . import ARCHITECTURES, on
+from .mutants import FILES
 
 WHOLE = [  # primitives.cu as a whole needs sm_90
     (name, arch)
@@ -111,6 +115,18 @@ def test_each_barrier_counts_its_own_votes() -> None:
 def test_a_block_has_16_barriers() -> None:
     with pytest.raises(EmulatorError, match="no barrier 16: a block has 16"):
         barriers(VOTES.replace("%r4, 2, 64", "%r4, 16, 64"))
+
+
+# What the compiler writes by itself; all else of the machine is inline assembly, with primitives.
+BY_ITSELF = ["bra", "ret", "trap", "cvta", "bar", "membar", "fence", "vote", "shfl"]
+
+
+def test_the_machine_knows_what_inline_assembly_asks_for_and_no_more() -> None:
+    headers = "".join((source_root() / file).read_text() for file in FILES)
+    text = re.sub(r"\\[nt]", " ", re.sub(r'"\s*\n\s*"', "", headers))
+    asked = {*re.findall(r"[\w.:]+", text), "cp.async.wait_all"}
+    known = {name for name in spelled(MACHINE) if name.partition(".")[0] not in BY_ITSELF}
+    assert known - asked == set()
 
 
 def test_an_unknown_instruction_names_itself() -> None:

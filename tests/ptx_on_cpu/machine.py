@@ -7,21 +7,21 @@ SCOPES = "cta cluster gpu sys"
 SPACES = "global shared shared::cta shared::cluster local param const"
 STRONG = "volatile relaxed acquire release mmio"
 CACHES = "ca cg cs cv lu wb wt nc L1::no_allocate L1::evict_last L1::evict_first L2::128B L2::256B"
-BAR = "[.shared|.shared::cta|.shared::cluster].b64"
+OWN = ".shared::cta.b64"
 TILE, F32 = ".sync.aligned.m16n8k", ".row.col.f32"
 MMA = (
     "u32 A[] = {{y:u32*4}}, B[] = {{z:u32*2}}, C[] = {{v:u32*4}}, D[4];"
     " mma({}, D, A, B, C, {{at}}); {{x:D*4}};"
 )
 LOAD = "tma_load_multicast({words[4][0]}, {x:a}, (void *){y:u64}, {z:a8}, c"
-DIMS, BYTES = "[.1d|.2d|.3d|.4d|.5d]", ".mbarrier::complete_tx::bytes"
+TENSOR, BYTES = "cp.async.bulk.tensor", ".mbarrier::complete_tx::bytes"
 MACHINE = {
     # control
     "bra[.uni|]": "goto {x:label};",
     "ret[.uni|]": "return;",
     "trap": 'fail("trap", {{{at}}});',
     "setmaxnreg[.inc|.dec].sync.aligned.u32": "{x:-};",
-    "prefetch[.tensormap|.global.L1|.global.L2]": "{x:-};",
+    "prefetch.tensormap": "{x:-};",
     # addresses
     "cvta[.to|][.global|.param|.local|.const].u64": "{x}",
     "cvta.shared.u64": "(u64)near({x}, 0, {at})",
@@ -32,20 +32,24 @@ MACHINE = {
     "bar.sync": "barrier({x:s32}, {y:s32?}, true, {line});",
     "bar.arrive": "barrier({x:s32}, {y:s32}, false, {line});",
     "bar.warp.sync": "syncwarp({x:u32}, {line});",
-    "barrier.cluster.arrive[.aligned|]": "cluster_arrive(false, {line});",
-    "barrier.cluster.arrive.relaxed[.aligned|]": "cluster_arrive(true, {line});",
-    "barrier.cluster.wait[.aligned|]": "cluster_wait({line});",
+    "barrier.cluster.arrive.aligned": "cluster_arrive(false, {line});",
+    "barrier.cluster.arrive.relaxed.aligned": "cluster_arrive(true, {line});",
+    "barrier.cluster.wait.aligned": "cluster_wait({line});",
     "[membar[.gl|.sys]|fence[.sc|.acq_rel][.cluster|.gpu|.sys]]": "threadfence(true);",
     "[membar|fence[.sc|.acq_rel]].cta": "threadfence(false);",
     "fence.mbarrier_init.release.cluster": "mbarrier_init_fence();",
-    "fence.proxy.async[.shared::cta|.shared::cluster|.global|]": "fence_proxy_async();",
-    f"mbarrier.init{BAR}": "mbarrier_init({x:a8}, {y:s32}, {at});",
-    f"mbarrier.arrive[.release.cluster|]{BAR}": "{x:_} mbarrier_arrive({y:a8}, 0, {at});",
-    f"mbarrier.arrive.expect_tx{BAR}": "{x:_} mbarrier_arrive({y:a8}, {z:s32}, {at});",
+    "fence.proxy.async.shared::cta": "fence_proxy_async();",
+    f"mbarrier.init{OWN}": "mbarrier_init({x:a8}, {y:s32}, {at});",
+    "mbarrier.arrive[.shared::cta|.release.cluster.shared::cluster].b64": (
+        "{x:_} mbarrier_arrive({y:a8}, 0, {at});"
+    ),
+    f"mbarrier.arrive.expect_tx{OWN}": "{x:_} mbarrier_arrive({y:a8}, {z:s32}, {at});",
     # as many bytes as are expected have come
-    f"mbarrier.complete_tx[.relaxed.cluster|]{BAR}": "mbarrier_complete({x:a8}, {y:s32}, {at});",
+    "mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64": (
+        "mbarrier_complete({x:a8}, {y:s32}, {at});"
+    ),
     # it waits until it is true
-    f"mbarrier.try_wait.parity[.acquire.cluster|]{BAR}": (
+    f"mbarrier.try_wait.parity[.acquire.cluster|]{OWN}": (
         "(mbarrier_wait({x:a8}, {y:s32}, {at}), true)"
     ),
     # warps
@@ -66,12 +70,12 @@ MACHINE = {
     f"mma{TILE}32{F32}.e4m3.e4m3.f32": MMA.format("E4M3"),
     f"mma{TILE}32{F32}.e5m2.e5m2.f32": MMA.format("E5M2"),
     # the machine checks the alignment of rows; an address beyond the window is nobody's
-    "ldmatrix.sync.aligned.m8n8.x[1|2|4][.trans|].shared[|::cta].b16": (
+    "ldmatrix.sync.aligned.m8n8.x[2|4|4.trans].shared.b16": (
         "u32 D[4]; ldmatrix({words[4][1]}, {has[trans]}, D, {y:a16}, {at}); {x:D*{words[4][1]}};"
     ),
     # copies
     "cp.async.commit_group": "cp_async_commit();",
-    "cp.async.[ca|cg].shared[|::cta].global[|.L2::64B|.L2::128B|.L2::256B]": (
+    "cp.async.cg.shared.global": (
         "cp_async({x:a{z:#}}, {y:g}, {z:#}, at_most({v:s32}, {z:#}, {at}), {at});"
     ),
     "cp.async.wait_group": "cp_async_wait({x:#}, {at});",
@@ -79,25 +83,25 @@ MACHINE = {
     "cp.async.bulk.commit_group": "tma_store_commit();",
     "cp.async.bulk.wait_group": "tma_store_wait({x:#});",
     "cp.async.bulk.global.shared::cta.bulk_group": "bulk_store({x:g}, {y:a}, {z:s32}, {at});",
-    "cp.async.bulk[.shared::cta|.shared::cluster].global.mbarrier::complete_tx::bytes": (
+    f"cp.async.bulk.shared::cluster.global{BYTES}": (
         "bulk_load({x:a}, {y:g}, {z:s32}, {v:a8}, {at});"
     ),
     # a box of an array that a descriptor describes
-    f"cp.async.bulk.tensor{DIMS}.shared::cluster.global.tile{BYTES}": (
+    f"{TENSOR}[.2d|.3d|.4d].shared::cluster.global.tile{BYTES}": (
         f"const int c[] = {{y:s32*{{words[4][0]}}}}; {LOAD}, 1u << M.cur->rank, {{at}});"
     ),
-    f"cp.async.bulk.tensor{DIMS}.shared::cluster.global.tile{BYTES}.multicast::cluster": (
+    f"{TENSOR}.2d.shared::cluster.global.tile{BYTES}.multicast::cluster": (
         f"const int c[] = {{y:s32*{{words[4][0]}}}}; {LOAD}, {{v:u16}}, {{at}});"
     ),
-    f"cp.async.bulk.tensor{DIMS}.global.shared::cta.tile.bulk_group": (
+    f"{TENSOR}.2d.global.shared::cta.tile.bulk_group": (
         "const int c[] = {x:s32*{words[4][0]}};"
         " tma_store({words[4][0]}, (void *){x:u64}, {y:a}, c, false, {at});"
     ),
-    f"cp.reduce.async.bulk.tensor{DIMS}.global.shared::cta.add.tile.bulk_group": (
+    "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group": (
         "const int c[] = {x:s32*{words[5][0]}};"
         " tma_store({words[5][0]}, (void *){x:u64}, {y:a}, c, true, {at});"
     ),
-    "st.async.shared::cluster.mbarrier::complete_tx::bytes[.b32|.u32|.s32|.f32]": (
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32": (
         "store_async(own({x:u32}, {at}), {y:u32}, own({z:u32}, {at}), rank_of({x:u32}), {at});"
     ),
 }
@@ -106,7 +110,6 @@ RULES.update(spelled(MACHINE))
 ATOMICS = {
     "add": "x + v",
     "inc": "x >= v ? 0 : x + 1",
-    "dec": "x == 0 || x > v ? v : x - 1",
     "exch": "v",
     "min": "x < v ? x : v",
     "max": "x > v ? x : v",

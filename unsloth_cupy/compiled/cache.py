@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,9 @@ def prepare() -> None:
     It makes that folder as it is imported, and fails where it cannot.
     """
     own = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
-    if importlib.util.find_spec("cupy") is not None and not _writable(own):
+    if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
+        return
+    if not _writable(own):
         os.environ.setdefault(IN_MEMORY, "1")
         if not os.path.isdir(own):
             os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # it is there; nothing is written

@@ -288,6 +288,11 @@ def test_wrong_calls() -> None:
         uc.lora_linear(x, weight, a, b, dropout=1.5, seed=0)
     with pytest.raises(ConfigError, match=r"pass seed=0"):
         uc.lora_linear(x, weight, a, b, dropout=0.5)
+    for wrong in (np.ones(4), np.ones((3, 1))):
+        with pytest.raises(ShapeError, match=r"^lora_linear: magnitude has .*; it must be \(3,\)"):
+            uc.lora_linear(x, weight, a, b, magnitude=wrong)
+        with pytest.raises(ShapeError, match=r"^lora_linears: magnitude has .*; it must be \(3,\)"):
+            uc.lora_linears(x, [uc.LoraLayer(weight, a, b, magnitude=wrong)])
 
 
 def test_wrong_calls_of_dora_and_of_merging() -> None:

@@ -42,7 +42,7 @@ def cosine_schedule(
     -----
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.
     """
-    growth, t = _progress(step, lr, warmup, steps, minimum)
+    growth, t = _progress("cosine_schedule", step, lr, warmup, steps, minimum)
     return lr * growth * (minimum + (1 - minimum) * (1 + math.cos(math.pi * t)) / 2)
 
 
@@ -54,7 +54,7 @@ def linear_schedule(
 
     Parameters, ``t`` and errors are those of ``cosine_schedule``.
     """
-    growth, t = _progress(step, lr, warmup, steps, minimum)
+    growth, t = _progress("linear_schedule", step, lr, warmup, steps, minimum)
     return lr * growth * (minimum + (1 - minimum) * (1 - t))
 
 
@@ -67,11 +67,13 @@ def constant_schedule(
     Parameters and errors are those of ``cosine_schedule``, so that one can stand in for the
     other; steps and minimum change nothing.
     """
-    growth, _ = _progress(step, lr, warmup, steps, minimum)
+    growth, _ = _progress("constant_schedule", step, lr, warmup, steps, minimum)
     return lr * growth
 
 
-def _progress(step: int, lr: float, warmup: int, steps: int, minimum: float) -> tuple[float, float]:
+def _progress(
+    call: str, step: int, lr: float, warmup: int, steps: int, minimum: float
+) -> tuple[float, float]:
     """Return how far the warm-up has come and how far the decay, each from 0 to 1."""
     for name, value, limit in (
         ("step", step, math.inf),
@@ -82,7 +84,7 @@ def _progress(step: int, lr: float, warmup: int, steps: int, minimum: float) -> 
     ):
         if not is_number(value) or not 0 <= value <= limit or value == math.inf:
             top = "finite" if limit == math.inf else f"at most {limit}"
-            raise ConfigError(f"schedule: {name}={value}; pass a number from 0, {top}")
+            raise ConfigError(f"{call}: {name}={value}; pass a number from 0, {top}")
     if step < warmup:
         return step / warmup, 0.0
     return 1.0, min(1.0, (step - warmup) / max(1, steps - warmup))

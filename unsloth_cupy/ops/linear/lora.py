@@ -74,7 +74,7 @@ def lora_linear(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    factor = factor_of(weight, a, b, scale, magnitude)
+    factor = factor_of("lora_linear", weight, a, b, scale, magnitude)
     return lora_linear_forward(
         x, weight, a, b, bias, factor, scale=scale, dropout=dropout, seed=seed
     )[0]

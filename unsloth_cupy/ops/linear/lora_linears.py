@@ -70,7 +70,7 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
         lows: Any = lora_down(x, *(layer.a for layer in some))
         for layer, low in zip(some, lows, strict=False):
             weight, a, b, scale, bias, magnitude = layer
-            factor = factor_of(weight, a, b, scale, magnitude)
+            factor = factor_of("lora_linears", weight, a, b, scale, magnitude)
             ys.append(lora_up(x, weight, low, b, bias, factor, scale=scale))
     return ys
 

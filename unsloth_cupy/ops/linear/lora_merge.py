@@ -13,6 +13,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, Array, Stored
 from ...core.op import Traced, op
+from ...errors import ShapeError
 from ..common.gemm import gemm, steps
 from ..elements.cast import cast
 
@@ -89,10 +90,14 @@ def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
     return dfactor * _inverse(norm), None
 
 
-def factor_of(weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
+def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
     """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
     if magnitude is None:
         return None
+    given, rows = getattr(magnitude, "shape", None), tuple(weight.shape[:1])
+    if given is not None and tuple(given) != rows:
+        cure = f"{rows}, a number for each row of weight"
+        raise ShapeError(f"{call}: magnitude has shape {tuple(given)}; it must be {cure}")
     base: Any = _plain(weight)
     if isinstance(base, Stored):
         base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch's begin with its name

@@ -139,12 +139,10 @@ E4M3, E5M2 = fp8_values(3, 7, True), fp8_values(2, 15, False)
 
 def nearest_code(table: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return the code of the nearest finite value, ties to the even code."""
-    positive = table[:128][np.isfinite(table[:128])]
-    distance = (
-        np.abs(np.abs(x.astype(np.float64))[:, None] - positive)
-        + np.arange(positive.size) % 2 * 1e-12 * np.abs(x.astype(np.float64))[:, None]
-    )
-    code = distance.argmin(1)
+    positive = table[:128][np.isfinite(table[:128])].astype(np.float64)
+    size, between = np.abs(x.astype(np.float64)), (positive[1:] + positive[:-1]) / 2
+    code = np.searchsorted(between, size)  # of two equally near ones the lower
+    code += (code % 2 == 1) & (size == np.append(between, np.nan)[code])
     return np.where(np.isnan(x), 127, code + 128 * np.signbit(x)).astype(np.uint32)
 
 

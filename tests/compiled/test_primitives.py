@@ -1,5 +1,6 @@
 """Every primitive as PTX against plain arithmetic: the text of the inline assembly is executed."""
 
+import itertools
 import re
 
 import numpy as np
@@ -16,11 +17,12 @@ from ..emulator import flash, gemm, primitive, split_k
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
 from ..ptx_on_cpu import Compiled, UnknownError, library
 from ..ptx_on_cpu.function import spelled
-from ..ptx_on_cpu.machine import MACHINE
+from ..ptx_on_cpu.machine import ATOMICS, MACHINE
 from ..ptx_on_cpu.translate import unit
 from ..sample import Sample
 from . import ARCHITECTURES, on
 from .mutants import FILES
+from .plain import NAN, computed, decoded, encoded, signed
 
 WHOLE = [  # primitives.cu as a whole needs sm_90
     (name, arch)
@@ -127,6 +129,54 @@ def test_the_machine_knows_what_inline_assembly_asks_for_and_no_more() -> None:
     asked = {*re.findall(r"[\w.:]+", text), "cp.async.wait_all"}
     known = {name for name in spelled(MACHINE) if name.partition(".")[0] not in BY_ITSELF}
     assert known - asked == set()
+
+
+ATOMIC = {  # what memory holds then, of x there and v, w given
+    "add": (("u32", "s32", "u64", "f32"), lambda x, v, w: x + v),
+    "inc": (("u32",), lambda x, v, w: 0 if x >= v else x + 1),
+    "exch": (("b32", "b64"), lambda x, v, w: v),
+    "min": (("u32", "s32", "u64", "s64"), lambda x, v, w: min(x, v)),
+    "max": (("u32", "s32", "u64", "s64"), lambda x, v, w: max(x, v)),
+    "and": (("b32", "b64"), lambda x, v, w: x & v),
+    "or": (("b32", "b64"), lambda x, v, w: x | v),
+    "xor": (("b32", "b64"), lambda x, v, w: x ^ v),
+    "cas": (("b32", "b64"), lambda x, v, w: w if x == v else x),
+}
+
+
+@pytest.mark.parametrize("n", [32, 64])
+def test_atomics(n: int) -> None:
+    """Each in every type, on numbers that wrap and signs that differ; the old value comes back."""
+    assert {*ATOMIC} == {*ATOMICS}
+    size, forms = n // 8, [(a, k) for a, (kinds, _) in ATOMIC.items() for k in kinds if str(n) in k]
+    edges = [0, 1, 2, 2 ** (n - 1) - 1, 2 ** (n - 1), 2**n - 1, 0x3F800000, 0xBFC00000]
+    rows = np.array([*itertools.product(edges, repeat=3)], f"u{size}")
+    cells = np.tile(rows, (len(forms), 1, 1))
+    lines = [
+        f".visible .entry k(.param .u64 cells) {{ .reg .b{n} %o, %v, %w;",
+        ".reg .b32 %r; .reg .b64 %at, %i; mov.u32 %r, %ctaid.x; ld.param.u64 %i, [cells];",
+        f"mul.wide.u32 %at, %r, {3 * size}; add.u64 %i, %i, %at;",
+        f"ld.global.b{n} %v, [%i+{size}]; ld.global.b{n} %w, [%i+{2 * size}];",
+    ]
+    for name, kind in forms:
+        given = "%v, %w" if name == "cas" else "%v"
+        lines.append(f"atom.global.{name}.{kind} %o, [%i], {given};")
+        lines.append(f"st.global.b{n} [%i+{size}], %o; add.u64 %i, %i, {rows.nbytes};")
+    module = Module(
+        "k", library(Compiled("\n".join([*lines, "ret; }", ""]), "k")), build.runtime(), True, ""
+    )
+    module.launch(0, 0, 1 << 16, (len(rows),), (1,), (cells,))
+    for (name, kind), found in zip(forms, cells, strict=True):
+        number = signed if kind[0] == "s" else lambda bits, n: bits
+        for (x, v, w), (left, old, _) in zip(rows.tolist(), found.tolist(), strict=True):
+            if kind == "f32":  # in global memory denormals are flushed
+                both = [decoded(bits, kind, flush=True) for bits in (x, v)]
+                wanted = encoded(computed("add", both, "n"), kind, flush=True)
+                assert left == wanted or (wanted is None and decoded(left, kind) == NAN), (x, v)
+            else:
+                wanted = ATOMIC[name][1](number(x, n), number(v, n), w)
+                assert left == wanted & (2**n - 1), (name, kind, x, v, w)
+            assert old == x, (name, kind)
 
 
 def test_an_unknown_instruction_names_itself() -> None:

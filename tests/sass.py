@@ -141,6 +141,15 @@ class Step(NamedTuple):
     follow: tuple[int, ...]
     guard: str
 
+    @property
+    def writes(self) -> int:
+        """Registers, from the first operand on."""
+        if sums := re.match(r"HGMMA\.64x(\d+)", self.name):
+            return int(sums[1]) // 2
+        if "128" in self.name or self.name.startswith("LDSM"):
+            return 4
+        return 2 if re.search("64|WIDE|CS2R", self.name) else 1
+
 
 class Known(NamedTuple):
     """What holds on a path: what predicates compare, and which comparisons, or predicates, hold."""
@@ -150,17 +159,17 @@ class Known(NamedTuple):
 
     def after(self, step: Step) -> "Known":
         """Return what holds behind an instruction: nothing of what it writes."""
-        ops = [op.strip() for op in step.operands.split(",")]
+        ops = [op.strip().removesuffix(".reuse") for op in step.operands.split(",")]
         means, made = dict(self.means), dict[str, str]()
-        if step.name.startswith("UISETP") and ops[1::3] == ["UPT", "UPT"] and not step.guard:
+        alone = ops[1::3] in (["PT", "PT"], ["UPT", "UPT"])
+        if re.match("U?ISETP", step.name) and alone and not step.guard:
             made[ops[0]] = f"{step.name} {ops[2]} {ops[3]}"
         if step.name == "PLOP3.LUT" and [*ops[1:4], *ops[5:]] == [*["PT"] * 3, "0x80", "0x0"]:
             made[ops[0]] = means.get(ops[4], ops[4])
         own = ops[: 2 if re.fullmatch(r"U?P[T\d]", ops[0]) else 1]
-        first = next((int(op[2:]) for op in own if re.fullmatch(r"UR\d+", op)), None)
-        wide = 4 if "128" in step.name else 2 if re.search("64|WIDE", step.name) else 1
         gone = {op for op in own if re.fullmatch(r"U?P\d", op)}
-        gone |= {f"UR{first + i}" for i in range(wide)} if first is not None else set()
+        for kind, number in (m.groups() for op in own if (m := re.fullmatch(r"(U?R)(\d+)", op))):
+            gone |= {f"{kind}{int(number) + i}" for i in range(step.writes)}
         kept = {p: text for p, text in means.items() if gone.isdisjoint([p, *text.split()])}
         holds = {(text, so) for text, so in self.holds if gone.isdisjoint(text.split())}
         return Known(frozenset((kept | made).items()), frozenset(holds))

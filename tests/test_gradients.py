@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from unsloth_cupy import Tape, add, clip_gradients, measure_gradients, multiply, rms_norm
+from unsloth_cupy import AdamW, Tape, add, clip_gradients, measure_gradients, multiply, rms_norm
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError
 
 from .conftest import FOLDER
@@ -80,6 +80,15 @@ def test_bad_gradients_raise_before_anything_changes() -> None:
         with pytest.raises(error, match=cure):
             clip_gradients({"a": good, "b": bad}, 1.0)
         assert good.tolist() == [3.0, 4.0]
+
+
+def test_one_array_has_one_name() -> None:
+    good = np.array([3.0, 4.0])
+    with pytest.raises(ConfigError, match="a and c are one array, which would be changed twice"):
+        clip_gradients({"a": good, "b": good.copy(), "c": good}, 1.0)
+    with pytest.raises(ConfigError, match="AdamW: a and c are one array"):
+        AdamW({"a": good, "b": good.copy(), "c": good})
+    assert good.tolist() == [3.0, 4.0]
 
 
 def test_gradients_come_by_name() -> None:

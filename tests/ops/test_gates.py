@@ -85,3 +85,6 @@ def test_in_place_needs_arrays_that_may_change(gate: Gate) -> None:
     x.flags.writeable = False
     with pytest.raises(ConfigError, match=f"gate is read-only; call {gate.name}_backward"):
         gate.over(x, x, x.copy())
+    y = x.copy()
+    with pytest.raises(ConfigError, match="gate and up lie in the same memory; copy one"):
+        gate.over(x, y, y)

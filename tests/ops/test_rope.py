@@ -248,6 +248,20 @@ def test_in_place_needs_arrays_that_may_change() -> None:
         uc.rope_qk_(q, k, *tables)
 
 
+def test_in_place_needs_arrays_apart() -> None:
+    (q, k), tables = _qk(), uc.rope_tables(9, 8)
+    packed = np.concatenate([q, k[:, :, : q.shape[2]]], axis=2)
+    half, before = packed.shape[2] // 2, packed.copy()
+    for two in ((q, q), (q, q[:]), (packed[:, :, 1:], packed[:, :, :-1])):
+        with pytest.raises(ConfigError, match="rope_qk_: q and k lie in the same memory; copy one"):
+            uc.rope_qk_(*two, *tables)
+    np.testing.assert_array_equal(packed, before)
+    beside = packed[:, :, :half], packed[:, :, half:]  # between each other's rows
+    expected = uc.rope_qk(*beside, *tables)
+    uc.rope_qk_(*beside, *tables)
+    np.testing.assert_array_equal(packed, np.concatenate(expected, axis=2))
+
+
 @pytest.mark.parametrize("position", [-1, 9])
 def test_position_outside_the_tables(position: int) -> None:
     (q, k), tables = _qk(), uc.rope_tables(9, 8)

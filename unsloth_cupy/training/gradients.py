@@ -176,3 +176,8 @@ def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if not getattr(array.flags, "writeable", True):  # CuPy's arrays have no such flag
             raise ConfigError(f"{what}: {name} is read-only; pass a copy of it")
+    names = {id(array): name for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if (other := names[id(array)]) != name:
+            problem = f"{name} and {other} are one array, which would be changed twice"
+            raise ConfigError(f"{what}: {problem}; name it once")

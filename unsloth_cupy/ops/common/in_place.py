@@ -27,6 +27,21 @@ def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:
             raise ConfigError(f"{call}: {name} is read-only; {otherwise}, or pass a copy")
 
 
+def check_apart(call: str, **arrays: Any) -> None:
+    """Raise for two arrays in the same memory, of which the second would be read after a write."""
+    for (one, a), (other, b) in itertools.combinations(arrays.items(), 2):
+        if _same_memory(a, b):
+            raise ConfigError(f"{call}: {one} and {other} lie in the same memory; copy one")
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    """Say whether elements are shared; of arrays on a GPU, whether they start together."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.shares_memory(a, b)
+    starts = [getattr(getattr(array, "data", None), "ptr", None) for array in (a, b)]
+    return starts[0] is not None and starts[0] == starts[1] and a.size > 0
+
+
 def in_one_piece(*arrays: Any) -> bool:
     """Say whether a kernel can write over all arrays from end to end."""
     return all(array.flags.c_contiguous for array in arrays)
@@ -58,6 +73,7 @@ def in_place(op: Op[..., Any]) -> Callable[..., Any]:
         operands = dict(zip(op.names, arrays, strict=False)) | more
         changed = {name: operands[name] for name in names if name in operands}
         check_changeable(f"{of}_", f"call {of}", **changed)
+        check_apart(f"{of}_", **changed)
         op(*arrays, **more)
         return tuple(changed.values()) if len(names) > 1 else changed[names[0]]
 
@@ -75,12 +91,13 @@ def _document(op: Op[..., Any], of: str, names: tuple[str, ...]) -> str:
         for shape, alike in itertools.groupby(op.contract.inputs, form)
     ]
     both, either, options = " and ".join(names), " or ".join(names), ", ".join(sorted(op.options))
+    shared = f", or {both} share memory" if len(names) > 1 else ""
     lines = [
         *(f"Write ``{of}`` over {both}: no array is allocated.", ""),
         *("Parameters", "----------", *operands, f"    The results lie over {both}."),
         *([options, f"    As in ``{of}``."] if options else []),
         *("", "Returns", "-------", f"{', '.join(names)} : the arguments themselves", ""),
-        *("Raises", "------", "ConfigError", f"    {either} cannot be written to."),
+        *("Raises", "------", "ConfigError", f"    {either} cannot be written to{shared}."),
         *("GradientError", f"    {either} is on a tape, whose record a change would falsify."),
         *("RangeError, ShapeError, DTypeError", f"    As ``{of}``; nothing is then changed."),
     ]

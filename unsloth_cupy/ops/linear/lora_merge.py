@@ -96,8 +96,9 @@ def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: A
         return None
     given, rows = getattr(magnitude, "shape", None), tuple(weight.shape[:1])
     if given is not None and tuple(given) != rows:
-        cure = f"{rows}, a number for each row of weight"
-        raise ShapeError(f"{call}: magnitude has shape {tuple(given)}; it must be {cure}")
+        problem = f"magnitude has shape {tuple(given)}; it must be {rows}"
+        cure = "a number for each row of weight"
+        raise ShapeError(f"{call}: {problem}, {cure}", expected=rows, actual=tuple(given))
     base: Any = _plain(weight)
     if isinstance(base, Stored):
         base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch's begin with its name

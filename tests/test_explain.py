@@ -17,6 +17,7 @@ from unsloth_cupy.core import target
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.finetune.run_folder import config_file
 from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.cards import CARDS, card_of
 
@@ -203,6 +204,23 @@ def test_rows_are_no_longer_than_a_model_has_positions(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.exception
     assert said.output == run(tmp_path, "--optimizer", "none", "--tokens", 48).output
     assert run(tmp_path, "--tokens", 49).exit_code == 1
+
+
+def test_folders_of_runs_and_adapters_name_a_model(tmp_path: Path) -> None:
+    config = LLAMA / "config.json"
+    adapter, run_of, checkpoint = tmp_path / "adapter", tmp_path / "run", "checkpoint-00000003"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(LLAMA)})
+    )
+    (run_of / checkpoint).mkdir(parents=True)
+    (run_of / checkpoint / "config.json").write_text(config.read_text())
+    assert config_file(config) == config_file(LLAMA) == config_file(adapter) == config
+    assert config_file(run_of) == run_of / checkpoint / "config.json"
+    small = "--tokens", 16, "--optimizer", "none"
+    assert run(adapter, *small).output == run(LLAMA, *small).output == run(run_of, *small).output
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "base_model_name_or_path" in str(run(adapter).output)
 
 
 OURS = [name for name, op in OPS.items() if op.definition.__module__.startswith("unsloth_cupy.")]

@@ -12,6 +12,7 @@ from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.limit import quantized_kind, tokens_of
+from ..finetune.run_folder import config_file
 from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED, OPTIMIZERS
 from ..memory.planned import Planned, keeping
@@ -47,14 +48,15 @@ def explain(
     """Say what a call does on a GPU: launches and why, bytes, operations, floors.
 
     OP is an op of the README's table, whose arrays are as large as bench has them on a GPU. CONFIG
-    is a config.json or the folder of a model: a step of training, as finetune does it, is grouped
-    by op; without an optimizer weights are in the dtype. Nothing is computed, and no GPU is needed.
+    is a config.json or the folder of a model, of a run or of an adapter, whose base it is then: a
+    step of training, as finetune does it, is grouped by op; without an optimizer weights are in
+    the dtype. Nothing is computed, and no GPU is needed.
     """
     stated: Any = read_json(Path(device)) if device.endswith(".json") else device
     kind = float_dtype("explain", dtype, KERNEL_DTYPES)
     path = Path(what)
     if path.exists():
-        config = path / "config.json" if path.is_dir() else path
+        config = config_file(path)
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
         form = Form(batch, tokens, kind, optimizer, lora, quantized)
         try:

@@ -12,12 +12,11 @@ from .. import machine
 from ..errors import ConfigError
 from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.ranks import check_options, chunks_of
-from ..finetune.run_folder import model_folder, model_without_weights
+from ..finetune.run_folder import config_file, model_folder, model_without_weights
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import OPTIMIZERS, plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
-from ..models.adapter_base import base_of
 from ..profiling.scale import plan_ranks
 from .options import ATTENTION, FILE, QUANTIZE, SCHEDULE, ZERO, NewPicture, Number, option
 from .plan_ranks import Interconnect, rate_of, show
@@ -88,7 +87,7 @@ def plan(
     from ..models.parse import parse
 
     folder = None if config.is_file() else model_folder(config)
-    path = config if folder is None else (base_of(folder) or folder) / "config.json"
+    path = config_file(config)
     values = read_json(path)
     adapter, stored = (None, None) if folder is None else model_without_weights(folder)[1:]
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)

@@ -11,6 +11,7 @@ from ..core.gpu import count, limits_of
 from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.limit import tokens_of
+from ..finetune.run_folder import config_file
 from ..models.parse import parse
 from ..profiling import precompile as room
 from ..profiling.cards import NAMES, Card, card_of
@@ -46,11 +47,12 @@ def precompile(
 ) -> None:
     """Compile every kernel that training and generation of a model will ask for.
 
-    CONFIG is a config.json or the folder of a model; no weights are read, and no GPU is needed.
+    CONFIG is a config.json or the folder of a model, of a run or of an adapter, whose base it is
+    then; no weights are read, and no GPU is needed.
     Binaries are kept in UNSLOTH_CUPY_CACHE_DIR/kernels, where the library finds them.
     """
     room.needs_compiler()
-    path = config / "config.json" if config.is_dir() else config
+    path = config_file(config)
     values = read_json(path)
     options: Any = {
         "rank": lora,

@@ -197,6 +197,14 @@ def model_without_weights(folder: Path) -> Facts:
     return Facts(config, adapter, stored_kind(texts["config.json"]))
 
 
+def config_file(path: Path) -> Path:
+    """Return the config.json of a path: itself, a model's, a run's, or of an adapter's base."""
+    if path.is_file():
+        return path
+    folder = model_folder(path)
+    return (base_of(folder) or folder) / "config.json"
+
+
 def model_folder(path: Path) -> Path:
     """Return the folder of a model's files: the path, or the result of the run in it."""
     if not path.exists():

@@ -1,6 +1,6 @@
-// Attention backward on Hopper: the gradients of k and v or, without BY_KEYS, of q, with the scores
-// and the sums of attention_backward.cu, by warpgroup products (wgmma) of tiles that the tensor
-// memory accelerator (TMA) brings.
+// Attention backward on Hopper: the gradients of k and v or, without BY_KEYS, of q, or with TURNS
+// those of all three, with the scores and the sums of attention_backward.cu, by warpgroup products
+// (wgmma) of tiles that the tensor memory accelerator (TMA) brings.
 //
 //   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
 //   dv = p.T @ dout           dk = scale * ds.T @ q              dq = scale * ds @ k
@@ -15,6 +15,8 @@
 //               TILE, STAGES     rows of a stage of the ring; stages
 //               REGISTERS        of a thread that computes; PRODUCER of one that loads
 //               SUM, SLOPE       write the sums of ds along rows; of ds times distance
+//               TURNS            BY_KEYS, of both k and v: it adds up the gradient of q as well,
+//                                without SUM and BLOCK_MASK; attention_dq_sm90.cu ends it
 //   Nothing is dropped.
 //
 //   The trick: p and ds never leave registers.  x is what products of scores are made of and y what
@@ -23,8 +25,16 @@
 //   and x take them: a warpgroup multiplies what its lanes hold by what TMA laid down.  Tensor
 //   cores have the next products while exp2 runs: those of dout and v behind those of scores, those
 //   of p before ds is known, those of ds while the next scores are asked for.
+//
+//   With TURNS ds goes to shared memory too, where each warpgroup takes it of all keys for its half
+//   of the columns of dq, and warps of their own have TMA add the tile to the sums of its queries,
+//   in float32.  Blocks of keys take turns there, in the order of the keys, so that every run has
+//   the same bits.  A block takes jobs by a counter, and waits for turns of earlier ones alone:
+//   these have begun, so the earliest of all never waits.  The last queries come first, for all
+//   heads that share a key: blocks begin one after another, and then nobody waits.
 #include "common/attention_gradient.cuh"
 #include "common/jobs.cuh"
+#include "common/turns.cuh"
 
 static_assert(!DROPOUT && sizeof(T) == 2);
 constexpr int ROWS = 64 * CONSUMERS, PARTS = TILE / 8, STEPS = TILE / 16;
@@ -33,13 +43,21 @@ constexpr int OWN_Y = DX ? panels(VALUE_DIM) * ROWS * PANEL_ROW : 0;
 constexpr int X_BYTES = panels(DIM) * TILE * PANEL_ROW;
 constexpr int Y_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
 constexpr int STAT_BYTES = BY_KEYS ? TILE * 2 * sizeof(float) : 0;
-constexpr int RING_AT = OWN_X + OWN_Y, STATS_AT = RING_AT + STAGES * (X_BYTES + Y_BYTES);
+static_assert(!TURNS || (BY_KEYS && DX && DY && !SUM && !SLOPE && !BLOCK_MASK && CONSUMERS == 2 &&
+                         TILE == PANEL && DIM <= 2 * PANEL));
+constexpr int DS_BYTES = TURNS ? ROWS * PANEL_ROW : 0;  // of one of two
+constexpr int DQ_BYTES = TURNS ? CONSUMERS * TILE * turn_columns(DIM) * sizeof(float) : 0;
+constexpr int RING_AT = OWN_X + OWN_Y, DS_AT = RING_AT + STAGES * (X_BYTES + Y_BYTES);
+constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, STATS_AT = DQ_AT + DQ_BYTES;
 constexpr int SHARED_END = STATS_AT + STAGES * STAT_BYTES;
+constexpr int WRITERS = 2;  // warps that add to dq: one waits for its copy, one for its turn
 using Place = Ring<STAGES>;
 
 // Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
 struct Barriers {
     uint64_t own_full, own_empty, landed, full[STAGES], empty[STAGES];
+    uint64_t job_full, job_empty, dq_full[WRITERS], dq_empty;  // with TURNS
+    int job;
 };
 
 // The numbers of a call, and which job comes when.
@@ -49,6 +67,7 @@ struct Work {
 };
 
 // Where the tile begins that passes by: of each head BY_KEYS, those that some own row may see.
+// With TURNS the last comes first, of one head after another.
 struct Walk {
     int head, row, first, from, stop, stop_head;
 
@@ -66,12 +85,22 @@ struct Walk {
         }
         row = from = from / TILE * TILE;
         if (first >= real || from >= stop) head = stop_head;
+        if constexpr (TURNS) row = (stop - 1) / TILE * TILE, stop = head;
         seek(scores);
     }
     __device__ __forceinline__ bool there() const { return head < stop_head; }
     __device__ __forceinline__ void step() {
-        row += TILE;
-        if (row >= stop) row = from, head++;
+        if constexpr (TURNS) {  // stop is the first head
+            if (++head < stop_head || row == from) return;
+            row -= TILE, head = stop;
+        } else {
+            row += TILE;
+            if (row >= stop) row = from, head++;
+        }
+    }
+    // How many blocks of keys see the tile before this one does.
+    __device__ __forceinline__ int turn(const Scores &scores) const {
+        return first / ROWS - (LEFT ? max(0, row + scores.low) / ROWS : 0);
     }
     __device__ __forceinline__ void seek(const Scores &scores) {
         if constexpr (BLOCK_MASK)
@@ -103,6 +132,8 @@ struct Stats {
 // dx, dy         dk and dv BY_KEYS, else dq and none
 // sums           (batch, heads, rows), zeros before      slopes   (batch, heads, rows); with VARLEN
 //                (heads, rows)
+//                with TURNS instead, sums of dq, of each tile of stats what common/turns.cuh says, and
+//                ints, zeros before: the next job, then how many blocks have added to each tile
 KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const __grid_constant__ TensorMap own_x, const __grid_constant__ TensorMap own_y,
     const __grid_constant__ TensorMap other_x, const __grid_constant__ TensorMap other_y,
@@ -112,6 +143,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const A *__restrict__ alibi, const bool *__restrict__ block_mask,
     const __grid_constant__ Work work) {
     extern __shared__ __align__(1024) unsigned char memory[];
+    int *const turns = reinterpret_cast<int *>(slopes);
     Barriers &barriers = *reinterpret_cast<Barriers *>(memory + SHARED_END);
 
     const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / 4;
@@ -130,17 +162,78 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         mbarrier_init(&barriers.landed, 1);
         for (int stage = 0; stage < STAGES; stage++)
             init_handover(&barriers.full[stage], &barriers.empty[stage], 4 * CONSUMERS);
+        if constexpr (TURNS) {
+            init_handover(&barriers.job_full, &barriers.job_empty, 4 * CONSUMERS + WRITERS);
+            for (int i = 0; i < WRITERS; i++) mbarrier_init(&barriers.dq_full[i], 4 * CONSUMERS);
+            mbarrier_init(&barriers.dq_empty, 1);
+        }
         mbarrier_init_fence();
     }
     __syncthreads();
+    int number_phase = 0;
+    auto next_job = [&] {  // of a warp that does not load
+        if constexpr (!TURNS) return jobs.next(job);
+        return jobs.next(job, [&] {
+            mbarrier_wait(&barriers.job_full, number_phase);
+            number_phase ^= 1;
+            const int number = barriers.job;
+            __syncwarp();
+            release(&barriers.job_empty);
+            return number;
+        });
+    };
 
     if (group == CONSUMERS) {  // one warp loads
         setmaxnreg_dec<PRODUCER>();
-        if (warp > 4 * CONSUMERS) return;
+        if constexpr (TURNS) {
+            const int own = warp - 4 * CONSUMERS - 1;
+            if (own >= WRITERS) return;
+            if (own >= 0) {  // two warps add to dq, of every other tile each
+                int count = 0;
+                while (next_job()) {
+                    const Scores scores(options, operands, job.queries, job.keys, job.batch);
+                    for (Walk walk(scores, job, shared_by); walk.there();
+                         walk.next(scores), count++) {
+                        if (lane != 0 || count % WRITERS != own) continue;
+                        const long long tile =
+                            (first_stat(job) + (long long)walk.head * work.call.stat_rows +
+                             walk.row) / TILE;
+                        const int turn = walk.turn(scores);
+                        while (load_acquire(turns + 1 + tile) != turn) {}
+                        fence_proxy_async_global();
+                        mbarrier_wait(&barriers.dq_full[own], count / WRITERS % 2);
+                        float *const to = sums + tile * (DQ_BYTES / (int)sizeof(float));
+                        if (turn == 0) bulk_store(to, memory + DQ_AT, DQ_BYTES);
+                        else bulk_add(to, memory + DQ_AT, DQ_BYTES);
+                        tma_store_commit();
+                        tma_store_wait_read<0>();
+                        mbarrier_arrive(&barriers.dq_empty);
+                        tma_store_wait<0>();
+                        store_release(turns + 1 + tile, turn + 1);
+                    }
+                }
+                return;
+            }
+        } else {
+            if (warp > 4 * CONSUMERS) return;
+        }
         Place at;
         int job_phase = 0;
         Landing landing{&barriers.landed};
-        while (jobs.next(job)) {
+        auto take_job = [&] {
+            if constexpr (!TURNS) return jobs.next(job);
+            return jobs.next(job, [&] {
+                mbarrier_wait(&barriers.job_empty, number_phase ^ 1);
+                number_phase ^= 1;
+                int number = 0;
+                if (lane == 0) {
+                    barriers.job = number = atomicAdd(turns, 1);
+                    mbarrier_arrive(&barriers.job_full);
+                }
+                return __shfl_sync(0xffffffffu, number, 0);
+            });
+        };
+        while (take_job()) {
             const Scores scores(options, operands, job.queries, job.keys, job.batch);
             Walk walk(scores, job, shared_by);
             if (!walk.there()) continue;
@@ -167,7 +260,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             job_phase ^= 1;
             load(memory, own_x, memory + OWN_X, own_y, DX, ROWS, OWN_X + OWN_Y, &barriers.own_full,
                  job.head, first_own + job.first_row,
-                 BY_KEYS && LENGTHS ? scores.length - job.first_row : ROWS, [](uint64_t *) {});
+                 BY_KEYS && (LENGTHS || (VARLEN && TURNS)) ? scores.length - job.first_row : ROWS,
+                 [](uint64_t *) {});
             for (; walk.there(); walk.next(scores)) {
                 unsigned char *const x = memory + RING_AT + at.stage * (X_BYTES + Y_BYTES);
                 const bool some = VARLEN || (LENGTHS && !BY_KEYS);
@@ -192,9 +286,14 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     setmaxnreg_inc<REGISTERS>();
     const Operand rows_x(memory + group * 64 * PANEL_ROW, 16);
     const Operand rows_y(memory + OWN_X + group * 64 * PANEL_ROW, 16);
+    // the columns of k that this warpgroup has of dq
+    constexpr int COLUMNS = turn_columns(DIM);
+    const Operand keys(memory + (COLUMNS == PANEL ? group * ROWS * PANEL_ROW
+                                                  : group * COLUMNS * (int)sizeof(T)),
+                       ROWS * PANEL_ROW);
     Place at;  // of the tile whose scores are next
-    int job_phase = 0;
-    while (jobs.next(job)) {
+    int job_phase = 0, count = 0;  // tiles of dq
+    while (next_job()) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         Walk walk(scores, job, shared_by);
         const int rows = BY_KEYS ? job.keys : job.queries;
@@ -203,6 +302,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         float sum_x[product_columns(DIM) / 2] = {};
         float sum_y[product_columns(VALUE_DIM) / 2] = {};
         float s[TILE / 2], g[TILE / 2], steep[1][PARTS][4];
+        float part[COLUMNS / 2];  // of dq
         uint32_t p[STEPS][4], ds[STEPS][4];
         float sum[2] = {}, slope[2] = {};
         Stats known;
@@ -226,15 +326,18 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 from[half] = 0;
             }
         };
-        auto begin = [&] {  // products of dout and v are added to -delta
+        auto read_stats = [&](int stage) {
             if constexpr (BY_KEYS)
 #pragma unroll
                 for (int n = 0; n < PARTS; n++) {
                     const float4 both = reinterpret_cast<const float4 *>(
-                        memory + STATS_AT + at.stage * STAT_BYTES)[n * 4 + lane % 4];
+                        memory + STATS_AT + stage * STAT_BYTES)[n * 4 + lane % 4];
                     known.read(n, 0, {both.x, both.y});
                     known.read(n, 1, {both.z, both.w});
                 }
+        };
+        auto begin = [&] {  // products of dout and v are added to -delta
+            read_stats(at.stage);
             if constexpr (DX) {
 #pragma unroll
                 for (int i = 0; i < TILE / 2; i++) g[i] = -known.of(i).delta;
@@ -266,6 +369,28 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 if constexpr (SOFTCAP) g[i] *= steep[0][n][i % 4];
             }
         };
+        // ds to the other warpgroup, its products with all keys, these to those who add them up
+        auto add_queries = [&] {
+            unsigned char *const both = memory + DS_AT + count % 2 * DS_BYTES;
+            put_operand(both + group * 64 * PANEL_ROW, ds);
+            fence_proxy_async();
+            wgmma_free<1>(sum_y, p);
+            named_barrier_sync(1, 128 * CONSUMERS);
+            wgmma_fence(part);
+            begin_transposed<T, ROWS / 16>(part, Operand(both, 16), keys);
+            wgmma_free<0>(sum_x, ds);
+            wgmma_name(part);
+            mbarrier_wait(&barriers.dq_empty, count % 2 ^ 1);
+            float4 *const to = reinterpret_cast<float4 *>(memory + DQ_AT) +
+                               group * TILE * COLUMNS / 4 + threadIdx.x % 128;
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 8; i++)
+                to[i * 128] = {part[i * 4], part[i * 4 + 1], part[i * 4 + 2], part[i * 4 + 3]};
+            fence_proxy_async();
+            __syncwarp();
+            release(&barriers.dq_full[count % WRITERS]);
+            count++;
+        };
         if (walk.there()) {
             mbarrier_wait(&barriers.own_full, job_phase);
             job_phase ^= 1;
@@ -291,6 +416,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 } else {
                     scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, false);
                 }
+                if constexpr (TURNS) read_stats(stage);  // again: registers are full until here
 #pragma unroll
                 for (int i = 0; i < TILE / 2; i++)
                     s[i] = probability(s[i], scores.unit, known.of(i));
@@ -311,23 +437,31 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                     wgmma_fence(sum_x);
                     begin_values<T>(sum_x, ds, Operand(x, TILE * PANEL_ROW));
                 }
+                if constexpr (TURNS) {
+                    add_queries();
+                    release(&barriers.empty[stage]);
+                }
                 if constexpr (SUM && BY_KEYS)
                     if (walk.head != head) put_sums(sums, sum, head);
-                if constexpr (BY_KEYS) __syncwarp();  // all lanes have read the stats
+                if constexpr (BY_KEYS && !TURNS) __syncwarp();  // all lanes have read the stats
                 if (!walk.there()) break;
 
-                if constexpr (DX && DY) wgmma_free<1>(sum_y, p);
+                if constexpr (DX && DY && !TURNS) wgmma_free<1>(sum_y, p);
                 begin();
                 ask_scores();
-                if constexpr (DX) wgmma_free<1>(sum_x, ds);
-                else wgmma_free<1>(sum_y, p);
-                release(&barriers.empty[stage]);
+                if constexpr (!TURNS) {
+                    if constexpr (DX) wgmma_free<1>(sum_x, ds);
+                    else wgmma_free<1>(sum_y, p);
+                    release(&barriers.empty[stage]);
+                }
                 if constexpr (DX) ask_gradients();
             }
             release(&barriers.own_empty);
-            if constexpr (DX) wgmma_wait<0>(sum_x);
-            if constexpr (DY) wgmma_wait<0>(sum_y);
-            release(&barriers.empty[stage]);
+            if constexpr (!TURNS) {
+                if constexpr (DX) wgmma_wait<0>(sum_x);
+                if constexpr (DY) wgmma_wait<0>(sum_y);
+                release(&barriers.empty[stage]);
+            }
         }
         if constexpr (SUM && !BY_KEYS) put_sums(sums, sum, job.head);
         if constexpr (SLOPE) put_sums(slopes, slope, job.head);

@@ -36,15 +36,10 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
     const int head = i % heads, row = i / heads % stat_rows;
     const long long batch = i / heads / stat_rows, here = batch * heads + head;
     int query = row, stop = queries;
-    if constexpr (VARLEN) {  // the last sequence whose stats begin here or before
-        int low = 0, high = sequences;
-        while (high - low > 1) {
-            const int middle = (low + high) / 2;
-            if (stats_of(offsets, middle, queries) <= row) low = middle;
-            else high = middle;
-        }
-        const Run own = run_of(offsets, low, queries);
-        query = own.first + row - stats_of(offsets, low, queries);
+    if constexpr (VARLEN) {
+        const int sequence = sequence_of(offsets, sequences, queries, row);
+        const Run own = run_of(offsets, sequence, queries);
+        query = own.first + row - stats_of(offsets, sequence, queries);
         stop = own.first + own.count;
     }
     const bool real = i < count && query < stop;

@@ -185,6 +185,7 @@ FIXED = {  # switches that never change, and why
     ("attention_decode.cu", "VARLEN"): "a table of pages says where sequences lie",
     ("attention_backward_sm90.cu", "DROPOUT"): "as in the forward pass",
     ("attention_backward_sm90.cu", "T"): "tensor cores multiply no float32",
+    ("attention_dq_sm90.cu", "T"): "tensor cores multiply no float32",
     ("attention_forward_sm90.cu", "DROPOUT"): "random words would spill its sums",
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
 }

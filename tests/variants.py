@@ -34,7 +34,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES, allowed
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.source import source_root
-from unsloth_cupy.ops.attention import _hopper
+from unsloth_cupy.ops.attention import _backward_hopper, _hopper
 from unsloth_cupy.ops.linear.lora import lora_linear_backward
 
 from .cuda_on_cpu.build import kept_file
@@ -229,8 +229,11 @@ def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
     if arch == "90":  # what is not taken without being asked for
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_hopper, "asked", True)
+            patch.setattr(_backward_hopper, "one_pass", False)
             asked = [*_launches(arch, ASKED), *_launches(arch, ASKED, dim=128, value_dim=128)]
             asked += broadcast_biases(arch)
+            patch.setattr(_backward_hopper, "one_pass", True)
+            asked += [*_launches(arch, ASKED), *_launches(arch, ASKED, dim=128, value_dim=128)]
             yield from (each for each in asked if each[0].kernel.endswith("_sm90"))
 
 

@@ -132,15 +132,15 @@ def variant(dim: int, causal: bool = False) -> Variant:
     return Variant(KERNEL, f"dim={dim}", "90", launch)
 
 
-def variants_back(dim: int) -> list[Variant]:
-    """Return what its backward pass launches: what owns queries, what owns keys."""
-    with gpu("90") as machine, AttentionConfig(warpgroups=True).use():
+def variants_back(dim: int, one_pass: bool = False) -> list[Variant]:
+    """Return what its backward pass launches: what owns queries, what owns keys; or one of both."""
+    with gpu("90") as machine, AttentionConfig(warpgroups=True, one_pass=one_pass).use():
         q, k = (machine.array((1, 1024, heads, dim), "bfloat16") for heads in (4, 2))
         out, lse = attention_forward(q, k, k)
         machine.launches.clear()
         attention_backward(out, q, k, k, out, lse)
         found = [launch for launch in machine.launches if launch.kernel == BACK]
-    assert len(found) == 2
+    assert len(found) == 2 - one_pass
     return [Variant(BACK, f"dim={dim}", "90", launch) for launch in found]
 
 
@@ -156,30 +156,13 @@ def forward(dim: int) -> tuple[Tile, int]:
 
 
 @functools.cache
-def backward(dim: int) -> tuple[tuple[dict[str, str], Tile, int, int], ...]:
+def backward(dim: int, one_pass: bool = False) -> tuple[tuple[dict[str, str], Tile, int, int], ...]:
     """Return the same of its backward pass: constants, tile, more instructions, registers."""
     found = []
-    for own in variants_back(dim):
+    for own in variants_back(dim, one_pass):
         said = constants(own.launch.source)
         found.append((said, *tile_of(sass.disassembled(own), said), budget.numbers(own)[0]))
     return tuple(found)
-
-
-def one_pass(dim: int) -> Tile:
-    """Return a tile of a launch that is not written: it owns keys, and adds up dq as well.
-
-    What the launch by keys does; ds goes to shared memory, where each of two warpgroups takes all
-    128 keys for half of the columns of 64 rows of dq; these go there too, and TMA adds them up.
-    """
-    (tile,) = (tile for said, tile, *_ in backward(dim) if said["BY_KEYS"] == "true")
-    more = Counter(HGMMA=8, STSM=4, STS=dim // 8, BAR=4, SYNCS=2, R2UR=4, UIADD3=8)
-    ds, dq = ROWS * ROWS * 2, ROWS * dim // 2 * 4
-    return Tile(
-        tile.counts + more,
-        tile.shapes + Counter({dim // 2: 8}),
-        tile.kept,
-        tile.moved + ds + 2 * dq,
-    )
 
 
 def busy(tile: Tile) -> dict[str, float]:
@@ -220,6 +203,8 @@ def tile_of(text: str, said: dict[str, str]) -> tuple[Tile, int]:
     kept = Counter(int(n) for n, register in found if register)
     row = sum(-(-int(said[name]) // 64) * 128 for name in ("DIM", "VALUE_DIM"))
     brought = int(said["TILE"]) * row // int(said["CONSUMERS"])
+    if said.get("TURNS") == "true":  # ds is written; a half of dq is written, and read by TMA
+        brought += ROWS * (ROWS * 2 + 2 * 4 * (32 if said["DIM"] == "64" else 64))
     counts = Counter(name.partition(".")[0] for name in names)
     return Tile(counts, shapes, kept, brought), len(more)
 
@@ -245,17 +230,24 @@ def rows_back(dims: tuple[int, ...] = (64, 128)) -> Iterator[str]:
             bound += max(cycles.values()) * ROWS / columns
             likely += shown(tile) * ROWS / columns
             owns = "keys" if said["BY_KEYS"] == "true" else "queries"
-            cells = [f"`{BACK}.cu` by {owns}", dim, f"64 x {columns}", shapes_of(tile)]
-            cells += [tile.counts.total(), f"+{more}", *(f"{cycles[pipe]:.0f}" for pipe in PIPES)]
-            yield f"| {' | '.join(map(str, [*cells, registers, '-', '-']))} |"
+            yield line_back(f"by {owns}", dim, columns, tile, more, registers, "-", "-")
         wanted = 5 * 2 * ROWS * ROWS * dim / PER_CYCLE  # five products, of which two are made twice
         speeds = (f"{PEAK * wanted / total:.0f}" for total in (bound, likely))
         yield f"| both | {dim} |{' - |' * 10} {' | '.join(speeds)} |"
-        one, cells = one_pass(dim), ["one launch, not written", dim, f"64 x {ROWS}"]
-        cells += [shapes_of(one), one.counts.total(), "-"]
-        cells += [*(f"{one.cycles()[pipe]:.0f}" for pipe in PIPES), "-"]
-        cells += [f"{one.speed(max(one.cycles().values())):.0f}", f"{estimate(one):.0f}"]
-        yield f"| {' | '.join(map(str, cells))} |"
+        ((_, tile, more, registers),) = backward(dim, one_pass=True)
+        bound, likely = tile.speed(max(tile.cycles().values())), estimate(tile)
+        speeds = f"{bound:.0f}", f"{likely:.0f}"
+        yield line_back("in one pass", dim, ROWS, tile, more, registers, *speeds)
+
+
+def line_back(
+    what: str, dim: int, columns: int, tile: Tile, more: int, registers: int, *speeds: str
+) -> str:
+    """Return a line of the table of the backward pass."""
+    cells = [f"`{BACK}.cu` {what}", dim, f"64 x {columns}", shapes_of(tile)]
+    cells += [tile.counts.total(), f"+{more}"]
+    cells += [f"{tile.cycles()[pipe]:.0f}" for pipe in PIPES]
+    return f"| {' | '.join(map(str, [*cells, registers, *speeds]))} |"
 
 
 def shapes_of(tile: Tile) -> str:

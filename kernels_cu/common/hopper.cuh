@@ -76,11 +76,24 @@ PTX void bulk_store(void *dst, const void *src, int bytes) {
                ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
                : "memory");
 }
+// Added to what is there: a multiple of four floats.
+PTX void bulk_add(float *dst, const void *src, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
+               : "memory");
+}
 PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N> PTX void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
+// What was to be stored has been read, and may be overwritten; it may not be there yet.
+template <int N> PTX void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
 PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Between what was acquired of global memory and copies to it.
+PTX void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- sm_90: clusters --------------------------------------------------------------------------
 PTX uint32_t cluster_rank() {
@@ -184,6 +197,7 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_OUT16(i) WGMMA_OUT8(i), WGMMA_OUT8(i + 8)
+#define WGMMA_OUT_16 WGMMA_OUT16(0)
 #define WGMMA_OUT_32 WGMMA_OUT16(0), WGMMA_OUT16(16)
 #define WGMMA_OUT_48 WGMMA_OUT_32, WGMMA_OUT16(32)
 #define WGMMA_OUT_64 WGMMA_OUT_48, WGMMA_OUT16(48)
@@ -191,8 +205,9 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
 #define WGMMA_OUT_96 WGMMA_OUT_80, WGMMA_OUT16(80)
 #define WGMMA_OUT_112 WGMMA_OUT_96, WGMMA_OUT16(96)
 #define WGMMA_OUT_128 WGMMA_OUT_112, WGMMA_OUT16(112)
-#define WGMMA_D_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+#define WGMMA_D_16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_D_32 WGMMA_D_16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_D_48 WGMMA_D_32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -247,6 +262,7 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
 #define WGMMA(...)                                            \
   WGMMA_OF(bf16, __VA_ARGS__) WGMMA_OF(f16, __VA_ARGS__)      \
   WGMMA8_OF(e4m3, __VA_ARGS__) WGMMA8_OF(e5m2, __VA_ARGS__)
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)

@@ -68,13 +68,17 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
     const P *starts;
     int round = 0;
 
-    // The next job that there is; false where none is left.
-    __device__ __forceinline__ bool next(Job &job) {
-        for (const int jobs = order.row_blocks * order.heads; turn_of(round) < jobs;) {
-            job = job_of<ROWS, BY_KEYS>(turn_of(round++), order, options, key_lengths, starts);
+    // The next job that there is, by the numbers that `number` gives; false where none is left.
+    template <class F> __device__ __forceinline__ bool next(Job &job, F number) {
+        const int jobs = order.row_blocks * order.heads;
+        for (int at; (at = number()) < jobs;) {
+            job = job_of<ROWS, BY_KEYS>(at, order, options, key_lengths, starts);
             if (job.there) return true;
         }
         return false;
+    }
+    __device__ __forceinline__ bool next(Job &job) {
+        return next(job, [&] { return turn_of(round++); });
     }
 };
 

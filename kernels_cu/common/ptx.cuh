@@ -86,6 +86,16 @@ PTX void named_barrier_sync(int id, int threads) {
 PTX void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// A number in global memory by which blocks tell each other: who reads what one has stored sees all
+// that it had seen and written before.
+PTX int load_acquire(const int *p) {
+  int value;
+  asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+PTX void store_release(int *p, int value) {
+  asm volatile("st.release.gpu.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
 
 // ---- sm_89: products of 8-bit floats --------------------------------------------------------
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890

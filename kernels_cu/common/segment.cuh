@@ -19,6 +19,18 @@ __device__ __forceinline__ int stats_of(const O *offsets, int sequence, int toke
     return (run_of(offsets, sequence, tokens).first / PADDING + sequence) * PADDING;
 }
 
+// The last sequence whose stats begin at a row or before.
+template <class O>
+__device__ __forceinline__ int sequence_of(const O *offsets, int sequences, int tokens, int row) {
+    int low = 0, high = sequences;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (stats_of(offsets, middle, tokens) <= row) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
 struct Segment {
     int sequence, tile;  // sequence is -1 beyond the last tile
 };

@@ -64,6 +64,18 @@ WARPGROUP_REGISTERS(__nv_bfloat16, bf16)
 WARPGROUP_REGISTERS(__half, f16)
 #undef WARPGROUP_REGISTERS
 
+// d = a.T @ b, or d += with `add`, of 16 rows of 64 columns of a and N of b.
+#define WARPGROUP_TRANSPOSED(E, TYPE)                                                              \
+    template <int N>                                                                               \
+    __device__ __forceinline__ void multiply_transposed(float (&d)[N / 2], uint64_t a, uint64_t b, \
+                                                        int add, E) {                              \
+        if constexpr (N == 32) wgmma_m64n32k16_##TYPE<1, 1>(d, a, b, add);                         \
+        if constexpr (N == 64) wgmma_m64n64k16_##TYPE<1, 1>(d, a, b, add);                         \
+    }
+WARPGROUP_TRANSPOSED(__nv_bfloat16, bf16)
+WARPGROUP_TRANSPOSED(__half, f16)
+#undef WARPGROUP_TRANSPOSED
+
 // s = a @ b.T, or s += with `add`, of DEPTH columns; rows of a lie A_ROWS to a panel, those of b N.
 template <class E, int DEPTH, int A_ROWS, int N>
 __device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b,
@@ -86,6 +98,29 @@ __device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[
     for (int step = 0; step < STEPS; step++)
         multiply_registers<N * 2>(o, p[step], b.at(step * 16 * PANEL_ROW), E());
     wgmma_commit();
+}
+
+// o = p.T @ b, of 16 * STEPS rows of p and of b, which both lie in shared memory.
+template <class E, int STEPS, int N>
+__device__ __forceinline__ void begin_transposed(float (&o)[N], Operand p, Operand b) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+        multiply_transposed<N * 2>(o, p.at(step * 16 * PANEL_ROW), b.at(step * 16 * PANEL_ROW),
+                                   step > 0, E());
+    wgmma_commit();
+}
+
+// Lay what a warp's lanes hold of 16 of 64 rows, of up to 64 columns, into a panel, as products
+// take it.
+template <int STEPS>
+__device__ __forceinline__ void put_operand(unsigned char *panel, const uint32_t (&p)[STEPS][4]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < STEPS * 4; i++) {  // the swizzle of a row is that of the row eight further
+        const int chunk = i / 4 * 2 + i % 4 / 2, at = (row + i % 2 * 8) * PANEL_ROW;
+        *reinterpret_cast<uint32_t *>(panel + at + (chunk ^ lane / 4) * 16 + lane % 4 * 4) =
+            p[i / 4][i % 4];
+    }
 }
 
 // Round what a lane holds of 64 rows to 16 bits, as products take it for their operand.

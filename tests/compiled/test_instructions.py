@@ -566,7 +566,7 @@ def test_as_plain_arithmetic(kind: str) -> None:
     module = Module("all", path, build.runtime(), True, "")
     out = np.zeros((len(several), len(given)), np.uint64)
     grid = -(-len(given) // THREADS)
-    module.launch(0, 0, 1 << 16, (grid,), (THREADS,), (given, out, np.uint32(len(given))))
+    module.launch((0, 0, 1), 1 << 16, (grid,), (THREADS,), (given, out, np.uint32(len(given))))
     wrong = []
     for case, row in zip(several, out, strict=True):
         for operands, found in zip(given.tolist(), row.tolist(), strict=True):

@@ -104,7 +104,7 @@ def barriers(text: str) -> np.ndarray:
     """Run 128 threads, of which each writes a number."""
     module = Module("k", library(Compiled(text, "k")), build.runtime(), True, "")
     out = np.zeros(128, np.uint32)
-    module.launch(0, 0, 1 << 16, (1,), (128,), (out,))
+    module.launch((0, 0, 1), 1 << 16, (1,), (128,), (out,))
     return out
 
 
@@ -165,7 +165,7 @@ def test_atomics(n: int) -> None:
     module = Module(
         "k", library(Compiled("\n".join([*lines, "ret; }", ""]), "k")), build.runtime(), True, ""
     )
-    module.launch(0, 0, 1 << 16, (len(rows),), (1,), (cells,))
+    module.launch((0, 0, 1), 1 << 16, (len(rows),), (1,), (cells,))
     for (name, kind), found in zip(forms, cells, strict=True):
         number = signed if kind[0] == "s" else lambda bits, n: bits
         for (x, v, w), (left, old, _) in zip(rows.tolist(), found.tolist(), strict=True):

@@ -85,6 +85,7 @@ class Emulator(NamedTuple):
     processors: int = 1
     last: int = 0  # run so many clusters at the end of a grid; 0: all
     fuse: bool = True  # a * b + c rounds once, where the compiler likes to
+    together: int = 1  # blocks that run side by side where so many divide a grid: up to 8
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -92,7 +93,8 @@ class Emulator(NamedTuple):
     def compile(self, name: str, source: str) -> Callable[..., None]:
         roots = (*self.folders, core_source.source_root())
         module = _module(name, source, self.check, roots, self.fuse)
-        return functools.partial(module.launch, self.seed, self.last, self.shared_memory)
+        order = self.seed, self.last, self.together
+        return functools.partial(module.launch, order, self.shared_memory)
 
     def limits(self, array: Any) -> Limits:
         return Limits(self.architecture, self.shared_memory, self.processors, self.clusters)
@@ -264,8 +266,7 @@ class Module:
 
     def launch(
         self,
-        seed: int,
-        last: int,
+        order: tuple[int, int, int],
         most: int,
         grid: Any,
         block: Any,
@@ -307,16 +308,20 @@ class Module:
         ]
         values = (ctypes.c_void_p * max(self.arity, 1))(*(cell.ctypes.data for cell in cells))
         with ONE:
-            self._run(seed, last, (grid, block, self.cluster), memory, values, shared)
+            self._run(order, grid, block, memory, values, shared)
 
     def _run(
-        self, seed: int, last: int, shapes: Any, memory: _Memory, values: Any, shared: int
+        self, order: Any, grid: Any, block: Any, memory: _Memory, values: Any, shared: int
     ) -> None:
+        seed, last, together = order
+        cluster = self.cluster
+        if cluster == (1, 1, 1) and len(grid) == 1:
+            cluster = math.gcd(grid[0], together), 1, 1
         buffers = (_Buffer * max(len(memory.homes), 1))(
             *(_Buffer(a.base, a.size, a.name.encode(), a.writable) for a in memory.homes)
         )
         dynamic = self.library.emu_dynamic()
-        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in shapes]
+        sizes = [(ctypes.c_uint * 3)(*(*shape, 1, 1)[:3]) for shape in (grid, block, cluster)]
         self.runtime.emu_guards(self.guards, len(self.guards))
         counting = self.check and bool(traffic.open_counts)
         self.runtime.emu_count(counting)

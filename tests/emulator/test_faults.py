@@ -98,6 +98,8 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (17, 1, 1, "TMA: no sums of this dtype"),
         (18, 1, 1, "thread exits before the cp.async.bulk.wait_group of this store"),
         (19, 1, 1, "thread exits before the cp.async.bulk.wait_group of this store"),
+        (22, 1, 1, "a copy to global memory behind an acquire with no fence.proxy.async between"),
+        (23, 1, 1, "deadlock: nobody stores what is polled for"),
         (20, 1, 1, "race on static shared .*: write here, unordered with read by a TMA copy"),
         (21, 1, 1, "async proxy writes static .* with no fence.proxy.async after the write"),
     ],

@@ -23,7 +23,7 @@ def declared(path: Path) -> dict[str, list[str]]:
     alone = re.sub(r"#include.*", "", path.read_text())
     text = subprocess.run(command, input=alone, capture_output=True, text=True, check=True).stdout
     text = re.sub(
-        r"\b(__device__ __forceinline__|inline) (void \*|void |uint32_t )", "FUNCTION ", text
+        r"\b(__device__ __forceinline__|inline) (void \*|void |uint32_t |int )", "FUNCTION ", text
     )
     text = re.sub(r",?\s*EMU_PLACE", "", text)
     found = re.findall(r"FUNCTION (\w+)\(((?:[^()]|\(&?\w*\))*)\)\s*{", text)

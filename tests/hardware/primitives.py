@@ -202,11 +202,12 @@ def wgmma(rng: np.random.Generator, n: int, ta: int, tb: int, registers: bool) -
     return Launch("products.cu", name, 1, 128, args, expected, 8192 + -(-n // 64) * 8192)
 
 
-for n in (64, 96, 128, 160, 192, 224, 256):
+for n in (32, 64, 96, 128, 160, 192, 224, 256):
     primitive(90, n, 0, 0, False, name=f"wgmma n{n}")(wgmma)
     primitive(90, n, 0, n // 32 % 2, True, name=f"wgmma n{n} A from registers")(wgmma)
 for ta, tb in ((0, 1), (1, 0), (1, 1)):
     primitive(90, 64, ta, tb, False, name=f"wgmma n64, majors {ta}{tb}")(wgmma)
+primitive(90, 32, 1, 1, False, name="wgmma n32, majors 11")(wgmma)
 primitive(90, 192, 1, 1, False, name="wgmma n192, majors 11")(wgmma)
 
 
@@ -227,7 +228,7 @@ def wgmma_fp8(rng: np.random.Generator, n: int, number: int, registers: bool) ->
     return Launch("products.cu", name, 1, 128, args, expected, 8192 + -(-n // 64) * 8192)
 
 
-for n in (64, 96, 128, 160, 192, 224, 256):
+for n in (32, 64, 96, 128, 160, 192, 224, 256):
     primitive(90, n, 1, n // 32 % 2 == 1, name=f"wgmma e4m3 n{n}")(wgmma_fp8)
     primitive(90, n, 2, n // 32 % 2 == 0, name=f"wgmma e5m2 n{n}")(wgmma_fp8)
 primitive(90, 64, 1, True, name="wgmma e4m3 n64 A from registers")(wgmma_fp8)
@@ -253,6 +254,14 @@ def reduce_add(rng: np.random.Generator, kernel: str, number: str, encode: Any) 
 for number, encode in (("float", np.float32), ("int", np.int32), ("bfloat16", bfloat16)):
     dtype = {"float": "float32", "int": "int32"}.get(number, number)
     primitive(90, f"reduce_{number}", dtype, encode, name=f"TMA reduce-add {dtype}")(reduce_add)
+
+
+@primitive(90, name="sums in turns")
+def in_turns(rng: np.random.Generator) -> Launch:
+    start, added = rng.integers(-9, 9, 128), rng.integers(-9, 9, (4, 128))
+    args = (start.astype(np.float32), added.astype(np.float32), np.zeros(2, np.int32))
+    expected = {0: (start + added.sum(0)).astype(np.float32), 2: np.full(2, 4, np.int32)}
+    return Launch("cluster.cu", "in_turns", 4, 128, args, expected)
 
 
 # ---- clusters ---------------------------------------------------------------------------------

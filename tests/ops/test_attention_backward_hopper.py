@@ -1,6 +1,9 @@
 """The backward kernel of Hopper against the definition, which test_attention.py proves."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,13 +17,13 @@ from unsloth_cupy import (
 )
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.op import OPS
-from unsloth_cupy.ops.attention import _warpgroups
+from unsloth_cupy.ops.attention import _backward_hopper, _warpgroups
 from unsloth_cupy.ops.attention._backward import PADDING
-from unsloth_cupy.ops.attention._backward_hopper import CHANGED, TABLE
+from unsloth_cupy.ops.attention._backward_hopper import CHANGED, ONE_PASS, TABLE
 
 from ..parity import Case, KernelAlone, _compare_kernels, _seeds, emulator, outputs_of, within_rule
 from ..stand_in import LIMITS, gpu
-from .attention_cases import GROUPED, tiles
+from .attention_cases import GROUPED, some_sinks, tiles
 from .test_attention_hopper import (
     APART,
     GROUPS,
@@ -30,6 +33,7 @@ from .test_attention_hopper import (
     SMALL,
     OnWarpgroups,
     _asked_for,
+    asked_for,
     clean_bits,
     common_cases,
 )
@@ -37,13 +41,28 @@ from .test_attention_hopper import TestBeyondTheLengths as BeyondTheLengths
 
 __all__ = ["_asked_for"]
 KERNEL = "attention_backward_sm90"
+TURNS = (130, 4), (260, 2)  # tokens and heads of queries, of keys
 SUMS = {"attention_sum", "attention_bias"}  # of what is broadcast
+
+
+@contextmanager
+def launches(one: bool) -> Iterator[None]:
+    """Let the backward pass be one launch where it can be, or two."""
+    with asked_for(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_backward_hopper, "one_pass", one)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _two_launches() -> Iterator[None]:
+    with launches(one=False):
+        yield
 
 
 class BackOnWarpgroups(OnWarpgroups):
     """What a GPU of sm_90 runs on warpgroups, several jobs a block."""
 
-    sides = ("backward",)
+    sides, context = ("backward",), staticmethod(partial(launches, one=False))
 
     def test_it_is_the_kernel_of_warpgroups(self, case: Case) -> None:
         call = case.draw(OPS[self.op], BFLOAT16)
@@ -54,6 +73,28 @@ class BackOnWarpgroups(OnWarpgroups):
             names = {launch.kernel for launch in machine.launches}
         assert KERNEL in names
         assert "attention_backward" not in names
+
+
+class InOnePass(BackOnWarpgroups):
+    """What one launch does, of blocks side by side that wait for each other's turns."""
+
+    context = staticmethod(partial(launches, one=True))
+    machine = {"processors": 3, "together": 3}  # noqa: RUF012
+
+    def test_it_is_the_kernel_of_warpgroups(self, case: Case) -> None:
+        with launches(one=True), gpu("90") as machine:
+            call = case.draw(OPS[self.op], BFLOAT16)
+            found = outputs_of(call)
+            back = call.backward(found, _seeds(call.op, found, np.random.default_rng(1)))
+            back.mapped(lambda array: array if array is None else machine.place(array)).run()
+            names = [launch.kernel for launch in machine.launches]
+        assert names[:3] == ["attention_delta", KERNEL, "attention_dq_sm90"]
+
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
+        """Cases take turns at dtypes: the same code multiplies both."""
+        if dtype == NARROW[self.cases.index(case) % 2]:
+            super().test_emulated_kernels(case, dtype)
 
 
 def normal(*shape: int) -> Any:
@@ -97,8 +138,39 @@ class TestPacked(BackOnWarpgroups):
     )
 
 
+class TestOnePass(InOnePass):
+    cases = (
+        Case("full, three stages", **PAIR, queries=200, keys=300, dim=128, value_dim=128),
+        Case(
+            "causal",
+            **GROUPED | {"batch": 1, "queries": 200, "keys": 290, "dim": 64, "value_dim": 64},
+            causal=True,
+        ),
+        Case("window", **SMALL | {"queries": 150, "keys": 180}, window=(30, 9)),
+        Case(
+            "lengths and a sink, panels that are not full",
+            **GROUPED | {"queries": 64, "keys": 140, "dim": 96, "value_dim": 104},
+            arrays={"key_lengths": [140, 97], "sinks": some_sinks},
+        ),
+        Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 64], "sinks": some_sinks}),
+        Case("starts", **SMALL, window=(20, None), causal=True, arrays={"query_start": [60, -5]}),
+    )
+
+
+class TestPackedInOnePass(InOnePass):
+    """Sequences end to end, of which some have no queries."""
+
+    op = "attention_varlen_forward"
+    cases = (TestPacked.cases[0],)
+
+
 class TestBeyondTheLengths(BeyondTheLengths):
     """The same of gradients."""
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        for one in (False, True):
+            with launches(one):
+                super().prove(case, dtype)
 
     def computed(self, *arrays: np.ndarray) -> Callable[[], Iterable[np.ndarray]]:
         q, k, v = arrays
@@ -130,7 +202,9 @@ class TestBetweenSequences(KernelAlone):
             found = attention_varlen_backward(dout, q, k, v, *given, out, lse)
             return found[0][:70], found[1][:90], found[2][:90]
 
-        clean_bits(fill, run)
+        for one in (False, True):
+            with launches(one):
+                clean_bits(fill, run)
 
 
 @pytest.mark.parametrize(("number", "seed"), [(1, 1), (3, 2), (1, 3)])
@@ -147,7 +221,8 @@ def test_random_schedules(number: int, seed: int) -> None:
     )
 
 
-def test_every_length() -> None:
+@pytest.mark.parametrize("one", [False, True])
+def test_every_length(one: bool) -> None:
     """Around each edge of a tile, of queries and of keys; one compilation serves all."""
     edges = [64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 255, 256, 257]
     rng = np.random.default_rng(0)
@@ -161,9 +236,24 @@ def test_every_length() -> None:
         seeds = _seeds(call.op, made, rng)
         back, wide = call.backward(made, seeds), call.cast(np.float64)
         exact = wide.backward(outputs_of(wide), {n: a.astype(np.float64) for n, a in seeds.items()})
-        with emulator(check=False, processors=3):
+        with launches(one), emulator(check=False, processors=3, together=1 + 2 * one):
             found = outputs_of(back)
         within_rule(outputs_of(back), outputs_of(exact), found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_turns_give_equal_bits(causal: bool) -> None:
+    """Whoever runs which job, in whatever order, beside whom: also of other heads."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, heads, 64)).astype(np.float16) for n, heads in TURNS)
+    out, lse = attention_forward(q, k, k, causal=causal)
+    results = []
+    for seed, together in ((0, 1), (1, 5), (0, 8)):
+        machine = {"seed": seed, "processors": together, "together": together}
+        with launches(one=True), emulator(**machine, check=False):
+            results.append(attention_backward(out, q, k, k, out, lse, causal=causal)[:3])
+    for first, *others in zip(*results, strict=True):
+        assert {each.tobytes() for each in others} == {first.tobytes()}
 
 
 @pytest.mark.parametrize("room", [1, 3 * 130 * 128 * 2])
@@ -182,20 +272,20 @@ def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert first.tobytes() == second.tobytes()
 
 
-@pytest.mark.parametrize("table", [TABLE, CHANGED])
+@pytest.mark.parametrize("table", [TABLE, CHANGED, {n: (own,) for n, own in ONE_PASS.items()}])
 def test_blocks_fit_an_sm(table: Any) -> None:
     """Shared memory; registers of warpgroups, handed out by 8; tiles that stats are padded to."""
     *_, shared, _ = LIMITS["90"]
     for width, chosen in table.items():
-        for own in chosen:
+        for own in filter(None, chosen):
             assert own.bytes(width, width) <= shared
             assert own.registers % 8 == own.producer % 8 == 0
             given = 65536 // own.threads // 8 * 8  # of a thread, when a block starts
             assert own.producer <= given <= own.registers
             assert own.consumers * own.registers + own.producer <= given * (own.consumers + 1)
             assert max(own.rows, own.tile) <= 256
-        assert PADDING % chosen.by_key.tile == 0
-    assert all(128 % own.rows == 128 % own.tile == 0 for both in CHANGED.values() for own in both)
+        assert PADDING % chosen[0].tile == 0
+    assert all(128 % own.rows == 128 % own.tile == 0 for own in chain(*CHANGED.values()) if own)
 
 
 def test_calls_that_the_other_kernel_takes() -> None:

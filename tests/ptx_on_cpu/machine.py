@@ -38,7 +38,7 @@ MACHINE = {
     "[membar[.gl|.sys]|fence[.sc|.acq_rel][.cluster|.gpu|.sys]]": "threadfence(true);",
     "[membar|fence[.sc|.acq_rel]].cta": "threadfence(false);",
     "fence.mbarrier_init.release.cluster": "mbarrier_init_fence();",
-    "fence.proxy.async.shared::cta": "fence_proxy_async();",
+    "fence.proxy.async[.shared::cta|.global]": "fence_proxy_async();",
     f"mbarrier.init{OWN}": "mbarrier_init({x:a8}, {y:s32}, {at});",
     "mbarrier.arrive[.shared::cta|.release.cluster.shared::cluster].b64": (
         "{x:_} mbarrier_arrive({y:a8}, 0, {at});"
@@ -81,8 +81,12 @@ MACHINE = {
     "cp.async.wait_group": "cp_async_wait({x:#}, {at});",
     "cp.async.wait_all": "cp_async_commit(); cp_async_wait(0, {at});",
     "cp.async.bulk.commit_group": "tma_store_commit();",
-    "cp.async.bulk.wait_group": "tma_store_wait({x:#});",
+    "cp.async.bulk.wait_group": "tma_store_wait({x:#}, false);",
+    "cp.async.bulk.wait_group.read": "tma_store_wait({x:#}, true);",
     "cp.async.bulk.global.shared::cta.bulk_group": "bulk_store({x:g}, {y:a}, {z:s32}, {at});",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": (
+        "bulk_add((float *){x:g}, {y:a}, {z:s32}, {at});"
+    ),
     f"cp.async.bulk.shared::cluster.global{BYTES}": (
         "bulk_load({x:a}, {y:g}, {z:s32}, {v:a8}, {at});"
     ),
@@ -155,7 +159,8 @@ def access(f: Function, words: Words, ops: Ops) -> str:
     else:
         each = (f"set<{kind}>(p, {i}, {f.value(v, kind)});" for i, v in enumerate(names))
     before, after = ("threadfence(true);" * (word in more) for word in ("release", "acquire"))
-    return f"{before} char *p = {pointer}; {' '.join(each)} {after}"
+    polled = f"polled({f.at()});" * (verb == "ld") * bool(after)
+    return f"{before} {polled} char *p = {pointer}; {' '.join(each)} {after}"
 
 
 @writes("atom", "red")

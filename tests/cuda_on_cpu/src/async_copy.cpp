@@ -254,19 +254,24 @@ void land_oldest_copy() {
   end_phase(*t.bar);
 }
 
-static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at) {
+// `ordered`: sums of what others add too, in an order that the kernel holds.
+static void store(const Map &m, uint32_t s, const int *coord, bool add, Where at,
+                  bool ordered = false) {
   int agent = next_agent();
   Clock time = 0;
   if (M.checks) {
+    if (M.cur->acquired)
+      fail("a copy to global memory behind an acquire with no fence.proxy.async between", at);
     VectorClock &c = agent_clock(agent);
     c.learn(M.cur->clock);
     time = ++c.own;
     touch(from_shared(s, box_bytes(m), at), box_bytes(m), Read, at, agent);
+    c.own++;
   }
   M.cur->stores.back().push_back({agent, time, at});
   each_row(m, coord, [&](uint32_t offset, char *g, int lo, int hi) {
     if (!g) return;
-    Access access = add ? Atomic : Write;
+    Access access = add && !ordered ? Atomic : Write;
     for (int i = lo; i < hi; i++) {
       touch(g + i * m.elem, m.elem, access, at, agent);
       char *from = from_shared(swizzled(m.swizzle, s + offset + i * m.elem), m.elem, at);
@@ -310,6 +315,17 @@ void bulk_store(void *dst, const void *src, int bytes, const char *file, int lin
   store(line_of(dst, src, bytes, at), shared_address(src, at), &zero, false, at);
 }
 
+// Sums of floats whose order nothing holds are a race: their last bits would differ.
+void bulk_add(float *dst, const void *src, int bytes, const char *file, int line) {
+  Where at{file, line};
+  int zero = 0;
+  Map m = line_of(dst, src, bytes, at);
+  m.elem = 4;
+  m.type = Float32;
+  m.dim[0] = m.box[0] = bytes / 4;
+  store(m, shared_address(src, at), &zero, true, at, true);
+}
+
 // ---- st.async: its value waits in a cell of ours until it lands ---------------------------------
 void store_async(void *dst, uint32_t value, void *bar, int rank, const char *file, int line) {
   Where at{file, line};
@@ -329,13 +345,13 @@ void store_async(void *dst, uint32_t value, void *bar, int rank, const char *fil
 
 void tma_store_commit() { M.cur->stores.emplace_back(); }
 
-void tma_store_wait(int pending) {
+void tma_store_wait(int pending, bool read) {
   auto &g = M.cur->stores;
   int done = std::max(0, int(g.size()) - 1 - pending);
   for (int i = 0; i < done; i++)
     for (auto &s : g[i])
-      if (M.checks) M.cur->clock.learn(M.fibers + s.agent, s.time);
-  g.erase(g.begin(), g.begin() + done);
+      if (M.checks) M.cur->clock.learn(M.fibers + s.agent, s.time + !read);
+  if (!read) g.erase(g.begin(), g.begin() + done);
 }
 
 void fence_proxy_async() {
@@ -343,6 +359,7 @@ void fence_proxy_async() {
   if (M.checks) {
     Fiber *f = M.cur;
     f->fence = f->clock.own++;
+    f->acquired = false;
   }
 }
 

@@ -25,6 +25,8 @@ void wgmma_commit();
 void wgmma_wait(int pending, WHERE);
 void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uint64_t b,
            int scale_d, bool transpose_a, bool transpose_b, WHERE);
+// scheduler.cpp
+void polled(WHERE);
 // async_copy.cpp
 void cp_async(void *dst, const void *src, int bytes, int src_bytes, WHERE);
 void cp_async_commit();
@@ -38,9 +40,10 @@ void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const i
                         unsigned ranks, WHERE);
 void tma_store(int rank, const void *map, const void *src, const int *coord, bool add, WHERE);
 void tma_store_commit();
-void tma_store_wait(int pending);
+void tma_store_wait(int pending, bool read);
 void bulk_load(void *dst, const void *src, int bytes, void *bar, WHERE);
 void bulk_store(void *dst, const void *src, int bytes, WHERE);
+void bulk_add(float *dst, const void *src, int bytes, WHERE);
 void store_async(void *dst, uint32_t value, void *bar, int rank, WHERE);
 void fence_proxy_async();
 // cluster.cpp

@@ -30,6 +30,7 @@ namespace emu {
 // copies in turn.
 constexpr int kMaxThreads = 1024, kMaxCluster = 8, kWarpgroups = 8, kCopyAgents = 16;
 constexpr int kStack = 128 << 10;
+constexpr int kIdle = 50'000;  // polls while nobody wakes anybody: a deadlock
 constexpr int kPending = 0xffff;  // shadow owner of bytes that an unfinished cp.async will write
 constexpr int kInstructionPointer = -1;  // Where::line when Where::file is a code address
 
@@ -47,7 +48,7 @@ struct CpAsync {
 
 struct Store {
   int agent;
-  Clock time;
+  Clock time;  // when it has read; a moment later it is there
   Where at;
 };
 
@@ -61,6 +62,7 @@ struct Fiber {
   Where at;
   VectorClock clock;  // times of threads, then of agents; none without checks
   Clock fence;       // own time of the last fence.proxy.async
+  bool acquired;     // what others published, and no such fence since
   bool arrived, met;  // at the cluster's barrier without a wait yet; once behind it
   unsigned phase;     // of that barrier, on arrival, and where
   Where arrived_at;
@@ -132,6 +134,7 @@ struct Machine {
   std::vector<VectorClock> agent_clocks;
   std::vector<int> ready;
   size_t ready_head = 0;
+  int idle = 0;  // polls since a fiber was woken
   int live = 0;
   Fiber *cur = nullptr;
   // for every block [0] dynamic shared memory, [1] and [2] static shared memory below and above it

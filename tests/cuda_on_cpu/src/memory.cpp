@@ -56,13 +56,19 @@ void threadfence(bool device) {
   Fiber *f = M.cur;
   Order &order = orders[f->index];
   for (auto *p : order.heard[device])
-    if (auto i = published_here.find(p); i != published_here.end()) f->clock.learn(i->second.table());
+    if (auto i = published_here.find(p); i != published_here.end()) {
+      f->clock.learn(i->second.table());
+      f->acquired = true;
+    }
   if (device) {
     Told told;
     for (auto *p : order.heard[1])
       for (auto &[cluster, times] : published[p])
         if (cluster != M.serial) merge(told, cluster, times);
-    if (!told.empty()) acquired.push_back({f->index, ++f->clock.own, std::move(told)});
+    if (!told.empty()) {
+      acquired.push_back({f->index, ++f->clock.own, std::move(told)});
+      f->acquired = true;
+    }
     order.heard[1].clear();
   }
   order.heard[0].clear();

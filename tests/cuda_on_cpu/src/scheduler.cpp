@@ -92,6 +92,7 @@ static void deadlock() {
 
 // ---- the ready queue ---------------------------------------------------------------------------
 void make_ready(Fiber *f) {
+  M.idle = 0;
   f->state = Fiber::Ready;
   M.ready.push_back(f->index);
 }
@@ -133,10 +134,16 @@ void suspend(const char *doing, Where at) {
 }
 
 void yield(Where at) {
-  make_ready(M.cur);
+  M.ready.push_back(M.cur->index);
   M.cur->at = at;
   land_oldest_copy();
   run_next();
+}
+
+// A thread looks once more for what another may have stored: the others go first.
+void polled(const char *file, int line) {
+  if (++M.idle > kIdle) fail("deadlock: nobody stores what is polled for", {file, line});
+  yield({file, line});
 }
 
 // ---- watchdog: memory.cpp counts accesses; a loop without any is seen by the CPU time it takes ---
@@ -181,7 +188,7 @@ static void start(Fiber &f, int index) {
   f.stack = stacks + size_t(index) * kStack;
   f.clock.start(index, 1, M.nothing);
   f.fence = f.phase = 0;
-  f.arrived = f.met = false;
+  f.arrived = f.met = f.acquired = false;
   f.accumulating = 0;
   f.groups.assign(1, {});
   f.stores.assign(1, {});
@@ -197,6 +204,7 @@ static void start(Fiber &f, int index) {
 static void run_blocks() {
   M.ready.clear();
   M.ready_head = 0;
+  M.idle = 0;
   M.live = M.threads * M.blocks;
   M.stride = (M.threads + 127) / 128 * 128;
   M.fibers = M.stride * (M.blocks - 1) + M.threads;

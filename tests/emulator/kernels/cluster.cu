@@ -53,6 +53,25 @@ KERNEL(128) reduce_bfloat16(const __grid_constant__ TensorMap sum, const unsigne
   add_tile(sum, in);
 }
 
+// The same with one sum of floats at a time: each block waits for its turn, which it draws.
+KERNEL(128) in_turns(float *sum, const float *in, int *turns) {
+  __shared__ __align__(128) float tile[128];
+  tile[threadIdx.x] = in[blockIdx.x * 128 + threadIdx.x];
+  fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int turn = atomicAdd(turns, 1);
+    while (load_acquire(turns + 1) != turn) {}
+    fence_proxy_async_global();
+    bulk_add(sum, tile, sizeof tile);
+    tma_store_commit();
+    tma_store_wait_read<0>();
+    tile[0] = 0;
+    tma_store_wait<0>();
+    store_release(turns + 1, turn + 1);
+  }
+}
+
 KERNEL(128) store_tile(const __grid_constant__ TensorMap to, const int *in) {
   __shared__ __align__(128) int tile[128];
   tile[threadIdx.x] = in[threadIdx.x];

@@ -120,6 +120,11 @@ KERNEL(1) broken_copy(const __grid_constant__ TensorMap m, const __grid_constant
   mbarrier_wait(&bar, 0);
   tile[0] = 7;
   fence_proxy_async();
+  if (mode == 22) {
+    store_release(out + 60, 1);
+    load_acquire(out + 60);
+  }
+  while (mode == 23 && load_acquire(out + 60) != 5) {}
   if (mode == 17) tma_reduce_add_2d(&m, tile, 0, 0);
   bulk_store(out + 16, tile, 16);
   if (mode == 18) return;

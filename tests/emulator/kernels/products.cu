@@ -65,6 +65,7 @@ template <int N> struct Wgmma;
       else wgmma_m64n##N##k32_e5m2_registers(a...);                                               \
     }                                                                                             \
   };
+WGMMA_TEST(32)
 WGMMA_TEST(64)
 WGMMA_TEST(96)
 WGMMA_TEST(128)

@@ -17,7 +17,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks
-from ._backward_hopper import launch_on_warpgroups, takes_backward
+from ._backward_hopper import launch_on_warpgroups, launch_one_pass, takes_backward
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, Options, kernel_options, refused
 
@@ -113,8 +113,7 @@ def launch_backward(
         return refused(q, v)
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
-    fold = call.constants["FOLD"]
-    stats = _launch_delta(dout, out, lse, dlse, sinks, fold, q_offsets)
+    stats = _launch_delta(dout, out, lse, dlse, sinks, call.constants["FOLD"], q_offsets)
     given, warpgroups = (q, k, v, dout, stats), takes_backward(q, v, call)
     numbers = {
         "options": call.numbers,
@@ -155,15 +154,17 @@ def launch_backward(
         sums.fill(0)  # of keys that no query sees
     if alibi is not None:
         slopes = empty((batch, heads, queries), np.float32, like=q)
-    launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
-    together = (warpgroups or tiles).by_key.together
-    if not together:
-        launch(tiles.by_key, None, dv, None, None)
-    launch(tiles.by_key, dk, dv if together else None, sums if by == "keys" else None, None)
+    if warpgroups and warpgroups.one_pass:
+        launch_one_pass(warpgroups.one_pass, given, (dq, dk, dv), call, numbers)
+    else:
+        launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
+        together = (warpgroups or tiles).by_key.together
+        for dx, dy in ((dk, dv),) if together else ((None, dv), (dk, None)):
+            launch(tiles.by_key, dx, dy, sums if by == "keys" and dx is dk else None, None)
 
     if sums is not None:
-        kept = [step != 0 for step in broadcast_strides(bias)]
-        keep = kept[0], kept[1], kept[2] or kept[3]
+        of_batch, of_heads, *of_rows = (step != 0 for step in broadcast_strides(bias))
+        keep = of_batch, of_heads, any(of_rows)
         _launch_sum(sums, dbias, keep, offsets=k_offsets if by == "keys" else q_offsets)
     elif bias is not None:
         arguments = (*given, dbias, *call.operands, numbers, batch)
@@ -171,7 +172,7 @@ def launch_backward(
     if alibi is not None:
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
     if sinks is not None:
-        _launch_sum(stats, dsinks, (False, True, False), sinks, fold)
+        _launch_sum(stats, dsinks, (False, True, False), sinks, call.constants["FOLD"])
     return dq, dk, dv, dbias, dalibi, dsinks
 
 

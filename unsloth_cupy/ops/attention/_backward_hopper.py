@@ -8,8 +8,15 @@ forward pass would run on warpgroups (see ``_hopper``) and, besides,
                                    128 without bias and with one of mask, alibi and softcap at
                                    most: more of them would spill
 
-One launch owns keys and one owns queries, seven products where one launch would need five: each sum
-has one owner, so that nobody waits for a turn to add, and no float32 sum of dq lies in memory.
+Two launches, of which one owns keys and one owns queries, make seven products: each sum has one
+owner, nobody waits, and no float32 sum of dq lies in memory.  One launch makes five, and adds up dq
+in turns.  That is taken where
+
+    head dims are at most 128      sums of dk, dv and dq fill the registers
+    nothing changes scores         nor hides tiles of pairs: registers, and a turn for every tile
+    one thing hides pairs          above 64 columns: the future, what is further back, or lengths
+                                   and starts; two would spill the warps that load and add
+    it pays                        see ``pays``; an ``AttentionConfig`` may say yes or no
 
 bytes = (rows + stages * tile) * (panel(dim) + panel(value_dim)) + stats + barriers
 """
@@ -17,14 +24,21 @@ bytes = (rows + stages * tile) * (panel(dim) + panel(value_dim)) + stats + barri
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.kernel import load
+from ...core.source import Constants
+from ...core.target import limits
 from ..common.tensor_map import mappable, with_maps
+from . import _tiles
 from ._hopper import alone, takes
 from ._options import TILE, KernelOptions
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 FEWEST = 64  # keys
+one_pass: bool | None = None  # asked for, or not, where there is no AttentionConfig
 
 
 class Backward(Warpgroups):
@@ -33,14 +47,27 @@ class Backward(Warpgroups):
     def bytes(self, dim: int, value_dim: int) -> int:
         """Return the shared memory of a block, with the stats that a block of keys reads."""
         tiles = (self.rows + self.stages * self.tile) * row_bytes(dim, value_dim)
-        return tiles + self.stages * self.tile * 8 + 8 * (3 + 2 * self.stages)
+        return tiles + self.stages * self.tile * 8 + 8 * (9 + 2 * self.stages)
+
+
+class OnePass(Backward):
+    """What a block works on that owns keys and adds to dq in turns: of dq, half a tile each."""
+
+    def bytes(self, dim: int, value_dim: int) -> int:
+        """Return the shared memory of a block, with ds twice and a tile of dq."""
+        return super().bytes(dim, value_dim) + 2 * self.rows * 128 + self.sums(dim)
+
+    def sums(self, dim: int) -> int:
+        """Return the bytes of a tile of dq in float32: whole panels, of 64 columns or half one."""
+        return self.tile * max(64, -(-dim // 64) * 64) * 4
 
 
 class Chosen(NamedTuple):
-    """Tiles of the kernels that own keys and queries."""
+    """Tiles of the kernels that own keys and queries; of the one that makes all in one pass."""
 
     by_key: Backward
     by_query: Backward
+    one_pass: OnePass | None = None
 
     def of(self, by_key: bool) -> Backward:
         """Return the tiles of the kernel that owns keys, or queries."""
@@ -59,6 +86,13 @@ CHANGED = {
     128: Chosen(Backward(2, 64, 4, together=False), Backward(2, 64, 4)),  # 194 KB
     192: Chosen(Backward(2, 64, 2, together=False), Backward(2, 64, 2)),  # 193 KB; `alone`
 }
+# In one pass, by the wider of them: queries of a stage are the columns of a panel.  The model of
+# tests/warpgroups.py says that two launches take SAVED more cycles.
+SAVED = 0.33
+ONE_PASS = {
+    64: OnePass(2, 64, 4, registers=232, producer=40),  # 147 KB
+    128: OnePass(2, 64, 3),  # 226 KB
+}
 
 
 def takes_backward(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
@@ -71,9 +105,64 @@ def takes_backward(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
     if width == 192 and not plain and not alone(said, "MASK", "ALIBI", "SOFTCAP"):
         return None
     found = (TABLE if plain else CHANGED).get(width)
+    if plain and takes_one_pass(q, v, call, width):
+        return TABLE[width]._replace(one_pass=ONE_PASS[width])
     if said["BLOCK_MASK"] and found and TILE % found.by_query.tile:
         found = CHANGED[width]  # its tiles are those of block_mask
     return found
+
+
+def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
+    """Say whether one launch makes dq, dk and dv: where it can and, if nobody says, should."""
+    start = _tiles.start
+    wanted = one_pass if start is None else start.one_pass
+    said = call.constants
+    if width not in ONE_PASS or said["BLOCK_MASK"] or wanted is False:
+        return False
+    hides = said["LEFT"] + said["RIGHT"] + (said["LENGTHS"] or said["STARTS"])
+    if width > 64 and hides > 1 and not said["VARLEN"]:
+        return False
+    return bool(wanted) or pays(ONE_PASS[width], q, v)
+
+
+def pays(own: OnePass, q: Array, v: Array) -> bool:
+    """Say whether a call is long enough for turns.
+
+    Blocks that begin together are one behind the other for as long as they run: the last of them by
+    a tile for every block of keys of a head before it.
+    """
+    queries, heads = q.shape[-3:-1]
+    keys, kv_heads = v.shape[-3:-1]
+    blocks, many = -(-keys // own.rows), math.prod(q.shape[:-3])
+    tiles = many * heads * blocks * -(-queries // own.tile) / limits(q).processors
+    behind = min(blocks, -(-limits(q).processors // (many * kv_heads)))
+    return tiles * SAVED > behind
+
+
+def launch_one_pass(
+    own: OnePass,
+    given: tuple[Array, ...],
+    made: tuple[Array, Array, Array],
+    call: KernelOptions,
+    numbers: dict[str, Any],
+) -> None:
+    """Launch attention_backward_sm90.cu, with dq in turns, and what ends dq."""
+    q, *_, stats = given
+    dq, dk, dv = made
+    tiles, dim = math.prod(stats.shape[1:]) // own.tile, q.shape[-1]
+    turns = empty((1 + tiles,), np.float32, like=q)  # whose bits are integers
+    turns.fill(0)
+    sums = empty((tiles, own.sums(dim) // 4), np.float32, like=q)
+    launch_on_warpgroups(own, True, given, (dk, dv, sums, turns), call, numbers)
+    offsets, sequences = call.operands[1], call.numbers["sequences"]
+    said = call.constants
+    chosen = Constants(T=q.dtype, DIM=dim, VARLEN=said["VARLEN"], P=said["P"])
+    kernel = load("attention_dq_sm90.cu", "attention_dq_sm90", q, chosen)
+    queries, heads = q.shape[-3:-1]
+    kernel[tiles, 256](
+        *(sums, turns, dq, numbers["scale"], heads, queries, stats.shape[-1]),
+        *(offsets if said["VARLEN"] else None, sequences),
+    )
 
 
 def launch_on_warpgroups(
@@ -84,12 +173,18 @@ def launch_on_warpgroups(
     call: KernelOptions,
     numbers: dict[str, Any],
 ) -> None:
-    """Launch attention_backward_sm90.cu: of q, k, v, dout and stats, for dx, dy, sums, slopes."""
+    """Launch attention_backward_sm90.cu: of q, k, v, dout and stats, for dx, dy, sums, slopes.
+
+    In one pass the last two are sums of dq and turns.
+    """
     *arrays, stats = given
     q, k, v, dout = map(mappable, arrays)
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
     named = zip(("DX", "DY", "SUM", "SLOPE"), made, strict=True)
     flags = {name: array is not None for name, array in named}
+    if turns := isinstance(own, OnePass):
+        flags |= {"SUM": False, "SLOPE": False}
+    flags["TURNS"] = turns
     given_constants = constants(own, **call.constants, BY_KEYS=by_key, **flags)
     shared_by = heads // kv_heads
     rows, of, passing = keys, kv_heads, queries * shared_by  # rows that pass by a head's

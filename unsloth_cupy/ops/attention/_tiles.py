@@ -60,6 +60,7 @@ class Start(NamedTuple):
     tile: int
     block: int
     warpgroups: bool = False  # the kernels of sm_90 are taken where they can be
+    one_pass: bool | None = None  # of them, the backward pass that is one launch; None: a table
 
 
 FORWARD: Table[Tiles] = {

@@ -9,7 +9,7 @@ takes what comes nearest among the tiles of the table that do.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,10 @@ class AttentionConfig:
         On Hopper, what attention_forward_sm90.cu and attention_backward_sm90.cu take goes there,
         and tile and block are of the other calls.  No GPU has run these kernels yet: nothing goes
         there without being asked for.
+    one_pass : bool or None
+        With warpgroups, whether one launch makes dq, dk and dv where it can: head dims up to 128,
+        and no mask, block mask, bias, ALiBi slopes or soft cap.  By default where a model says
+        that it is the faster one.
 
     Raises
     ------
@@ -56,6 +60,7 @@ class AttentionConfig:
     block: int = 256
     head_dim: int = 64
     warpgroups: bool = False
+    one_pass: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, least in (("tile", 16), ("block", 32), ("head_dim", 1)):
@@ -161,7 +166,7 @@ class AttentionConfig:
     def use(self) -> Iterator[None]:
         """Let attention begin here, inside a ``with`` block."""
         before = _tiles.start
-        _begin(Start(self.tile, self.block, bool(self.warpgroups)))
+        _begin(Start(self.tile, self.block, bool(self.warpgroups), self.one_pass))
         try:
             yield
         finally:

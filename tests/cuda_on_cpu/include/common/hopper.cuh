@@ -14,6 +14,7 @@ void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const i
 void tma_store(int rank, const void *map, const void *src, const int *coord, bool add, EMU_WHERE);
 void bulk_load(void *dst, const void *src, int bytes, void *bar, EMU_WHERE);
 void bulk_store(void *dst, const void *src, int bytes, EMU_WHERE);
+void bulk_add(float *dst, const void *src, int bytes, EMU_WHERE);
 void store_async(void *dst, uint32_t value, void *bar, int rank, EMU_WHERE);
 void cluster_arrive(bool relaxed, EMU_WHERE);
 void cluster_wait(EMU_WHERE);
@@ -21,7 +22,7 @@ int cluster_rank();
 int cluster_size();
 void *cluster_map(const void *p, int rank, EMU_WHERE);
 void tma_store_commit();
-void tma_store_wait(int pending);
+void tma_store_wait(int pending, bool read);
 void fence_proxy_async();
 void wgmma_fence(EMU_WHERE);
 void wgmma_commit();
@@ -70,9 +71,14 @@ inline void bulk_load(void *dst, const void *src, int bytes, uint64_t *bar, EMU_
 inline void bulk_store(void *dst, const void *src, int bytes, EMU_PLACE) {
   emu::bulk_store(dst, src, bytes, EMU_HERE);
 }
+inline void bulk_add(float *dst, const void *src, int bytes, EMU_PLACE) {
+  emu::bulk_add(dst, src, bytes, EMU_HERE);
+}
 inline void tma_store_commit() { emu::tma_store_commit(); }
-template <int N> inline void tma_store_wait() { emu::tma_store_wait(N); }
+template <int N> inline void tma_store_wait() { emu::tma_store_wait(N, false); }
+template <int N> inline void tma_store_wait_read() { emu::tma_store_wait(N, true); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
+inline void fence_proxy_async_global() { emu::fence_proxy_async(); }
 
 inline uint32_t cluster_rank() { return emu::cluster_rank(); }
 inline uint32_t cluster_size() { return emu::cluster_size(); }
@@ -136,4 +142,4 @@ template <int N, int R> inline void wgmma_wait(float (&d)[R], EMU_PLACE) {
 #define WGMMA(N)                                  \
   WGMMA_OF(bf16, BF16, N) WGMMA_OF(f16, F16, N)   \
   WGMMA8_OF(e4m3, E4M3, N) WGMMA8_OF(e5m2, E5M2, N)
-WGMMA(64) WGMMA(96) WGMMA(128) WGMMA(160) WGMMA(192) WGMMA(224) WGMMA(256)
+WGMMA(32) WGMMA(64) WGMMA(96) WGMMA(128) WGMMA(160) WGMMA(192) WGMMA(224) WGMMA(256)

@@ -12,6 +12,7 @@ void ldmatrix(int n, bool trans, uint32_t *r, const void *row, EMU_WHERE);
 void cp_async(void *dst, const void *src, int bytes, int src_bytes, EMU_WHERE);
 void cp_async_commit();
 void cp_async_wait(int pending, EMU_WHERE);
+void polled(EMU_WHERE);
 }  // namespace emu
 
 inline uint32_t smem_u32(const void *p, EMU_PLACE) { return emu::shared_address(p, EMU_HERE); }
@@ -52,6 +53,16 @@ inline void named_barrier_sync(int id, int threads, EMU_PLACE) {
 }
 inline void named_barrier_arrive(int id, int threads, EMU_PLACE) {
   emu::barrier(id, threads, false, EMU_HERE);
+}
+inline int load_acquire(const int *p, EMU_PLACE) {
+  emu::polled(EMU_HERE);
+  const int value = *(const volatile int *)p;
+  __threadfence();
+  return value;
+}
+inline void store_release(int *p, int value) {
+  __threadfence();
+  *(volatile int *)p = value;
 }
 
 inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

@@ -1,0 +1,50 @@
+// The gradient of q, of what attention_backward_sm90.cu added up with TURNS: dq = scale * sums.
+//
+//   traffic     the sums once, of 4 bytes; dq once
+//   constants   T              dtype of dq, of 16 bits
+//               DIM            columns of q: a multiple of 8 up to 128
+//               VARLEN, P      batches lie end to end; the dtype of their offsets
+#include "common/segment.cuh"
+#include "common/tile.cuh"
+#include "common/turns.cuh"
+
+constexpr int TILE = 64, COLUMNS = turn_columns(DIM);
+
+// sums    of each tile of stats (batch, heads, stat_rows) what common/turns.cuh says
+// turns   bits of ints: behind the first, how many have added to each tile: a sum of none is 0
+KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__restrict__ turns,
+                              T *__restrict__ dq, float scale, int heads, int queries,
+                              int stat_rows, const P *__restrict__ offsets, int sequences) {
+    const int tiles = stat_rows / TILE, half_of = threadIdx.x / 128;
+    const int head = blockIdx.x / tiles % heads;
+    const int row = (int)(blockIdx.x % tiles) * TILE;
+    long long first = (long long)(blockIdx.x / tiles / heads) * queries + row;
+    int real = queries - row;
+    if constexpr (VARLEN) {
+        const int sequence = sequence_of(offsets, sequences, queries, row);
+        const Run own = run_of(offsets, sequence, queries);
+        const int inside = row - stats_of(offsets, sequence, queries);
+        first = own.first + inside, real = own.count - inside;
+    }
+    float part[COLUMNS / 2] = {};
+    if (__float_as_int(turns[1 + blockIdx.x]) > 0) {
+        const float4 *const from =
+            reinterpret_cast<const float4 *>(sums) +
+            ((long long)blockIdx.x * 2 + half_of) * TILE * COLUMNS / 4 + threadIdx.x % 128;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; i++) {
+            const float4 four = from[i * 128];
+            part[i * 4] = four.x, part[i * 4 + 1] = four.y;
+            part[i * 4 + 2] = four.z, part[i * 4 + 3] = four.w;
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int own = threadIdx.x % 128 / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+        T *const to = dq + ((first + own) * heads + head) * DIM;
+        if (half_of == 0)
+            put_row_of_lanes<COLUMNS>(to, part, half, scale, own < real);
+        else
+            put_row_of_lanes<DIM - COLUMNS>(to + COLUMNS, part, half, scale, own < real);
+    }
+}

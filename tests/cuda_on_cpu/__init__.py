@@ -93,8 +93,12 @@ class Emulator(NamedTuple):
     def compile(self, name: str, source: str) -> Callable[..., None]:
         roots = (*self.folders, core_source.source_root())
         module = _module(name, source, self.check, roots, self.fuse)
-        order = self.seed, self.last, self.together
-        return functools.partial(module.launch, order, self.shared_memory)
+        return functools.partial(module.launch, self.order, self.shared_memory)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What says which threads and blocks run, when, and beside whom."""
+        return self.seed, self.last, self.together
 
     def limits(self, array: Any) -> Limits:
         return Limits(self.architecture, self.shared_memory, self.processors, self.clusters)

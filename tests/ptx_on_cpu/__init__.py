@@ -131,5 +131,4 @@ class PtxEmulator(Emulator):
     def compile(self, name: str, source: str) -> Callable[..., None]:
         arch = f"{self.architecture}{'a' * (self.architecture == 90)}"
         module = _module(name, source, self.check, self.folders, arch, self.fuse)
-        order = self.seed, self.last, self.together
-        return functools.partial(module.launch, order, self.shared_memory)
+        return functools.partial(module.launch, self.order, self.shared_memory)

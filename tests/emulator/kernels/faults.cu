@@ -126,7 +126,8 @@ KERNEL(1) broken_copy(const __grid_constant__ TensorMap m, const __grid_constant
   }
   while (mode == 23 && load_acquire(out + 60) != 5) {}
   if (mode == 17) tma_reduce_add_2d(&m, tile, 0, 0);
-  bulk_store(out + 16, tile, 16);
+  if (mode == 24) bulk_add(reinterpret_cast<float *>(out) + 16, tile, 16);
+  else bulk_store(out + 16, tile, 16);
   if (mode == 18) return;
   if (mode == 19) {
     tma_store_wait<0>();
@@ -134,6 +135,10 @@ KERNEL(1) broken_copy(const __grid_constant__ TensorMap m, const __grid_constant
   }
   tma_store_commit();
   if (mode == 20) tile[0] = 8;
+  if (mode == 25) {
+    tma_store_wait_read<0>();
+    out[40] = out[16];
+  }
   tma_store_wait<0>();
 }
 

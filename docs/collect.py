@@ -26,7 +26,7 @@ MODULES = {
     "unsloth_cupy.errors": "Errors",
 }
 # Modules that import torch or transformers, which the documentation does without: their names are
-# read from their text, and autodoc shows them with stand-ins.
+# read from their text, and autodoc imports them with mocks.
 ELSEWHERE = {"unsloth_cupy.interop.huggingface": "Hugging Face"}
 PARTS = ("_forward", "_backward")
 EXAMPLES = Path(__file__).with_name("examples") / "api.md"

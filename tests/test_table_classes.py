@@ -31,6 +31,7 @@ class Noted(NamedTuple):
     architecture: int = 90
     clusters: bool = True
     processors: int = 1
+    together: int = 1
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)

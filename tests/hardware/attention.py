@@ -46,7 +46,8 @@ ALL = 16384  # tokens of a batch, at least
 TOOLS = ("memcheck", "racecheck", "synccheck")
 LOOK = 120  # seconds for one of them
 NEAR = 2e-2  # of the largest value: two roundings to bfloat16 of sums in another order
-PEERS = {"mma.sync": "mma.sync", "torch cuDNN": "cuDNN", "torch flash": "flash"}
+TWO = "two launches"
+PEERS = {TWO: TWO, "mma.sync": "mma.sync", "torch cuDNN": "cuDNN", "torch flash": "flash"}
 BEGIN, END = "<!-- hopper: begin -->", "<!-- hopper: end -->"
 # of Nsight Compute, by the names of tests/warpgroups.py: per cent of what a pipe could do
 BUSY = ".avg.pct_of_peak_sustained_active"
@@ -72,9 +73,9 @@ def shape(dim: int, tokens: int) -> Shape:
     return Shape(f"{tokens}", max(1, ALL // tokens), WIDTH // dim, tokens, dim)
 
 
-def on_warpgroups(wanted: bool = True) -> Any:
+def on_warpgroups(wanted: bool = True, one_pass: bool | None = None) -> Any:
     """Return the context in which calls go to warpgroups, where they can; or do not."""
-    return AttentionConfig(warpgroups=wanted).use()
+    return AttentionConfig(warpgroups=wanted, one_pass=one_pass).use()
 
 
 class Here:
@@ -102,12 +103,18 @@ class Here:
 
 
 def bits(here: Here, dim: int, mask: str) -> Iterator[Row]:
-    """Compare two runs, and them with the kernels of mma.sync."""
+    """Compare two runs, in one pass and in two launches, and them with the kernels of mma.sync."""
+    for one_pass in (True, False):
+        for row in _bits(here, dim, mask, one_pass):
+            yield row if one_pass else row | {"of": f"{row['of']} of two launches"}
+
+
+def _bits(here: Here, dim: int, mask: str, one_pass: bool) -> Iterator[Row]:
     *qkv, dout = here.draw(shape(dim, here.tokens[-3]))
     causal = mask == "causal"
     found = []
     for wanted in (True, True, False):
-        with on_warpgroups(wanted):
+        with on_warpgroups(wanted, one_pass):
             out, lse = attention_forward(*qkv, causal=causal)
             gradients = attention_backward(dout, *qkv, out, lse, causal=causal)[:3]
         found.append([here.take(a) for a in (out, lse, *gradients)])
@@ -137,6 +144,9 @@ def speed(here: Here, dim: int, mask: str) -> Iterator[Row]:
                 seconds, _ = here.clock([call, *peers.values()])
             before, _ = here.clock([call])
             times = dict(zip((OURS, *peers, "mma.sync"), (*seconds, *before), strict=True))
+            if backward:
+                with on_warpgroups(one_pass=False):
+                    (times[TWO],), _ = here.clock([call])
             work = size.operations(causal, bool(backward)) / 1e12
             yield {
                 "tokens": tokens,
@@ -252,9 +262,9 @@ def table(kept: dict[str, Any]) -> Iterator[str]:
         return
     order = [step for step in names() if step in kept]
     speeds = [step for step in order if step.startswith("speed")]
-    columns = [
-        f"{way} {name}" for way in ("forward", "backward") for name in (OURS, *PEERS.values())
-    ]
+    ways = {"forward": [OURS, *PEERS], "backward": [OURS, *PEERS]}
+    ways["forward"].remove(TWO)
+    columns = [f"{way} {PEERS.get(name, name)}" for way, shown in ways.items() for name in shown]
     yield f"| head dim | mask | tokens | {' | '.join(columns)} |"
     yield "|---|---|---|" + "--:|" * len(columns)
     for step in speeds:
@@ -263,8 +273,8 @@ def table(kept: dict[str, Any]) -> Iterator[str]:
         for forward, backward in zip(rows[::2], rows[1::2], strict=True):
             cells = [
                 f"{row['tflop_per_s'][name]:.0f}" if name in row["tflop_per_s"] else "-"
-                for row in (forward, backward)
-                for name in (OURS, *PEERS)
+                for row, shown in zip((forward, backward), ways.values(), strict=True)
+                for name in shown
             ]
             yield f"| {dim} | {mask} | {forward['tokens']} | {' | '.join(cells)} |"
     yield ""

@@ -68,8 +68,9 @@ def load(
         What is stored in a dtype other than the model's is read as float32.
     communicator : Communicator, optional
         Of ranks that divide the model among them, by heads, inner size and words; each reads its
-        part of the files alone.  All ranks make the same calls of the model, and get the numbers
-        of one device; ``save`` writes it whole.
+        part of the files alone and, of weights that they hold quantized, one whole at a time.  All
+        ranks make the same calls of the model, and get the numbers of one device; ``save`` writes
+        it whole.
     pipeline : Communicator, optional
         Of ranks that divide the blocks: ``generate`` goes through all of them, and
         ``models.stages`` through a step of training.

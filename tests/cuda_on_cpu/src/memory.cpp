@@ -24,7 +24,7 @@ static Region *find_region(const char *p);
 // address, all that had happened before the fence.  A thread whose atomic finds that address, and
 // that has a __threadfence afterwards, is behind it.  Clusters run in turn, so what others have
 // published stands still while one runs.
-using Told = std::map<unsigned, Known>;  // by cluster
+using Clusters = std::map<unsigned, Known>;  // what each has published
 
 struct Order {  // of a thread
   VectorClock fence[2];  // its clock at its last fence, of [0] a block and [1] the device
@@ -33,14 +33,14 @@ struct Order {  // of a thread
 struct Acquired {  // from its time `since` on, a thread knows what others published
   int thread;
   Clock since;
-  Told told;
+  Clusters known;
 };
 static std::vector<Order> orders;
 static std::vector<Acquired> acquired;  // by the cluster that runs
-static std::map<const void *, Told> published;
+static std::map<const void *, Clusters> published;
 static std::map<const void *, Together> published_here;  // within the cluster, by either fence
 
-static void merge(Told &into, unsigned cluster, const Known &times) {
+static void merge(Clusters &into, unsigned cluster, const Known &times) {
   auto &mine = into[cluster];
   if (!mine) {
     mine = times;
@@ -61,12 +61,12 @@ void threadfence(bool device) {
       f->acquired = true;
     }
   if (device) {
-    Told told;
+    Clusters known;
     for (auto *p : order.heard[1])
       for (auto &[cluster, times] : published[p])
-        if (cluster != M.serial) merge(told, cluster, times);
-    if (!told.empty()) {
-      acquired.push_back({f->index, ++f->clock.own, std::move(told)});
+        if (cluster != M.serial) merge(known, cluster, times);
+    if (!known.empty()) {
+      acquired.push_back({f->index, ++f->clock.own, std::move(known)});
       f->acquired = true;
     }
     order.heard[1].clear();
@@ -93,14 +93,14 @@ void publish(const void *p, bool replace) {
   here.add(order.fence[0]);
   const VectorClock &fence = order.fence[1];
   if (!fence || find_region((const char *)p) < &M.regions[shared_regions()]) return;
-  Told &told = published[p];
+  Clusters &known = published[p];
   for (auto &a : acquired)
     if (fence[a.thread] >= a.since)
-      for (auto &[cluster, times] : a.told) merge(told, cluster, times);
+      for (auto &[cluster, times] : a.known) merge(known, cluster, times);
   Together all;
   all.clear(M.ids);
   all.add(fence);
-  merge(told, M.serial, all.table());
+  merge(known, M.serial, all.table());
 }
 
 // Whether what an agent or thread did at a time is over for a clock of the running cluster.
@@ -108,7 +108,7 @@ static bool ordered(unsigned cluster, int id, Clock time, const VectorClock &clo
   if (cluster == M.serial) return time <= clock[id];
   for (auto &a : acquired)
     if (clock[a.thread] >= a.since)
-      if (auto i = a.told.find(cluster); i != a.told.end() && (*i->second)[id] >= time)
+      if (auto i = a.known.find(cluster); i != a.known.end() && (*i->second)[id] >= time)
         return true;
   return false;
 }

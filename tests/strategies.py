@@ -27,7 +27,6 @@ from unsloth_cupy.ops.quantized.nf4_dequantize import SCALES, double_absmax
 PUBLIC = frozenset(dir(unsloth_cupy))
 MOST = 5  # the size of an axis
 TILE = 128  # tokens of a bit of a block mask
-TABLES = ("rope", "rope_qk", "rope_qk_", "qk_norm_rope")  # ops whose tables share a dtype
 Draw = Callable[[Any], Any]
 Sizes = dict[str, Any]  # of axes; options that follow from them; "given": operands, there or not
 
@@ -66,6 +65,9 @@ def _sizes(draw: Draw, op: Op) -> Sizes:
                 sizes[name] = draw(st.sampled_from(known) if known else SIZE)
     for many, few in op.contract.multiples:
         sizes[many] = sizes[few] * draw(st.integers(1, 3))
+    if "half" in sizes:  # of rotary tables
+        sizes["length"] = sizes["tokens"] + draw(st.integers(0, 3))
+        sizes["half"] = draw(st.integers(0, sizes["dim"] // 2))
     BETWEEN.get(op.__name__, lambda draw, sizes: None)(draw, sizes)
     return sizes
 
@@ -75,16 +77,6 @@ def _no_more_than(small: str, large: str) -> Callable[[Draw, Sizes], None]:
         sizes[large] = sizes[small] + draw(st.integers(0, 3))
 
     return between
-
-
-def _tables(draw: Draw, sizes: Sizes) -> None:
-    sizes["length"] = sizes["tokens"] + draw(st.integers(0, 3))
-    sizes["half"] = draw(st.integers(0, sizes["dim"] // 2))
-
-
-def _whole_tables(draw: Draw, sizes: Sizes) -> None:
-    _tables(draw, sizes)
-    sizes["half"] = sizes["dim"] // 2
 
 
 def _paged(draw: Draw, sizes: Sizes) -> None:
@@ -160,10 +152,6 @@ def _slots(draw: Draw, sizes: Sizes) -> None:
 
 
 BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
-    "rope": _tables,
-    "rope_qk": _tables,
-    "rope_qk_over_": _tables,
-    "qk_norm_rope_forward": _whole_tables,
     "attention_paged_forward": _paged,
     "attention_paged_int8_forward": _paged,
     "kv_append_": _slots,
@@ -302,7 +290,7 @@ def _array(draw: Draw, op: Op, operand: Operand, sizes: Sizes, dtype: Any, rng: 
     made = VALUES.get(f"{op.__name__}.{operand.name}", VALUES.get(operand.name))
     choices = allowed(operand.kind, dtype)
     chosen = choices[draw(st.integers(0, len(choices) - 1))]
-    if operand.kind == "table" and op.called in TABLES:
+    if "half" in operand.axes:  # cos and sin share a dtype
         chosen = sizes.setdefault("dtype of tables", chosen)
     if made is not None:
         array = made(rng, shape, sizes)

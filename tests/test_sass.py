@@ -20,9 +20,9 @@ from .sass import (
     loops,
     nvdisasm,
     rows,
-    unwaited,
     whole,
 )
+from .sass_waits import unwaited
 from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
 
 if (reason := budget.missing()) is not None:

@@ -1,0 +1,265 @@
+"""That a compiled kernel waits for what it copies before it reads it, on every path of its SASS.
+
+    unwaited(text)      the reads to which a path leads that waits for no copy
+
+Two branches by one predicate, or by one comparison of what nothing writes in between, go one way.
+A walk along the paths keeps of what is known only what a later branch may ask.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+# What copies into shared memory; what asks for a new copy; what waits for one; what reads it.
+WAYS = {
+    "cp.async": (r"LDGSTS", r"LDGSTS", r"DEPBAR\.LE", r"LDS\b|LDSM"),
+    "TMA": (r"UTMALDG", r"SYNCS\.ARRIVE", r"SYNCS\.PHASECHK", r"HGMMA"),
+}
+ENDS = r"EXIT|RET|KILL"  # where they stand without a predicate, nothing follows; so too BRA
+NAMES = re.compile(r"\b(?:UR|R|UP|P)\d+\b")  # of registers and predicates
+PREDICATES = {f"{kind}{n}" for kind in ("P", "UP") for n in range(8)}
+
+
+class Step(NamedTuple):
+    """An instruction: name, operands, the numbers of those that may come next, guard."""
+
+    name: str
+    operands: str
+    follow: tuple[int, ...]
+    guard: str
+
+    @property
+    def parts(self) -> list[str]:
+        """The operands, one by one."""
+        return [op.strip().removesuffix(".reuse") for op in self.operands.split(",")]
+
+    @property
+    def size(self) -> int:
+        """Registers of the result."""
+        if sums := re.match(r"HGMMA\.64x(\d+)", self.name):
+            return int(sums[1]) // 2
+        if "128" in self.name or self.name.startswith("LDSM"):
+            return 4
+        return 2 if re.search("64|WIDE|CS2R", self.name) else 1
+
+    @property
+    def writes(self) -> set[str]:
+        """Registers and predicates that it may write."""
+        if self.name.startswith("R2P"):
+            return PREDICATES
+        ops = self.parts
+        carries = 1
+        while carries < len(ops) and re.fullmatch(r"U?P[T\d]", ops[carries]):
+            carries += 1  # of a sum, behind it
+        own = ops[: 2 if re.fullmatch(r"U?P[T\d]", ops[0]) else carries]
+        found = {op for op in own if op in PREDICATES}
+        for kind, first in (m.groups() for op in own if (m := re.fullmatch(r"(U?R)(\d+)", op))):
+            found |= {f"{kind}{int(first) + i}" for i in range(self.size)}
+        return found
+
+    @property
+    def makes(self) -> tuple[str, str] | None:
+        """A predicate that it writes, with the comparison, or the predicate, that it then holds."""
+        ops = self.parts
+        if self.guard or "64" in self.name:
+            return None
+        if re.match("U?ISETP", self.name) and (*ops[1:2], *ops[4:]) in (("PT",) * 2, ("UPT",) * 2):
+            return ops[0], f"{self.name} {ops[2]} {ops[3]}"
+        if self.name == "PLOP3.LUT" and [*ops[1:4], *ops[5:]] == [*["PT"] * 3, "0x80", "0x0"]:
+            return ops[0], ops[4]
+        return None
+
+    @property
+    def asks(self) -> str:
+        """The predicate by which it branches, or nothing."""
+        own = self.name == "BRA" and re.fullmatch(r"`\([^)]*\)\s*", self.operands)
+        return self.guard.lstrip("!") if own else ""
+
+
+class Known(NamedTuple):
+    """What holds on a path: what predicates compare, and which comparisons, or predicates, hold."""
+
+    means: frozenset[tuple[str, str]] = frozenset()
+    holds: frozenset[tuple[str, bool]] = frozenset()
+
+    def after(self, step: Step, gone: Collection[str]) -> "Known":
+        """Return what holds behind an instruction that makes a comparison, or that writes some."""
+        means, made = dict(self.means), step.makes
+        kept = {p: text for p, text in means.items() if p not in gone and text not in gone}
+        if made is not None:
+            kept[made[0]] = means.get(made[1], made[1])
+        return Known(frozenset(kept.items()), frozenset(h for h in self.holds if h[0] not in gone))
+
+    def taken(self, step: Step, jumps: bool) -> "Known | None":
+        """Return what holds where a branch is taken, or not; None if it cannot be so."""
+        text, so = dict(self.means).get(step.asks, step.asks), jumps != (step.guard[0] == "!")
+        return (
+            None if (text, not so) in self.holds else self._replace(holds=self.holds | {(text, so)})
+        )
+
+    def only(self, live: Collection[str]) -> "Known":
+        """Return what a later branch may ask."""
+        return Known(
+            frozenset(each for each in self.means if each[0] in live),
+            frozenset(each for each in self.holds if each[0] in live),
+        )
+
+
+class Kernel:
+    """The instructions of a kernel with the paths between them."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self.steps = steps
+
+    @classmethod
+    def of(cls, text: str) -> "Kernel":
+        """Read a text of nvdisasm; instructions under @!PT never run."""
+        found, labels = list[tuple[str, str, str]](), dict[str, int]()
+        for line in text.splitlines():
+            if label := re.match(r"\s*([.$\w]+):", line):
+                labels[label[1]] = len(found)
+            elif m := re.match(r"\s*/\*\w+\*/\s+(?:@(!?\w+) )?([A-Z][\w.]*)\s*([^;]*);", line):
+                found.append((m[1] or "", m[2], m[3]))
+        made = []
+        for number, (guard, name, operands) in enumerate(found):
+            jump = re.match(r"BRA|CALL|JMP|WARPSYNC\.COLLECTIVE", name)
+            to = [labels[t] for t in re.findall(r"`\(([^)]*)\)", operands) if jump and t in labels]
+            sure = name.startswith("BRA") and re.fullmatch(r"`\([^)]*\)\s*", operands)
+            ends = not guard and (sure or re.match(ENDS, name))
+            to += [] if ends or number + 1 == len(found) else [number + 1]
+            made.append(Step("NOP" if guard == "!PT" else name, operands, (*to,), guard))
+        return cls(made)
+
+    def named(self, pattern: str) -> list[int]:
+        """Return the numbers of the instructions whose name begins like this."""
+        return [n for n, step in enumerate(self.steps) if re.match(pattern, step.name)]
+
+    @cached_property
+    def gone(self) -> list[set[str]]:
+        """What an instruction makes unknown: predicates, and comparisons of what it writes."""
+        texts = {made[1] for step in self.steps if (made := step.makes) is not None}
+        texts |= {step.asks for step in self.steps if step.asks}
+        of = {text: {text, *NAMES.findall(text)} for text in texts}
+        every = set().union(*of.values()) | {p for s in self.steps if (m := s.makes) for p in m[:1]}
+        writes = [step.writes & every for step in self.steps]
+        return [w | {t for t in texts if w and not w.isdisjoint(of[t])} for w in writes]
+
+    @cached_property
+    def live(self) -> list[set[str]]:
+        """What a branch behind an instruction, or itself, may ask: predicates and comparisons."""
+        means = dict[str, set[str]]()  # of predicates, anywhere
+        for predicate, text in (made for step in self.steps if (made := step.makes) is not None):
+            means.setdefault(predicate, {predicate}).add(text)
+        for _ in means:  # copies of copies
+            for texts in means.values():
+                texts |= {each for text in [*texts] for each in means.get(text, ())}
+        before = list[list[int]]([] for _ in self.steps)
+        live, left = list[set[str]](), list[int]()
+        for number, step in enumerate(self.steps):
+            for to in step.follow:
+                before[to].append(number)
+            own = {step.asks, *means.get(step.asks, ())} - {""}
+            live.append(own | {step.makes[1]} if step.makes is not None else own)
+            left += [number] if live[number] else []
+        while left:
+            number = left.pop()
+            for last in before[number]:
+                more = live[number] - self.gone[last] - live[last]
+                if more:
+                    live[last] |= more
+                    left.append(last)
+        return live
+
+    def reached(self, starts: Iterable[int], stop: Collection[int]) -> set[int]:
+        """Return the instructions that may run from some on, with none before them that stops."""
+        found, left = set[int](), [*starts]
+        while left:
+            number = left.pop()
+            if number not in found and number not in stop:
+                found.add(number)
+                left += self.steps[number].follow
+        return found
+
+    def late(self, read: int, again: set[int], waits: Collection[int], ahead: int) -> bool:
+        """Say whether a read may run more than ``ahead`` times behind a new copy, with no wait."""
+        every = (
+            any(count > ahead for count in self.turns(read, again, waits, asked))
+            for asked in (False, True)  # most need no branch to be asked, and walk few paths
+        )
+        return all(every)
+
+    def turns(
+        self, read: int, again: set[int], waits: Collection[int], asked: bool
+    ) -> Iterator[int]:
+        """Yield how often a read has run behind a new copy, each time that it does."""
+        seen = set[tuple[int, Known, bool, int]]()
+        left = [(number, Known(), False, 0) for number in self.steps[read].follow]
+        stops = {read, *again, *waits}
+        while left:
+            number, known, copied, count = left.pop()
+            while number not in stops and self.passed[number]:
+                number += 1
+            known = known.only(self.live[number])
+            state = number, known, copied, count
+            if state in seen or number in waits:
+                continue
+            seen.add(state)
+            if number == read and copied:
+                count += 1
+                yield count
+            copied = number in again or (copied and number != read)
+            step = self.steps[number]
+            for to in step.follow:
+                way = known.taken(step, to != number + 1) if asked and step.asks else known
+                if way is not None:
+                    held = way.after(step, self.gone[number]) if asked else way
+                    left.append((to, held, copied, count))
+
+    @cached_property
+    def passed(self) -> list[bool]:
+        """Whether an instruction changes nothing of what is known, and the next one follows."""
+        return [
+            step.follow == (number + 1,) and not self.gone[number] and step.makes is None
+            for number, step in enumerate(self.steps)
+        ]
+
+    def firsts(self, reads: list[int], again: set[int]) -> list[int]:
+        """Return the first read of each row of instructions without branches."""
+        begins = {to for n, step in enumerate(self.steps) for to in step.follow if to != n + 1}
+        begins |= again | {n + 1 for n, s in enumerate(self.steps) if s.follow != (n + 1,)}
+        pairs = zip([-1, *reads], reads, strict=False)
+        return [
+            n
+            for before, n in pairs
+            if before < 0 or not begins.isdisjoint(range(before + 1, n + 1))
+        ]
+
+
+def unwaited(text: str, ahead: int = 0) -> list[str]:
+    """Return the reads of copied data to which a path leads that waits for no copy.
+
+    Two kinds of path: from the kernel's begin, for cp.async by way of a copy, and around a loop
+    that copies and reads, or that lets another warp copy; in between, a read may be of what an
+    earlier turn waited for.  A kernel that waits ``ahead``, for the next turn, reads once more.  A
+    wait that leaves as many groups of copies on their way as the kernel has is none.
+    """
+    kernel, found = Kernel.of(text), list[str]()
+    groups = len(kernel.named("LDGDEPBAR$"))
+    for way, (copy, again, wait, read) in WAYS.items():
+        copies, more = kernel.named(copy), {*kernel.named(again)}
+        reads = kernel.named(read) if copies else []
+        waits = {n for n in kernel.named(wait) if not leaves(kernel.steps[n]) >= groups > 0}
+        begin = kernel.reached([0], waits)
+        if copies and way == "cp.async":
+            begin = kernel.reached(begin.intersection(copies), waits)
+        late = {n for n in kernel.firsts(reads, more) if kernel.late(n, more, waits, ahead)}
+        steps = [kernel.steps[n] for n in reads if n in begin | late]
+        found += [f"{way}: {step.name} {step.operands.strip()}" for step in steps]
+    return found
+
+
+def leaves(step: Step) -> int:
+    """Return how many groups of cp.async a wait leaves on their way; of others -1."""
+    found = re.fullmatch(r"SB0, (0x\w+)\s*", step.operands)
+    return int(found[1], 16) if found and step.name == "DEPBAR.LE" else -1

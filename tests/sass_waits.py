@@ -7,7 +7,7 @@ A walk along the paths keeps of what is known only what a later branch may ask.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ class Step(NamedTuple):
         """Registers of the result."""
         if sums := re.match(r"HGMMA\.64x(\d+)", self.name):
             return int(sums[1]) // 2
+        if self.name.startswith("SHF"):
+            return 1  # of two
         if "128" in self.name or self.name.startswith("LDSM"):
             return 4
         return 2 if re.search("64|WIDE|CS2R", self.name) else 1
@@ -65,10 +67,19 @@ class Step(NamedTuple):
         if self.guard or "64" in self.name:
             return None
         if re.match("U?ISETP", self.name) and (*ops[1:2], *ops[4:]) in (("PT",) * 2, ("UPT",) * 2):
-            return ops[0], f"{self.name} {ops[2]} {ops[3]}"
+            return ops[0], f"{self.name.lstrip('U')} {ops[2]} {ops[3]}"
         if self.name == "PLOP3.LUT" and [*ops[1:4], *ops[5:]] == [*["PT"] * 3, "0x80", "0x0"]:
             return ops[0], ops[4]
         return None
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Two registers, the second of which it copies into the first, or none."""
+        ops = self.parts
+        if self.name.startswith("IMAD") and ops[1:3] == ["RZ", "RZ"]:
+            ops = [ops[0], *ops[3:]]
+        one = re.fullmatch(r"U?MOV|R2UR|IMAD\.(MOV|U32|MOV\.U32)", self.name) and not self.guard
+        return (*ops,) if one and len(ops) == 2 and all(map(NAMES.fullmatch, ops)) else ()
 
     @property
     def asks(self) -> str:
@@ -83,20 +94,23 @@ class Known(NamedTuple):
     means: frozenset[tuple[str, str]] = frozenset()
     holds: frozenset[tuple[str, bool]] = frozenset()
 
-    def after(self, step: Step, gone: Collection[str]) -> "Known":
-        """Return what holds behind an instruction that makes a comparison, or that writes some."""
+    def after(self, step: Step, gone: Collection[str], same: Mapping[str, str]) -> "Known":
+        """Return what holds behind an instruction that writes, makes a comparison, or copies."""
         means, made = dict(self.means), step.makes
         kept = {p: text for p, text in means.items() if p not in gone and text not in gone}
         if made is not None:
             kept[made[0]] = means.get(made[1], made[1])
-        return Known(frozenset(kept.items()), frozenset(h for h in self.holds if h[0] not in gone))
+        holds = {each for each in self.holds if each[0] not in gone}
+        holds |= {(same[text], so) for text, so in self.holds if text in same}
+        return Known(frozenset(kept.items()), frozenset(holds))
 
     def taken(self, step: Step, jumps: bool) -> "Known | None":
         """Return what holds where a branch is taken, or not; None if it cannot be so."""
-        text, so = dict(self.means).get(step.asks, step.asks), jumps != (step.guard[0] == "!")
-        return (
-            None if (text, not so) in self.holds else self._replace(holds=self.holds | {(text, so)})
-        )
+        texts = {step.asks, dict(self.means).get(step.asks, step.asks)}
+        so = jumps != (step.guard[0] == "!")
+        if any((text, not so) in self.holds for text in texts):
+            return None
+        return self._replace(holds=self.holds | {(text, so) for text in texts})
 
     def only(self, live: Collection[str]) -> "Known":
         """Return what a later branch may ask."""
@@ -136,14 +150,32 @@ class Kernel:
         return [n for n, step in enumerate(self.steps) if re.match(pattern, step.name)]
 
     @cached_property
-    def gone(self) -> list[set[str]]:
-        """What an instruction makes unknown: predicates, and comparisons of what it writes."""
+    def texts(self) -> dict[str, set[str]]:
+        """Of each comparison, and each predicate that a branch asks, what must not be written."""
         texts = {made[1] for step in self.steps if (made := step.makes) is not None}
         texts |= {step.asks for step in self.steps if step.asks}
-        of = {text: {text, *NAMES.findall(text)} for text in texts}
-        every = set().union(*of.values()) | {p for s in self.steps if (m := s.makes) for p in m[:1]}
+        return {text: {text, *NAMES.findall(text)} for text in texts}
+
+    @cached_property
+    def gone(self) -> list[set[str]]:
+        """What an instruction makes unknown: predicates, and comparisons of what it writes."""
+        every = set().union(*self.texts.values(), (s.makes[0] for s in self.steps if s.makes))
         writes = [step.writes & every for step in self.steps]
-        return [w | {t for t in texts if w and not w.isdisjoint(of[t])} for w in writes]
+        return [
+            own | {text for text, of in self.texts.items() if own and not own.isdisjoint(of)}
+            for own in writes
+        ]
+
+    @cached_property
+    def same(self) -> list[dict[str, str]]:
+        """Of an instruction that copies, comparisons of the source and the same of the result."""
+        found = list[dict[str, str]]()
+        for step in self.steps:
+            to, source = step.copies or ("", "")
+            texts = (text for text, of in self.texts.items() if source in of and to not in of)
+            pairs = ((text, re.sub(rf"\b{source}\b", to, text)) for text in texts)
+            found.append({text: other for text, other in pairs if other in self.texts})
+        return found
 
     @cached_property
     def live(self) -> list[set[str]]:
@@ -165,7 +197,8 @@ class Kernel:
         while left:
             number = left.pop()
             for last in before[number]:
-                more = live[number] - self.gone[last] - live[last]
+                named = {text for text, to in self.same[last].items() if to in live[number]}
+                more = (live[number] - self.gone[last] | named) - live[last]
                 if more:
                     live[last] |= more
                     left.append(last)
@@ -213,14 +246,15 @@ class Kernel:
             for to in step.follow:
                 way = known.taken(step, to != number + 1) if asked and step.asks else known
                 if way is not None:
-                    held = way.after(step, self.gone[number]) if asked else way
+                    held = way.after(step, self.gone[number], self.same[number]) if asked else way
                     left.append((to, held, copied, count))
 
     @cached_property
     def passed(self) -> list[bool]:
         """Whether an instruction changes nothing of what is known, and the next one follows."""
         return [
-            step.follow == (number + 1,) and not self.gone[number] and step.makes is None
+            step.follow == (number + 1,)
+            and not (self.gone[number] or self.same[number] or step.makes)
             for number, step in enumerate(self.steps)
         ]
 

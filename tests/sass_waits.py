@@ -39,7 +39,7 @@ class Step(NamedTuple):
         """Registers of the result."""
         if sums := re.match(r"HGMMA\.64x(\d+)", self.name):
             return int(sums[1]) // 2
-        if self.name.startswith("SHF"):
+        if re.match("U?SHF", self.name):
             return 1  # of two
         if "128" in self.name or self.name.startswith("LDSM"):
             return 4
@@ -62,14 +62,18 @@ class Step(NamedTuple):
 
     @property
     def makes(self) -> tuple[str, str] | None:
-        """A predicate that it writes, with the comparison, or the predicate, that it then holds."""
+        """A predicate that it writes, with the comparison, or the predicate, that it then holds.
+
+        It holds the opposite behind an exclamation mark.
+        """
         ops = self.parts
         if self.guard or "64" in self.name:
             return None
         if re.match("U?ISETP", self.name) and (*ops[1:2], *ops[4:]) in (("PT",) * 2, ("UPT",) * 2):
             return ops[0], f"{self.name.lstrip('U')} {ops[2]} {ops[3]}"
-        if self.name == "PLOP3.LUT" and [*ops[1:4], *ops[5:]] == [*["PT"] * 3, "0x80", "0x0"]:
-            return ops[0], ops[4]
+        if self.name == "PLOP3.LUT" and [*ops[1:4], *ops[6:]] == [*["PT"] * 3, "0x0"]:
+            known = {"0x80": ops[4], "0x40": f"!{ops[4]}"}.get(ops[5])
+            return (ops[0], known.removeprefix("!!")) if known is not None else None
         return None
 
     @property
@@ -97,20 +101,24 @@ class Known(NamedTuple):
     def after(self, step: Step, gone: Collection[str], same: Mapping[str, str]) -> "Known":
         """Return what holds behind an instruction that writes, makes a comparison, or copies."""
         means, made = dict(self.means), step.makes
-        kept = {p: text for p, text in means.items() if p not in gone and text not in gone}
+        kept = {p: t for p, t in means.items() if p not in gone and t.lstrip("!") not in gone}
         if made is not None:
-            kept[made[0]] = means.get(made[1], made[1])
+            sign, of = "!" * made[1].startswith("!"), made[1].lstrip("!")
+            kept[made[0]] = f"{sign}{means.get(of, of)}".removeprefix("!!")
         holds = {each for each in self.holds if each[0] not in gone}
         holds |= {(same[text], so) for text, so in self.holds if text in same}
         return Known(frozenset(kept.items()), frozenset(holds))
 
     def taken(self, step: Step, jumps: bool) -> "Known | None":
         """Return what holds where a branch is taken, or not; None if it cannot be so."""
-        texts = {step.asks, dict(self.means).get(step.asks, step.asks)}
         so = jumps != (step.guard[0] == "!")
-        if any((text, not so) in self.holds for text in texts):
+        own = dict(self.means).get(step.asks, step.asks)
+        text, so = own.lstrip("!"), so != own.startswith("!")
+        same = {(p, so != t.startswith("!")) for p, t in self.means if t.lstrip("!") == text}
+        now = {(text, so), *same}
+        if any((text, not so) in self.holds for text, so in now):
             return None
-        return self._replace(holds=self.holds | {(text, so) for text in texts})
+        return self._replace(holds=self.holds | now)
 
     def only(self, live: Collection[str]) -> "Known":
         """Return what a later branch may ask."""
@@ -152,7 +160,7 @@ class Kernel:
     @cached_property
     def texts(self) -> dict[str, set[str]]:
         """Of each comparison, and each predicate that a branch asks, what must not be written."""
-        texts = {made[1] for step in self.steps if (made := step.makes) is not None}
+        texts = {m[1].lstrip("!") for step in self.steps if (m := step.makes) is not None}
         texts |= {step.asks for step in self.steps if step.asks}
         return {text: {text, *NAMES.findall(text)} for text in texts}
 
@@ -182,7 +190,7 @@ class Kernel:
         """What a branch behind an instruction, or itself, may ask: predicates and comparisons."""
         means = dict[str, set[str]]()  # of predicates, anywhere
         for predicate, text in (made for step in self.steps if (made := step.makes) is not None):
-            means.setdefault(predicate, {predicate}).add(text)
+            means.setdefault(predicate, {predicate}).add(text.lstrip("!"))
         for _ in means:  # copies of copies
             for texts in means.values():
                 texts |= {each for text in [*texts] for each in means.get(text, ())}
@@ -192,7 +200,7 @@ class Kernel:
             for to in step.follow:
                 before[to].append(number)
             own = {step.asks, *means.get(step.asks, ())} - {""}
-            live.append(own | {step.makes[1]} if step.makes is not None else own)
+            live.append(own | {step.makes[1].lstrip("!")} if step.makes is not None else own)
             left += [number] if live[number] else []
         while left:
             number = left.pop()

@@ -12,6 +12,7 @@ from unsloth_cupy.models.division import Division
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import Communicator
 
+from ..conftest import FOLDER
 from ..models.peers import CONFIGS, SIZES
 from ..sample import Sample
 from . import held, pipelines
@@ -106,17 +107,31 @@ def quantized(folder: Path, comm: Communicator, out: Path) -> None:
                 wanted = model.division.own(name, whole.parameters[name].dequantize())
                 np.testing.assert_array_equal(model.parameters[name].dequantize(), wanted, name)
             tokens, labels = texts()
-            for each in (whole, model):
-                each.add_adapter(2, seed=0)
-            wanted, gradients = whole.loss_and_gradients(tokens, labels)
-            loss, found = model.loss_and_gradients(tokens, labels)
-            close(loss, wanted)
-            for key, gradient in found.items():
-                close(model.division.gathered(key, gradient), gradients[key])
+            same_adapters(whole, model, tokens, labels)
     model, whole = load(folder, communicator=comm), load(folder)
     for each in (model, whole):
         quantize(each, kind)
     close(model.loss(tokens, labels), whole.loss(tokens, labels))
+
+
+def same_adapters(whole: Any, model: Any, tokens: Any, labels: Any) -> None:
+    """Adapters of ranks have the loss and the gradients of one device."""
+    for each in (whole, model):
+        each.add_adapter(2, seed=0)
+    wanted, gradients = whole.loss_and_gradients(tokens, labels)
+    loss, found = model.loss_and_gradients(tokens, labels)
+    close(loss, wanted)
+    for key, gradient in found.items():
+        close(model.division.gathered(key, gradient), gradients[key])
+
+
+def packed(comm: Communicator) -> None:
+    """Rows of x that ranks divide are rounded by their largest size in all of them."""
+    folder = FOLDER / "quant" / "bitnet"
+    whole, model = load(folder, dtype="float64"), load(folder, dtype="float64", communicator=comm)
+    tokens, labels = texts()
+    close(model.logits(tokens), whole.logits(tokens))
+    same_adapters(whole, model, tokens, labels)
 
 
 def narrow(folder: Path, comm: Communicator) -> None:
@@ -149,6 +164,8 @@ def all_checks(comm: Communicator, folder: Path) -> None:
             lora = here / "drawn" if name == "phi3" else None
             pipelines.models(comm, here, folder / f"{here.name}-staged", lora)
     pipelines.small_layers(comm)
+    if comm.size % 2 == 0:
+        packed(comm)
     if comm.rank == 0:
         sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
         sizes |= {"head_dim": 32}

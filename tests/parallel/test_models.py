@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import ternary_quantize
+from unsloth_cupy import linear, ternary_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.checkpoint_files import Unread
@@ -116,13 +116,29 @@ def test_slices_have_the_codes_of_the_whole_weight(
     assert bool(wholes) == (kind not in ("nf4", "fp4") or not fits)
 
 
-def test_columns_of_rounded_rows_are_not_cut() -> None:
-    """BitNet's products round a row of x by its largest value, which a part does not know."""
-    made = ternary_quantize(np.ones((4, 64), np.float32))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_columns_of_rounded_rows_know_their_largest(dtype: str) -> None:
+    """BitNet's products round a row of x by its largest value, which columns alone do not know."""
+    rng = np.random.default_rng(0)
+    made = ternary_quantize(rng.standard_normal((5, 64)).astype(dtype))
     made.activations = "int8"
     assert made.cut(0, [slice(1, 3)]).shape == (2, 64)
     with pytest.raises(ConfigError, match=r"round whole rows of x.*; cut it by rows"):
         made.cut(1, [slice(0, 32)])
+    x = rng.standard_normal((3, 64)).astype(dtype)
+    x[:, :32] *= 9
+    made.largest = lambda _: np.abs(x).max(axis=-1, keepdims=True).astype(made.scale.dtype)
+    sums = 0.0
+    for where in (slice(0, 31), slice(31, 64)):
+        part = made.cut(1, [where]).moved(np.copy)
+        sums = sums + linear(x[:, where], part).astype(np.float64)
+    made.largest = None
+    wanted = linear(x, made).astype(np.float64)
+    few = 8 * float(np.finfo(dtype).eps) * np.abs(wanted).max()
+    np.testing.assert_allclose(sums, wanted, rtol=0, atol=few)
+
+
+def test_columns_of_groups_are_cut_between_them() -> None:
     grouped = ternary_quantize(np.ones((4, 64), np.float32), per="group", group=32)
     np.testing.assert_array_equal(
         grouped.cut(1, [slice(32, 64)]).dequantize(), grouped.dequantize()[:, 32:]

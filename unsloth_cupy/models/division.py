@@ -14,7 +14,9 @@ a time, where it is a multiple of that: no block of a weight of 4 bits is cut th
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from ..core.dtypes import Array
 from ..errors import ConfigError
 from ..ops.elements.arithmetic import scale
 from ..ops.quantized.bit_linear import bit_linear
+from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
@@ -130,16 +133,22 @@ class Division:
             return array if rows is None and not isinstance(array, Unread) else array[rows or ...]
         axis, ranges = found
         if isinstance(array, Quantized):
-            try:
-                return array.cut(axis, ranges)
-            except ConfigError as error:
-                raise ConfigError(f"Division: {name}: {error}") from None
+            return self._cut(name, array, axis, ranges)
         if rows is not None and axis:
             parts = [array[rows, where] for where in ranges]
         else:
             ranges = ranges if rows is None else _within(ranges, rows)
             parts = [array[along(axis, where)] for where in ranges]
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
+
+    def _cut(self, name: str, weight: Quantized, axis: int, ranges: list[slice]) -> Quantized:
+        if isinstance(weight, Ternary):
+            weight = copy(weight)
+            weight.largest = partial(self.comm.all_reduce, op="max") if axis else None
+        try:
+            return weight.cut(axis, ranges)
+        except ConfigError as error:
+            raise ConfigError(f"Division: {name}: {error}") from None
 
     def gathered(self, name: str, own: Array) -> Array:
         """Return a whole parameter; all ranks call it."""

@@ -3,7 +3,7 @@
 w[o, d] = codes[o, d] * scale
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +13,7 @@ from ...core.op import OPS
 from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import check_library, placed
+from ..common.codes import quantized
 from ._planes import (
     MARKED_BYTES,
     WORD,
@@ -58,6 +59,8 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         Of ``abs(w - codes * scale)``, for ``statistics``.
     activations : str, optional
         ``"int8"``: products round rows to 8 bits, as BitNet's do.
+    largest : callable, optional
+        Of columns alone: makes the largest sizes of whole rows of x from those of these columns.
 
     Raises
     ------
@@ -79,11 +82,12 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         dtype: Any = FLOAT32,
         errors: tuple[float, float] | None = None,
         activations: str | None = None,
+        largest: Callable[[Array], Array] | None = None,
     ) -> None:
         rows, columns = self.shape = (int(shape[0]), int(shape[1]))
         self.dtype, self.group, self.planes = float_dtype("Ternary", dtype), group, planes
         self.home = planes
-        self._errors, self.activations = errors, activations
+        self._errors, self.activations, self.largest = errors, activations, largest
         self._counts: tuple[int, int] | None
         check_library("Ternary: planes", planes)
         if group is not None:
@@ -174,7 +178,8 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     def facts(self) -> dict[str, Any]:
         """Return what its class takes beside the arrays of ``held`` to make the weight again."""
         known = {"shape": self.shape, "group": self.group, "dtype": self.dtype}
-        return known | {"errors": self._errors, "activations": self.activations}
+        told = {"activations": self.activations, "largest": self.largest}
+        return known | {"errors": self._errors, **told}
 
     @property
     def codes(self) -> Array:
@@ -206,8 +211,8 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return Statistics((size - sum(self._counts)) / size, plus, minus, mean, largest)
 
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns, the latter by whole groups, of rows that are not rounded."""
-        if axis and self.activations is not None:
+        """Return rows or columns: of whole groups, and of rounded rows where ``largest`` is set."""
+        if axis and self.activations is not None and self.largest is None:
             problem = "its products round whole rows of x, which columns of it part"
             raise ConfigError(f"{self!r}: {problem}; cut it by rows")
         columns = self.shape[1]
@@ -233,19 +238,13 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
 
     def set(self, row: int, column: int, value: int) -> Self:
         """Set a code to -1, 0 or 1, in place; return the matrix."""
-        for name, given, size in (("row", row, self.shape[0]), ("column", column, self.shape[1])):
-            if not 0 <= given < size:
-                raise RangeError(
-                    f"Ternary.set: {name}={given!r}; it must be in 0 .. {size - 1}",
-                    expected=range(size),
-                    actual=given,
-                )
-        if value not in (-1, 0, 1):
-            raise RangeError(
-                f"Ternary.set: value={value!r}; a code is -1, 0 or 1",
-                expected=range(-1, 2),
-                actual=value,
-            )
+        rows, columns = map(range, self.shape)
+        given = {"row": (row, rows), "column": (column, columns), "value": (value, range(-1, 2))}
+        for name, (number, known) in given.items():
+            if number not in known:
+                problem = f"Ternary.set: {name}={number!r}"
+                cure = f"it must be in {known.start} .. {known.stop - 1}"
+                raise RangeError(f"{problem}; {cure}", expected=known, actual=number)
         bit = np.uint8(1 << column % 8)
         for plane, sign in zip(self.planes[row], (1, -1), strict=True):
             byte = plane[column // 8 : column // 8 + 1]
@@ -275,8 +274,14 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         if self.activations is None or 0 in self.shape:
             super().product_transposed(a, out, add)
             return
-        y = self._multiplied(a, int8=True)
+        y = self._multiplied(a, int8=True) if self.largest is None else self._of_columns(a)
         out[...] = out + y if add else y
+
+    def _of_columns(self, a: Array) -> Array:
+        wide = a.astype(np.promote_types(a.dtype, FLOAT32), copy=False)
+        tops: Any = self.largest
+        codes, scales, _ = quantized(wide, tops(np.abs(wide).max(axis=-1, keepdims=True)))
+        return self._multiplied(codes.astype(wide.dtype)) * scales[:, None]
 
     def _multiplied(self, a: Array, int8: bool = False) -> Array:
         multiply: Any = OPS["ternary_linear_forward"]

@@ -17,9 +17,7 @@ from typing import NamedTuple
 
 from unsloth_cupy.core.source import source_root
 
-from ..ptx_on_cpu import ptx
-from ..ptx_on_cpu.function import SIZE, WIDTH
-from ..ptx_on_cpu.parse import Body, functions, instruction, operands
+from ..ptx import SIZE, WIDTH, Body, functions, instruction, operands, ptx
 from ..sass import whole
 from ..variants import ARCHITECTURES, Variant, constants, declared, variants
 from .uniform import unproved_barriers

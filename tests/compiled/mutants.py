@@ -29,7 +29,8 @@ from unsloth_cupy.errors import KernelError
 from ..cuda_on_cpu import EmulatorError
 from ..emulator import KERNELS, kernel, primitive
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
-from ..ptx_on_cpu import PtxEmulator, UnknownError, ptx
+from ..ptx import UnknownError, ptx
+from ..ptx_on_cpu import PtxEmulator
 from . import on
 
 HARMLESS = tomllib.loads((Path(__file__).with_name("harmless.toml")).read_text())

@@ -6,7 +6,7 @@ import pytest
 
 from unsloth_cupy.core.source import source_root
 
-from ..ptx_on_cpu.parse import functions
+from ..ptx import functions
 from ..sample import Sample
 from ..variants import ARCHITECTURES, Variant, declared, of_kernel
 from . import emitted

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ..cuda_on_cpu import Module, build
-from ..ptx_on_cpu import Compiled, arithmetic, library
+from ..ptx import Compiled
+from ..ptx_on_cpu import arithmetic, library
 from .plain import (
     FORMATS,
     INFINITY,

@@ -15,10 +15,10 @@ from ..cuda_on_cpu.traffic import counted
 from ..emulator import LIMITS as ERRORS
 from ..emulator import flash, gemm, primitive, split_k
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
-from ..ptx_on_cpu import Compiled, UnknownError, library
+from ..ptx import Compiled, UnknownError
+from ..ptx_on_cpu import PtxEmulator, library, unit
 from ..ptx_on_cpu.function import spelled
 from ..ptx_on_cpu.machine import ATOMICS, MACHINE
-from ..ptx_on_cpu.translate import unit
 from ..sample import Sample
 from . import ARCHITECTURES, on
 from .mutants import FILES
@@ -147,7 +147,7 @@ ATOMIC = {  # what memory holds then, of x there and v, w given
 @pytest.mark.parametrize("n", [32, 64])
 def test_atomics(n: int) -> None:
     """Each in every type, on numbers that wrap and signs that differ; the old value comes back."""
-    assert {*ATOMIC} == {*ATOMICS}
+    assert {*ATOMIC} == {*ATOMICS.split()}
     size, forms = n // 8, [(a, k) for a, (kinds, _) in ATOMIC.items() for k in kinds if str(n) in k]
     edges = [0, 1, 2, 2 ** (n - 1) - 1, 2 ** (n - 1), 2**n - 1, 0x3F800000, 0xBFC00000]
     rows = np.array([*itertools.product(edges, repeat=3)], f"u{size}")
@@ -177,6 +177,18 @@ def test_atomics(n: int) -> None:
                 wanted = ATOMIC[name][1](number(x, n), number(v, n), w)
                 assert left == wanted & (2**n - 1), (name, kind, x, v, w)
             assert old == x, (name, kind)
+
+
+@pytest.mark.parametrize("kind", [PtxEmulator, Emulator])
+def test_an_atomic_off_alignment_is_refused(kind: type[Emulator]) -> None:
+    source = """#include "common/device.cuh"
+KERNEL(1) k(char *x, int n) { atomicAdd((int *)(x + n), 1); }
+"""
+    launch, x = on(80, kind)().compile("k", source), np.zeros(8, np.uint8)
+    launch((1,), (1,), (x, np.int32(4)), 0)
+    assert x.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    with pytest.raises(EmulatorError, match="address not aligned to 4 bytes"):
+        launch((1,), (1,), (x, np.int32(2)), 0)
 
 
 def test_an_unknown_instruction_names_itself() -> None:

@@ -12,7 +12,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from ..ptx_on_cpu.parse import Body, instruction
+from ..ptx import Body, instruction
 
 THREAD, LANE = r"%(tid|warpid)", r"%lane"  # what threads differ in; what lanes do, in each warp
 # Results that threads differ in, whatever they are made of.

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,36 @@ def _built(name: str, key: str, build: Callable[[Path], Path], suffix: str = ".s
     return kept_file(name, _recipe() + key.encode(), build, suffix)
 
 
+def made(name: str, text: str, key: str, *how: Any, suffix: str = ".so") -> Path:
+    """Return what g++ makes of a text, built if need be; a key says what else decides."""
+
+    def build(folder: Path) -> Path:
+        (folder / "unit.cpp").write_text(text)
+        try:
+            _compile(name, ["g++", *how, "unit.cpp", "-o", f"unit{suffix}"], cwd=folder)
+        except KernelError as error:
+            raise KernelError(f"{error}\n{text}") from None
+        return folder / f"unit{suffix}"
+
+    return _built(name, f"{key}\0{text}", build, suffix)
+
+
+def frame(buffers: Iterable[str], cluster: str) -> str:
+    """Return what the runtime asks of a unit: its dynamic shared memory, by any names; clusters."""
+    names = sorted(buffers)
+    labels = [f".globl {b}; .type {b}, @object; {b}:" for b in ("emu_buffer", *names)]
+    section = '.section .tbss, \\"awT\\", @nobits; .balign 1024'
+    lines = [section, *labels, f".zero {DYNAMIC_SHARED}; .text"]
+    memory = "".join(f'"{line}\\n"' for line in lines)
+    return f"""
+static thread_local volatile char emu_first;
+extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{DYNAMIC_SHARED}];
+extern "C" void *emu_dynamic() {{ emu_first = 0; return {"emu_buffer" if names else "nullptr"}; }}
+extern "C" {{ extern const unsigned emu_cluster[3] = {{{cluster}}}; }}
+{f"asm({memory});" if names else ""}
+"""
+
+
 @functools.cache
 def runtime() -> Any:
     sources = sorted((HERE / "src").glob("*.cpp"))
@@ -141,39 +171,11 @@ def module(
     # Dynamic shared memory is one buffer; kernels declare it by any name and type.
     buffers = set(re.findall(r"extern __shared__ (?:__align__\(\d+\) )?[\w ]+?(\w+)\[\]", whole))
     buffers |= set(re.findall(r"^(?!#).*\bDYNAMIC_SHARED\([^,]+,\s*(\w+)\)", whole, re.M))
-    unit = f"""{text}
-static thread_local char emu_first;
-extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[{DYNAMIC_SHARED}];
-extern "C" void *emu_dynamic() {{ emu_first = 0; return {"emu_buffer" if buffers else "nullptr"}; }}
-EMU_ENTRY({name})
-extern "C" {{ extern const unsigned emu_cluster[3] = {{{_cluster(name, whole)}}}; }}
-"""
-    if buffers:
-        labels = [f".globl {b}; .type {b}, @object; {b}:" for b in ("emu_buffer", *sorted(buffers))]
-        section = '.section .tbss, \\"awT\\", @nobits; .balign 1024'
-        lines = [section, *labels, f".zero {DYNAMIC_SHARED}; .text"]
-        unit += "asm(" + "".join(f'"{line}\\n"\n' for line in lines) + ");\n"
+    unit = f"{text}\n{frame(buffers, _cluster(name, whole))}EMU_ENTRY({name})\n"
     flags = [*COMMON, *(CHECKED if check else FAST), "-fno-extern-tls-init", "-w"]
     flags += [] if fuse else ["-ffp-contract=off"]
-
-    def build(folder: Path) -> Path:
-        (folder / "unit.cpp").write_text(unit)
-        includes = [f"-I{path}" for path in folders]
-        try:
-            _compile(
-                name,
-                ["g++", *flags, *includes, "-include", "cuda_on_cpu.hpp", "-c", "unit.cpp"],
-                cwd=folder,
-            )
-        except KernelError as error:
-            raise KernelError(f"{error}\n{source}") from None
-        # without the sanitiser's libraries, for which src/hooks.cpp stands in, and without others,
-        # that the process has loaded: reading their symbols takes four times as long as the rest
-        _compile(
-            name,
-            ["g++", "-shared", "-nodefaultlibs", "unit.o", "-lgcc", "-o", "unit.so"],
-            cwd=folder,
-        )
-        return folder / "unit.so"
-
-    return _built(name, f"{check}\0{fuse}\0{unit}\0{whole}", build), whole
+    # without the sanitiser's libraries, for which src/hooks.cpp stands in, and without others,
+    # that the process has loaded: reading their symbols takes four times as long as the rest
+    how = (*flags, *(f"-I{path}" for path in folders), "-include", "cuda_on_cpu.hpp")
+    key = f"{check}\0{fuse}\0{whole}"
+    return made(name, unit, key, *how, "-shared", "-nostdlib"), whole

@@ -8,12 +8,10 @@ Here its text is executed, code under ``__CUDA_ARCH__``, and whatever the compil
 replaced, on the same machine: fibers, checks, tensor cores, copies, clusters.
 
 =================  =============================================================
-``parse.py``       the text of a module, as statements with their places
 ``function.py``    a function of C++ of each function; how a line of a table is read
 ``arithmetic.py``  arithmetic, logic, comparisons, conversions
 ``machine.py``     control, memory, barriers, warps, tensor cores, copies
-``translate.py``   a unit of C++
-``ptx.hpp``        what the C++ calls
+``ptx.hpp``        what the C++ calls beside the machine
 =================  =============================================================
 
 A message names both lines: ``PTX 287, ptx.cuh:61 in tile.cuh:113``.  Traffic is counted by the line
@@ -29,19 +27,16 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.source import source_root
 
 from ..cuda_on_cpu import Emulator, Module, build
-from .parse import UnknownError
-from .translate import unit
+from ..ptx import Compiled, UnknownError, functions, ptx
+from . import arithmetic, machine  # noqa: F401  they say what they know
+from .function import Function, variable
 
-__all__ = ["PtxEmulator", "UnknownError", "ptx"]
+__all__ = ["PtxEmulator", "UnknownError"]
 
-HERE = Path(__file__).resolve().parent
-SOURCES = build.HERE / "src"
 FLAGS = [
     *(flag for flag in build.COMMON if not flag.startswith(("-g1", "-ffp-contract"))),
     "-Og",
@@ -51,56 +46,44 @@ FLAGS = [
 ]
 
 
-class Compiled(NamedTuple):
-    """A module of PTX, and the name of the kernel in it."""
-
-    text: str
-    entry: str
-
-
-@functools.lru_cache(maxsize=1024)
-def ptx(
-    source: str, name: str, arch: str, folders: tuple[Path, ...] = (), fuse: bool = True
-) -> Compiled:
-    """Compile as cupy.RawModule does, to PTX; arch is 80, 90a, 100, ..."""
-    from cupy._core.core import assemble_cupy_compiler_options
-    from cupy.cuda import compiler
-
-    # CuPy's own: -ftz and the execution space of RawModule, and the architecture
-    own = ("-ftz=true", "-default-device", f"--gpu-architecture=compute_{arch}", "-lineinfo")
-    fused = () if fuse else ("-fmad=false",)
-    given = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
-    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=(name,), method="ptx")
-    text, names = program.compile(assemble_cupy_compiler_options(given))
-    text = text.decode() if isinstance(text, bytes) else text
-    return Compiled(text.rstrip("\0"), names[name])
-
-
-def made(name: str, suffix: str, text: str, *how: Any) -> Path:
-    """Return what g++ makes of a text, built if need be."""
-
-    def build_in(folder: Path) -> Path:
-        (folder / "unit.hpp").write_text(text)
-        build._compile(name, ["g++", *FLAGS, *how, "unit.hpp", "-o", f"unit{suffix}"], cwd=folder)
-        return folder / f"unit{suffix}"
-
-    key = "\0".join([*FLAGS, *map(str, how), text])
-    return build._built(name, key, build_in, suffix=suffix)
+def unit(text: str, name: str) -> str:
+    """Return the C++ of an entry of a PTX module, and of the functions that it may call."""
+    declared, bodies = functions(text)
+    variables = [variable(statement) for statement in declared]
+    places: dict[tuple[str, int], int] = {("?", 0): 0}
+    wanted = [body for body in bodies if not body.entry or body.name == name]
+    if not wanted or not wanted[-1].entry:
+        raise UnknownError(f"no entry {name}")
+    made = [Function(body, {n: space for space, n, _ in variables}, places) for body in wanted]
+    lines = [
+        *(code for *_, code in variables),
+        "static const Where W[] = {",
+        *(f'  {{"{file}", {line}}},' for file, line in places),
+        "};",
+        *(f"static void {f.name}(void **a);" for f in made[:-1]),
+        'extern "C" {',
+        f"extern const int emu_arity = {len(wanted[-1].parameters)};",
+        *(line for f in made for line in f.code),
+        "}",
+    ]
+    buffers = [line.split()[-1].rstrip("[];") for line in lines if line.startswith("extern thread")]
+    return "\n".join([*lines, build.frame(buffers, ", ".join(map(str, wanted[-1].cluster)))])
 
 
 @functools.cache
 def header() -> Path:
     """Return ptx.hpp and what it includes, compiled: that takes longest of a small unit."""
-    files = (*sorted(SOURCES.glob("*.hpp")), HERE / "ptx.hpp")
-    text = "\n".join(re.sub(r'#(include "|pragma once).*', "", f.read_text()) for f in files)
-    return made("ptx", ".hpp.gch", text, "-x", "c++-header").with_suffix("")
+    text, folder = (Path(__file__).parent / "ptx.hpp").read_text(), build.HERE / "include"
+    key = "\n".join([*FLAGS, *build._included(text, (folder,), set())])
+    how = (*FLAGS, f"-I{folder}", "-x", "c++-header")
+    return build.made("ptx", text, key, *how, suffix=".hpp.gch").with_suffix("")
 
 
 def library(compiled: Compiled) -> Path:
     """Return the library of a kernel."""
-    code = unit(*compiled)
-    how = ("-include", header(), "-shared", "-nostdlib", "-x", "c++")  # what it calls is loaded
-    return made(f"ptx_{compiled.entry[:40]}", ".so", code, *how)
+    how = (*FLAGS, "-include", header(), "-shared", "-nostdlib")  # what it calls is loaded
+    name = f"ptx_{compiled.entry[:40]}"
+    return build.made(name, unit(*compiled), header().name, *how)
 
 
 class PtxModule(Module):

@@ -2,7 +2,8 @@
 
 import re
 
-from .function import RULES, WIDTH, bits, spelled
+from ..ptx import WIDTH
+from .function import RULES, bits, spelled
 
 INT, BIT = "[.u16|.s16|.u32|.s32|.u64|.s64]", "[.b16|.b32|.b64]"
 ANY, WORD = f"[.u8|.s8|{INT}]", "[.u32|.s32|.u64|.s64]"
@@ -24,8 +25,8 @@ INTEGERS = {
     f"rem{INT}": "{t}({x} - divide<{t}>({x}, {y}, {at}) * {y})",
     f"min{INT}": "({x} < {y} ? {x} : {y})",
     f"max{INT}": "({x} > {y} ? {x} : {y})",
-    "min.relu.s32": "std::max({t}(0), std::min({x}, {y}))",
-    "max.relu.s32": "std::max({t}(0), std::max({x}, {y}))",
+    "min.relu.s32": "max(0, min({x}, {y}))",
+    "max.relu.s32": "max(0, max({x}, {y}))",
     "neg[.s16|.s32|.s64]": "{t}(0 - {x})",
     "abs[.s16|.s32|.s64]": "{t}({x} < 0 ? 0 - {x} : {x})",
     f"and[{BIT}|.pred]": "{t}({x} & {y})",
@@ -53,10 +54,10 @@ INTEGERS = {
     # a number of one type as another
     f"cvt{ANY}{ANY}": "{to}({x})",
     f"cvt.sat{ANY}{ANY}": "clamped<{to}>({x})",
-    "cvt.f32.[f16|bf16]": "AS(u32, from_{of}({x}))",
-    "cvt.rn.[f16|bf16].f32": "to_{into}({x})",
-    "cvt.rn.f16x2.f32": "u32(to_f16({x})) << 16 | to_f16({y})",
-    "cvt.rn.bf16x2.f32": "u32(to_bf16({x})) << 16 | to_bf16({y})",
+    "cvt.f32.[f16|bf16]": "AS(u32, f32(AS({of}, {x})))",
+    "cvt.rn.[f16|bf16].f32": "AS(u16, {into}({x}))",
+    "cvt.rn.f16x2.f32": "u32(AS(u16, f16({x}))) << 16 | AS(u16, f16({y}))",
+    "cvt.rn.bf16x2.f32": "u32(AS(u16, bf16({x}))) << 16 | AS(u16, bf16({y}))",
     "cvt.rn.satfinite.[e4m3|e5m2]x2.f32": "pack_fp8({into}, {y}, {x})",
     "cvt.rn.f16x2.[e4m3|e5m2]x2": "unpack_fp8({of}, {x})",
     "cvt.rna.tf32.f32": "(AS(u32, {x}) + 0x1000) & ~0x1fffu",
@@ -74,20 +75,20 @@ FLOATS = {
     f"div[{R}{BOTH}|.full{F}.f32]": "{x} / {y}",
     f"div{APPROX}": "div_approx({x}, {y})",
     f"rcp[{R}{BOTH}|{APPROX}]": "{t}(1) / {x}",
-    f"sqrt[{R}{BOTH}|{APPROX}]": "std::sqrt({x})",
+    f"sqrt[{R}{BOTH}|{APPROX}]": "sqrt({x})",
     f"min{BOTH}": "least({x}, {y})",
     f"max{BOTH}": "most({x}, {y})",
     f"min{F}.NaN.f32": "either_nan({x}, {y}, least({x}, {y}))",
     f"max{F}.NaN.f32": "either_nan({x}, {y}, most({x}, {y}))",
     f"neg{BOTH}": "-{x}",
-    f"abs{BOTH}": "std::fabs({x})",
-    "copysign[.f32|.f64]": "std::copysign({y}, {x})",
-    f"ex2{APPROX}": "std::exp2({x})",
-    f"lg2{APPROX}": "std::log2({x})",
-    f"rsqrt{APPROX}": "{t}(1) / std::sqrt({x})",
-    f"sin{APPROX}": "std::sin({x})",
-    f"cos{APPROX}": "std::cos({x})",
-    "tanh.approx.f32": "std::tanh({x})",
+    f"abs{BOTH}": "fabs({x})",
+    "copysign[.f32|.f64]": "__builtin_copysign{s}({y}, {x})",
+    f"ex2{APPROX}": "exp2({x})",
+    f"lg2{APPROX}": "log2({x})",
+    f"rsqrt{APPROX}": "{t}(1) / sqrt({x})",
+    f"sin{APPROX}": "sin({x})",
+    f"cos{APPROX}": "cos({x})",
+    "tanh.approx.f32": "tanh({x})",
     f"cvt[{WHOLE}|]{F}[.sat|].f32.f32": "{whole}({x})",
     f"cvt{WHOLE}.f64.f64": "{whole}({x})",
     f"cvt{WHOLE}{F}{ANY}.f32": "clamped<{to}>({whole}({x}))",
@@ -95,10 +96,10 @@ FLOATS = {
     f"cvt{R}[.f32|.f64]{ANY}": "{to}({x})",
     f"cvt{R}{F}.f32.f64": "{to}({x})",
     f"cvt{F}.f64.f32": "{to}({x})",
-    f"setp.ne{BOTH}": "std::islessgreater({x}, {y})",
-    f"setp.equ{BOTH}": "!std::islessgreater({x}, {y})",
-    f"setp.num{BOTH}": "!std::isunordered({x}, {y})",
-    f"setp.nan{BOTH}": "std::isunordered({x}, {y})",
+    f"setp.ne{BOTH}": "__builtin_islessgreater({x}, {y})",
+    f"setp.equ{BOTH}": "!__builtin_islessgreater({x}, {y})",
+    f"setp.num{BOTH}": "!__builtin_isunordered({x}, {y})",
+    f"setp.nan{BOTH}": "__builtin_isunordered({x}, {y})",
 }
 INTEGERS |= {"setp.eq[.b16|.b32|.b64]": "{x} == {y}", "setp.ne[.b16|.b32|.b64]": "{x} != {y}"}
 OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", "<=": ">", ">": "<="}
@@ -110,7 +111,7 @@ INTEGERS, FLOATS = spelled(INTEGERS), spelled(FLOATS)
 EXACT = ("neg", "abs", "copysign")  # they move bits and round nothing
 ROUNDED = ("add", "sub", "mul", "fma", "div", "rcp", "sqrt", "setp")  # by the CPU, which flushes
 ROUND = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
-TO_WHOLE = {"rni": "std::rint", "rzi": "std::trunc", "rmi": "std::floor", "rpi": "std::ceil"}
+TO_WHOLE = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
 def as_said(name: str, code: str) -> str:

@@ -27,16 +27,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from .parse import Body, Piece, UnknownError, instruction, operands, several
+from ..ptx import SIZE, WIDTH, Body, Piece, UnknownError, instruction, operands, several
 
 Words, Ops = tuple[str, ...], tuple[str, ...]
-# The C++ type as which an instruction reads a register; and the register's own: unsigned, or bool.
-WIDTH = {f"{k}{n}": f"{k}{n}".replace("b", "u") for k in "bus" for n in (8, 16, 32, 64)} | {
-    **{"pred": "bool", "f32": "f32", "f64": "f64", "f32x2": "u64"},
-    **dict.fromkeys(("f16", "bf16", "e4m3x2", "e5m2x2"), "u16"),
-    **dict.fromkeys(("tf32", "f16x2", "bf16x2"), "u32"),
-}
-SIZE = {"bool": 1, **{f"{k}{n}": n // 8 for k in "usf" for n in (8, 16, 32, 64)}}
+# A register's own type: unsigned, or bool.
 BITS = {kind: kind if kind == "bool" else f"u{kind[1:]}" for kind in SIZE}
 VARIABLE = re.compile(
     r"(?:\.(?:visible|weak|extern)\s+)*\.(global|const|shared|local|param)\s+"
@@ -46,11 +40,10 @@ VARIABLE = re.compile(
 )
 PLACES = {"tid": "threadIdx", "ntid": "blockDim", "ctaid": "blockIdx", "nctaid": "gridDim"}
 SPECIAL = {f"%{name}.{axis}": f"{of}.{axis}" for axis in "xyz" for name, of in PLACES.items()} | {
-    "%laneid": "lane_id()",
-    "%warpid": "(M.cur->index % M.stride / 32)",
-    "%cluster_ctarank": "M.cur->rank",
-    "%cluster_nctarank": "M.blocks",
-    "%lanemask_lt": "((1u << lane_id()) - 1)",
+    "%laneid": "lane()",
+    "%cluster_ctarank": "cluster_rank()",
+    "%cluster_nctarank": "cluster_size()",
+    "%lanemask_lt": "((1u << lane()) - 1)",
 }
 MOVES = ("mov", "selp", "wgmma")  # what may touch a sum in flight
 
@@ -132,7 +125,7 @@ class Function:
             code = f"(u64)a[{self.params[text]}]"
         elif text in self.spaces:
             is_shared = self.spaces[text] == "shared"
-            code = f"shared_address(s_{text}, {{{self.at()}}})" if is_shared else f"(u64)s_{text}"
+            code = f"shared_address(s_{text}, {self.at()})" if is_shared else f"(u64)s_{text}"
         elif text in self.poison and self.words[0] not in MOVES:
             code = f"arrived({self.register(text)}, {self.at()})"
         else:
@@ -189,7 +182,7 @@ def variable(text: str) -> tuple[str, str, str]:
     own = BITS[WIDTH[kind]]
     code = f"__attribute__((aligned({align or SIZE[own]}))) {own} s_{name}{sides or '[1]'}"
     if space == "shared" and (text.startswith(".extern") or sides == "[]"):
-        return space, name, f"#define s_{name} emu_buffer"
+        return space, name, f"extern thread_local {own} s_{name}[];"
     if space in ("global", "const"):
         numbers = re.sub(r"\b0[fFdD]([0-9A-Fa-f]+)", r"0x\1u", value.strip("{} "))
         return space, name, f"static {code} = {{{numbers}}};"

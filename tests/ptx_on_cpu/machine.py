@@ -1,7 +1,7 @@
 """Control, memory, barriers, warps, tensor cores and copies: what the machine does."""
 
-from .function import BITS, RULES, SIZE, WIDTH, Function, Operand, Ops, Words, only, spelled, writes
-from .parse import UnknownError, operands, several
+from ..ptx import SIZE, WIDTH, UnknownError, operands, several
+from .function import BITS, RULES, Function, Operand, Ops, Words, only, spelled, writes
 
 SCOPES = "cta cluster gpu sys"
 SPACES = "global shared shared::cta shared::cluster local param const"
@@ -13,19 +13,18 @@ MMA = (
     "u32 A[] = {{y:u32*4}}, B[] = {{z:u32*2}}, C[] = {{v:u32*4}}, D[4];"
     " mma({}, D, A, B, C, {{at}}); {{x:D*4}};"
 )
-LOAD = "tma_load_multicast({words[4][0]}, {x:a}, (void *){y:u64}, {z:a8}, c"
 TENSOR, BYTES = "cp.async.bulk.tensor", ".mbarrier::complete_tx::bytes"
 MACHINE = {
     # control
     "bra[.uni|]": "goto {x:label};",
     "ret[.uni|]": "return;",
-    "trap": 'fail("trap", {{{at}}});',
+    "trap": 'trap("trap", {at});',
     "setmaxnreg[.inc|.dec].sync.aligned.u32": "{x:-};",
     "prefetch.tensormap": "{x:-};",
     # addresses
     "cvta[.to|][.global|.param|.local|.const].u64": "{x}",
     "cvta.shared.u64": "(u64)near({x}, 0, {at})",
-    "cvta.to.shared.u64": "shared_address((const void *){x}, {{{at}}})",
+    "cvta.to.shared.u64": "shared_address((const void *){x}, {at})",
     "mapa.u64": "(u64)cluster_map((const void *){x}, {y:s32}, {at})",
     "mapa.shared::cluster.u32": "map_shared({x}, {y:s32}, {at})",
     # barriers and fences
@@ -92,10 +91,12 @@ MACHINE = {
     ),
     # a box of an array that a descriptor describes
     f"{TENSOR}[.2d|.3d|.4d].shared::cluster.global.tile{BYTES}": (
-        f"const int c[] = {{y:s32*{{words[4][0]}}}}; {LOAD}, 1u << M.cur->rank, {{at}});"
+        "const int c[] = {y:s32*{words[4][0]}};"
+        " tma_load({words[4][0]}, {x:a}, (void *){y:u64}, {z:a8}, c, {at});"
     ),
     f"{TENSOR}.2d.shared::cluster.global.tile{BYTES}.multicast::cluster": (
-        f"const int c[] = {{y:s32*{{words[4][0]}}}}; {LOAD}, {{v:u16}}, {{at}});"
+        "const int c[] = {y:s32*{words[4][0]}};"
+        " tma_load_multicast({words[4][0]}, {x:a}, (void *){y:u64}, {z:a8}, c, {v:u16}, {at});"
     ),
     f"{TENSOR}.2d.global.shared::cta.tile.bulk_group": (
         "const int c[] = {x:s32*{words[4][0]}};"
@@ -110,18 +111,7 @@ MACHINE = {
     ),
 }
 RULES.update(spelled(MACHINE))
-# The new value, of x that was there and v, w that were given.
-ATOMICS = {
-    "add": "x + v",
-    "inc": "x >= v ? 0 : x + 1",
-    "exch": "v",
-    "min": "x < v ? x : v",
-    "max": "x > v ? x : v",
-    "and": "x & v",
-    "or": "x | v",
-    "xor": "x ^ v",
-    "cas": "x == v ? w : x",
-}
+ATOMICS = "add inc exch min max and or xor cas"
 
 
 @writes("call")
@@ -165,20 +155,18 @@ def access(f: Function, words: Words, ops: Ops) -> str:
 
 @writes("atom", "red")
 def atom(f: Function, words: Words, ops: Ops) -> str:
-    target, address, *rest = ops if words[0] == "atom" else ("_", *ops)
+    target, address, *given = ops if words[0] == "atom" else ("_", *ops)
     _, *more, last = words
-    (what,) = (word for word in more if word in ATOMICS)
+    (what,) = (word for word in more if word in ATOMICS.split())
     only(more, f"{what} relaxed acquire release acq_rel {SCOPES} {SPACES}")
     only([last], "b32 b64 u32 u64 s32 s64 f32 f64")
-    kind = WIDTH[last]
-    given = ", ".join(f"{n} = {f.value(o, kind)}" for n, o in zip("vw", rest, strict=False))
-    pointer = f.address(address, space_of(words), SIZE[kind])
-    new = f"[&]({kind} x) {{ return {kind}({ATOMICS[what]}); }}"
+    kind, name = WIDTH[last], what.upper() if what == "cas" else what.title()
+    pointer = f"({kind} *){f.address(address, space_of(words), SIZE[kind])}"
+    values = ", ".join(f.value(each, kind) for each in given)
     fence = f"threadfence({int('cta' not in words)});"
     before = fence * (not {"release", "acq_rel"}.isdisjoint(words))
     after = fence * (not {"acquire", "acq_rel"}.isdisjoint(words))
-    code = f.to(target, f"atomic<{kind}>({pointer}, {f.at()}, {new})", kind)
-    return f"{before} {kind} {given}; {code} {after}"
+    return f"{before} {f.to(target, f'atomic{name}({pointer}, {values}, {f.at()})', kind)} {after}"
 
 
 @writes("bar.red.popc.u32", "bar.red.or.pred", "bar.red.and.pred")

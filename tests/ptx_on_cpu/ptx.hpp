@@ -1,32 +1,33 @@
-// What translated PTX calls: addresses, accesses, arithmetic.  The machine is tests/cuda_on_cpu's.
+// What translated PTX calls beside the machine and the language of tests/cuda_on_cpu.
 //
 // Registers are unsigned integers of their width, predicates bool; AS(T, x) reads the bits of one
 // as a float, or a float's.  A shared address is one of the block's window, from 0 on, with the rank
 // plus 1 of another block in its top byte; all other addresses are those of the CPU.
 #pragma once
-#include "machine.hpp"
+#include "cuda_on_cpu.hpp"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
 
-#include <cmath>
 #include <limits>
-#include <xmmintrin.h>
+#include <type_traits>
 
 using namespace emu;
 using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using u64 = uint64_t;
 using s8 = int8_t; using s16 = int16_t; using s32 = int32_t; using s64 = int64_t;
-using f32 = float; using f64 = double; using u128 = unsigned __int128;
+using f16 = __half; using bf16 = __nv_bfloat16; using f32 = float; using f64 = double;
+using u128 = unsigned __int128;
 // Not a template: g++ reads thousands of these.
 #define AS(T, x) __builtin_bit_cast(T, x)
 #define AT(w) (w).file, (w).line
 #define WHERE const char *file, int line
-#define HERE {file, line}
 #define OWN static __attribute__((noinline))  // once in a unit, however often it is called
 template <class T> using Raw = typename std::make_unsigned<T>::type;
 template <class T> constexpr u32 width = sizeof(T) * 8;
 
 // ---- addresses and accesses --------------------------------------------------------------------
-inline int rank_of(u32 a) { return a >> 24 ? int(a >> 24) - 1 : M.cur->rank; }
+inline int rank_of(u32 a) { return a >> 24 ? int(a >> 24) - 1 : cluster_rank(); }
 OWN char *near(u64 a, size_t n, WHERE) {  // shared::cta, shared::cluster
-  return from_shared(u32(a) & 0xffffff, n, HERE, rank_of(u32(a)));
+  return from_shared(u32(a) & 0xffffff, n, {file, line}, rank_of(u32(a)));
 }
 inline char *own(u32 a, WHERE) { return near(a & 0xffffff, 4, file, line); }
 OWN u32 map_shared(u32 a, int rank, WHERE) {
@@ -34,36 +35,30 @@ OWN u32 map_shared(u32 a, int rank, WHERE) {
   return u32(rank + 1) << 24 | a;
 }
 OWN int at_most(int n, int copied, WHERE) {
-  if (n < 0 || n > copied) fail("cp.async reads more than it copies", HERE);
+  if (n < 0 || n > copied) trap("cp.async reads more than it copies", file, line);
   return n;
 }
 OWN char *accessed(char *p, size_t n, bool write, bool strong, WHERE) {
-  if (uintptr_t(p) % n)
-    fail("address not aligned to " + std::to_string(n) + " bytes (" + describe(p) + ")", HERE);
-  strong ? access_volatile(p, n, write, HERE) : access(p, n, write ? Write : Read, HERE);
+  check_alignment(p, n, {file, line});
+  strong ? access_volatile(p, n, write, {file, line})
+         : access(p, n, write ? Write : Read, {file, line});
   return p;
 }
 template <class T> inline T get(const char *p, int i = 0) {
   T v;
-  memcpy(&v, p + i * sizeof(T), sizeof v);
+  __builtin_memcpy(&v, p + i * sizeof(T), sizeof v);
   return v;
 }
-template <class T> inline void set(char *p, int i, T v) { memcpy(p + i * sizeof(T), &v, sizeof v); }
-template <class T, class F> inline T atomic(char *p, WHERE, F f) {
-  if (uintptr_t(p) % sizeof(T)) fail("atomic: address not aligned", HERE);
-  atomic_enter(p, sizeof(T), file, line);
-  T old = get<T>(p);
-  set<T>(p, 0, f(old));
-  return old;
+template <class T> inline void set(char *p, int i, T v) {
+  __builtin_memcpy(p + i * sizeof(T), &v, sizeof v);
 }
-
 // ---- integers ----------------------------------------------------------------------------------
 template <class T> inline T shl(T a, u32 n) { return n >= width<T> ? T(0) : T(a << n); }
 template <class T> inline T shr(T a, u32 n) {
   return n < width<T> ? T(a >> n) : a < 0 ? T(-1) : T(0);
 }
 template <class T> inline T divide(T a, T b, WHERE) {
-  if (!b) fail("integer division by zero", HERE);
+  if (!b) trap("integer division by zero", file, line);
   return T(-1) < 0 && b == T(-1) ? T(T(0) - a) : T(a / b);  // the CPU traps at the lowest / -1
 }
 template <class T> inline T low(T a, T b) { return T(Raw<T>(a) * 1ull * Raw<T>(b)); }
@@ -105,10 +100,8 @@ template <class A, class B> inline u32 dot(u32 a, u32 b, u32 c) {  // b holds by
 }
 template <class D, class T> inline D clamped(T x) {  // a number of any type, which is whole
   using Limits = std::numeric_limits<D>;
-  if (x != x) return 0;
-  const auto over = std::ldexp((long double)1, Limits::digits);  // exact, as is every number in it
-  if ((long double)x >= over) return Limits::max();
-  return (long double)x < (long double)Limits::min() ? Limits::min() : D(x);
+  const long double exact = x, least = Limits::min(), most = Limits::max();  // 64 bits are
+  return x != x ? 0 : exact > most ? Limits::max() : exact < least ? Limits::min() : D(x);
 }
 
 // ---- floats: a launch sets the CPU to flush denormals and to round to nearest -------------------
@@ -120,10 +113,10 @@ template <class T> inline T hidden(T x) {  // from the compiler, which would com
   return x;
 }
 template <unsigned control, class F> inline auto under(F f) {
-  unsigned before = _mm_getcsr();
-  _mm_setcsr(control);
+  unsigned before = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(control);
   auto r = hidden(f());
-  _mm_setcsr(before);
+  __builtin_ia32_ldmxcsr(before);
   return r;
 }
 inline f32 sat(f32 x) {  // by its bits, of which a comparison sees no denormal
@@ -135,41 +128,33 @@ template <> inline f32 flushed(f32 x) {
   return AS(u32, x) & 0x7f800000 ? x : AS(f32, AS(u32, x) & 0x80000000);
 }
 inline f32 div_approx(f32 x, f32 y) {  // of a divisor beyond 2^126 the reciprocal is 0
-  return std::fabs(y) > 0x1p126f && !std::isinf(y) ? x * std::copysign(0.f, y) : x / y;
+  return fabs(y) > 0x1p126f && !isinf(y) ? x * copysignf(0, y) : x / y;
 }
 template <class T> inline T least(T a, T b) {
   if (a != a || b != b) return a != a ? b : a;
-  return a < b || (a == b && std::signbit(a)) ? a : b;
+  return a < b || (a == b && __builtin_signbit(a)) ? a : b;
 }
 template <class T> inline T most(T a, T b) { return -least(-a, -b); }
-template <class T> inline T either_nan(T a, T b, T r) { return a != a || b != b ? T(NAN) : r; }
-inline f32 from_bf16(u16 h) { return AS(f32, u32(h) << 16); }
-inline u16 to_bf16(f32 x) {
-  u32 u = AS(u32, x);
-  return x != x ? 0x7fff : u16((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-inline f32 from_f16(u16 h) { return AS(_Float16, h); }
-inline u16 to_f16(f32 x) { return x != x ? 0x7fff : AS(u16, (_Float16)x); }
+inline f32 either_nan(f32 a, f32 b, f32 r) { return a != a || b != b ? __builtin_nanf("") : r; }
 template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
   return f(a, b, c) | u64(f(a >> 32, b >> 32, c >> 32)) << 32;
 }
 
 // ---- warps -------------------------------------------------------------------------------------
-inline int lane_id() { return M.cur->index & 31; }
 OWN u32 shuffle(char mode, u32 v, u32 b, u32 c, u32 mask, bool &in, WHERE) {
-  int lane = lane_id(), seg = c >> 8 & 31, clamp = c & 31, by = b & 31;
-  int last = (lane & seg) | (clamp & ~seg), first = lane & seg;
-  int from = mode == 'u' ? lane - by : mode == 'd' ? lane + by : mode == 'b' ? lane ^ by
+  int own = lane(), seg = c >> 8 & 31, clamp = c & 31, by = b & 31;
+  int last = (own & seg) | (clamp & ~seg), first = own & seg;
+  int from = mode == 'u' ? own - by : mode == 'd' ? own + by : mode == 'b' ? own ^ by
                                                                : first | (by & ~seg);
   in = mode == 'u' ? from >= last : from <= last;
-  return u32(shfl(mask, v, in ? from : lane, file, line));
+  return u32(shfl(mask, v, in ? from : own, file, line));
 }
 
 // ---- accumulators of wgmma in flight: registers hold a name until the wait ------------------------
 constexpr u32 kName = 0xffa00000;  // a NaN that no arithmetic gives; then 5 bits of sum, 7 of place
 inline bool is_name(u32 v) { return (v & 0xfffff000) == kName; }
 OWN u32 arrived(u32 v, WHERE) {
-  if (is_name(v)) fail("accumulators of a wgmma before its wgmma.wait_group", HERE);
+  if (is_name(v)) trap("accumulators of a wgmma before its wgmma.wait_group", file, line);
   return v;
 }
 struct Products {
@@ -177,12 +162,12 @@ struct Products {
   u32 taken = 0;  // a bit for each sum
   template <size_t N> f32 *open(u32 *const (&d)[N], WHERE) {
     bool more = is_name(*d[0]);
-    if (!more && !~taken) fail("more wgmma in flight than the translator holds", HERE);
+    if (!more && !~taken) trap("more wgmma in flight than the translator holds", file, line);
     u32 sum = more ? *d[0] >> 7 & 31 : __builtin_ctz(~taken);
     for (u32 i = 0; i < N; i++) {
       u32 name = kName | sum << 7 | i;
       if (more ? *d[i] != name : is_name(*d[i]))
-        fail("accumulators of a wgmma that is in flight, among others", HERE);
+        trap("accumulators of a wgmma that is in flight, among others", file, line);
       if (!more) value[sum][i] = AS(f32, *d[i]);
       *d[i] = name;
     }
@@ -190,20 +175,9 @@ struct Products {
     return value[sum];
   }
   template <size_t N> void land(u32 *const (&sums)[N]) {  // what is no longer poison has come
-    for (auto *r : sums)
+    for (u32 *r : sums)
       if (is_name(*r) && AS(u32, value[*r >> 7 & 31][0]) != ~0u) *r = AS(u32, value[0][*r & 0xfff]);
     for (int s = 0; s < 32; s++)
       if (AS(u32, value[s][0]) != ~0u) taken &= ~(1u << s);
   }
 };
-
-// ---- a unit: what the runtime asks of it ---------------------------------------------------------
-static thread_local volatile char emu_first;
-extern "C" void *emu_dynamic();
-#define NO_BUFFER \
-  void *emu_dynamic() { return emu_first = 0, nullptr; }
-#define BUFFER(size)                                                                              \
-  extern thread_local __attribute__((aligned(1024))) unsigned char emu_buffer[size];             \
-  asm(".section .tbss, \"awT\", @nobits; .balign 1024\n.globl emu_buffer\n"                     \
-      ".type emu_buffer, @object\nemu_buffer: .zero " #size "\n.text\n");                       \
-  void *emu_dynamic() { return emu_first = 0, emu_buffer; }

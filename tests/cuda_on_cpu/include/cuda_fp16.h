@@ -1,9 +1,9 @@
-// The CPU's cuda_fp16.h: IEEE half on g++'s _Float16, computed in float, rounded once.
+// The CPU's cuda_fp16.h: IEEE half on g++'s _Float16, computed in float, rounded once; one NaN.
 #pragma once
 struct alignas(2) __half {
   _Float16 v;
   __half() = default;
-  __half(float f) : v((_Float16)f) {}
+  __half(float f) : v((_Float16)(__builtin_isnan(f) ? __int_as_float(0x7fffffff) : f)) {}
   operator float() const { return (float)v; }
 };
 struct alignas(4) __half2 { __half x, y; };

@@ -3,8 +3,7 @@
 // The language surface only: keywords, vector types, intrinsics.  The machine behind it (fibers,
 // barriers, memory checks) is in src/.  Nothing here is visible to nvcc or NVRTC.
 #pragma once
-#include <stddef.h>
-#include <stdint.h>
+#include "../src/calls.hpp"
 
 #define __global__
 #define __device__
@@ -53,17 +52,6 @@ constexpr int warpSize = 32;
 // Default arguments record the place of the call, for messages.
 #define EMU_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define EMU_HERE file, line
-namespace emu {
-void barrier(int id, int count, bool wait, const char *file, int line);
-int barrier_count(bool pred, const char *file, int line);
-void syncwarp(unsigned mask, const char *file, int line);
-uint64_t shfl(unsigned mask, uint64_t v, int src, const char *file, int line);
-unsigned ballot(unsigned mask, bool pred, const char *file, int line);
-void atomic_enter(void *p, unsigned size, const char *file, int line);
-void threadfence(bool device);
-[[noreturn]] void trap(const char *what, const char *file, int line);
-unsigned active_lanes();
-}  // namespace emu
 
 inline void __syncthreads(EMU_PLACE) { emu::barrier(0, 0, true, EMU_HERE); }
 inline void __syncwarp(unsigned mask = ~0u, EMU_PLACE) { emu::syncwarp(mask, EMU_HERE); }

@@ -1,9 +1,14 @@
 // What kernels call: the twins of the files with inline assembly, and translated PTX.
 #pragma once
-#include <cstdint>
+#include <stddef.h>
+#include <stdint.h>
 
 namespace emu {
 #define WHERE const char *file, int line
+struct Where {
+  const char *file;
+  int line;
+};
 // collectives.cpp
 void barrier(int id, int count, bool wait, WHERE);
 int barrier_count(bool pred, WHERE);  // of barrier 0, of all threads
@@ -12,10 +17,19 @@ void syncwarp(unsigned mask, WHERE);
 uint64_t shfl(unsigned mask, uint64_t v, int src, WHERE);
 unsigned ballot(unsigned mask, bool pred, WHERE);
 unsigned active_lanes();
+[[noreturn]] void trap(const char *what, WHERE);
 // memory.cpp
 void atomic_enter(void *p, unsigned size, WHERE);
 void threadfence(bool device);
+uint32_t shared_address(const void *p, WHERE);
+char *from_shared(uint32_t address, size_t n, Where at, int rank);
+// hooks.cpp: every access of a checked build
+enum Access { Read, Write, Atomic, Peek };  // Peek: a volatile read, which may meet atomics
+void access(char *p, size_t n, Access a, Where at);
+void access_volatile(char *p, size_t n, bool write, Where at);
+void check_alignment(const void *p, size_t n, Where at, const char *type = nullptr);
 // tensor_core.cpp, narrow.cpp
+enum { BF16, F16, TF32, S8, E4M3, E5M2 };
 void mma(int type, void *d, const uint32_t *a, const uint32_t *b, const void *c, WHERE);
 void ldmatrix(int n, bool trans, uint32_t *r, const void *row, WHERE);
 uint32_t pack_fp8(int type, float low, float high);
@@ -36,6 +50,7 @@ void mbarrier_init_fence();
 void mbarrier_arrive(void *bar, int expect_tx, WHERE);
 void mbarrier_complete(void *bar, int bytes, WHERE);
 void mbarrier_wait(void *bar, int parity, WHERE);
+void tma_load(int rank, void *dst, const void *map, void *bar, const int *coord, WHERE);
 void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const int *coord,
                         unsigned ranks, WHERE);
 void tma_store(int rank, const void *map, const void *src, const int *coord, bool add, WHERE);
@@ -49,6 +64,8 @@ void fence_proxy_async();
 // cluster.cpp
 void cluster_arrive(bool relaxed, WHERE);
 void cluster_wait(WHERE);
+int cluster_rank();
+int cluster_size();
 void *cluster_map(const void *p, int rank, WHERE);
 #undef WHERE
 }  // namespace emu

@@ -23,6 +23,12 @@ void access_volatile(char *p, size_t n, bool write, Where at) {
   if (write) publish(p, true);
 }
 
+void check_alignment(const void *p, size_t n, Where at, const char *type) {
+  if (uintptr_t(p) % n)
+    fail("address not aligned to " + std::to_string(n) + " bytes" +
+             (type ? " for " + std::string(type) : "") + " (" + describe((const char *)p) + ")", at);
+}
+
 static inline void hook(void *p, size_t n, Access a, void *pc) {
   access((char *)p, n, a, {(const char *)pc, kInstructionPointer});
 }
@@ -73,8 +79,7 @@ void __ubsan_handle_out_of_bounds(OutOfBounds *d, uintptr_t i) {
   fail("index " + std::to_string((long)i) + " out of bounds of " + d->array->name, where(d->at));
 }
 void __ubsan_handle_type_mismatch_v1(TypeMismatch *d, uintptr_t p) {
-  fail("address not aligned to " + std::to_string(1 << d->log_align) + " bytes for " +
-           d->type->name + " (" + describe((char *)p) + ")", where(d->at));
+  check_alignment((void *)p, 1ull << d->log_align, where(d->at), d->type->name);
 }
 void __ubsan_handle_shift_out_of_bounds(Source *d, uintptr_t, uintptr_t) {
   fail("shift exponent out of range", where(*d));

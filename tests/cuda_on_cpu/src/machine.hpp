@@ -34,11 +34,6 @@ constexpr int kIdle = 50'000;  // polls while nobody wakes anybody: a deadlock
 constexpr int kPending = 0xffff;  // shadow owner of bytes that an unfinished cp.async will write
 constexpr int kInstructionPointer = -1;  // Where::line when Where::file is a code address
 
-struct Where {
-  const char *file;
-  int line;
-};
-
 struct CpAsync {
   char *dst;
   const char *src;
@@ -182,7 +177,6 @@ enum Kind { SYNCWARP, SHFL, BALLOT, MMA, LDMATRIX, WGMMA };
 void reset_collectives();
 
 // memory.cpp
-enum Access { Read, Write, Atomic, Peek };  // Peek: a volatile read, which may meet atomics
 void touch(const void *p, size_t n, Access a, Where at, int agent = -1, const Fiber *as = nullptr);
 std::string describe(const char *p);         // by the nearest buffer
 void mark_pending(const void *p, size_t n);  // an issued cp.async owns these bytes
@@ -197,16 +191,11 @@ bool touched_after(int rank, const Times &end, std::string &what, Where &at);
 void reset_memory();                                          // a cluster
 inline VectorClock &agent_clock(int a) { return M.agent_clocks[a]; }
 
-// hooks.cpp: every access of a checked build
-void access(char *p, size_t n, Access a, Where at);
-void access_volatile(char *p, size_t n, bool write, Where at);
-
 // traffic.cpp: of checked builds, while M.counting
 void count_access(uint64_t address, size_t size, bool shared, Access a, Where at, const Fiber *f);
 void close_traffic();
 
 // tensor_core.cpp
-enum { BF16, F16, TF32, S8, E4M3, E5M2 };
 void check_registers(const void *p, size_t n, Where at);  // no wgmma may still write them
 void check_products();  // ... of a thread that exits
 void check_barriers(int rank);  // ... of a block that exits

@@ -114,6 +114,7 @@ static bool ordered(unsigned cluster, int id, Clock time, const VectorClock &clo
 }
 
 void atomic_enter(void *p, unsigned size, const char *file, int line) {
+  check_alignment(p, size, {file, line});
   if (!M.checks) return;
   touch(p, size, Atomic, {file, line});
   heard(p);

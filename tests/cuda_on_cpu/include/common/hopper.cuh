@@ -3,34 +3,6 @@
 #include <common/ptx.cuh>
 struct alignas(64) TensorMap { uint64_t opaque[16]; };
 
-namespace emu {
-void mbarrier_init(void *bar, int count, EMU_WHERE);
-void mbarrier_init_fence();
-void mbarrier_arrive(void *bar, int expect_tx, EMU_WHERE);
-void mbarrier_wait(void *bar, int parity, EMU_WHERE);
-void tma_load(int rank, void *dst, const void *map, void *bar, const int *coord, EMU_WHERE);
-void tma_load_multicast(int rank, void *dst, const void *map, void *bar, const int *coord,
-                        unsigned ranks, EMU_WHERE);
-void tma_store(int rank, const void *map, const void *src, const int *coord, bool add, EMU_WHERE);
-void bulk_load(void *dst, const void *src, int bytes, void *bar, EMU_WHERE);
-void bulk_store(void *dst, const void *src, int bytes, EMU_WHERE);
-void bulk_add(float *dst, const void *src, int bytes, EMU_WHERE);
-void store_async(void *dst, uint32_t value, void *bar, int rank, EMU_WHERE);
-void cluster_arrive(bool relaxed, EMU_WHERE);
-void cluster_wait(EMU_WHERE);
-int cluster_rank();
-int cluster_size();
-void *cluster_map(const void *p, int rank, EMU_WHERE);
-void tma_store_commit();
-void tma_store_wait(int pending, bool read);
-void fence_proxy_async();
-void wgmma_fence(EMU_WHERE);
-void wgmma_commit();
-void wgmma_wait(int pending, EMU_WHERE);
-void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uint64_t b,
-           int scale_d, bool transpose_a, bool transpose_b, EMU_WHERE);
-}  // namespace emu
-
 inline void mbarrier_init(uint64_t *bar, int count, EMU_PLACE) {
   emu::mbarrier_init(bar, count, EMU_HERE);
 }

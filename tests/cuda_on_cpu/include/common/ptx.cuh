@@ -1,20 +1,6 @@
 // The CPU's common/ptx.cuh: the same functions, emulated.  It comes first on the include path.
 #pragma once
 
-namespace emu {
-enum { BF16, F16, TF32, S8, E4M3, E5M2 };
-#define EMU_WHERE const char *file, int line
-uint32_t shared_address(const void *p, EMU_WHERE);
-void mma(int type, void *d, const uint32_t *a, const uint32_t *b, const void *c, EMU_WHERE);
-uint32_t pack_fp8(int type, float low, float high);
-uint32_t unpack_fp8(int type, uint32_t pair);
-void ldmatrix(int n, bool trans, uint32_t *r, const void *row, EMU_WHERE);
-void cp_async(void *dst, const void *src, int bytes, int src_bytes, EMU_WHERE);
-void cp_async_commit();
-void cp_async_wait(int pending, EMU_WHERE);
-void polled(EMU_WHERE);
-}  // namespace emu
-
 inline uint32_t smem_u32(const void *p, EMU_PLACE) { return emu::shared_address(p, EMU_HERE); }
 inline uint32_t opaque(uint32_t x) { return x; }
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

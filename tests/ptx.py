@@ -1,8 +1,15 @@
-"""The text of a PTX module, as the statements of its functions, with their places in the source."""
+"""PTX: what NVRTC makes of a translation unit, and its text as statements with their places.
 
+``tests/ptx_on_cpu`` executes it; ``tests/compiled`` reads what no run shows.
+"""
+
+import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from unsloth_cupy.core.gpu import compiler_options
 
 TOKEN = re.compile(
     r"""\s*(?: (?P<loc> \.loc\b[^\n]*)
@@ -12,6 +19,13 @@ TOKEN = re.compile(
     | (?P<open> \{) | (?P<close> \}) | (?P<instruction> [^;]+); | \Z)""",
     re.X,
 )
+# The C++ type as which an instruction reads a register; and its bytes.
+WIDTH = {f"{k}{n}": f"{k}{n}".replace("b", "u") for k in "bus" for n in (8, 16, 32, 64)} | {
+    **{"pred": "bool", "f32": "f32", "f64": "f64", "f32x2": "u64"},
+    **dict.fromkeys(("f16", "bf16", "e4m3x2", "e5m2x2"), "u16"),
+    **dict.fromkeys(("tf32", "f16x2", "bf16x2"), "u32"),
+}
+SIZE = {"bool": 1, **{f"{k}{n}": n // 8 for k in "usf" for n in (8, 16, 32, 64)}}
 Place = tuple[str, int]  # "ptx.cuh:61 in tile.cuh", 113: of inlined code the caller too
 
 
@@ -37,6 +51,31 @@ class Body(NamedTuple):
     parameters: tuple[str, ...]
     cluster: tuple[int, ...]
     pieces: list[Piece]
+
+
+class Compiled(NamedTuple):
+    """A module of PTX, and the name of the kernel in it."""
+
+    text: str
+    entry: str
+
+
+@functools.lru_cache(maxsize=1024)
+def ptx(
+    source: str, name: str, arch: str, folders: tuple[Path, ...] = (), fuse: bool = True
+) -> Compiled:
+    """Compile as cupy.RawModule does, to PTX; arch is 80, 90a, 100, ..."""
+    from cupy._core.core import assemble_cupy_compiler_options
+    from cupy.cuda import compiler
+
+    # CuPy's own: -ftz and the execution space of RawModule, and the architecture
+    own = ("-ftz=true", "-default-device", f"--gpu-architecture=compute_{arch}", "-lineinfo")
+    fused = () if fuse else ("-fmad=false",)
+    given = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
+    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=(name,), method="ptx")
+    text, names = program.compile(assemble_cupy_compiler_options(given))
+    text = text.decode() if isinstance(text, bytes) else text
+    return Compiled(text.rstrip("\0"), names[name])
 
 
 def operands(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -22,7 +22,8 @@ from ..files import path_of, read_json, renewed
 from ..ops.quantized.weight import Quantized
 from ..placement import to_numpy
 from .config import Config
-from .quantized_weights import assembled, inverse_scales, part_of, tensors_of
+from .quantized_weights import inverse_scales, part_of, tensors_of
+from .unread import Home, Unread
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -42,44 +43,6 @@ LEFT_OUT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*rotar
 
 Layout = dict[str, list[str]]  # file -> names of the parameters in it
 Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # class and parts
-
-
-class Home(NamedTuple):
-    """Where a parameter is: the file, its name there, its dtype there."""
-
-    file: str
-    stored: str
-    shape: tuple[int, ...]  # as config.json asks
-    dtype: np.dtype[Any] | None  # None: the codes of a quantized weight
-    kind: type[Quantized] | None = None  # of that weight
-    parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
-    inverse: bool = False  # its scale divides
-
-
-class Unread:
-    """A parameter in opened files, of which nothing is read yet, in a dtype or in its own."""
-
-    def __init__(
-        self, name: str, home: Home, files: Mapping[str, Any], dtype: np.dtype[Any] | None = None
-    ) -> None:
-        self.name, self.home, self.files, self.dtype = name, home, files, dtype
-
-    def __getitem__(self, key: Any) -> Array:
-        """Return a part, all that is read."""
-        part = self.files[self.home.file].get_slice(self.home.stored)
-        return self._cast(part[:] if key is ... else part[key])
-
-    def whole(self) -> Any:
-        """Return all of it, which may be a quantized weight."""
-        home, files = self.home, self.files
-        if home.kind is None:
-            return self._cast(files[home.file].get_tensor(home.stored))
-        places = {**home.parts, "weight": (home.file, home.stored)}
-        state = {key: _owned(files[file].get_tensor(at)) for key, (file, at) in places.items()}
-        return assembled(self.name, home.kind, state, home.shape, self.dtype, home.inverse)
-
-    def _cast(self, read: Array) -> Array:
-        return _owned(read.astype(self.dtype or self.home.dtype, copy=False))
 
 
 def read_tensors(
@@ -132,10 +95,6 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
             " checkpoint again, or correct config.json"
         )
     return {name: homes[name] for name in shapes}, files
-
-
-def _owned(array: Array) -> Array:
-    return array if array.flags.writeable else array.copy()
 
 
 def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:

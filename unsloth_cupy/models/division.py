@@ -13,7 +13,7 @@ a time, where it is a multiple of that: no block of a weight of 4 bits is cut th
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -31,9 +31,9 @@ from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
-from .checkpoint_files import Unread
 from .config import Config
 from .layers import EMBEDDING, Stages, part_of_inner
+from .unread import Unread
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
 Cut = tuple[int, list[slice]]  # an axis, and what lies end to end on it
@@ -132,8 +132,10 @@ class Division:
         if found is None:
             return array if rows is None and not isinstance(array, Unread) else array[rows or ...]
         axis, ranges = found
+        if isinstance(array, Unread) and array.home.kind is not None:
+            return self._cut(name, *array.some(axis, ranges), axis)
         if isinstance(array, Quantized):
-            return self._cut(name, array, axis, ranges)
+            return self._cut(name, array, ranges, axis)
         if rows is not None and axis:
             parts = [array[rows, where] for where in ranges]
         else:
@@ -141,7 +143,7 @@ class Division:
             parts = [array[along(axis, where)] for where in ranges]
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
 
-    def _cut(self, name: str, weight: Quantized, axis: int, ranges: list[slice]) -> Quantized:
+    def _cut(self, name: str, weight: Quantized, ranges: Sequence[slice], axis: int) -> Quantized:
         if isinstance(weight, Ternary):
             weight = copy(weight)
             weight.largest = partial(self.comm.all_reduce, op="max") if axis else None

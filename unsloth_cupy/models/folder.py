@@ -23,13 +23,14 @@ from ..parallel.communicator import Communicator, SingleCommunicator
 from ..parallel.zero3 import Parts
 from .adapter import CONFIG as ADAPTER
 from .adapter_folder import read_adapter
-from .checkpoint_files import Unread, find_tensors, read_tensors
+from .checkpoint_files import find_tensors, read_tensors
 from .config import Config
 from .division import Division, divided_adapter
 from .layers import EMBEDDING, Stages
 from .parse import parse, text_config, token_ids
 from .quantized import Quantizer
 from .transformer import Transformer
+from .unread import Unread
 
 
 def load(
@@ -68,9 +69,9 @@ def load(
         What is stored in a dtype other than the model's is read as float32.
     communicator : Communicator, optional
         Of ranks that divide the model among them, by heads, inner size and words; each reads its
-        part of the files alone and, of weights that they hold quantized, one whole at a time.  All
-        ranks make the same calls of the model, and get the numbers of one device; ``save`` writes
-        it whole.
+        part of the files alone; of columns of 4 bits, and of weights whose scales the part does
+        not tell, one whole at a time.  All ranks make the same calls of the model, and get the
+        numbers of one device; ``save`` writes it whole.
     pipeline : Communicator, optional
         Of ranks that divide the blocks: ``generate`` goes through all of them, and
         ``models.stages`` through a step of training.
@@ -139,9 +140,8 @@ def _kept(
         own = unread.__getitem__ if division is None else partial(division.own, name, unread)
         shape = home.shape if division is None else division.shape(name)
         return place(parts.read(name, shape, own))
-    if division is None or stored or (make is not None and make.wants_whole(name)):
+    if division is None or (make is not None and make.wants_whole(name)):
         value = unread.whole()
-        value = division.own(name, value) if stored and division is not None else value
     else:
         value = division.own(name, unread)
     there = value.moved(place) if isinstance(value, Quantized) else place(value)

@@ -20,11 +20,12 @@ from ...placement import to_numpy
 from ..adapter import Adapter
 from ..adapter_base import base_of
 from ..adapter_folder import read_adapter
-from ..checkpoint_files import Unread, find_tensors, opened
+from ..checkpoint_files import find_tensors, opened
 from ..config import Config
 from ..folder import read_config
 from ..parse import token_ids
 from ..transformer import Transformer
+from ..unread import Unread
 from . import TYPES
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Slices of quantized weights in files: values of the whole, from few more bytes than theirs."""
 
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from unsloth_cupy.ops.quantized.nf4 import Nf4
 from unsloth_cupy.ops.quantized.ternary import Ternary
 from unsloth_cupy.ops.quantized.weight import Quantized, in_blocks
 from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.parallel.zero3 import Parts
 
 from ..parallel.models import filled
 from .peers import SIZES
@@ -89,6 +91,20 @@ def test_what_is_not_as_the_shape_says_is_read_whole(change: str) -> None:
     assert (found is None) == (change != "nothing")
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Return the bytes that are read of each parameter from here on."""
+    read, slices = dict[str, int](), Unread.__getitem__
+
+    def count(unread: Unread, key: Any) -> Any:
+        found = slices(unread, key)
+        if isinstance(found, np.ndarray):
+            read[unread.name] = read.get(unread.name, 0) + found.nbytes
+        return found
+
+    monkeypatch.setattr(Unread, "__getitem__", count)
+    return read
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "int8", "ternary"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_ranks_read_their_slices_of_quantized_weights(
@@ -98,16 +114,7 @@ def test_ranks_read_their_slices_of_quantized_weights(
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
     filled(SIZES | sizes | {"model_type": family}, tmp_path / "dense")
     load(tmp_path / "dense", quantize=kind).save(tmp_path / "model")
-    whole, read = load(tmp_path / "model").parameters, dict[str, int]()
-    slices = Unread.__getitem__
-
-    def counted(unread: Unread, key: Any) -> Any:
-        found = slices(unread, key)
-        if isinstance(found, np.ndarray):
-            read[unread.name] = read.get(unread.name, 0) + found.nbytes
-        return found
-
-    monkeypatch.setattr(Unread, "__getitem__", counted)
+    whole, read = load(tmp_path / "model").parameters, counted(monkeypatch)
     comm = SingleCommunicator()
     comm.size = 4
     for comm.rank in range(4):
@@ -126,3 +133,38 @@ def test_ranks_read_their_slices_of_quantized_weights(
                 wider = 3 * 16384 * (kind == "nf4-double")  # of three places, half a byte, two ends
                 assert read[name] <= wanted.nbytes * 1.05 + SMALL + wider, name
                 assert read[name] < array.nbytes + SMALL, name
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_read_their_parts_of_quantized_weights(
+    kind: str, dense: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat parts of each array, of which no file tells the borders; also of codes made of rows."""
+    sizes = {"hidden_size": 160, "intermediate_size": 330, "num_hidden_layers": 1}
+    filled(SIZES | sizes | {"model_type": "llama"}, tmp_path / "dense")
+    load(tmp_path / "dense", quantize=kind).save(tmp_path / "codes")
+    whole, read = load(tmp_path / "codes").parameters, counted(monkeypatch)
+    how: Any = {"quantize": kind} if dense else {}
+    comm = SingleCommunicator()
+    comm.size = 3
+    for comm.rank in range(3):
+        read.clear()
+        model = load(tmp_path / ("dense" if dense else "codes"), parts=comm, **how)
+        for name, weight in whole.items():
+            part: Any = model.parameters[name]
+            if not isinstance(weight, Quantized):
+                continue
+            wanted = Parts(comm).keep(name, weight)
+            assert part.facts | {"errors": None} == wanted.facts | {"errors": None}
+            assert (part.kind, part.shape, part.dtype) == (type(weight), weight.shape, weight.dtype)
+            for key, held in wanted.arrays.items():
+                np.testing.assert_array_equal(part.arrays[key], held, f"{name} {key}")
+                assert part.cuts[key] == wanted.cuts[key]
+            size = 4 * weight.size if dense else sum(a.nbytes for a in weight.state().values())
+            if kind in ("nf4", "fp4", "int8"):
+                share = sum(min(1, cut.length / cut.size) for cut in wanted.cuts.values())
+                step = 1 if kind == "int8" else 64 // gcd(64, weight.shape[1])
+                rows = 1 + 2 * len(wanted.cuts)  # a first one, and two ends
+                assert read[name] <= size * (share + rows * step / len(weight)) + SMALL, name
+                assert "gate" not in name or read[name] < 0.6 * size

@@ -78,8 +78,9 @@ def load(
     chunks : int
         Parts of the blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
     parts : Communicator, optional
-        Of ranks that keep a part of each parameter, and read that alone; of quantized weights one
-        whole at a time.  ``parallel.Zero3(model, parts)`` trains it.
+        Of ranks that keep a part of each parameter, and read that alone, or whole rows of it; of
+        ternary weights, and of codes whose scales rows do not tell, one whole at a time.
+        ``parallel.Zero3(model, parts)`` trains it.
 
     Returns
     -------
@@ -140,6 +141,8 @@ def _kept(
         own = unread.__getitem__ if division is None else partial(division.own, name, unread)
         shape = home.shape if division is None else division.shape(name)
         return place(parts.read(name, shape, own))
+    if parts is not None and division is None and (found := _by_rows(unread, place, make)):
+        return parts.read_quantized(home.shape, *found)
     if division is None or (make is not None and make.wants_whole(name)):
         value = unread.whole()
     else:
@@ -147,6 +150,20 @@ def _kept(
     there = value.moved(place) if isinstance(value, Quantized) else place(value)
     there = there if make is None else make(name, there)
     return there if parts is None else parts.keep(name, there)
+
+
+def _by_rows(
+    unread: Unread, place: Callable[[Any], Any], make: Quantizer | None
+) -> tuple[int, Callable[[slice], Quantized]] | None:
+    """Return at multiples of how many rows a weight is made as the whole is, and what makes them.
+
+    None: rows alone do not tell their codes, or are not read alone.
+    """
+    home = unread.home
+    if home.kind is None and make is not None:
+        return make.by_rows(unread.name, home.shape, lambda rows: place(unread[rows]))
+    step = None if home.kind is None or make is not None else unread.step()
+    return None if step is None else (step, lambda rows: unread.rows(rows).moved(place))
 
 
 def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:

@@ -6,6 +6,7 @@ print(report)
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -213,6 +214,15 @@ class Quantizer:
         if self.kind == "int8":
             return axis == 0
         return self.kind in ("nf4", "fp4") and in_blocks(shape, axis, places, NF4_BLOCK)
+
+    def by_rows(
+        self, name: str, shape: Sequence[int], read: Callable[[slice], Array]
+    ) -> tuple[int, Callable[[slice], Quantized]] | None:
+        """Return of how many rows scales tell nothing of others, and what makes rows, if any."""
+        if self.kind not in ("int8", "nf4", "fp4"):
+            return None
+        step = 1 if self.kind == "int8" else NF4_BLOCK // gcd(NF4_BLOCK, shape[1])
+        return step, lambda rows: _named(self.maker, name, read(rows))
 
     def __call__(self, name: str, array: Any) -> Any:
         """Return the weight as it is kept: of a part, or of the whole that is wanted, the part."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ..core.dtypes import Array
+from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 from .quantized_slices import narrow
 from .quantized_weights import assembled
@@ -58,6 +59,17 @@ class Unread:
         shape = [*home.shape]
         shape[axis] = sum(kept.stop - kept.start for kept in found.kept)
         return self._assembled(found.state, shape), found.places(places)
+
+    def rows(self, rows: slice) -> Quantized:
+        """Return rows of a quantized weight."""
+        made, places = self.some(0, [rows])
+        return made.cut(0, places)
+
+    def step(self) -> int | None:
+        """Return at multiples of how many rows a quantized weight is cut, if it is read so."""
+        kind, shape = cast(type[Quantized], self.home.kind), self.home.shape
+        found = None if kind is Ternary else narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
+        return None if found is None else found.kept[0].stop
 
     def tensors(self) -> dict[str, "Unread"]:
         """Return what a quantized weight is stored in, by what follows its layer's name."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.arrays import empty
 from ..core.dtypes import Stored
 from ..errors import ConfigError
 from ..ops.optimizers.gradients import GradientMeasure
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
     kind: Callable[..., Quantized]
     facts: dict[str, Any]
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: Any
     arrays: dict[str, Any]
     cuts: dict[str, Cut]
@@ -65,6 +66,34 @@ class Parts:
         own = flat[first - top * width : max(first, stop) - top * width]
         return np.append(own, np.zeros(cut.length - own.size, own.dtype))
 
+    def read_quantized(
+        self, shape: tuple[int, ...], step: int, rows: Callable[[slice], Quantized]
+    ) -> Part:
+        """Return this rank's part of a quantized weight, made of some of its rows.
+
+        Rows at multiples of ``step`` are whole elements of every array.
+        """
+        first = rows(slice(0, min(step, shape[0])))
+        step, rank, facts = len(first), self.comm.rank, first.facts()
+        cuts, lines, arrays = dict[str, Cut](), dict[str, slice](), dict[str, Any]()
+        for key, held in first.held().items():
+            count = -(-held.size * shape[0] // step)
+            whole = (shape[0], *held.shape[1:]) if held.ndim > 1 else (count,)
+            cut = cuts[key] = Cut.of(whole, self.comm.size)
+            start, stop = (min(end * cut.length, cut.size) for end in (rank, rank + 1))
+            last = min(-(-stop // held.size) * step, shape[0])
+            lines[key] = slice(start // held.size * step, last) if start < stop else slice(0, 0)
+        read = _rows_of(lines, first, rows)
+        for key, held in first.held().items():
+            array, top = read[key]
+            before = rank * cuts[key].length - top // step * held.size
+            own = array.reshape(-1)[before : before + cuts[key].length]
+            arrays[key] = empty((cuts[key].length,), held.dtype, held)
+            arrays[key][...] = 0
+            arrays[key][: own.size] = own
+        facts |= {"shape": shape} if "shape" in facts else {}
+        return Part(type(first), facts, shape, first.dtype, arrays, cuts)
+
     def keep(self, name: str, value: Any) -> Any:
         """Return this rank's part of a parameter."""
         size, rank = self.comm.size, self.comm.rank
@@ -76,6 +105,24 @@ class Parts:
             raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
         self.cuts[name] = Cut.of(value.shape, size)
         return self.cuts[name].part(value, rank)
+
+
+def _rows_of(
+    lines: Mapping[str, slice], first: Quantized, rows: Callable[[slice], Quantized]
+) -> dict[str, tuple[Any, int]]:
+    """Return arrays of a weight by name, each of its rows and where they begin.
+
+    Rows that arrays share are made once.
+    """
+    some = [where for where in lines.values() if where.stop]
+    starts, stops = (at.start for at in some), (at.stop for at in some)
+    every = slice(min(starts, default=0), max(stops, default=0))
+    if every.stop - every.start <= sum(where.stop - where.start for where in some):
+        lines = {key: every if where.stop else where for key, where in lines.items()}
+    wanted = {at.start: at for at in lines.values() if at.stop}
+    made = {start: rows(at).held() for start, at in wanted.items()}
+    none = first.held()
+    return {k: (made[at.start][k] if at.stop else none[k][:0], at.start) for k, at in lines.items()}
 
 
 class Zero3:

@@ -75,7 +75,7 @@ def shape(dim: int, tokens: int) -> Shape:
 
 def on_warpgroups(wanted: bool = True, one_pass: bool | None = None) -> Any:
     """Return the context in which calls go to warpgroups, where they can; or do not."""
-    return AttentionConfig(warpgroups=wanted, one_pass=one_pass).use()
+    return AttentionConfig(warpgroups=wanted, one_pass=one_pass if wanted else None).use()
 
 
 class Here:

@@ -327,6 +327,13 @@ def test_a_config_is_asked_for_and_forgotten() -> None:
         (ConfigError, "tile=8", lambda: AttentionConfig(tile=8)),
         (ConfigError, "head_dim=0", lambda: AttentionConfig(head_dim=0)),
         (ConfigError, "tile=True", lambda: AttentionConfig(tile=True)),
+        (ConfigError, "warpgroups=2", lambda: AttentionConfig(warpgroups=2)),  # type: ignore[arg-type]
+        (ConfigError, "one_pass=1", lambda: AttentionConfig(warpgroups=True, one_pass=1)),  # type: ignore[arg-type]
+        (
+            ConfigError,
+            "pass AttentionConfig.warpgroups=True, one",
+            lambda: AttentionConfig(one_pass=True),
+        ),
         (ConfigError, "tile=8", lambda: AttentionConfig().with_tile_size(8)),
         (ConfigError, "dtype='int8'", lambda: AttentionConfig().shared_memory_bytes("int8")),
         (ConfigError, "block=1.5", lambda: AttentionConfig(block=1.5)),  # type: ignore[arg-type]

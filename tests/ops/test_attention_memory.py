@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import attention_backward, attention_forward
-from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
+from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
+from unsloth_cupy.memory.ledger import Ledger
+from unsloth_cupy.memory.planned import Planned, keeping
 from unsloth_cupy.ops.attention._backward import workspace
+from unsloth_cupy.ops.attention._backward_hopper import ONE_PASS
 from unsloth_cupy.ops.common import threads
 
 from ..stand_in import GRAIN, gpu
@@ -25,17 +28,22 @@ NAMES = ("bias", "alibi")
 def on_gpu(tokens: int, dtype: Any, **options: Any) -> tuple[int, int]:
     """Return the bytes that forward and backward kernels take beside arguments and results."""
     with gpu() as machine:
-        q, k, v = (machine.array((1, tokens, HEADS, DIM), dtype) for _ in range(3))
-        given = {n: machine.array(s, np.float32) for n, s in options.items()}
-        before = machine.peak = machine.held
-        out, lse = attention_forward(q, k, v, causal=True, **given)
-        forward = machine.peak - before - out.memory.size - lse.memory.size
-        before = machine.peak = machine.held
-        gradients = attention_backward(q, q, k, v, out, lse, causal=True, **given)
-        backward = machine.peak - before
-        backward -= sum(each.memory.size for each in gradients if each is not None)
+        taken = measured(machine, tokens, dtype, DIM, **options)
         assert all(launch.kernel.startswith("attention") for launch in machine.launches)
-        return forward, backward
+        return taken
+
+
+def measured(machine: Any, tokens: int, dtype: Any, dim: int, **options: Any) -> tuple[int, int]:
+    """Return what ``on_gpu`` returns, of a machine that is there."""
+    q, k, v = (machine.array((1, tokens, HEADS, dim), dtype) for _ in range(3))
+    given = {n: machine.array(s, np.float32) for n, s in options.items()}
+    before = machine.peak = machine.held
+    out, lse = attention_forward(q, k, v, causal=True, **given)
+    forward = machine.peak - before - out.memory.size - lse.memory.size
+    before = machine.peak = machine.held
+    gradients = attention_backward(q, q, k, v, out, lse, causal=True, **given)
+    backward = machine.peak - before
+    return forward, backward - sum(a.memory.size for a in gradients if a is not None)
 
 
 OPTIONS = ({}, {"alibi": (HEADS,)}, {"bias": (HEADS, 1, 1)})
@@ -56,6 +64,38 @@ def test_kernels(dtype: Any, options: dict[str, Any]) -> None:
         assert backward <= 0.3 * HEADS * tokens**2 * dtype.itemsize
     steps = np.diff([taken[tokens] for tokens in TOKENS])
     assert steps[1] == 2 * steps[0]  # so many bytes a token
+
+
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_one_launch_on_warpgroups(dim: int) -> None:
+    """Beside stats it takes dq in float32, as is planned: linear in the tokens."""
+    width = 64 if dim == 64 else 128
+    taken = []
+    for tokens in (1000, 2024, 4072):  # 24 short of whole tiles
+        with AttentionConfig(warpgroups=True, one_pass=True).use(), gpu("90") as machine:
+            _, backward = measured(machine, tokens, BFLOAT16, dim)
+            names = [launch.kernel for launch in machine.launches]
+        assert names[-1] == "attention_dq_sm90"
+        own = {"one_pass": ONE_PASS[width], "dim": dim}
+        planned = workspace(1, HEADS, tokens, tokens, 2, bias=None, alibi=None, **own)
+        assert planned <= backward < planned + 3 * GRAIN
+        with AttentionConfig(warpgroups=True, one_pass=True).use():
+            assert in_the_plan(tokens, dim) == backward
+        taken.append(planned - 4)  # a counter of blocks
+    assert taken[1] - taken[0] == (taken[2] - taken[1]) // 2
+    assert taken[0] * 4 == taken[2]
+
+
+def in_the_plan(tokens: int, dim: int) -> int:
+    """Return the bytes that a plan of memory counts for the backward pass beside its results."""
+    ledger = Ledger(GRAIN)
+    with keeping(ledger):
+        q, k, v = (Planned.of((1, tokens, HEADS, dim), BFLOAT16) for _ in range(3))
+        out, lse = attention_forward(q, k, v, causal=True)
+        start = len(ledger.changes)
+        gradients = attention_backward(q, q, k, v, out, lse, causal=True)
+        most, _ = ledger.since(start)
+    return most - sum(-(-a.nbytes // GRAIN) * GRAIN for a in gradients if a is not None)
 
 
 def peak(function: Callable[[], Any]) -> int:

@@ -17,7 +17,7 @@ from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
 from ..common.strides import broadcast_strides, in_chunks
-from ._backward_hopper import launch_on_warpgroups, launch_one_pass, takes_backward
+from ._backward_hopper import OnePass, launch_on_warpgroups, launch_one_pass, takes_backward
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, Options, kernel_options, refused
 
@@ -66,13 +66,26 @@ def delta_constants(
 
 
 def workspace(
-    batch: int, heads: int, queries: int, keys: int, itemsize: int, *, bias: Any, alibi: Any
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    itemsize: int,
+    *,
+    bias: Any,
+    alibi: Any,
+    one_pass: OnePass | None = None,
+    dim: int = 0,
 ) -> int:
-    """Return the bytes that backward takes beside its results: linear in queries and keys."""
+    """Return the bytes that backward takes beside its results: linear in queries and keys.
+
+    In one pass on warpgroups also dq in float32, of heads of so many columns.
+    """
     of_bias = {"keys": keys, "queries": queries}.get(_summed(bias), 0)
     of_query = 3 if itemsize == 4 else 2
     rows = of_query * _padded(queries) + of_bias + (0 if alibi is None else queries)
-    return batch * heads * rows * 4
+    sums = 0 if one_pass is None else one_pass.beside(batch * heads * _padded(queries), dim)
+    return batch * heads * rows * 4 + sums
 
 
 def _padded(rows: int) -> int:

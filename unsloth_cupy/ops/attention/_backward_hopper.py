@@ -61,6 +61,11 @@ class OnePass(Backward):
         """Return the bytes of a tile of dq in float32: whole panels, of 64 columns or half one."""
         return self.tile * max(64, -(-dim // 64) * 64) * 4
 
+    def beside(self, rows: int, dim: int) -> int:
+        """Return the bytes of dq in float32, of all heads' padded rows, and of the turns."""
+        tiles = rows // self.tile
+        return tiles * self.sums(dim) + 4 * (1 + tiles)
+
 
 class Chosen(NamedTuple):
     """Tiles of the kernels that own keys and queries; of the one that makes all in one pass."""

@@ -53,7 +53,7 @@ class AttentionConfig:
     Raises
     ------
     ConfigError
-        A number is too small.
+        A number is too small, an option is not of its kind, or one_pass is said without warpgroups.
     """
 
     tile: int = 128
@@ -68,6 +68,10 @@ class AttentionConfig:
             if not is_integer(value, least):
                 problem = f"AttentionConfig({name}={value!r})"
                 raise ConfigError(f"{problem}: pass an integer, {least} or more")
+        if self.one_pass is not None and not self.warpgroups:
+            given = f"one_pass={self.one_pass}"
+            problem = f"AttentionConfig({given}): kernels on warpgroups alone have it"
+            raise ConfigError(f"{problem}; pass AttentionConfig(warpgroups=True, {given})")
 
     @classmethod
     def for_rtx_5080(cls) -> "AttentionConfig":
@@ -166,7 +170,7 @@ class AttentionConfig:
     def use(self) -> Iterator[None]:
         """Let attention begin here, inside a ``with`` block."""
         before = _tiles.start
-        _begin(Start(self.tile, self.block, bool(self.warpgroups), self.one_pass))
+        _begin(Start(self.tile, self.block, self.warpgroups, self.one_pass))
         try:
             yield
         finally:

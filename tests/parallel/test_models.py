@@ -185,3 +185,22 @@ def test_ranks_read_the_parts_that_they_keep(
         Zero3(model, SingleCommunicator())
     with pytest.raises(ConfigError, match="norms are of whole rows, which"):
         model.add_adapter(2, dora=True)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_rank_may_have_no_part_of_an_array(tensor: int, tmp_path: Path) -> None:
+    """As parts have a least size: of a table of three parts, a fifth rank has none."""
+    filled(
+        SIZES | {"model_type": "qwen2", "vocab_size": 300, "hidden_size": 40}, tmp_path / "model"
+    )
+    comm, group = SingleCommunicator(), SingleCommunicator()
+    comm.size, group.size = 5, tensor
+    whole = load(tmp_path / "model", communicator=group).parameters
+    empty = 0
+    for comm.rank in range(5):
+        model = load(tmp_path / "model", communicator=group, parts=comm)
+        for name, array in whole.items():
+            cut = Cut.of(array.shape, 5)
+            np.testing.assert_array_equal(model.parameters[name], cut.part(array, comm.rank), name)
+            empty += cut.length * comm.rank >= array.size
+    assert empty

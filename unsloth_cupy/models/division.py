@@ -30,6 +30,7 @@ from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, along, part
 from ..parallel.partial import divided_bit_linear, divided_rms_norm, summed_back
 from ..parallel.tensor import all_reduce
+from ..parallel.ulysses import dividing
 from .adapter import DOWN, MAGNITUDE, PREFIX, UP, Adapter
 from .config import Config
 from .layers import EMBEDDING, Stages, part_of_inner
@@ -254,7 +255,7 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
 def check_divides(config: Config, ranks: int) -> None:
     """Raise a ConfigError unless a model can be divided among so many ranks."""
     heads, kv_heads = config.heads, config.kv_heads
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and _either(kv_heads, n)]
+    fits = dividing(heads, kv_heads)
     if ranks not in fits:
         listed = ", ".join(map(str, fits))
         problem = f"{heads} heads, with {kv_heads} of keys, are not a multiple of {ranks} ranks"
@@ -263,10 +264,6 @@ def check_divides(config: Config, ranks: int) -> None:
         if size < ranks:
             problem = f"the {name} of {size} is not enough for {ranks} ranks"
             raise ConfigError(f"Division: {problem}; use at most {size}")
-
-
-def _either(kv_heads: int, ranks: int) -> bool:
-    return kv_heads % ranks == 0 or ranks % kv_heads == 0
 
 
 def _within(ranges: list[slice], rows: slice) -> list[slice]:

@@ -77,16 +77,17 @@ def ulysses_attention(
 
 def check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
     """Raise where heads do not divide by the ranks, and say what does."""
-    even = kv_heads % comm.size == 0 or comm.size % kv_heads == 0
-    if heads % comm.size or not even:
-        fits = [
-            ranks
-            for ranks in range(1, heads + 1)
-            if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
-        ]
+    fits = dividing(heads, kv_heads)
+    if comm.size not in fits:
         problem = f"ulysses_attention: {heads} heads, {kv_heads} of keys, are not a multiple of"
         cure = f"use {', '.join(map(str, fits))} ranks, or ring_attention"
         raise ShapeError(f"{problem} {comm.size} ranks; {cure}", expected=fits, actual=comm.size)
+
+
+def dividing(heads: int, kv_heads: int) -> list[int]:
+    """Return by how many ranks heads divide, of which several may hold the same heads of keys."""
+    sizes = (ranks for ranks in range(1, heads + 1) if heads % ranks == 0)
+    return [ranks for ranks in sizes if kv_heads % ranks == 0 or ranks % kv_heads == 0]
 
 
 def _repeated(x: Any, times: int) -> Any:

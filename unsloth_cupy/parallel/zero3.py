@@ -59,11 +59,11 @@ class Parts:
     def read(self, name: str, shape: tuple[int, ...], rows: Callable[[slice], Any]) -> Any:
         """Return this rank's part of an array of a shape, of whose rows no others are asked for."""
         cut = self.cuts[name] = Cut.of(shape, self.comm.size)
-        width, first = max(1, cut.size // max(1, shape[0])), self.comm.rank * cut.length
-        stop = min(first + cut.length, cut.size)
-        top = min(first // width, shape[0])
-        flat = rows(slice(top, max(top, -(-stop // width)))).reshape(-1)
-        own = flat[first - top * width : max(first, stop) - top * width]
+        width, rank = max(1, cut.size // max(1, shape[0])), self.comm.rank
+        start, stop = (min(end * cut.length, cut.size) for end in (rank, rank + 1))
+        lines = slice(start // width, -(-stop // width)) if start < stop else slice(0, 0)
+        flat = rows(lines).reshape(-1)
+        own = flat[start - lines.start * width :][: stop - start]
         return np.append(own, np.zeros(cut.length - own.size, own.dtype))
 
     def read_quantized(

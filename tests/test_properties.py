@@ -41,7 +41,7 @@ EMULATED = 2  # ops whose kernels a run judges: each call is one or two more to 
 NAMES = forward_ops()
 # A number that lies on a step is rounded to another integer in float64, and a result moves with it;
 # so do those of an op that is asked for int8.
-STEPS = {"bit_linear_forward", "int8_linear_forward"}
+STEPS = {"bit_linear_forward", "bit_linear_backward", "int8_linear_forward"}
 LEAST = 1e-2  # slope: see judge_gradient
 
 

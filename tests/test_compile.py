@@ -2,8 +2,8 @@
 
 No GPU is needed.  For every variant and architecture: no spilled register, no array in local
 memory, no line of ptxas beyond its routine, and what ``kernel_budget.toml`` says: shared memory to
-the byte, registers to a unit.  By default each kernel shows one variant for every second
-architecture, the others in the next run; ``--sample all`` asks for all.
+the byte, registers to a unit.  By default each kernel shows one variant for every third
+architecture, the others in the next runs; ``--sample all`` asks for all.
 """
 
 import importlib
@@ -59,7 +59,7 @@ HEAD, LINES = budget.read()
 def asked(kernel: str, arch: str, day: int = Sample.day) -> Sequence[Variant]:
     """Return the variants to look at: one, where it is the turn of the architecture."""
     several = of_kernel(kernel, arch)
-    at = (day // 2 + ARCHITECTURES.index(arch) * 7) % len(several) if several else 0
+    at = (day // 3 + ARCHITECTURES.index(arch) * 7) % len(several) if several else 0
     return several if Sample.all else several[at : at + 1]
 
 
@@ -81,9 +81,9 @@ def test_a_binary_is_the_one_that_cupy_makes(kernel: str) -> None:
 
 
 def turns() -> list[tuple[str, str]]:
-    """Return the kernels and architectures of a run: every second of both."""
+    """Return the kernels and architectures of a run: every third of both."""
     pairs = product(enumerate(declared()), enumerate(ARCHITECTURES))
-    return [(k, a) for (m, k), (n, a) in pairs if Sample.all or (m + n + Sample.day) % 2]
+    return [(k, a) for (m, k), (n, a) in pairs if Sample.all or (m + n + Sample.day) % 3 == 0]
 
 
 @pytest.mark.parametrize(("kernel", "arch"), turns())
@@ -210,7 +210,7 @@ def test_every_switch_is_on_and_off() -> None:
 def test_the_sample_visits_every_variant() -> None:
     for kernel in declared():
         several = of_kernel(kernel, "86")
-        days = range(2 * len(several))
+        days = range(0, 3 * len(several), 3)
         assert {str(v) for day in days for v in asked(kernel, "86", day)} == {*map(str, several)}
 
 

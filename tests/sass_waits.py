@@ -7,8 +7,9 @@ A walk along the paths keeps of what is known only what a later branch may ask.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 # What copies into shared memory; what asks for a new copy; what waits for one; what reads it.
@@ -109,23 +110,36 @@ class Known(NamedTuple):
         holds |= {(same[text], so) for text, so in self.holds if text in same}
         return Known(frozenset(kept.items()), frozenset(holds))
 
-    def taken(self, step: Step, jumps: bool) -> "Known | None":
-        """Return what holds where a branch is taken, or not; None if it cannot be so."""
-        so = jumps != (step.guard[0] == "!")
-        own = dict(self.means).get(step.asks, step.asks)
+    def answers(self, step: Step, jumps: bool) -> set[tuple[str, bool]]:
+        """Return what holds of predicates and comparisons where a branch is taken, or not."""
+        own, so = dict(self.means).get(step.asks, step.asks), jumps != (step.guard[0] == "!")
         text, so = own.lstrip("!"), so != own.startswith("!")
         same = {(p, so != t.startswith("!")) for p, t in self.means if t.lstrip("!") == text}
-        now = {(text, so), *same}
-        if any((text, not so) in self.holds for text, so in now):
-            return None
-        return self._replace(holds=self.holds | now)
+        return {(text, so), *same}
 
-    def only(self, live: Collection[str]) -> "Known":
-        """Return what a later branch may ask."""
-        return Known(
-            frozenset(each for each in self.means if each[0] in live),
-            frozenset(each for each in self.holds if each[0] in live),
-        )
+    def taken(self, step: Step, jumps: bool) -> "Known | None":
+        """Return what holds where a branch is taken, or not; None if it cannot be so."""
+        if not step.asks:
+            return self
+        answers = self.answers(step, jumps)
+        if any((text, not so) in self.holds for text, so in answers):
+            return None
+        return self._replace(holds=self.holds | answers)
+
+    def only(self, live: Collection[str], watched: Collection[str]) -> "Known":
+        """Return what a later branch may ask, of what is watched."""
+        means = (each for each in self.means if each[0] in live and each[1].lstrip("!") in watched)
+        holds = (each for each in self.holds if each[0] in live and each[0] in watched)
+        return Known(frozenset(means), frozenset(holds))
+
+
+class State(NamedTuple):
+    """Where a walk is, what it knows, whether there is a new copy, how often the read has run."""
+
+    number: int
+    known: Known
+    copied: bool
+    count: int
 
 
 class Kernel:
@@ -223,39 +237,82 @@ class Kernel:
         return found
 
     def late(self, read: int, again: set[int], waits: Collection[int], ahead: int) -> bool:
-        """Say whether a read may run more than ``ahead`` times behind a new copy, with no wait."""
-        every = (
-            any(count > ahead for count in self.turns(read, again, waits, asked))
-            for asked in (False, True)  # most need no branch to be asked, and walk few paths
-        )
-        return all(every)
+        """Say whether a read may run more than ``ahead`` times behind a new copy, with no wait.
 
-    def turns(
-        self, read: int, again: set[int], waits: Collection[int], asked: bool
-    ) -> Iterator[int]:
-        """Yield how often a read has run behind a new copy, each time that it does."""
-        seen = set[tuple[int, Known, bool, int]]()
-        left = [(number, Known(), False, 0) for number in self.steps[read].follow]
+        At first a walk asks no branch; where the path that it finds contradicts itself, the next
+        walk watches what the path contradicts itself in.
+        """
+        watched = set[str]()
+        while (path := self.path(read, again, waits, ahead, watched)) is not None:
+            if not (more := self.contradiction(path)):
+                return True
+            watched |= more if not more <= watched else {*self.texts}
+        return False
+
+    def path(
+        self,
+        read: int,
+        again: set[int],
+        waits: Collection[int],
+        ahead: int,
+        watched: Collection[str],
+    ) -> list[int] | None:
+        """Return a path on which a read runs so often behind a new copy, with no wait, or None.
+
+        Of instructions that follow each other and that nothing depends on, it has the first.
+        """
+        seen = dict[State, tuple[State | None, int]]()  # the state before, and how it went on
+        left: list[tuple[int, Known, bool, int, State | None]] = [
+            (to, Known(), False, 0, None) for to in self.steps[read].follow
+        ]
         stops = {read, *again, *waits}
         while left:
-            number, known, copied, count = left.pop()
+            to, known, copied, count, last = left.pop()
+            number = to
             while number not in stops and self.passed[number]:
                 number += 1
-            known = known.only(self.live[number])
-            state = number, known, copied, count
+            known = known.only(self.live[number], watched)
+            state = State(number, known, copied, count)
             if state in seen or number in waits:
                 continue
-            seen.add(state)
+            seen[state] = last, to
             if number == read and copied:
                 count += 1
-                yield count
+                if count > ahead:
+                    break
             copied = number in again or (copied and number != read)
             step = self.steps[number]
             for to in step.follow:
-                way = known.taken(step, to != number + 1) if asked and step.asks else known
+                way = known.taken(step, to != number + 1)
                 if way is not None:
-                    held = way.after(step, self.gone[number], self.same[number]) if asked else way
-                    left.append((to, held, copied, count))
+                    held = way.after(step, self.gone[number], self.same[number])
+                    left.append((to, held, copied, count, state))
+        else:
+            return None
+        path = list[int]()
+        at: State | None = state
+        while at is not None:
+            at, to = seen[at]
+            path.append(to)
+        return path[::-1]
+
+    def contradiction(self, path: list[int]) -> set[str]:
+        """Return what a path holds to be so and not so, with what that follows from; or nothing."""
+        known = Known()
+        for number, to in pairwise(path):
+            at = number
+            while not self.steps[at].asks and self.steps[at].follow == (at + 1,) and at + 1 != to:
+                known = known.after(self.steps[at], self.gone[at], self.same[at])
+                at += 1
+            step = self.steps[at]
+            way = known.taken(step, to != at + 1)
+            if way is None:
+                found = {text for text, _ in known.answers(step, to != at + 1)}
+                while more := {t for s in self.same for t, o in s.items() if o in found} - found:
+                    found |= more
+                return found
+            known = way.after(step, self.gone[at], self.same[at])
+        return set()
 
     @cached_property
     def passed(self) -> list[bool]:

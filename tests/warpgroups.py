@@ -18,6 +18,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
@@ -264,13 +265,13 @@ def line(name: str, dim: int, tile: Tile, more: str, registers: str, copies: str
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def put(name: str, columns: str, lines: Iterator[str]) -> None:
+def put(name: str, columns: str, lines: Iterator[str], page: Path = budget.PAGE) -> None:
     """Renew a table."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    text = budget.PAGE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(begin)], text[text.index(end) :]
     ruled = [f"| {columns} |", "|" + "---|" * (columns.count("|") + 1), *lines]
-    with written_beside(budget.PAGE) as partial:
+    with written_beside(page) as partial:
         partial.write_text("\n".join([f"{head}{begin}", *ruled, tail]), encoding="utf-8")
 
 

@@ -1,0 +1,104 @@
+"""Which calls of attention take the kernels on warpgroups, asked of every option and every pair.
+
+python -m tests.taken --write           renews the table of docs/guide/attention.md
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unsloth_cupy import AttentionConfig
+from unsloth_cupy.ops.attention._backward_hopper import takes_backward
+from unsloth_cupy.ops.attention._hopper import takes
+from unsloth_cupy.ops.attention._options import Options, kernel_options
+
+from . import warpgroups
+from .stand_in import Machine, gpu
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "attention.md"
+WIDTHS = range(8, 265, 8)  # columns of a head
+ROWS = 128  # queries, and keys
+OPTIONS: dict[str, dict[str, Any]] = {
+    "`causal`": {"causal": True},
+    "`window=(n, None)`": {"window": (9, None)},
+    "`window=(n, m)`": {"window": (9, 9)},
+    "`key_lengths`": {"key_lengths": ((1,), "int32")},
+    "`query_start`": {"query_start": ((1,), "int32")},
+    "packed": {"offsets": ((2,), "int32")},
+    "`sinks`": {"sinks": ((2,), "float32")},
+    "`block_mask`": {"block_mask": ((1, 2, 1, 1), "bool")},
+    "`mask`": {"mask": ((1, 2, ROWS, ROWS), "bool")},
+    "`bias`": {"bias": ((1, 2, ROWS, ROWS), "float32")},
+    "`alibi`": {"alibi": ((2,), "float32")},
+    "`softcap`": {"softcap": 3.0},
+    "`dropout`": {"dropout": 0.5, "seed": 1},
+}
+NO_PAIR = (  # of one call
+    {"`window=(n, None)`", "`window=(n, m)`"},
+    {"packed", "`key_lengths`"},
+    {"packed", "`query_start`"},
+)
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    """Return every option, beside itself, and every pair of them."""
+    several = itertools.combinations_with_replacement(OPTIONS, 2)
+    return (pair for pair in several if {*pair} not in NO_PAIR)
+
+
+def given(machine: Machine, *names: str) -> dict[str, Any]:
+    """Return options as a call takes them."""
+    found: dict[str, Any] = {}
+    for name, value in ((n, v) for each in names for n, v in OPTIONS[each].items()):
+        shaped = type(value) is tuple and type(value[0]) is tuple
+        made = machine.array(*value) if shaped else value
+        found[name] = (made, made) if name == "offsets" else made
+    return found
+
+
+def taken(machine: Machine, dim: int, *names: str) -> tuple[bool, bool, bool]:
+    """Say whether forward, backward, and backward in one launch, run on warpgroups."""
+    found = given(machine, *names)
+    batch = () if "offsets" in found else (1,)
+    q = machine.array((*batch, ROWS, 2, dim), "bfloat16")
+    call = kernel_options(q, q, Options(**found))
+    assert call is not None
+    back = takes_backward(q, q, call)
+    return takes(q, q, call) is not None, back is not None, bool(back and back.one_pass)
+
+
+def widest(machine: Machine, *names: str) -> tuple[int, ...]:
+    """Return up to which head dim each of them does, from 64 on; 0 where none."""
+    answers = np.array([taken(machine, dim, *names) for dim in WIDTHS]).T
+    found = []
+    for each in answers:
+        dims = [dim for dim, yes in zip(WIDTHS, each, strict=True) if yes]
+        assert dims == [*range(64, max(dims, default=0) + 1, 8)], names
+        found.append(max(dims, default=0))
+    return tuple(found)
+
+
+def rows() -> Iterator[str]:
+    """Return the lines of the table: a pair stands once, an option alone where it meets itself."""
+    there = [*pairs()]
+    with AttentionConfig(warpgroups=True, one_pass=True).use(), gpu("90") as machine:
+        cells = {pair: " ".join(str(n or "-") for n in widest(machine, *{*pair})) for pair in there}
+        yield f"| none | {' '.join(map(str, widest(machine)))} |{'  |' * (len(OPTIONS) - 1)}"
+    for name in OPTIONS:
+        line = (cells.get((other, name), "") for other in OPTIONS)
+        yield f"| {' | '.join((name, *line))} |"
+
+
+def columns() -> str:
+    """Return the head of the table."""
+    return " | ".join(("with", *OPTIONS))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    warpgroups.put("taken", columns(), rows(), PAGE)

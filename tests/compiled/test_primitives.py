@@ -191,6 +191,23 @@ KERNEL(1) k(char *x, int n) { atomicAdd((int *)(x + n), 1); }
         launch((1,), (1,), (x, np.int32(2)), 0)
 
 
+@pytest.mark.parametrize("kind", [PtxEmulator, Emulator])
+def test_edges_of_functions_that_are_one_instruction(kind: type[Emulator]) -> None:
+    source = """#include "common/device.cuh"
+KERNEL(1) k(float *x) {
+  x[0] = __saturatef(x[0]);
+  x[1] = __fdividef(1.0f, x[1]);
+  x[2] = fminf(x[2], -x[2]);
+  x[3] = fmaxf(x[3], -x[3]);
+  x[4] = fmaxf(x[0], x[4]);
+}
+"""
+    x = np.array([np.nan, -(2.0**127), 0, -0.0, np.nan], np.float32)
+    on(80, kind)().compile("k", source)((1,), (1,), (x,), 0)
+    assert x.tolist() == [0, 0, 0, 0, 0]
+    assert np.signbit(x[1:4]).tolist() == [True, True, False]
+
+
 def test_an_unknown_instruction_names_itself() -> None:
     text = ".visible .entry odd()\n{\n.reg .b32 %r<2>;\ntex.1d %r0, %r1;\nret;\n}\n"
     with pytest.raises(UnknownError, match=re.escape("PTX line 4: tex.1d %r0, %r1")):

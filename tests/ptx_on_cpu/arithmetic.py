@@ -42,15 +42,15 @@ INTEGERS = {
     "popc[.b32|.b64]": "__builtin_popcountll({x})",
     "clz[.b32|.b64]": "leading_zeros({x})",
     "brev[.b32|.b64]": "brev({x})",
-    f"bfind{WORD}": "bfind<{t}>({x}, false)",
-    f"bfind.shiftamt{WORD}": "bfind<{t}>({x}, true)",
+    "bfind[.u32|.u64]": "({x} ? width<{t}> - 1 - leading_zeros({x}) : ~0u)",
+    "bfind.shiftamt.u32": "({x} ? leading_zeros({x}) : ~0u)",
     "prmt.b32": "prmt({x}, {y}, {z})",
     "shf.l.wrap.b32": "u32(((u64({y}) << 32 | {x}) << ({z} & 31)) >> 32)",
     "shf.r.wrap.b32": "u32((u64({y}) << 32 | {x}) >> ({z} & 31))",
-    "dp4a.u32.u32": "dot<u8, u8>({x}, {y}, {z})",
-    "dp4a.s32.s32": "dot<s8, s8>({x}, {y}, {z})",
-    "dp2a.lo.u32.u32": "dot<u16, u8>({x}, {y}, {z})",
-    "dp2a.hi.u32.u32": "dot<u16, u8>({x}, {y} >> 16, {z})",
+    "dp4a.u32.u32": "__dp4a({x}, {y}, {z})",
+    "dp4a.s32.s32": "__dp4a({x}, {y}, {z})",
+    "dp2a.lo.u32.u32": "dp2a({x}, {y}, {z})",
+    "dp2a.hi.u32.u32": "dp2a({x}, {y} >> 16, {z})",
     # a number of one type as another
     f"cvt{ANY}{ANY}": "{to}({x})",
     f"cvt.sat{ANY}{ANY}": "clamped<{to}>({x})",
@@ -73,22 +73,16 @@ FLOATS = {
     f"mul{SUM}": "{x} * {y}",
     f"fma{R}[{F}[.sat|].f32|.f64|{F}.f32x2]": "__builtin_fma{s}({x}, {y}, {z})",
     f"div[{R}{BOTH}|.full{F}.f32]": "{x} / {y}",
-    f"div{APPROX}": "div_approx({x}, {y})",
+    f"div{APPROX}": "__fdividef({x}, {y})",
     f"rcp[{R}{BOTH}|{APPROX}]": "{t}(1) / {x}",
     f"sqrt[{R}{BOTH}|{APPROX}]": "sqrt({x})",
     f"min{BOTH}": "least({x}, {y})",
     f"max{BOTH}": "most({x}, {y})",
-    f"min{F}.NaN.f32": "either_nan({x}, {y}, least({x}, {y}))",
-    f"max{F}.NaN.f32": "either_nan({x}, {y}, most({x}, {y}))",
     f"neg{BOTH}": "-{x}",
     f"abs{BOTH}": "fabs({x})",
     "copysign[.f32|.f64]": "__builtin_copysign{s}({y}, {x})",
     f"ex2{APPROX}": "exp2({x})",
-    f"lg2{APPROX}": "log2({x})",
     f"rsqrt{APPROX}": "{t}(1) / sqrt({x})",
-    f"sin{APPROX}": "sin({x})",
-    f"cos{APPROX}": "cos({x})",
-    "tanh.approx.f32": "tanh({x})",
     f"cvt[{WHOLE}|]{F}[.sat|].f32.f32": "{whole}({x})",
     f"cvt{WHOLE}.f64.f64": "{whole}({x})",
     f"cvt{WHOLE}{F}{ANY}.f32": "clamped<{to}>({whole}({x}))",
@@ -133,7 +127,8 @@ def as_said(name: str, code: str) -> str:
         code = f"under<{how}>([&] {{{{ return {code}; }}}})"
     code = f"flushed({code})" if flush else code
     code = bits(
-        f"sat({code})" if "sat" in words else code, {"cvt": into, "setp": ""}.get(words[0], of)
+        f"__saturatef({code})" if "sat" in words else code,
+        {"cvt": into, "setp": ""}.get(words[0], of),
     )
     if is_pair:
         code = f"by_halves([&](u32 x, u32 y, u32 z) {{{{ return {code}; }}}}, {', '.join(names)})"

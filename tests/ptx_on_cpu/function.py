@@ -40,10 +40,8 @@ VARIABLE = re.compile(
 )
 PLACES = {"tid": "threadIdx", "ntid": "blockDim", "ctaid": "blockIdx", "nctaid": "gridDim"}
 SPECIAL = {f"%{name}.{axis}": f"{of}.{axis}" for axis in "xyz" for name, of in PLACES.items()} | {
-    "%laneid": "lane()",
     "%cluster_ctarank": "cluster_rank()",
     "%cluster_nctarank": "cluster_size()",
-    "%lanemask_lt": "((1u << lane()) - 1)",
 }
 MOVES = ("mov", "selp", "wgmma")  # what may touch a sum in flight
 

@@ -8,12 +8,9 @@ SPACES = "global shared shared::cta shared::cluster local param const"
 STRONG = "volatile relaxed acquire release mmio"
 CACHES = "ca cg cs cv lu wb wt nc L1::no_allocate L1::evict_last L1::evict_first L2::128B L2::256B"
 OWN = ".shared::cta.b64"
-TILE, F32 = ".sync.aligned.m16n8k", ".row.col.f32"
-MMA = (
-    "u32 A[] = {{y:u32*4}}, B[] = {{z:u32*2}}, C[] = {{v:u32*4}}, D[4];"
-    " mma({}, D, A, B, C, {{at}}); {{x:D*4}};"
-)
 TENSOR, BYTES = "cp.async.bulk.tensor", ".mbarrier::complete_tx::bytes"
+# Of a product: how many values of its operands a sum takes.
+STEPS = {"bf16": 16, "f16": 16, "tf32": 8, "s8": 32, "e4m3": 32, "e5m2": 32}
 MACHINE = {
     # control
     "bra[.uni|]": "goto {x:label};",
@@ -56,18 +53,12 @@ MACHINE = {
     "vote.sync.any.pred": "ballot({y:u32}, {x}, {line}) != 0",
     "vote.sync.all.pred": "ballot({y:u32}, !{x}, {line}) == 0",
     "shfl.sync.[up|down|bfly|idx].b32": (
-        "bool in; u32 got = shuffle('{words[2][0]}', {y:u32}, {z:u32}, {v:u32}, {w:u32}, in,"
-        " {line}); {x:got|in};"
+        "bool in; int from = source('{words[2][0]}', {z:u32}, {v:u32}, &in);"
+        " u32 got = shfl({w:u32}, {y:u32}, from, {line}); {x:got|in};"
     ),
     "wgmma.fence.sync.aligned": "wgmma_fence({at});",
     "wgmma.commit_group.sync.aligned": "wgmma_commit();",
     "wgmma.wait_group.sync.aligned": "wgmma_wait({x:#}, {at}); products.land({{{sums}}});",
-    f"mma{TILE}16{F32}.bf16.bf16.f32": MMA.format("BF16"),
-    f"mma{TILE}16{F32}.f16.f16.f32": MMA.format("F16"),
-    f"mma{TILE}8{F32}.tf32.tf32.f32": MMA.format("TF32"),
-    f"mma{TILE}32.row.col.s32.s8.s8.s32": MMA.format("S8"),
-    f"mma{TILE}32{F32}.e4m3.e4m3.f32": MMA.format("E4M3"),
-    f"mma{TILE}32{F32}.e5m2.e5m2.f32": MMA.format("E5M2"),
     # the machine checks the alignment of rows; an address beyond the window is nobody's
     "ldmatrix.sync.aligned.m8n8.x[2|4|4.trans].shared.b16": (
         "u32 D[4]; ldmatrix({words[4][1]}, {has[trans]}, D, {y:a16}, {at}); {x:D*{words[4][1]}};"
@@ -110,6 +101,12 @@ MACHINE = {
         "store_async(own({x:u32}, {at}), {y:u32}, own({z:u32}, {at}), rank_of({x:u32}), {at});"
     ),
 }
+for _kind, _steps in STEPS.items():
+    _sum = "s32" if _kind == "s8" else "f32"
+    MACHINE[f"mma.sync.aligned.m16n8k{_steps}.row.col.{_sum}.{_kind}.{_kind}.{_sum}"] = (
+        "u32 A[] = {y:u32*4}, B[] = {z:u32*2}, C[] = {v:u32*4}, D[4];"
+        f" mma({_kind.upper()}, D, A, B, C, {{at}}); {{x:D*4}};"
+    )
 RULES.update(spelled(MACHINE))
 ATOMICS = "add inc exch min max and or xor cas"
 
@@ -182,8 +179,7 @@ def vote(f: Function, words: Words, ops: Ops) -> str:
 @writes("wgmma.mma_async.sync.aligned")
 def wgmma(f: Function, words: Words, ops: Ops) -> str:
     names, (kind, shape) = several(ops[0]), (words[-1], words[4])
-    steps = {"bf16": 16, "f16": 16, "e4m3": 32, "e5m2": 32}[kind]
-    if words[4:] != (f"m64n{2 * len(names)}k{steps}", "f32", kind, kind):
+    if words[4:] != (f"m64n{2 * len(names)}k{STEPS[kind]}", "f32", kind, kind):
         raise UnknownError(f"accumulators, {shape} or dtypes of wgmma")
     a, b, scale, *signs = ops[1:]
     if signs[:2] != ["1", "1"]:

@@ -74,14 +74,6 @@ template <class T> inline T bfi(T a, T b, u32 at, u32 n) {
   T mask = (n &= 255) >= width<T> ? T(~T(0)) : T((T(1) << n) - 1);
   return T((b & ~shl(mask, at & 255)) | shl(T(a & mask), at & 255));
 }
-inline u32 prmt(u32 a, u32 b, u32 s) {
-  u32 r = 0;
-  for (int i = 0; i < 32; i += 8) {
-    u32 k = s >> i / 2, byte = (u64(b) << 32 | a) >> 8 * (k & 7) & 255;
-    r |= (k & 8 ? (byte >> 7) * 255 : byte) << i;
-  }
-  return r;
-}
 template <class T> inline u32 leading_zeros(T a) {
   return a ? __builtin_clzll(a) - (64 - width<T>) : width<T>;
 }
@@ -90,14 +82,7 @@ template <class T> inline T brev(T a) {
   for (u32 i = 0; i < width<T>; i++) r = r << 1 | (a >> i & 1);
   return r;
 }
-template <class T> inline u32 bfind(T x, bool shift) {  // the highest bit unlike the sign
-  u32 zeros = leading_zeros(Raw<T>(x < 0 ? ~x : x));
-  return zeros == width<T> ? ~0u : shift ? zeros : width<T> - 1 - zeros;
-}
-template <class A, class B> inline u32 dot(u32 a, u32 b, u32 c) {  // b holds bytes
-  for (u32 i = 0; i < 32 / width<A>; i++) c += u32(A(a >> i * width<A>)) * u32(B(b >> i * 8));
-  return c;
-}
+inline u32 dp2a(u32 a, u32 b, u32 c) { return c + u16(a) * u8(b) + (a >> 16) * u8(b >> 8); }
 template <class D, class T> inline D clamped(T x) {  // a number of any type, which is whole
   using Limits = std::numeric_limits<D>;
   const long double exact = x, least = Limits::min(), most = Limits::max();  // 64 bits are
@@ -119,35 +104,12 @@ template <unsigned control, class F> inline auto under(F f) {
   __builtin_ia32_ldmxcsr(before);
   return r;
 }
-inline f32 sat(f32 x) {  // by its bits, of which a comparison sees no denormal
-  s32 bits = AS(s32, x);
-  return x != x || bits < 0 ? 0 : bits < 0x3f800000 ? x : 1;
-}
 template <class T> inline T flushed(T x) { return x; }
 template <> inline f32 flushed(f32 x) {
   return AS(u32, x) & 0x7f800000 ? x : AS(f32, AS(u32, x) & 0x80000000);
 }
-inline f32 div_approx(f32 x, f32 y) {  // of a divisor beyond 2^126 the reciprocal is 0
-  return fabs(y) > 0x1p126f && !isinf(y) ? x * copysignf(0, y) : x / y;
-}
-template <class T> inline T least(T a, T b) {
-  if (a != a || b != b) return a != a ? b : a;
-  return a < b || (a == b && __builtin_signbit(a)) ? a : b;
-}
-template <class T> inline T most(T a, T b) { return -least(-a, -b); }
-inline f32 either_nan(f32 a, f32 b, f32 r) { return a != a || b != b ? __builtin_nanf("") : r; }
 template <class F> inline u64 by_halves(F f, u64 a, u64 b, u64 c = 0) {
   return f(a, b, c) | u64(f(a >> 32, b >> 32, c >> 32)) << 32;
-}
-
-// ---- warps -------------------------------------------------------------------------------------
-OWN u32 shuffle(char mode, u32 v, u32 b, u32 c, u32 mask, bool &in, WHERE) {
-  int own = lane(), seg = c >> 8 & 31, clamp = c & 31, by = b & 31;
-  int last = (own & seg) | (clamp & ~seg), first = own & seg;
-  int from = mode == 'u' ? own - by : mode == 'd' ? own + by : mode == 'b' ? own ^ by
-                                                               : first | (by & ~seg);
-  in = mode == 'u' ? from >= last : from <= last;
-  return u32(shfl(mask, v, in ? from : own, file, line));
 }
 
 // ---- accumulators of wgmma in flight: registers hold a name until the wait ------------------------

@@ -77,22 +77,28 @@ template <class T> inline T shfl_as(unsigned mask, T v, int src, const char *fil
 inline int lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & 31;
 }
+// The lane of which shfl.up, .down, .bfly or .idx reads; c has a mask of segments, and a bound.
+inline int source(char mode, int by, unsigned c, bool *in = nullptr) {
+  int own = lane(), seg = c >> 8 & 31, first = own & seg, last = first | (c & 31 & ~seg);
+  by &= 31;
+  int from = mode == 'u' ? own - by : mode == 'd' ? own + by : mode == 'b' ? own ^ by
+                                                               : first | (by & ~seg);
+  bool inside = mode == 'u' ? from >= last : from <= last;
+  if (in) *in = inside;
+  return inside ? from : own;
+}
 }  // namespace emu
 template <class T> inline T __shfl_sync(unsigned m, T v, int src, int width = 32, EMU_PLACE) {
-  int l = emu::lane();
-  return emu::shfl_as(m, v, (l & ~(width - 1)) | (src & (width - 1)), EMU_HERE);
+  return emu::shfl_as(m, v, emu::source('i', src, (32 - width) << 8 | 31), EMU_HERE);
 }
 template <class T> inline T __shfl_xor_sync(unsigned m, T v, int x, int width = 32, EMU_PLACE) {
-  int l = emu::lane(), s = l ^ x;
-  return emu::shfl_as(m, v, (s & ~(width - 1)) > (l | (width - 1)) ? l : s, EMU_HERE);
+  return emu::shfl_as(m, v, emu::source('b', x, (32 - width) << 8 | 31), EMU_HERE);
 }
 template <class T> inline T __shfl_down_sync(unsigned m, T v, unsigned d, int width = 32, EMU_PLACE) {
-  int l = emu::lane(), s = l + (int)d;
-  return emu::shfl_as(m, v, s > (l | (width - 1)) ? l : s, EMU_HERE);
+  return emu::shfl_as(m, v, emu::source('d', d, (32 - width) << 8 | 31), EMU_HERE);
 }
 template <class T> inline T __shfl_up_sync(unsigned m, T v, unsigned d, int width = 32, EMU_PLACE) {
-  int l = emu::lane(), s = l - (int)d;
-  return emu::shfl_as(m, v, s < (l & ~(width - 1)) ? l : s, EMU_HERE);
+  return emu::shfl_as(m, v, emu::source('u', d, (32 - width) << 8), EMU_HERE);
 }
 inline unsigned __ballot_sync(unsigned m, int p, EMU_PLACE) { return emu::ballot(m, p, EMU_HERE); }
 inline int __any_sync(unsigned m, int p, EMU_PLACE) { return emu::ballot(m, p, EMU_HERE) != 0; }
@@ -145,8 +151,6 @@ EMU_UNARY(floor) EMU_UNARY(ceil) EMU_UNARY(trunc) EMU_UNARY(rint) EMU_UNARY(roun
 extern "C" {
 float powf(float, float) noexcept;
 float fmodf(float, float) noexcept;
-float fmaxf(float, float) noexcept;
-float fminf(float, float) noexcept;
 float fmaf(float, float, float) noexcept;
 double fma(double, double, double) noexcept;
 float copysignf(float, float) noexcept;
@@ -181,11 +185,24 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
   return c;
 }
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
-  const uint64_t from = (uint64_t)y << 32 | x;
+namespace emu {
+inline unsigned prmt(unsigned x, unsigned y, unsigned s) {  // 8 in a digit: its sign alone
   unsigned r = 0;
-  for (int i = 0; i < 32; i += 8) r |= (unsigned)(from >> (s >> i / 2 & 7) * 8 & 255) << i;
+  for (int i = 0; i < 32; i += 8) {
+    unsigned k = s >> i / 2, byte = ((uint64_t)y << 32 | x) >> 8 * (k & 7) & 255;
+    r |= (k & 8 ? (byte >> 7) * 255 : byte) << i;
+  }
   return r;
+}
+// Of a NaN and a number the number; -0 is less than 0.
+template <class T> inline T least(T a, T b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a < b || (a == b && __builtin_signbit(a)) ? a : b;
+}
+template <class T> inline T most(T a, T b) { return -least(-a, -b); }
+}  // namespace emu
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+  return emu::prmt(x, y, s & 0x7777);
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline float __expf(float x) { return expf(x); }
@@ -195,7 +212,9 @@ inline float __log2f(float x) { return log2f(x); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
 inline float __powf(float x, float y) { return powf(x, y); }
-inline float __fdividef(float x, float y) { return x / y; }
+inline float __fdividef(float x, float y) {  // of a divisor beyond 2^126 the reciprocal is 0
+  return fabsf(y) > 0x1p126f && !isinf(y) ? x * copysignf(0, y) : x / y;
+}
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
@@ -205,13 +224,18 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 // rounded on their own: never part of a fused multiply-add
 inline float __fadd_rn(float a, float b) { a += b; asm("" : "+x"(a)); return a; }
 inline float __fmul_rn(float a, float b) { a *= b; asm("" : "+x"(a)); return a; }
-inline float __saturatef(float x) { return x < 0 ? 0 : x > 1 ? 1 : x; }
+inline float __saturatef(float x) {  // by its bits, of which a comparison sees no denormal
+  int bits = __float_as_int(x);
+  return isnan(x) || bits < 0 ? 0 : bits < 0x3f800000 ? x : 1;
+}
 inline int __float2int_rn(float x) { return (int)rintf(x); }
 #define EMU_MINMAX(T)                              \
   inline T min(T a, T b) { return b < a ? b : a; } \
   inline T max(T a, T b) { return a < b ? b : a; }
 EMU_MINMAX(int) EMU_MINMAX(unsigned) EMU_MINMAX(long) EMU_MINMAX(unsigned long)
 EMU_MINMAX(long long) EMU_MINMAX(unsigned long long)
+inline float fminf(float a, float b) { return emu::least(a, b); }
+inline float fmaxf(float a, float b) { return emu::most(a, b); }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 

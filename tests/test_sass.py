@@ -173,6 +173,7 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
     assert tile.counts["FMUL"] < 16  # scores are scaled by what subtracts their maximum
     assert tile.shapes == warpgroups.PEERS[dim].shapes
     assert all(n <= warpgroups.PEERS[dim].cycles()[pipe] for pipe, n in tile.cycles().items())
+    assert warpgroups.estimate(tile) > warpgroups.estimate(warpgroups.PEERS[dim])
     assert more == dim // 2
     if budget.read()[0]["compiler"] == budget.compiler_version():
         told = f"| `{warpgroups.KERNEL}.cu` | {dim} | "
@@ -182,6 +183,16 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
         kept = written.split("|")
         cure = "python -m tests.warpgroups --write"
         assert [own[3:11], own[13:]] == [kept[3:11], kept[13:]], cure
+
+
+@pytest.mark.parametrize("dim", [64, 128] if Sample.all else [64 << Sample.day % 2])
+def test_a_causal_tile_takes_hardly_more(dim: int) -> None:
+    """Only tiles on the diagonal are masked, where the peer masks all of them."""
+    tile, _ = warpgroups.forward(dim, causal=True)
+    peer, full = warpgroups.PEERS[dim], warpgroups.forward(dim)[0]
+    assert full.counts.total() <= tile.counts.total() <= full.counts.total() + 8
+    assert all(n <= peer.cycles()[pipe] for pipe, n in tile.cycles().items())
+    assert warpgroups.estimate(tile) > warpgroups.estimate(peer)
 
 
 @pytest.mark.parametrize("own", [0, 1], ids=["queries", "keys"])

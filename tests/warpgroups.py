@@ -146,14 +146,14 @@ def variants_back(dim: int, one_pass: bool = False) -> list[Variant]:
 
 
 @functools.cache
-def disassembled(dim: int) -> str:
+def disassembled(dim: int, causal: bool = False) -> str:
     """Return the text of the kernel for a head dim."""
-    return sass.disassembled(variant(dim))
+    return sass.disassembled(variant(dim, causal))
 
 
-def forward(dim: int) -> tuple[Tile, int]:
+def forward(dim: int, causal: bool = False) -> tuple[Tile, int]:
     """Return what its warps do for a tile."""
-    return tile_of(disassembled(dim), constants(variant(dim).launch.source))
+    return tile_of(disassembled(dim, causal), constants(variant(dim, causal).launch.source))
 
 
 @functools.cache

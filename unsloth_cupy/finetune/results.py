@@ -4,8 +4,10 @@ import math
 from typing import Any
 
 import click
+import numpy as np
 
 from ..machine import console, format_bytes
+from ..models.transformer import Transformer
 from .run_folder import RunFolder
 from .streaming import stream_text
 from .trainer import Trainer
@@ -18,8 +20,7 @@ def announce(trainer: Trainer) -> None:
     model, lessons = trainer.model, trainer.lessons
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
-    learned = sum(array.size for array in model.trainable.values())
-    adapted = f", adapters of {learned:,}" if model.adapter else ""
+    adapted = f", adapters of {_of_adapters(model):,}" if model.adapter else ""
     if lessons.told:
         click.echo(lessons.told, err=True)
     click.echo(
@@ -27,6 +28,17 @@ def announce(trainer: Trainer) -> None:
         f" learn, {lessons.asked:,} held out; {trainer.run.folder}",
         err=True,
     )
+
+
+def _of_adapters(model: Transformer) -> int:
+    """Return how many numbers are learned, in all ranks."""
+    named, division = model.trainable, model.division
+    if division is None:
+        return sum(array.size for array in named.values())
+    learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in named.items())
+    if division.stages is None:
+        return learned
+    return int(division.stages.comm.all_reduce(np.array([learned]))[0])
 
 
 def report(run: RunFolder) -> None:

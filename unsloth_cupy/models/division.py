@@ -124,6 +124,14 @@ class Division:
         size = sum(where.stop - where.start for where in found[1])
         return (*whole[: found[0]], size, *whole[found[0] + 1 :])
 
+    def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a parameter, or of one of an adapter, of which a rank has a part."""
+        found = self.cut(name, self.comm.size - 1)
+        if found is None:
+            return tuple(own)
+        axis, ranges = found
+        return (*own[:axis], max(where.stop for where in ranges), *own[axis + 1 :])
+
     def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
         """Return this rank's part of a parameter, an array or a quantized weight.
 

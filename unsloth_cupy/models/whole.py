@@ -51,15 +51,12 @@ def _listed(
     """Return the parameters of all stages, each once: stage, name, whole shape and dtype."""
     stages = division.stages
     rank = 0 if stages is None else stages.comm.rank
-    mine = []
-    for name, array in parameters.items():
-        shape, found = [*array.shape], division.cut(name)
-        if found is not None:
-            last = division.cut(name, division.comm.size - 1)
-            shape[found[0]] = max(where.stop for where in (last or found)[1])
-        mine.append([rank, name, shape, array.dtype.name])
+    mine = [
+        (rank, name, [*division.whole_shape(name, array.shape)], array.dtype.name)
+        for name, array in parameters.items()
+    ]
     if stages is None:
-        return [(0, name, shape, dtype) for _, name, shape, dtype in mine]
+        return mine
     text = "".join(json.dumps(each) + "\n" for each in mine)
     every = stages.comm.all_gather(np.frombuffer(text.encode(), np.uint8))
     listed, seen = [], set()

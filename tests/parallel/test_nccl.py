@@ -43,6 +43,8 @@ def test_ranks_exchange_what_numpy_says(ranks: int, checked: bool, hosts: bool) 
                 comm = NcclCommunicator(rank, ranks, made, timeout=30, checked=checked)
             for check in CHECKS:
                 check(comm, array)
+                if hosts:  # which exchanges numbers of NumPy, as those of a run are
+                    check(comm)
 
         in_threads(ranks, work)
 

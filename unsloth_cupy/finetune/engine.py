@@ -86,7 +86,7 @@ class Engine:
         if self.many is None:  # alone, or both are summed already
             return loss, sums
         adds = self.many.sums if self.states is None else self.states.sums
-        return float(self.alike.all_reduce(np.array(loss))[()]), adds(sums)
+        return float(self.alike.all_reduce(np.array(float(loss)))[()]), adds(sums)
 
     def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
         """Return the losses of batches, which the data ranks have shared among them."""
@@ -120,8 +120,8 @@ class Engine:
             else:
                 divided += squares(gradient, *place, shares)
         if holder is not None:
-            whole += float(self.alike.all_reduce(np.array(divided))[()])
-        total = division.comm.all_reduce(np.array(whole))
+            whole += float(self.alike.all_reduce(np.array(float(divided)))[()])
+        total = division.comm.all_reduce(np.array(float(whole)))
         if division.stages is not None:
             total = division.stages.comm.all_reduce(total)
         norm = math.sqrt(total[()]) / scaler.value

@@ -40,8 +40,9 @@ class NcclCommunicator(Exchanges):
     checked : bool
         Compare calls, shapes and dtypes among ranks before each exchange: a host waits for others.
     host : MpiCommunicator or SocketCommunicator, optional
-        The same ranks on the host.  Without it, ``all_gather``, ``barrier`` and ``checked`` ask
-        other ranks by way of the GPU, which the host waits for and no graph can hold.
+        The same ranks on the host, which exchange arrays of NumPy.  Without it, those are refused,
+        and ``all_gather``, ``barrier`` and ``checked`` ask other ranks by way of the GPU, which the
+        host waits for and no graph can hold.
 
     Raises
     ------
@@ -50,7 +51,7 @@ class NcclCommunicator(Exchanges):
     CommunicationError
         NCCL reports an error; or ranks do not agree about a call.
     FrameworkError
-        From an exchange: an array is not CuPy's.
+        From an exchange: an array is not CuPy's, nor is it NumPy's where there is a host.
     """
 
     def __init__(
@@ -125,6 +126,9 @@ class NcclCommunicator(Exchanges):
         self._overdue.watch(call)
 
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
+        if self.host is not None and not all(map(_is_on_gpu, (*given, *taken))):
+            self.host._swap(call, given, taken)
+            return
         stream = cupy().cuda.get_current_stream().ptr
         kind = self._nccl.NCCL_UINT8
         self._nccl.groupStart()
@@ -154,17 +158,28 @@ class NcclCommunicator(Exchanges):
         return rows.get()
 
     def _post(self, x: Any, to: int) -> None:
+        if self.host is not None and not _is_on_gpu(x):
+            self.host._post(x, to)
+            return
         self._swap("send", self._only(to, x), [None] * self.size)
 
     def _own(self, call: str, x: Any) -> Any:
         kind: Any = type(x)
         if not is_cupys(kind):
+            if self.host is not None:
+                return self.host._own(call, x)
             cure = "copy it to a GPU with cupy.asarray"
             raise FrameworkError(f"{call}: x is not an array of CuPy but {kind.__name__}; {cure}")
         return packed(x)
 
     def _placed(self, row: Any, like: Any) -> Any:
-        return cupy().asarray(row)
+        return cupy().asarray(row) if _is_on_gpu(like) else row
+
+
+def _is_on_gpu(array: Any) -> bool:
+    """Say whether NCCL sends an array, or nothing; the ranks on the host send those of NumPy."""
+    kind: Any = type(array)
+    return array is None or is_cupys(kind)
 
 
 def load_nccl() -> Any:

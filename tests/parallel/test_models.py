@@ -9,6 +9,7 @@ import pytest
 
 from unsloth_cupy import linear, ternary_quantize
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.results import of_adapters
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.division import Division, check_divides
 from unsloth_cupy.models.parse import parse
@@ -204,3 +205,17 @@ def test_a_rank_may_have_no_part_of_an_array(tensor: int, tmp_path: Path) -> Non
             np.testing.assert_array_equal(model.parameters[name], cut.part(array, comm.rank), name)
             empty += cut.length * comm.rank >= array.size
     assert empty
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_adapters_are_counted_whole(name: str) -> None:
+    """A run says how many numbers are learned in all ranks, which hold some of them alike."""
+    config, comm, counts = SIZES | {"model_type": name}, SingleCommunicator(), set[int]()
+    config |= {"intermediate_size": 49, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for comm.size, comm.rank in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
+        model = create(config, seed=0, communicator=comm)
+        model.add_adapter(2, seed=0)
+        counts.add(of_adapters(model))
+    whole = create(config, seed=0)
+    whole.add_adapter(2, seed=0)
+    assert counts == {sum(array.size for array in whole.trainable.values())}

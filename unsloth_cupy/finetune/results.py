@@ -20,7 +20,7 @@ def announce(trainer: Trainer) -> None:
     model, lessons = trainer.model, trainer.lessons
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
-    adapted = f", adapters of {_of_adapters(model):,}" if model.adapter else ""
+    adapted = f", adapters of {of_adapters(model):,}" if model.adapter else ""
     if lessons.told:
         click.echo(lessons.told, err=True)
     click.echo(
@@ -30,7 +30,7 @@ def announce(trainer: Trainer) -> None:
     )
 
 
-def _of_adapters(model: Transformer) -> int:
+def of_adapters(model: Transformer) -> int:
     """Return how many numbers are learned, in all ranks."""
     named, division = model.trainable, model.division
     if division is None:

@@ -42,6 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "MultiHeadAttention": {"hidden": 8, "heads": 2, "seed": 0},
     "clip_gradients": {"gradients": WEIGHTS, "max_norm": 1.0},
     "measure_gradients": {"gradients": WEIGHTS},
+    **{name: {"w": ROWS} for name in ("nf4_quantize", "ternary_quantize")},
     "plan_memory": {"config": CONFIG, "batch": 1, "tokens": 2, "dtype": "float32"},
     "models.create": {"config": CONFIG, "seed": 0},
     "models.create_adapter": {"config": None, "weights": {}, "rank": 2},
@@ -50,13 +51,14 @@ NEEDED: dict[str, dict[str, Any]] = {
         for kind in ("cosine", "linear", "constant")
     },
 }
-# Sizes of a formula: any number from 1 on, 7e9 too.
+# Sizes of a formula: any whole number from 1 on, 7e9 too.
 FORMULAS = ("estimate_", "format_bytes")
 RESULTS = ("MemoryEstimate", "MemoryPlan", "MemoryPool", "LoraLayer")  # made by the library itself
 WRONG: dict[type, tuple[Any, ...]] = {
     bool: (object(), "x", b"x", 1, 0.0, ROWS),
     int: (object(), "x", b"x", 2.5, True, ROWS, float("nan")),
     float: (object(), "x", b"x", ROWS, float("nan"), 1j, float("inf")),
+    str: (object(), b"x", ROWS, 1, True, 2.5, ["x"]),
 }
 
 
@@ -73,7 +75,8 @@ def public() -> dict[str, Any]:
         and ".ops." not in made.__module__
         and not name.endswith("Error")
     }
-    own["AttentionConfig"] = found["AttentionConfig"]  # it lies beside the ops
+    beside = ("AttentionConfig", "nf4_quantize", "ternary_quantize")  # the ops
+    own |= {name: found[name] for name in beside}
     return own | {"checkpoint": partial(unsloth_cupy.checkpoint, len)}
 
 
@@ -101,6 +104,25 @@ def test_options_are_what_their_annotations_say(
             continue  # gradients below infinity are measured and left as they are
         with pytest.raises(ConfigError, match=option):
             made(**{**NEEDED.get(name, {}), option: value})
+
+
+@pytest.mark.parametrize("name", [n for n in dir(unsloth_cupy) if n.startswith("estimate_")])
+def test_sizes_of_formulas_are_whole(name: str) -> None:
+    formula = getattr(unsloth_cupy, name)
+    sizes = [p for p in inspect.signature(formula).parameters if p != "dtype"]
+    plain = formula(**dict.fromkeys(sizes, 4))
+    assert formula(**dict.fromkeys(sizes, 4.0)) == formula(**dict.fromkeys(sizes, np.int32(4)))
+    assert repr(formula(**dict.fromkeys(sizes, 4.0))) == repr(plain)
+    for size in sizes:
+        for wrong in (1.5, 0, True, "4", None, float("nan"), ROWS):
+            with pytest.raises(ConfigError, match=size):
+                formula(**dict.fromkeys(sizes, 4) | {size: wrong})
+
+
+def test_an_adapter_of_a_plan_is_one() -> None:
+    for wrong in (1, "x", True, ROWS, [1]):
+        with pytest.raises(ConfigError, match="adapter="):
+            unsloth_cupy.plan_memory(CONFIG, batch=1, tokens=8, dtype="float32", adapter=wrong)
 
 
 def test_options_of_numpy_are_numbers() -> None:

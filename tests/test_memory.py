@@ -459,7 +459,7 @@ def test_wrong_options_are_named(change: dict[str, Any], said: str) -> None:
         plan_memory(None, batch=1, tokens=8, dtype="float32")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [0, -1, "1", None, math.nan, math.inf, [2]], ids=repr)
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "1", None, math.nan, math.inf, [2]], ids=repr)
 def test_formulas_name_what_is_no_size(size: Any) -> None:
     with pytest.raises(ConfigError, match=r"model_params=.*: pass sizes of 1 or more"):
         estimate_training_memory(size, 1, 1)

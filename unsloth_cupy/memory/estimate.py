@@ -44,9 +44,8 @@ def estimate_training_memory(
     tokens in the vocabulary.  ``plan_memory`` counts instead, given a config.
     """
     sizes = {"model_params": model_params, "batch_size": batch_size, "seq_len": seq_len}
-    itemsize = _itemsize("estimate_training_memory", dtype, **sizes)
-    rows = batch_size * seq_len
-    hidden = (model_params * 128 / 12) ** (1 / 3)
+    itemsize, model_params, *rows_of = _checked("estimate_training_memory", dtype, **sizes)
+    rows, hidden = math.prod(rows_of), (model_params * 128 / 12) ** (1 / 3)
     narrow = itemsize < FLOAT32.itemsize
     return MemoryEstimate(
         weights=model_params * itemsize,
@@ -72,9 +71,8 @@ def estimate_forward_memory(
     """
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
     sizes |= {"num_layers": num_layers, "checkpoint_every": checkpoint_every}
-    itemsize = _itemsize("estimate_forward_memory", dtype, **sizes)
-    kept = -(-num_layers // checkpoint_every)
-    return batch_size * seq_len * hidden_size * itemsize * kept
+    *factors, layers, every = _checked("estimate_forward_memory", dtype, **sizes)
+    return math.prod(factors) * -(-layers // every)
 
 
 def estimate_attention_memory(
@@ -85,8 +83,9 @@ def estimate_attention_memory(
     ``(4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize``
     """
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
-    itemsize = _itemsize("estimate_attention_memory", dtype, **sizes, num_heads=num_heads)
-    return (4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize
+    given = _checked("estimate_attention_memory", dtype, **sizes, num_heads=num_heads)
+    itemsize, batch, tokens, hidden, heads = given
+    return (4 * tokens * hidden + heads * tokens**2) * batch * itemsize
 
 
 def estimate_flash_attention_memory(
@@ -97,13 +96,14 @@ def estimate_flash_attention_memory(
     ``(4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len``
     """
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
-    itemsize = _itemsize("estimate_flash_attention_memory", dtype, **sizes, num_heads=num_heads)
-    return (4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len
+    given = _checked("estimate_flash_attention_memory", dtype, **sizes, num_heads=num_heads)
+    itemsize, batch, tokens, hidden, heads = given
+    return (4 * hidden * itemsize + 4 * heads) * batch * tokens
 
 
-def _itemsize(call: str, dtype: Any, **sizes: Any) -> int:
-    """Return the bytes of an element; raise for a dtype or for sizes that make no sense."""
+def _checked(call: str, dtype: Any, **sizes: Any) -> list[int]:
+    """Return the bytes of an element, and the sizes; raise for what makes no sense."""
     for name, size in sizes.items():
-        if not is_number(size) or not 1 <= size < math.inf:
-            raise ConfigError(f"{call}({name}={size!r}): pass sizes of 1 or more")
-    return float_dtype(call, dtype, KERNEL_DTYPES).itemsize
+        if not is_number(size) or size < 1 or size % 1:
+            raise ConfigError(f"{call}({name}={size!r}): pass sizes of 1 or more, whole numbers")
+    return [float_dtype(call, dtype, KERNEL_DTYPES).itemsize, *map(int, sizes.values())]

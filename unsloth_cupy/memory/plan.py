@@ -7,6 +7,7 @@ What trains also plans: the model, its tape and the optimizer run on arrays that
 (``planned.py``), and a ledger enters what they take and let go of.
 """
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -118,11 +119,7 @@ def plan_memory(
     ):
         if value not in known:
             raise ConfigError(f"plan_memory: {name}={value!r}; choose from {', '.join(known)}")
-    if rank is not None and adapter is not None:
-        raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
-    if quantization is not None and rank is None and adapter is None:
-        cure = "quantized weights are frozen: pass a rank too, as in rank=16"
-        raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")
+    _check_adapter(rank, adapter, quantization)
     parsed = config if isinstance(config, Config) else parse(config)
     parts = checkpoint_every
     if parts is not None and not isinstance(parts, CheckpointConfig):
@@ -162,6 +159,16 @@ def plan_memory(
             del found
             ledger.note("AdamW.step")
         return ledger.plan()
+
+
+def _check_adapter(rank: int | None, adapter: Any, quantization: str | None) -> None:
+    if rank is not None and adapter is not None:
+        raise ConfigError(f"plan_memory(rank={rank}, adapter=...): leave one of them out")
+    if adapter is not None and not hasattr(adapter, "parameters"):
+        raise ConfigError(f"plan_memory(adapter={reprlib.repr(adapter)}): pass model.adapter")
+    if quantization is not None and rank is None and adapter is None:
+        cure = "quantized weights are frozen: pass a rank too, as in rank=16"
+        raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")
 
 
 def _of_ranks(

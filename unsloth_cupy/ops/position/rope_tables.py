@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError, ShapeError
 from ...machine import check_bytes
@@ -62,8 +63,7 @@ def rope_tables(
     ShapeError
         dim is odd, or length or dim is negative.
     """
-    whole = all(isinstance(n, int | np.integer) for n in (length, dim))
-    if not whole or dim < 0 or dim % 2 or length < 0:
+    if not is_integer(length) or not is_integer(dim) or dim % 2:
         raise ShapeError(
             f"rope_tables(length={length}, dim={dim}): length must be 0 or more, and dim even:"
             " rotations turn pairs of columns",

@@ -14,9 +14,9 @@ Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits, 20
 Li, Zhang and Liu, Ternary Weight Networks, 2016 (twn).
 """
 
-import math
 from typing import Any
 
+from ...core.call import checked
 from ...core.dtypes import FLOATS, Array
 from ...core.gpu import at
 from ...errors import ConfigError, DTypeError, ShapeError
@@ -29,6 +29,7 @@ METHODS = ("absmean", "twn", "absmax", "percentile", "mean_std", "manual")
 PER = ("tensor", "row", "group")
 
 
+@checked
 def ternary_quantize(
     w: Array,
     *,
@@ -112,7 +113,7 @@ def _check_method(
         raise ConfigError(f"ternary_quantize: method={method!r}; choose from {', '.join(METHODS)}")
     if not 0 <= percentile <= 100:
         raise ConfigError(f"ternary_quantize: percentile={percentile!r}; it must be in 0 .. 100")
-    if not (math.isfinite(deviations) and deviations >= 0):
+    if deviations < 0:
         raise ConfigError(f"ternary_quantize: deviations={deviations!r}; it must be 0 or more")
     given = {"threshold": threshold, "scale": scale}
     for name, value in given.items():
@@ -120,7 +121,7 @@ def _check_method(
             continue
         if method != "manual":
             raise ConfigError(f"ternary_quantize: {name} is an option of method='manual' alone")
-        if not (math.isfinite(value) and value >= 0):
+        if value < 0:
             raise ConfigError(f"ternary_quantize: {name}={value!r}; it must be 0 or more")
     if method == "manual" and threshold is None:
         raise ConfigError("ternary_quantize: method='manual' needs a threshold; pass threshold=...")

@@ -45,7 +45,7 @@ SYNCHRONISATION = re.compile(
 STATEMENT = re.compile(
     r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|(un)?signed "
     r"|[A-Z]\w*(<.*>)? [*&]?\w+(;| =|\[|\(|\{)"
-    r"|setmaxnreg|wgmma_name|(if constexpr \(DX && DY\) )?wgmma_free)"
+    r"|setmaxnreg|wgmma_name|(if constexpr \(DX && DY( && !TURNS)?\) )?wgmma_free)"
     r"(?:[^/\n]|/(?![/*]))+;$"
 )
 

@@ -111,3 +111,35 @@ def test_beyond_float32(quantize: Make) -> None:
     except RangeError as error:
         told = str(error)
     assert "w[0, 0]" in told
+
+
+LINEARS: dict[str, Any] = {
+    "nf4_linear": lambda x, w, bias=None: uc.nf4_linear(x, uc.nf4_quantize(w), bias),
+    "ternary_linear": lambda x, w, bias=None: uc.ternary_linear(
+        x, uc.ternary_quantize(w), bias=bias
+    ),
+    "ternary_linear of int8": lambda x, w, bias=None: uc.ternary_linear(
+        x, uc.ternary_quantize(w), bias=bias, activations="int8"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_an_error_bears_the_name_of_the_call(name):
+    w, call = np.ones((64, 64), np.float32), f"^{name.split()[0]}: "
+    with pytest.raises(ShapeError, match=call):
+        LINEARS[name](w[:3, :32], w)
+    for bias in (w[0, :3], w[0, :1], w[:3], w[0, 0]):
+        with pytest.raises((ShapeError, DTypeError), match=call):
+            LINEARS[name](w[:3], w, bias)
+    with pytest.raises(DTypeError, match=call):
+        LINEARS[name](w[:3], w, np.arange(64))
+
+
+@pytest.mark.parametrize("strange", [True, "3", None, [2], np.nan])
+def test_a_change_of_codes_takes_numbers(strange):
+    made = uc.ternary_quantize(np.ones((2, 8), np.float32))
+    for change in (made.prune, lambda n: made.set(n, 0, 1), lambda n: made.set(0, 0, n)):
+        with pytest.raises(UnslothCupyError, match=r"^Ternary\.(prune|set)"):
+            change(strange)
+    assert (made.codes == 1).all()

@@ -5,12 +5,14 @@ y = x weight^T + bias
 
 import math
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
+from ...errors import UnslothCupyError
 from ..common.columns import row_sum
 from ..common.frozen import asked_of
 from ..common.gemm import gemm
@@ -68,6 +70,15 @@ def linear_backward(
     if bias is not None and "bias" in asked:
         dbias = row_sum(rows, bias.dtype)
     return dx, dweight, dbias
+
+
+def linear_as(call: str, x: Array, weight: Any, bias: Array | None) -> Array:
+    """Call ``linear`` for a function of one kind of weight, whose name an error then bears."""
+    try:
+        return linear(x, weight, bias)
+    except UnslothCupyError as error:
+        error.args = (str(error).replace("linear:", f"{call}:", 1),)
+        raise
 
 
 def flat(x: Array) -> Array:

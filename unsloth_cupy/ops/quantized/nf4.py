@@ -19,7 +19,7 @@ from ...core.gpu import at
 from ...errors import ConfigError, DTypeError
 from ...placement import placed
 from ..common import dynamic_codes
-from ..linear.linear import linear
+from ..linear.linear import linear_as
 from . import _four_bits
 from ._state import array_of, json_of, stored_shape
 from .nf4_dequantize import SCALES, double_absmax, nf4_dequantize_, sizes_of
@@ -267,11 +267,10 @@ def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
     ShapeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    codes: Any = weight
-    if not isinstance(codes, Nf4):
+    if not isinstance(weight, Nf4):
         given = f"weight is {type(weight).__name__}, not an Nf4"
         raise DTypeError(f"nf4_linear: {given}; pass nf4_quantize(weight), or call linear")
-    return linear(x, weight, bias)
+    return linear_as("nf4_linear", x, weight, bias)
 
 
 def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block: int) -> Array:

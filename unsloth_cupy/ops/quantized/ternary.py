@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...core.call import checked, is_number
 from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array, float_dtype
 from ...core.op import OPS
 from ...core.stand_in import is_planned
@@ -236,6 +237,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         return dense_part(self.planes, self.scales, self.group or WORD, rows, columns, dtype)
 
+    @checked
     def set(self, row: int, column: int, value: int) -> Self:
         """Set a code to -1, 0 or 1, in place; return the matrix."""
         rows, columns = map(range, self.shape)
@@ -257,7 +259,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
 
     def prune(self, threshold: float) -> Self:
         """Set codes to 0 where their scale is below a threshold, in place; return the matrix."""
-        if not threshold >= 0:
+        if not is_number(threshold) or not threshold >= 0:
             raise RangeError(f"Ternary.prune: threshold={threshold!r}; it must be 0 or more")
         if (low := self.scales < threshold).any():
             for part in row_blocks(*self.shape):

@@ -24,7 +24,7 @@ from ...errors import ConfigError, DTypeError, ShapeError
 from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
-from ..linear.linear import linear
+from ..linear.linear import linear_as
 from ._planes import by_row, row_blocks, row_bytes
 from .int8_quantize import launch_quantize
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
@@ -68,17 +68,13 @@ def ternary_linear(
         raise DTypeError(f"ternary_linear: {given}; pass ternary_quantize(weight), or call linear")
     if activations not in ACTIVATIONS:
         raise ConfigError(f"ternary_linear: activations={activations!r}; choose None or 'int8'")
-    if activations is None:
-        return linear(x, weight, bias)
-    if not (native([x]) or isinstance(x, Traced)):
+    if activations is not None and bias is None and (native([x]) or isinstance(x, Traced)):
+        scale, group = held.scales.astype(np.float32, copy=False), held.group or GROUP_STEP
+        return ternary_linear_forward(x, held.planes, scale, held.marks, group=group, int8=True)
+    if activations is not None:
         held = copy.copy(held)
         held.activations = activations
-        return linear(x, held, bias)
-    scale = held.scales.astype(np.float32, copy=False)
-    y = ternary_linear_forward(
-        x, held.planes, scale, held.marks, group=held.group or GROUP_STEP, int8=True
-    )
-    return y if bias is None else y + bias.astype(y.dtype, copy=False)
+    return linear_as("ternary_linear", x, held, bias)
 
 
 @op(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import unsloth_cupy
-from unsloth_cupy import errors, models
+from unsloth_cupy import errors, models, parallel
 from unsloth_cupy.core.call import option_of
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import (
@@ -58,7 +58,6 @@ WRONG: dict[type, tuple[Any, ...]] = {
     bool: (object(), "x", b"x", 1, 0.0, ROWS),
     int: (object(), "x", b"x", 2.5, True, ROWS, float("nan")),
     float: (object(), "x", b"x", ROWS, float("nan"), 1j, float("inf")),
-    str: (object(), b"x", ROWS, 1, True, 2.5, ["x"]),
 }
 
 
@@ -125,6 +124,29 @@ def test_an_adapter_of_a_plan_is_one() -> None:
             unsloth_cupy.plan_memory(CONFIG, batch=1, tokens=8, dtype="float32", adapter=wrong)
 
 
+CHOICES: dict[str, Callable[[Any], Any]] = {
+    "kind='nf4'": lambda kind: unsloth_cupy.nf4_quantize(ROWS, kind=kind),
+    "method='absmean'": lambda method: unsloth_cupy.ternary_quantize(ROWS, method=method),
+    "per='tensor'": lambda per: unsloth_cupy.ternary_quantize(ROWS, per=per),
+    "optimizer='adamw'": lambda name: unsloth_cupy.plan_memory(
+        CONFIG, batch=1, tokens=2, dtype="float32", optimizer=name
+    ),
+    "device='cpu'": lambda device: unsloth_cupy.plan_memory(
+        CONFIG, batch=1, tokens=2, dtype="float32", device=device
+    ),
+    "kind='gpipe'": lambda kind: parallel.pipeline_schedule(2, 2, kind),
+}
+
+
+@pytest.mark.parametrize("said", CHOICES)
+def test_what_is_chosen_from_is_a_name(said: str) -> None:
+    option, right = said.split("=")
+    CHOICES[said](right.strip("'"))
+    for wrong in ("x", b"x", ROWS, 1, True, None, 2.5, [right.strip("'")], {}, object()):
+        with pytest.raises(ConfigError, match=rf"(?s){option}=.*; choose from .*{right[1:-1]}"):
+            CHOICES[said](wrong)
+
+
 def test_options_of_numpy_are_numbers() -> None:
     config = unsloth_cupy.CheckpointConfig(np.bool_(True), checkpoint_every=np.int64(3))
     assert (config.enabled, type(config.checkpoint_every)) == (True, int)
@@ -164,6 +186,8 @@ def test_sizes_beyond_the_memory_are_refused_before_they_are_made(size: int) -> 
             for axis in range(5)
         ),
         lambda: models.create(CONFIG, seed=0).add_adapter(big),
+        lambda: parallel.pipeline_schedule(big, 4),
+        lambda: parallel.pipeline_schedule(4, big, "gpipe"),
     ]
     for case in cases:
         with pytest.raises((DeviceMemoryError, ConfigError)) as caught:

@@ -306,6 +306,15 @@ def test_what_is_not_finite_is_named(value: float) -> None:
             ternary_quantize(w, method=method, **options)
 
 
+def test_a_group_wider_than_the_rows_is_the_row() -> None:
+    w = weight()
+    row = ternary_quantize(w, per="row")
+    for group in (-(-w.shape[1] // 32) * 32, 2**40):
+        wide = ternary_quantize(w, per="group", group=group)
+        np.testing.assert_array_equal(wide.dequantize(), row.dequantize())
+        np.testing.assert_array_equal(wide.scales, row.scales)
+
+
 def test_wrong_weights_and_options() -> None:
     w = weight()
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [

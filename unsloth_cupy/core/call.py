@@ -53,10 +53,9 @@ class Option(NamedTuple):
 
 
 KINDS: Mapping[type[Any], tuple[str, tuple[type[Any], ...]]] = {
-    bool: ("must be True or False", (bool, np.bool_)),
-    int: ("must be an integer", (int, np.integer)),
-    float: ("must be a finite number", (float, int, np.floating, np.integer)),
-    str: ("must be a string", (str,)),
+    bool: ("True or False", (bool, np.bool_)),
+    int: ("an integer", (int, np.integer)),
+    float: ("a finite number", (float, int, np.floating, np.integer)),
 }
 
 SOURCE = """
@@ -217,7 +216,8 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     fits = isinstance(value, classes) and boolean == (kind is bool)
     if fits and (kind is not float or -math.inf < value < math.inf):
         return value.item() if isinstance(value, np.generic) else value
-    raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} {words}{' or None' * optional}")
+    words += " or None" * optional
+    raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
 
 
 def _too_many(op: str, wanted: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core.call import checked
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
-from ..errors import ConfigError
+from ..errors import ConfigError, check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan
@@ -117,8 +117,7 @@ def plan_memory(
         ("optimizer", optimizer, OPTIMIZERS),
         ("device", device, tuple(DEVICES)),
     ):
-        if value not in known:
-            raise ConfigError(f"plan_memory: {name}={value!r}; choose from {', '.join(known)}")
+        check_choice("plan_memory", name, value, known)
     _check_adapter(rank, adapter, quantization)
     parsed = config if isinstance(config, Config) else parse(config)
     parts = checkpoint_every

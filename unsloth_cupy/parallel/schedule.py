@@ -14,7 +14,8 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from ..core.call import is_integer
-from ..errors import ConfigError
+from ..errors import ConfigError, check_choice
+from ..machine import check_bytes
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -40,6 +41,7 @@ class Message(NamedTuple):
 
 
 Schedule = Sequence[Sequence[Step]]
+REFERENCE = 8  # bytes
 
 
 def pipeline_schedule(
@@ -66,13 +68,15 @@ def pipeline_schedule(
     ------
     ConfigError
         A number makes no sense; or the microbatches of interleaved are not a multiple of stages.
+    DeviceMemoryError
+        The memory of the machine does not hold so many steps.
     """
-    chunks = (2 if kind == "interleaved" else 1) if chunks is None else chunks
     call = f"pipeline_schedule({stages!r}, {microbatches!r}, {kind!r}, chunks={chunks!r})"
-    if kind not in KINDS:
-        raise ConfigError(f"{call}: {kind!r} is not a schedule; choose from {', '.join(KINDS)}")
+    check_choice(call, "kind", kind, KINDS)
+    chunks = (2 if kind == "interleaved" else 1) if chunks is None else chunks
     if not all(is_integer(size, 1) for size in (stages, microbatches, chunks)):
         raise ConfigError(f"{call}: a size is not an integer from 1 on; pass such sizes")
+    check_bytes(call, REFERENCE * 2 * stages * microbatches * chunks)
     if chunks > 1 and kind != "interleaved":
         raise ConfigError(f"{call}: {kind} is not made of chunks; choose 'interleaved'")
     if kind == "interleaved" and microbatches % stages:

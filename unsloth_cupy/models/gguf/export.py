@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, Array
-from ...errors import ConfigError
+from ...errors import ConfigError, check_choice
 from ...files import absent, check_room, path_of, written_beside
 from ...machine import format_bytes
 from ...ops.quantized.weight import Quantized
@@ -124,8 +124,7 @@ def export_gguf(
     from ._types import KINDS
 
     path = _new_file(file)
-    if kind not in KINDS:
-        raise ConfigError(f"export_gguf: kind={kind!r}; choose from {', '.join(TYPES)}")
+    check_choice("export_gguf", "kind", kind, TYPES)
     source = _source(model, tokenizer)
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
-from ...errors import ConfigError, RangeError, ShapeError
+from ...errors import ConfigError, RangeError, ShapeError, check_choice
 from ...placement import placed, to_numpy
 from ._planes import codes_of, planes_of, row_bytes
 
@@ -31,8 +31,7 @@ PARTS = ((160, 5, 32), (80, 5, 16), (16, 4, 4))  # of TQ1_0: values, those of a 
 
 def check_layout(call: str, layout: str, columns: int) -> None:
     """Raise for a layout that is unknown, or that cannot hold rows of so many columns."""
-    if layout not in LAYOUTS:
-        raise ConfigError(f"{call}: layout={layout!r}; choose from {', '.join(LAYOUTS)}")
+    check_choice(call, "layout", layout, LAYOUTS)
     if layout in BLOCK_BYTES and columns % GGUF:
         raise ShapeError(
             f"{call}: {layout} holds rows by blocks of {GGUF}; {columns} columns do not fill them",

@@ -48,7 +48,7 @@ def parts_of(
         shape = () if per == "tensor" else (rows, -(-columns // group) if per == "group" else 1)
         planes = empty((rows, 2, row_bytes(columns)), np.uint8, like=w)
         return planes, empty(shape, _wide(w), like=w), (0.0, 0.0)
-    width = group if per == "group" else max(columns, 1)
+    width = min(group, max(columns, 1)) if per == "group" else max(columns, 1)
     whole = per == "tensor"
     if method == "percentile":
         rule = Rule(1, _percentiles(w, percentile, width, whole))

@@ -16,7 +16,7 @@ from ...core.arrays import empty
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ...core.gpu import at
-from ...errors import ConfigError, DTypeError
+from ...errors import ConfigError, DTypeError, check_choice
 from ...placement import placed
 from ..common import dynamic_codes
 from ..linear.linear import linear_as
@@ -285,8 +285,7 @@ def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block
 
 
 def _check_format(call: str, block: Any, kind: Any) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f"{call}(kind={kind!r}): choose from {', '.join(KINDS)}")
+    check_choice(call, "kind", kind, KINDS)
     if block not in BLOCKS:
         raise ConfigError(f"{call}(block={block!r}): choose from {', '.join(map(str, BLOCKS))}")
 

@@ -19,7 +19,7 @@ from typing import Any
 from ...core.call import checked
 from ...core.dtypes import FLOATS, Array
 from ...core.gpu import at
-from ...errors import ConfigError, DTypeError, ShapeError
+from ...errors import ConfigError, DTypeError, ShapeError, check_choice
 from ...placement import check_library
 from ._planes import check_group
 from ._ternary_rules import parts_of
@@ -100,8 +100,7 @@ def _check(w: Any, per: str, group: int) -> None:
             expected=("outputs", "inputs"),
             actual=tuple(w.shape),
         )
-    if per not in PER:
-        raise ConfigError(f"ternary_quantize: per={per!r}; choose from {', '.join(PER)}")
+    check_choice("ternary_quantize", "per", per, PER)
     if per == "group":
         check_group("ternary_quantize", group)
 
@@ -109,8 +108,7 @@ def _check(w: Any, per: str, group: int) -> None:
 def _check_method(
     method: str, percentile: float, deviations: float, threshold: float | None, scale: float | None
 ) -> None:
-    if method not in METHODS:
-        raise ConfigError(f"ternary_quantize: method={method!r}; choose from {', '.join(METHODS)}")
+    check_choice("ternary_quantize", "method", method, METHODS)
     if not 0 <= percentile <= 100:
         raise ConfigError(f"ternary_quantize: percentile={percentile!r}; it must be in 0 .. 100")
     if deviations < 0:

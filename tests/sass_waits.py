@@ -1,16 +1,20 @@
 """That a compiled kernel waits for what it copies before it reads it, on every path of its SASS.
 
-    unwaited(text)      the reads to which a path leads that waits for no copy
+    unwaited(text)        the reads to which a path leads that waits for no copy
+    waited_in_sass(text)  how many waits stand before what warpgroups do, which PTX says too
 
 Two branches by one predicate, or by one comparison of what nothing writes in between, go one way.
 A walk along the paths keeps of what is known only what a later branch may ask.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
+
+from .compiled.uniform import lines
+from .ptx import Compiled, functions
 
 # What copies into shared memory; what asks for a new copy; what waits for one; what reads it.
 WAYS = {
@@ -362,3 +366,78 @@ def leaves(step: Step) -> int:
     """Return how many groups of cp.async a wait leaves on their way; of others -1."""
     found = re.fullmatch(r"SB0, (0x\w+)\s*", step.operands)
     return int(found[1], 16) if found and step.name == "DEPBAR.LE" else -1
+
+
+# ---- as PTX has them ----------------------------------------------------------------------------
+# What comes behind waits, and waits, of warpgroups: as SASS has them, and as PTX has.
+BEHIND = {
+    r"HGMMA": r"wgmma\.mma_async",
+    r"UTMALDG": r"cp\.async\.bulk\.tensor",
+    r"SYNCS\.ARRIVE": r"mbarrier\.arrive",
+    r"UTMAREDG|UBLKRED": r"cp\.reduce\.async\.bulk",
+}
+BEFORE = {
+    r"SYNCS\.PHASECHK": r"mbarrier\.try_wait",
+    r"WARPGROUP\.DEPBAR": r"wgmma\.wait_group",
+}
+ALONE = r"U"  # TMA is told by a loop over the lanes that ask for it, which PTX does not have
+Waits = dict[str, list[tuple[int, ...]]]
+
+
+def passed(follow: Sequence[Sequence[int]], starts: Iterable[int], waits: int) -> list[int]:
+    """Return which waits, as bits, every path from some instructions to each one has passed.
+
+    Where no path leads, all bits are set.
+    """
+    into, left = [-1] * len(follow), [*starts]
+    for number in left:
+        into[number] = 0
+    while left:
+        number = left.pop()
+        behind = into[number] | (waits & 1 << number)
+        for to in follow[number]:
+            if into[to] & ~behind:
+                into[to] &= behind
+                left.append(to)
+    return into
+
+
+def waited(names: Sequence[str], follow: Sequence[Sequence[int]], language: int) -> Waits:
+    """Return how many waits of each kind come before a product, a copy or an arrival.
+
+    On every path since the kernel's begin; and since that instruction itself, but for TMA's, -1
+    where no loop leads back to it.  Language is 0 for SASS, 1 for PTX.
+    """
+
+    def bits(pattern: str) -> int:
+        return sum(1 << n for n, name in enumerate(names) if re.match(pattern, name))
+
+    kinds = [bits(pair[language]) for pair in BEFORE.items()]
+    first = passed(follow, [0], sum(kinds))
+
+    def counts(number: int, alone: bool) -> tuple[int, ...]:
+        ways = [first[number]]
+        ways += [] if alone else [passed(follow, follow[number], sum(kinds))[number]]
+        return tuple((w & kind).bit_count() if w >= 0 else -1 for w in ways for kind in kinds)
+
+    return {
+        pair[0]: sorted(
+            counts(number, re.match(ALONE, pair[0]) is not None)
+            for number, name in enumerate(names)
+            if re.match(pair[language], name) and first[number] >= 0
+        )
+        for pair in BEHIND.items()
+    }
+
+
+def waited_in_sass(text: str) -> Waits:
+    """Return what ``waited`` says of a text of nvdisasm."""
+    steps = Kernel.of(text).steps
+    return waited([step.name for step in steps], [step.follow for step in steps], 0)
+
+
+def waited_in_ptx(made: Compiled) -> Waits:
+    """Return what ``waited`` says of a kernel's PTX."""
+    body = next(body for body in functions(made.text)[1] if body.name == made.entry)
+    several = lines(body)
+    return waited([".".join(line.words) for line in several], [x.follow for x in several], 1)

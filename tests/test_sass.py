@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from . import budget, warpgroups
+from .ptx import ptx
 from .sample import Sample
 from .sass import (
     PRODUCT,
@@ -22,7 +23,7 @@ from .sass import (
     rows,
     whole,
 )
-from .sass_waits import unwaited
+from .sass_waits import BEFORE, unwaited, waited_in_ptx, waited_in_sass
 from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel
 
 if (reason := budget.missing()) is not None:
@@ -327,6 +328,33 @@ def test_a_wait_of_a_kernel_is_needed() -> None:
     waits = [found.span() for found in re.finditer(r"DEPBAR\.LE SB0, 0x\w+", text)]
     found = [unwaited(f"{text[:begin]}NOP{text[end:]}") for begin, end in waits]
     assert [bool(reads) for reads in found] == [True, True, False]
+
+
+WARPGROUP_KERNELS = [kernel for kernel in declared() if kernel.endswith("_sm90")]
+
+
+@pytest.mark.parametrize("kernel", WARPGROUP_KERNELS)
+def test_warpgroups_wait_in_sass_as_in_ptx(kernel: str) -> None:
+    """As often on every path, before a product, a copy or an arrival, and around a loop."""
+    several = of_kernel(kernel, "90")
+    for variant in several if Sample.all else [several[Sample.day % len(several)]]:
+        asked = waited_in_ptx(ptx(variant.launch.source, kernel, "90a"))
+        assert waited_in_sass(disassembled(variant)) == asked, variant
+        products = [line for line in asked["HGMMA"] if line[0] == 0]
+        assert not products, f"{variant}: a product comes before all waits"
+
+
+@pytest.mark.parametrize("kernel", [k for k in WARPGROUP_KERNELS if "dq" not in k])
+def test_every_wait_of_warpgroups_is_needed(kernel: str) -> None:
+    """Without any of them, but for the second try of one, SASS differs or is refused."""
+    text = disassembled(of_kernel(kernel, "90")[0])
+    asked = waited_in_sass(text)
+    waits = [[*re.finditer(f"{pattern}[^;]*", text)] for pattern in BEFORE]
+    first = waits[0][: len(waits[0]) // 2]  # second tries stand behind the end
+    assert min(len(first), len(waits[1])) > 3
+    for found in Sample.one_in(3, (*first, *waits[1])):
+        without = f"{text[: found.start()]}NOP{text[found.end() :]}"
+        assert waited_in_sass(without) != asked or unwaited(without, kernel in AHEAD), found
 
 
 NEXT = """

@@ -1,6 +1,5 @@
 """What can go wrong, by name; every message shows the call and the cure."""
 
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -81,9 +80,3 @@ class CommunicationError(UnslothCupyError, RuntimeError):
     def __init__(self, message: str = "", *, rank: int | None = None, told: bool = False) -> None:
         super().__init__(message)
         self.rank, self.told = rank, told
-
-
-def check_choice(call: str, name: str, value: Any, known: Iterable[str]) -> None:
-    """Raise a ConfigError unless an option is one of the names that are known."""
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"{call}: {name}={value!r}; choose from {', '.join(known)}")

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..core.call import checked
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
-from ..errors import ConfigError, check_choice
+from ..errors import ConfigError
+from ..ops.common.choices import check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan

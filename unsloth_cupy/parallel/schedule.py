@@ -14,8 +14,9 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from ..core.call import is_integer
-from ..errors import ConfigError, check_choice
+from ..errors import ConfigError
 from ..machine import check_bytes
+from ..ops.common.choices import check_choice
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, Array
-from ...errors import ConfigError, check_choice
+from ...errors import ConfigError
 from ...files import absent, check_room, path_of, written_beside
 from ...machine import format_bytes
+from ...ops.common.choices import check_choice
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapter import Adapter

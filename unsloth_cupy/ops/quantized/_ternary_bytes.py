@@ -18,8 +18,9 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
-from ...errors import ConfigError, RangeError, ShapeError, check_choice
+from ...errors import ConfigError, RangeError, ShapeError
 from ...placement import placed, to_numpy
+from ..common.choices import check_choice
 from ._planes import codes_of, planes_of, row_bytes
 
 GGUF = 256  # columns of a block

@@ -16,9 +16,10 @@ from ...core.arrays import empty
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ...core.gpu import at
-from ...errors import ConfigError, DTypeError, check_choice
+from ...errors import ConfigError, DTypeError
 from ...placement import placed
 from ..common import dynamic_codes
+from ..common.choices import check_choice
 from ..linear.linear import linear_as
 from . import _four_bits
 from ._state import array_of, json_of, stored_shape

@@ -19,8 +19,9 @@ from typing import Any
 from ...core.call import checked
 from ...core.dtypes import FLOATS, Array
 from ...core.gpu import at
-from ...errors import ConfigError, DTypeError, ShapeError, check_choice
+from ...errors import ConfigError, DTypeError, ShapeError
 from ...placement import check_library
+from ..common.choices import check_choice
 from ._planes import check_group
 from ._ternary_rules import parts_of
 from .ternary import Ternary

@@ -326,18 +326,15 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 from[half] = 0;
             }
         };
-        auto read_stats = [&](int stage) {
+        auto begin = [&] {  // products of dout and v are added to -delta
             if constexpr (BY_KEYS)
 #pragma unroll
                 for (int n = 0; n < PARTS; n++) {
                     const float4 both = reinterpret_cast<const float4 *>(
-                        memory + STATS_AT + stage * STAT_BYTES)[n * 4 + lane % 4];
+                        memory + STATS_AT + at.stage * STAT_BYTES)[n * 4 + lane % 4];
                     known.read(n, 0, {both.x, both.y});
                     known.read(n, 1, {both.z, both.w});
                 }
-        };
-        auto begin = [&] {  // products of dout and v are added to -delta
-            read_stats(at.stage);
             if constexpr (DX) {
 #pragma unroll
                 for (int i = 0; i < TILE / 2; i++) g[i] = -known.of(i).delta;
@@ -396,8 +393,6 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             job_phase ^= 1;
             mbarrier_wait(&barriers.full[at.stage], at.phase);
             int stage;
-            if constexpr (DX) wgmma_name(sum_x);
-            if constexpr (DY) wgmma_name(sum_y);
             begin();
             ask_scores();
             if constexpr (DX) ask_gradients();
@@ -416,7 +411,6 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 } else {
                     scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, false);
                 }
-                if constexpr (TURNS) read_stats(stage);  // again: registers are full until here
 #pragma unroll
                 for (int i = 0; i < TILE / 2; i++)
                     s[i] = probability(s[i], scores.unit, known.of(i));
@@ -473,9 +467,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             const int row = top + half * 8 + lane / 4;
             const long long to = (first_own + row) * row_heads + job.head;
             if constexpr (DX)
-                put_row_of_lanes<DIM>(dx + to * DIM, sum_x, half, work.call.scale, row < rows);
+                put_row_of_lanes(dx + to * DIM, sum_x, half, work.call.scale, row < rows, DIM);
             if constexpr (DY)
-                put_row_of_lanes<VALUE_DIM>(dy + to * VALUE_DIM, sum_y, half, 1.0f, row < rows);
+                put_row_of_lanes(dy + to * VALUE_DIM, sum_y, half, 1.0f, row < rows, VALUE_DIM);
         }
     }
 }

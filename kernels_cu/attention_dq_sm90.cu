@@ -41,10 +41,9 @@ KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__res
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int own = threadIdx.x % 128 / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
-        T *const to = dq + ((first + own) * heads + head) * DIM;
-        if (half_of == 0)
-            put_row_of_lanes<COLUMNS>(to, part, half, scale, own < real);
-        else
-            put_row_of_lanes<DIM - COLUMNS>(to + COLUMNS, part, half, scale, own < real);
+        const long long at = ((first + own) * heads + head) * (DIM / 8) + half_of * (COLUMNS / 8);
+        T *const to = reinterpret_cast<T *>(reinterpret_cast<uint4 *>(dq) + at);  // see vector.cuh
+        put_row_of_lanes(to, part, half, scale, own < real,
+                         half_of == 0 ? COLUMNS : DIM - COLUMNS);
     }
 }

@@ -140,7 +140,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     while (jobs.next(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         const Tiles tiles(scores, job);
-        const int first_row = job.first_row + group * 64, top_row = first_row + warp % 4 * 16;
+        const int top_row = job.first_row + warp * 16, first_row = top_row & ~63;
 
         float o[COLUMNS / 2] = {}, s[TILE / 2], steep[1][PARTS][4];
         uint32_t p[STEPS][4];
@@ -150,7 +150,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         auto shift = [&](int half) { return shift_of(top[half], scores.unit); };
         // Turn products into probabilities; `moved` where sums so far shrink `by`.
         auto soften = [&](int tile, bool edge) {
-            scores.score<false>(parts_of(s), steep, job.head, top_row, tile * TILE, edge);
+            scores.score<false, LEFT>(parts_of(s), steep, job.head, top_row, tile * TILE, edge);
             const float before[2] = {top[0], top[1]};
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -217,19 +217,15 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 soften(tile, edge);
                 wgmma_name(s);
             };
-            // tiles whole_from .. whole_to have no pair that is hidden
-            const int stop = RIGHT ? min(scores.length, first_row + scores.high + 1) : scores.length;
+            // tiles whole_from .. whole_to have no pair that is hidden; lengths end in the last
+            const int stop = RIGHT ? first_row + scores.high + 1 : scores.length;
             const int whole_to = stop / TILE - 1;
-            const int start = LEFT ? max(0, first_row + 63 + scores.low) : 0;
-            const int whole_from = (start + TILE - 1) / TILE;
+            const int whole_from = LEFT ? (first_row + 63 + scores.low + TILE - 1) / TILE : 0;
             tile = tiles.next(scores, job, tile);
             for (; tile >= tiles.first && tile > whole_to; tile = tiles.next(scores, job, tile))
                 take(tile, true);
-            for (; tile >= tiles.first && tile >= whole_from;
-                 tile = tiles.next(scores, job, tile))
-                take(tile, false);
-            if constexpr (LEFT)
-                for (; tile >= tiles.first; tile = tiles.next(scores, job, tile)) take(tile, true);
+            for (; tile >= tiles.first; tile = tiles.next(scores, job, tile))
+                take(tile, LEFT && tile < whole_from);
             release(&barriers.queries_empty);
             job_phase ^= 1;
 
@@ -240,21 +236,22 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             release(&barriers.values_empty[of.stage]);
         }
 
+        if constexpr (VARLEN) job = jobs.again(job);
         const long long query = VARLEN ? job.first_query : (long long)job.batch * job.queries;
         T *const to = out + (query * heads + job.head) * VALUE_DIM;
         float *const to_lse = lse + (VARLEN ? query : query * heads) +
                               (long long)job.head * options.queries;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = top_row + half * 8 + lane / 4;
+            const int row = job.first_row + warp * 16 + half * 8 + lane / 4;
             float total = quad_sum(sum[half]), most = __fmul_rn(top[half], scores.unit);
             float share = 1;
             if (sinks != nullptr) share = add_sink(most, total, (float)sinks[job.head] * LOG2E);
             const bool there = row < job.queries;
             if (there && lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
             share = total == 0 ? 0 : share / total;
-            put_row_of_lanes<VALUE_DIM>(to + (long long)row * heads * VALUE_DIM, o, half, share,
-                                        there);
+            put_row_of_lanes(to + (long long)row * heads * VALUE_DIM, o, half, share, there,
+                             VALUE_DIM);
         }
     }
     if (group == 0) named_barrier_sync(1, 256);  // the turn that nobody takes any more

@@ -96,8 +96,9 @@ struct Scores : Options, Operands {
     }
 
     // Turn products into scores; `edge` where some pair may be hidden.  With SOFTCAP, steep
-    // becomes the derivative of the capped score by the score.
-    template <bool BY_KEYS, int M, int N>
+    // becomes the derivative of the capped score by the score.  FROM_LANE: bounds are counted from
+    // a lane's first column, and compared with constants: columns of their own would be spilled.
+    template <bool BY_KEYS, bool FROM_LANE = false, int M, int N>
     __device__ __forceinline__ void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head,
                                           int row, int column, bool edge) const {
         const int lane = threadIdx.x % 32;
@@ -121,11 +122,12 @@ struct Scores : Options, Operands {
                 last = length - 1;
                 if constexpr (RIGHT) last = min(last, own + high);
             }
+            if constexpr (FROM_LANE) first -= column, last -= column;
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const int other = column + n * 8 + e;
+                    const int other = (FROM_LANE ? 0 : column) + n * 8 + e;
                     if (other > last || (BEFORE && other < first))
                         s[m][n][half * 2 + e] = NO_SCORE;
                 }

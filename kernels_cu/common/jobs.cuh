@@ -28,7 +28,7 @@ __device__ __forceinline__ int turn_of(int round) {
 
 // ROWS queries of a head or, BY_KEYS, ROWS keys; the sequence that they are of.
 struct Job {
-    int head, batch, first_row, queries, keys, first_query, first_key;
+    int head, batch, first_row, queries, keys, first_query, first_key, index;
     bool there;
 };
 template <int ROWS, bool BY_KEYS>
@@ -43,7 +43,7 @@ __device__ __forceinline__ Job job_of(int index, const Order &order, const Optio
     const int head = first_head + own % heads;
     const int of_batch = BY_KEYS ? options.kv_heads : options.heads;
     Job job{head % of_batch, head / of_batch, row_block * ROWS, options.queries, options.keys,
-            0,               0,               true};
+            0,               0,               index, true};
     if constexpr (VARLEN) {
         const Segment found =
             BY_KEYS ? segment<ROWS>(key_lengths, options.sequences, options.keys, row_block)
@@ -79,6 +79,11 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
     }
     __device__ __forceinline__ bool next(Job &job) {
         return next(job, [&] { return turn_of(round++); });
+    }
+    // The same job, found once more: what is known of it fills no registers in between.
+    __device__ __forceinline__ Job again(const Job &job) const {
+        const int index = (int)opaque((uint32_t)job.index);
+        return job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
     }
 };
 

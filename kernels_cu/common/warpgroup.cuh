@@ -135,12 +135,12 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&f
     wgmma_name(to);
 }
 
-// Write USED columns of one row of 16 bits, as put_row does, where it is `there`: 16 bytes a lane.
+// Write the columns of one row of 16 bits, `used` of them, where it is `there`: 16 bytes a lane.
 // Four lanes have two columns each of every eight: they swap until each has all of its own eight.
-template <int USED, class E, int R>
+template <class E, int R>
 __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int half, float share,
-                                                 bool there) {
-    static_assert(R % 16 == 0 && USED % 8 == 0 && sizeof(E) == 2);
+                                                 bool there, int used) {
+    static_assert(R % 16 == 0 && sizeof(E) == 2);
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int first = 0; first < R / 4; first += 4) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
                     (upper ? low : high) = got;
                 }
         const int column = (first + lane) * 8;
-        if (there && column < USED)
+        if (there && column < used)
             *reinterpret_cast<uint4 *>(to + column) = {words[0], words[1], words[2], words[3]};
     }
 }

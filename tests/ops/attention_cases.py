@@ -14,7 +14,6 @@ EVERY = LEFT | {"causal": True, "softcap": 50.0, "dropout": 0.1, "seed": 1}
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
 KB = 1024
 LEAST = np.finfo(np.float32).tiny / np.finfo(np.float32).eps
-QK = ("q", "k", "k_pages")
 BUDGETS = [48 * KB, 64 * KB, 99 * KB, 163 * KB, 227 * KB]  # of a block: sm_75 .. sm_120
 
 
@@ -70,24 +69,35 @@ def beyond_denormals(found: Arrays, exact: Arrays) -> Arrays:
     return {name: a for name, a in found.items() if not 0 < _size(exact[name]) < LEAST}
 
 
-def orders(call: Call) -> Iterator[tuple[np.ndarray, Call]]:
-    """Yield some orders of q's columns, and the call in each.
+def orders(call: Call) -> Iterator[tuple[Call, np.ndarray, np.ndarray]]:
+    """Yield the call with columns of q and k, and of v, in some orders, and these two.
 
-    The order of columns means nothing, but where scores are large it decides what rounding costs:
-    one order alone would ask a kernel for the luck of BLAS.
+    The order of columns means nothing, but where scores are large, or where dout v and dout out
+    cancel, it decides what rounding costs: one order alone would ask a kernel for the luck of BLAS.
     """
-    columns = call.arrays["q"].shape[-1]
+    values_of = next(call.arrays[name] for name in ("v", "v_pages") if name in call.arrays)
+    sizes = call.arrays["q"].shape[-1], values_of.shape[-1]
     for seed in range(32):
-        order = np.random.default_rng(seed).permutation(columns) if seed else np.arange(columns)
-        moved = {
-            n: np.ascontiguousarray(call.arrays[n][..., order]) for n in call.arrays if n in QK
-        }
-        yield order, call._replace(arrays=call.arrays | moved)
+        rng = np.random.default_rng(seed)
+        own, values = (rng.permutation(size) if seed else np.arange(size) for size in sizes)
+        by = dict.fromkeys(("q", "k", "k_pages"), own) | dict.fromkeys(("v", "v_pages"), values)
+        yield call._replace(arrays=call.arrays | _ordered(call.arrays, by)), own, values
+
+
+def _ordered(arrays: Arrays, by: dict[str, np.ndarray]) -> Arrays:
+    """Return arrays of these names with their columns in an order."""
+    return {n: np.ascontiguousarray(arrays[n][..., by[n]]) for n in by if n in arrays}
 
 
 def worst_plain(call: Call, exact: Arrays) -> Arrays:
     """Return, of each output, the worst that plain computation makes in any order of columns."""
-    return _worst((outputs_of(moved) for _, moved in orders(call)), exact)
+
+    def results() -> Iterator[Arrays]:
+        for moved, _, values in orders(call):
+            found = outputs_of(moved)
+            yield found | _ordered(found, {"out": np.argsort(values)})
+
+    return _worst(results(), exact)
 
 
 def worst_gradients(call: Call, made: Arrays, seeds: Arrays, exact: Arrays) -> Arrays:
@@ -98,10 +108,11 @@ def worst_gradients(call: Call, made: Arrays, seeds: Arrays, exact: Arrays) -> A
     """
 
     def gradients() -> Iterator[Arrays]:
-        for order, moved in orders(call):
-            found = outputs_of(moved.backward(made, seeds))
-            back = np.argsort(order)
-            yield found | {name: found[name][..., back] for name in ("dq", "dk")}
+        for moved, own, values in orders(call):
+            given = ({**a, **_ordered(a, {n: values})} for a, n in ((made, "out"), (seeds, "dout")))
+            found = outputs_of(moved.backward(*given))
+            back = {"dq": np.argsort(own), "dk": np.argsort(own), "dv": np.argsort(values)}
+            yield found | _ordered(found, back)
 
     return _worst(gradients(), exact)
 

@@ -28,6 +28,7 @@ from .test_attention_hopper import (
     APART,
     GROUPS,
     LONG,
+    MANY,
     NARROW,
     PAIR,
     SMALL,
@@ -38,6 +39,7 @@ from .test_attention_hopper import (
     common_cases,
 )
 from .test_attention_hopper import TestBeyondTheLengths as BeyondTheLengths
+from .test_attention_hopper import TestTilesAreLeftOut as TilesAreLeftOut
 
 __all__ = ["_asked_for"]
 KERNEL = "attention_backward_sm90"
@@ -162,7 +164,7 @@ class TestPackedInOnePass(InOnePass):
     """Sequences end to end, of which some have no queries."""
 
     op = "attention_varlen_forward"
-    cases = (TestPacked.cases[0],)
+    cases = (TestPacked.cases[0], MANY)
 
 
 class TestBeyondTheLengths(BeyondTheLengths):
@@ -178,6 +180,21 @@ class TestBeyondTheLengths(BeyondTheLengths):
         lengths = {"key_lengths": self.lengths}
         out, lse = attention_forward(q, k, v, **lengths)
         return lambda: attention_backward(out, q, k, v, out, lse, **lengths)[:3]
+
+
+class TestTilesAreLeftOut(TilesAreLeftOut):
+    """The same of gradients: what owns keys, what owns queries, and both in one pass."""
+
+    tokens = 256
+
+    def judge(self, *arrays: np.ndarray) -> None:
+        given, (by_key, by_query, _) = self.hidden(), CHANGED[self.dim]
+        for one, own in ((False, (by_key, by_query)), (True, (ONE_PASS[self.dim],))):
+            given |= {"softcap": None if one else 9.0}  # narrow tiles
+            made = attention_forward(*arrays, **given)
+            back = partial(attention_backward, made[0], *arrays, *made, **given)
+            with launches(one):
+                assert self.brought(back) == sum(self.bytes_of(each, 2) for each in own)
 
 
 class TestBetweenSequences(KernelAlone):

@@ -15,7 +15,7 @@ from unsloth_cupy.ops.attention._options import ANY, CAUSAL, HIDING
 from unsloth_cupy.ops.attention._tiles import FORWARD, OWN, Start, fitting, resolve
 
 from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator
+from ..parity import Case, KernelAlone, KernelParity, _compare_kernels, emulator, launched
 from ..stand_in import LIMITS, gpu
 from .attention_cases import (
     AFAR,
@@ -110,19 +110,43 @@ class TestOneStage(KernelParity):
 
 
 class TestStartOfPython(KernelAlone):
-    """An int says where all queries start, as an array of it does."""
+    """An int says where all queries start, as an array of it does, or one for each batch."""
 
-    op = "attention_forward"
+    op, queries, dim = "attention_forward", 5, 8
     cases = (Case("causal"),)
 
     def prove(self, case: Case, dtype: Any) -> None:
         rng = np.random.default_rng(0)
-        q, k = (rng.standard_normal((2, tokens, 2, 8)).astype(dtype) for tokens in (5, 90))
-        with emulator():
-            number = attention_forward(q, k, k, causal=True, query_start=40)
-            array = attention_forward(q, k, k, causal=True, query_start=np.array([40, 40]))
-        for found, same in zip(number, array, strict=True):
-            assert found.tobytes() == same.tobytes()
+        q, k = (rng.standard_normal((2, n, 2, self.dim)).astype(dtype) for n in (self.queries, 90))
+        found = []
+        for start in (40, np.array(40), np.array([40, 40])):
+            options: dict[str, Any] = {"causal": True, "query_start": start}
+            with emulator():
+                made = attention_forward(q, k, k, **options)
+                found.append([*made, *attention_backward(q, q, k, k, *made, **options)[:3]])
+        for each in zip(*found, strict=True):
+            assert len({array.tobytes() for array in each}) == 1
+
+
+class TestLengthsThatAreNone(KernelAlone):
+    """On a GPU nobody reads them first: a batch has no fewer keys than 0, and no more than all."""
+
+    op, queries, dim = "attention_forward", 5, 8
+    cases = (Case("beyond 32 bits"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((2, n, 2, self.dim)).astype(dtype) for n in (self.queries, 90))
+        found = []
+        for lengths in (np.array([0, 90]), np.array([70 - 2**32, 2**32 + 5])):
+            with emulator():
+                made = launched("attention_forward", q, k, k, key_lengths=lengths)
+                given = q, q, k, k, *made
+                back = launched("attention_backward", *given, key_lengths=lengths)
+            found.append([*made, *back[:3]])
+        for real, same in zip(*found, strict=True):
+            assert real.tobytes() == same.tobytes()
+            assert not np.isnan(same.astype(np.float32)).any()
 
 
 class TestWarpsLeaveTilesOut(KernelAlone):

@@ -13,19 +13,27 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
 from unsloth_cupy.ops.attention import _hopper, _warpgroups
 from unsloth_cupy.ops.attention._hopper import CHANGED, TABLE
+from unsloth_cupy.ops.attention._warpgroups import Warpgroups
 
 from ..cuda_on_cpu import Emulator
+from ..cuda_on_cpu.traffic import counted
 from ..parity import (
     Case,
     KernelAlone,
     KernelParity,
     _compare_kernels,
     emulator,
+    launched,
     outputs_of,
     within_rule,
 )
 from ..stand_in import LIMITS, gpu
-from .attention_cases import GROUPED, all_options, hides, some_sinks, tiles
+from .attention_cases import AFAR, GROUPED, all_options, hides, some_sinks, tiles
+from .test_attention_forward import TestLengthsThatAreNone as LengthsThatAreNone
+from .test_attention_forward import TestStartOfPython as StartOfPython
+from .test_attention_varlen import NO_OFFSETS, alone
+from .test_attention_varlen import TestNothingIsReadPastASequence as NothingIsReadPastASequence
+from .test_attention_varlen import TestSequencesLongerThanTheirMasks as LongerThanTheirMasks
 
 GROUPS = (300, 10), (130, 5)  # tokens and heads of queries, of keys
 NARROW = tuple(dtype for dtype in KERNEL_DTYPES if dtype.itemsize == 2)
@@ -95,16 +103,29 @@ def common_cases(value_dims: tuple[int, int], *more: Case) -> tuple[Case, ...]:
             **GROUPED | {"queries": 64, "keys": 140, "dim": 96, "value_dim": some},
             arrays={"key_lengths": [140, 97], "sinks": some_sinks},
         ),
+        Case("causal, from the last key", **SMALL, arrays={"key_lengths": [72, 90]}, causal=True),
         Case("no key but a sink", **SMALL, arrays={"key_lengths": [0, 64], "sinks": some_sinks}),
-        Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large}),
+        Case("large scores", **SMALL | {"heads": 2}, arrays={"q": large, "sinks": [-200.0, 200.0]}),
+        Case("alibi from afar", **SMALL, arrays=AFAR, causal=True),
         Case("starts", **SMALL, window=(20, None), causal=True, arrays={"query_start": [60, -5]}),
+        Case(
+            "edges that some rows of a whole tile cross: the last ones, or the first",
+            **SMALL | {"queries": 64, "keys": 128},
+            window=(127, None),
+            causal=True,
+            arrays={"query_start": [127, 64]},
+        ),
         Case(
             "tiles",
             **SMALL | {"queries": 140, "keys": 300, "dim": 128, "value_dim": few},
             arrays={"block_mask": [[[[True, False, True], [False, True, False]]]]},
             causal=True,
         ),
-        Case("by key", **SMALL, arrays={"bias": hides(90), "mask": tiles(90)}),
+        Case(
+            "a bias by key, a mask by query",
+            **SMALL,
+            arrays={"bias": hides(90), "mask": tiles(70, 1)},
+        ),
         all_options(SMALL | {"dim": 72}),
         *more,
     )
@@ -114,6 +135,15 @@ class TestForward(OnWarpgroups):
     cases = common_cases(
         (192, 200),
         Case("full, rings that come round", **PAIR, queries=129, keys=650, dim=128, value_dim=128),
+        Case(
+            "a window of several tiles",
+            **PAIR,
+            queries=200,
+            keys=400,
+            dim=64,
+            value_dim=64,
+            window=(330, 20),
+        ),
         Case("wide", **PAIR, queries=65, keys=150, dim=256, value_dim=248, causal=True),
         Case("wide, capped", **PAIR, queries=64, keys=70, dim=200, value_dim=64, softcap=3.0),
         Case("tiles of 96 keys", **PAIR, queries=65, keys=200, dim=136, value_dim=160, causal=True),
@@ -122,6 +152,7 @@ class TestForward(OnWarpgroups):
 
 LONG = {"heads": 4, "kv_heads": 2, "tokens": 150, "key_tokens": 200, "dim": 64, "value_dim": 64}
 APART = {"q_offsets": [0, 11, 11, 150], "k_offsets": [0, 189, 189, 200]}
+MANY = Case("many sequences", **LONG | {"key_tokens": 75}, arrays=alone(70))
 
 
 class TestPacked(OnWarpgroups):
@@ -141,7 +172,35 @@ class TestPacked(OnWarpgroups):
             arrays=APART | {"block_mask": tiles(3, 4, 2, 2)},
             softcap=3.0,
         ),
+        MANY,
     )
+
+
+class Both(KernelAlone):
+    """What another module holds of a call and its gradient, held of kernels on warpgroups."""
+
+    queries = dim = 64
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        if dtype in NARROW:
+            with asked_for():
+                super().prove(case, dtype)
+
+
+class TestSequencesLongerThanTheirMasks(Both, LongerThanTheirMasks):
+    """Of sequences that mask, bias or block_mask are too short for."""
+
+
+class TestNothingIsReadPastASequence(Both, NothingIsReadPastASequence):
+    """Of a bias of packed sequences."""
+
+
+class TestStartOfPython(Both, StartOfPython):
+    """Of numbers and arrays that say where queries start."""
+
+
+class TestLengthsThatAreNone(Both, LengthsThatAreNone):
+    """Of lengths of no batch."""
 
 
 def clean_bits(change: Callable[[float], None], run: Callable[[], Iterable[np.ndarray]]) -> None:
@@ -180,6 +239,44 @@ class TestBeyondTheLengths(KernelAlone):
     def computed(self, *arrays: np.ndarray) -> Callable[[], Iterable[np.ndarray]]:
         """Return what runs the kernel."""
         return lambda: attention_forward(*arrays, key_lengths=self.lengths)
+
+
+class TestTilesAreLeftOut(KernelAlone):
+    """TMA brings no tile that a window hides, and every other one once."""
+
+    op = "attention_forward"
+    cases = (Case("narrow window"),)
+    tokens, reach, dim = 384, 8, 64
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        if dtype == NARROW[0]:
+            arrays = np.random.default_rng(0).standard_normal((3, 1, self.tokens, 1, self.dim))
+            self.judge(*arrays.astype(dtype))
+
+    def judge(self, *arrays: np.ndarray) -> None:
+        """Raise where a launch brings another number of bytes than the window says."""
+        with asked_for():
+            brought = self.brought(lambda: attention_forward(*arrays, **self.hidden()))
+        assert brought == self.bytes_of(TABLE[self.dim], 1)
+
+    def hidden(self) -> dict[str, Any]:
+        return {"window": (self.reach, self.reach), "query_start": 0}
+
+    def brought(self, call: Callable[[], Any]) -> int:
+        with counted() as traffic, emulator():
+            call()
+        reads = (x for x in traffic if x.space == "global" and not x.write)
+        return sum(x.bytes for x in reads if "jobs.cuh" in x.where)
+
+    def bytes_of(self, own: Warpgroups, pairs: int) -> int:
+        """Return those of so many arrays of own rows, and of two of rows that pass by."""
+        near = sum(
+            own.tile
+            for first in range(0, self.tokens, own.rows)
+            for row in range(0, self.tokens, own.tile)
+            if first - self.reach < row + own.tile and row < first + own.rows + self.reach
+        )
+        return (pairs * self.tokens + 2 * near) * self.dim * 2
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -223,6 +320,16 @@ def test_heads_take_turns_in_l2(room: int, monkeypatch: pytest.MonkeyPatch) -> N
             results.append(attention_forward(q, k, k, causal=True))
     for first, second in zip(*results, strict=True):
         assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("offsets", NO_OFFSETS)
+def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
+    """On a GPU nobody reads them first: no access leaves the arrays."""
+    q, k = np.random.default_rng(0).standard_normal((2, 150, 2, 64)).astype(np.float16)
+    both = np.array(offsets), np.array(offsets[::-1])
+    with emulator():
+        out, lse = launched("attention_varlen_forward", q, k, k, *both, causal=True)
+        launched("attention_varlen_backward", q, q, k, k, *both, out, lse, causal=True)
 
 
 def test_keys_of_a_longer_cache_are_read_where_they_lie() -> None:

@@ -143,7 +143,7 @@ class TestKernels(KernelParity):
 class TestSequencesLongerThanTheirMasks(KernelAlone):
     """On a GPU nobody reads offsets first: what is past the arrays is seen, and not read."""
 
-    op = "attention_varlen_forward"
+    op, dim = "attention_varlen_forward", 8
     cases = tuple(
         Case(f"{name} {shape}", arrays={name: shape})
         for name, *shapes in (
@@ -157,7 +157,7 @@ class TestSequencesLongerThanTheirMasks(KernelAlone):
     def prove(self, case: Case, dtype: Any) -> None:
         ((name, shape),) = case.arrays.items()
         rng = np.random.default_rng(0)
-        q, k, dout = rng.standard_normal((3, 150, 2, 8)).astype(dtype)
+        q, k, dout = rng.standard_normal((3, 150, 2, self.dim)).astype(dtype)
         short = rng.standard_normal(shape).astype(dtype) if name == "bias" else tiles(*shape)(rng)
         longer = (0, 0, 131, 70) if name != "block_mask" else (0, 0, 1, 1)
         room = [(0, n * (size > 1 or n == 1)) for n, size in zip(longer, shape, strict=True)]
@@ -176,7 +176,32 @@ class TestSequencesLongerThanTheirMasks(KernelAlone):
                 np.testing.assert_array_equal(one, inside)
 
 
-@pytest.mark.parametrize("offsets", [[0, 150, 9], [-5, 80, 900], [7, 7, 7]])
+class TestNothingIsReadPastASequence(KernelAlone):
+    """NaN in a bias there reaches neither results nor gradients."""
+
+    op, dim = "attention_varlen_forward", 8
+    cases = (Case("a short sequence before a long one"),)
+
+    def prove(self, case: Case, dtype: Any) -> None:
+        rng = np.random.default_rng(0)
+        q, k, dout = rng.standard_normal((3, 150, 2, self.dim)).astype(dtype)
+        bias = rng.standard_normal((2, 2, 140, 140)).astype(dtype)
+        arrays, found = (q, k, k, *2 * (np.array([0, 10, 150]),)), []
+        for past in (0, np.nan):
+            bias[0, :, 10:] = bias[0, :, :, 10:] = past
+            with emulator():
+                made = attention_varlen_forward(*arrays, bias=bias)
+                back = attention_varlen_backward(dout, *arrays, *made, bias=bias)
+            found.append([array for array in (*made, *back) if array is not None])
+        for clean, same in zip(*found, strict=True):
+            assert clean.tobytes() == same.tobytes()
+            assert np.isfinite(clean.astype(np.float32)).all()
+
+
+NO_OFFSETS = [0, 150, 9], [-5, 80, 900], [7, 7, 7]
+
+
+@pytest.mark.parametrize("offsets", NO_OFFSETS)
 def test_offsets_that_are_none_are_not_followed(offsets: list[int]) -> None:
     """On a GPU nobody reads them first: no access leaves the arrays."""
     q, k = np.random.default_rng(0).standard_normal((2, 150, 2, 8)).astype(np.float16)

@@ -52,7 +52,7 @@ class Forward(Warpgroups):
 # of a warpgroup: three of them have 160 a thread, two 240.
 TABLE = {
     64: Forward(3, 128, registers=160, producer=32),  # 88 KB
-    128: Forward(2, 128),  # 160 KB
+    128: Forward(2, 128, registers=232, producer=40),  # 160 KB
     192: Forward(2, 96),  # 192 KB
     256: Forward(2, 64),  # 192 KB
 }

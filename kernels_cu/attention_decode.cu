@@ -29,6 +29,7 @@
 //   Each warp has a ring of its own and waits for no other.
 #include "common/attention.cuh"
 #include "common/codes.cuh"
+#include "common/last_block.cuh"
 #include "common/vector.cuh"
 
 constexpr int THREADS = 32 * WARPS, ROWS = 16;
@@ -410,13 +411,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         several = min(FAN, there - own * FAN), stride = part;
         slot += there, there = (there + FAN - 1) / FAN;
         __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();  // the last to arrive makes the counter 0
-            last = atomicInc(arrived + slot + own, several - 1) == several - 1;
-            __threadfence();
-        }
-        __syncthreads();
-        if (!last) return;
+        if (!last_to_arrive(arrived + slot + own, several, last)) return;
     }
     for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
         const int row = first_row + i / QUADS, column = i % QUADS * 4;

@@ -11,6 +11,7 @@
 //   The trick: blocks stay and take every gridDim-th chunk, so there are few sums; the last block to
 //   end adds them, always in the same order.  Eight squares are added in float32, what is beyond its
 //   range in float64, the sums of eight in float64.
+#include "common/last_block.cuh"
 #include "common/many.cuh"
 
 constexpr int WARPS = THREADS / 32;
@@ -73,14 +74,8 @@ KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chun
         });
     }
     sum = block_sum(sum, partial[0]);
-    if (threadIdx.x == 0) {
-        sums[blockIdx.x] = sum;
-        __threadfence();
-        last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
-        __threadfence();  // what other blocks left is seen from here on
-    }
-    __syncthreads();
-    if (!last) return;
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+    if (!last_to_arrive(arrived, gridDim.x, last)) return;
     double total = 0;
     for (int i = threadIdx.x; i < gridDim.x; i += THREADS) total += __ldcg(&sums[i]);
     total = block_sum(total, partial[1]);

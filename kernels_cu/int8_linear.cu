@@ -3,9 +3,12 @@
 //   y[r, o] = (sum of x_codes[r, i] * codes[o, i] over i * scales[r]
 //              + sum of x[r, c] * codes[o, c] over the columns c of list) * absmax[o] / 127
 //
+//   or, with one scale of all outputs, (sum of x_codes[r, i] * codes[o, i]) * (scales[r] * scale)
+//   + bias[o]
+//
 //   traffic     (rows + outputs) * inputs of codes, again for each column or row of tiles, out of L2;
 //               rows * outputs * sizeof(T)
-//   constants   T, A           dtypes of x and y, of absmax
+//   constants   T, A, B        dtypes of x and y, of absmax, of bias
 //               TILE_ROWS, TILE_OUTPUTS    of y, for a block
 //               DEPTH, STAGES  inputs of a stage, and stages of the ring
 //               DOWN, RIGHT    warps of a block, along rows and outputs
@@ -13,6 +16,8 @@
 //               WIDE           inputs, and addresses, are multiples of 16
 //               OUTLIERS       there is a list
 //               PAIRS          outputs are even
+//               ONE            absmax is one scale
+//               BIAS           there is a bias, beside one scale
 //
 //   The trick: both operands lie along their sums, as mma m16n8k32 takes them: ldmatrix brings 16
 //   codes of a row where it brings 8 values of 16 bits.  Sums are integers until the end: equal
@@ -51,8 +56,8 @@ __device__ __forceinline__ void copy(const Codes &to, const signed char *from, l
 KERNEL(THREADS, RESIDENT) int8_linear(
     const signed char *__restrict__ x_codes, const float *__restrict__ scales,
     const signed char *__restrict__ codes, const A *__restrict__ absmax, const T *__restrict__ x,
-    const int *__restrict__ list, const int *__restrict__ count, T *__restrict__ y, long long rows,
-    int outputs, int inputs) {
+    const int *__restrict__ list, const int *__restrict__ count, const B *__restrict__ bias,
+    T *__restrict__ y, long long rows, int outputs, int inputs) {
     DYNAMIC_SHARED(signed char, memory);
     const int lane = threadIdx.x % 32, warp = own_warp();
     const int tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
@@ -96,18 +101,18 @@ KERNEL(THREADS, RESIDENT) int8_linear(
             }
         }
     }
-    cp_async_wait<0>();
 
     const int column = output + right + lane % 4 * 2;
     each_row<M>([&](int m, int half) {
         const long long own = row + down + m * 16 + half * 8 + lane / 4;
         if (own >= rows) return;
+        const float scale = ONE ? scales[own] * (float)*absmax : scales[own];
         float found[N][2];
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                found[n][e] = (float)sum[m][n][half * 2 + e] * scales[own];
+                found[n][e] = (float)sum[m][n][half * 2 + e] * scale;
         if constexpr (OUTLIERS) {
             const int last = *count;
 #pragma unroll 1
@@ -131,8 +136,11 @@ KERNEL(THREADS, RESIDENT) int8_linear(
             T *const to = y + own * outputs + o;
             float both[2];
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-                both[e] = found[n][e] * divided_by<127>((float)absmax[min(o + e, outputs - 1)]);
+            for (int e = 0; e < 2; e++) {
+                const int at = min(o + e, outputs - 1);
+                both[e] = ONE ? found[n][e] : found[n][e] * divided_by<127>((float)absmax[at]);
+                if constexpr (BIAS) both[e] += (float)bias[at];
+            }
             if constexpr (PAIRS) store(to, both);
             else {
                 to[0] = (T)both[0];

@@ -2,7 +2,8 @@
 //
 //   absmax = max |x|      codes = round(x * (127 / absmax))      scale = absmax / 127
 //
-//   a row below TINY is 0; one that holds NaN or infinity has codes of 0, and NaN for its scale
+//   absmax counts as `least` where it is less; a row below TINY is 0; one that holds NaN or infinity
+//   has codes of 0, and NaN for its scale
 //
 //   traffic     rows * COLUMNS * (sizeof(T) * (KEEP ? 1 : 2) + 1)
 //   constants   T             dtype of x
@@ -30,7 +31,7 @@ constexpr float LARGEST = 3.402823466e38f;
 
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
     const T *x, signed char *codes, float *scales, float *absmax, const bool *outliers,
-    long long rows, long long inner, long long outer, long long step, float threshold) {
+    long long rows, long long inner, long long outer, long long step, float threshold, float least) {
     __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
@@ -54,7 +55,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
     top = row_greatest<ROW_THREADS, CLUSTER>(top, exchange);
     if (row >= rows) return;
     const bool broken = top > LARGEST;
-    top = top < TINY ? 0.0f : top;
+    top = fmaxf(top < TINY ? 0.0f : top, least);
     const float factor = broken || top == 0 ? 0.0f : __fdiv_rn(127.0f, top);
 
 #pragma unroll(KEEP ? DEPTH : 2)

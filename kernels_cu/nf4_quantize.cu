@@ -28,13 +28,8 @@ constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
 
 // Half-way between a level and the next, by their order.
 template <int I> __device__ __forceinline__ float bound() {
-    constexpr float NF4[16] = {
-        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-        -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-        0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-        0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
-    if constexpr (!FP4) return (NF4[I] + NF4[I + 1]) / 2;
+    if constexpr (!FP4) return (nf4_level(I) + nf4_level(I + 1)) / 2;
     else if constexpr (I == 7) return 0.0f;
     else if constexpr (I < 7) return (SIZES[7 - I] + SIZES[6 - I]) / -2;
     else return (SIZES[I - 8] + SIZES[I - 7]) / 2;

@@ -112,7 +112,7 @@ __device__ __forceinline__ void forward(const T *x, const W *weight, const T *re
         rstd[row] = scale;
     }
 
-#pragma unroll(KEEP ? DEPTH : 2)
+#pragma unroll(KEEP ? DEPTH : RESIDUAL && BIAS ? 1 : 2)
     for (int k = 0; k < DEPTH; k++) {
         const int column = column_of(k);
         if (!inside(column)) continue;

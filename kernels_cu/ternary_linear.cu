@@ -18,7 +18,8 @@
 //   2 halves, of weights that lie neighbouring bits apart.  Which columns stand where in a product
 //   is free, as long as x has the same order.  Of 16-bit floats a code is a high byte alone: 1 in
 //   float16 and a half in bfloat16.  A float is the sum of three bfloat16, so its products with codes
-//   are exact too.  Weights of the next columns are under way while x comes to shared memory.  One
+//   are exact too, and of 512 columns at a time their sums, so that few of them meet a large one and
+//   lose digits.  Weights of the next columns are under way while x comes to shared memory.  One
 //   row takes the same way as eight: an mma does 512 products of it, and dp4a 128.
 #include "common/vector.cuh"
 #include <common/ptx.cuh>
@@ -32,6 +33,7 @@ constexpr int CHUNKS = COLUMNS / VALUES, WORD_CHUNKS = 32 / VALUES;
 constexpr int HALVES = INT8 ? 1 : 2;              // of a word: parts of four products each
 constexpr int PITCH = M + 4;                      // of sums: lanes write to banks of their own
 constexpr int SPAN = GROUPED ? 1 : 4;             // neighbouring words of a lane
+constexpr bool SHORT = GROUPED || PARTS > 1;      // sums are of few columns, then added
 
 template <class E> struct Codes;  // the bytes of 0, 1 and -1, and what a sum of them lacks
 template <> struct Codes<signed char> { static constexpr unsigned BYTES = 0x00ff0100, FACTOR = 1; };
@@ -210,8 +212,8 @@ __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, c
     }
 }
 
-// Floats of several scales fill 48 KiB of shared memory: two blocks have all registers they want.
-constexpr int RESIDENT = GROUPED && PARTS > 1 ? 2 : 0;
+// Floats fill 48 KiB of shared memory: two blocks have all registers they want.
+constexpr int RESIDENT = PARTS > 1 ? 2 : 0;
 
 KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
     const X *x, const float *x_scale, const unsigned char *planes, const S *scale,
@@ -224,7 +226,7 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
     const Four *own = memory + part * PARTS * N * CHUNKS;
 
     Acc sums[N_TILES][4] = {};
-    float scaled[GROUPED ? N_TILES : 1][4] = {};
+    float total[SHORT ? N_TILES : 1][4] = {};
     for (int top = 0; top < inputs; top += WK * COLUMNS) {
         const int column = top + part * COLUMNS;
         Weights w;
@@ -258,11 +260,20 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
                     for (int t = 0; t < N_TILES; t++)
 #pragma unroll
                         for (int i = 2 * half; i < 2 * half + 2; i++) {
-                            scaled[t][i] += factor * (float)sums[t][i];
+                            total[t][i] += factor * (float)sums[t][i];
                             sums[t][i] = 0;
                         }
                 }
             }
+        }
+        if constexpr (SHORT && !GROUPED) {
+#pragma unroll
+            for (int t = 0; t < N_TILES; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    total[t][i] += sums[t][i];
+                    sums[t][i] = 0;
+                }
         }
     }
     __syncthreads();
@@ -272,7 +283,7 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = t * 8 + lane % 4 * 2 + i % 2, m = warp % WM * 16 + lane / 4 + i / 2 * 8;
-            found[(part * N + n) * PITCH + m] = GROUPED ? scaled[GROUPED ? t : 0][i] : (float)sums[t][i];
+            found[(part * N + n) * PITCH + m] = SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
         }
     __syncthreads();
     for (int i = threadIdx.x; i < N * M; i += THREADS) {

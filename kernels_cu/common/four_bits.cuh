@@ -1,19 +1,24 @@
 // Codes of 4 bits: their levels, and the largest size of a block, as float32 or in 8 bits.
 #pragma once
 
-// The level of a code: NF4's, or FP4's, whose codes are a sign, two bits of exponent and one of
-// mantissa.
-template <bool FP4> __device__ __forceinline__ float level_of(unsigned code) {
-    constexpr float NF4[16] = {
+// The level of a code of NF4.
+__device__ constexpr float nf4_level(int code) {
+    constexpr float LEVELS[16] = {
         -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
         -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
         0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
         0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+    return LEVELS[code];
+}
+
+// The level of a code: NF4's, or FP4's, whose codes are a sign, two bits of exponent and one of
+// mantissa.
+template <bool FP4> __device__ __forceinline__ float level_of(unsigned code) {
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 2 / 3.0f, 1.0f, 1 / 3.0f, 0.5f, 1 / 6.0f, 0.25f};
     float level = 0;
 #pragma unroll
     for (int c = 0; c < 16; c++) {
-        const float own = !FP4 ? NF4[c] : c < 8 ? SIZES[c % 8] : 0.0f - SIZES[c % 8];
+        const float own = !FP4 ? nf4_level(c) : c < 8 ? SIZES[c % 8] : 0.0f - SIZES[c % 8];
         level = code == c ? own : level;
     }
     return level;

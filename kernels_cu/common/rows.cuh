@@ -35,8 +35,7 @@ template <bool STRIDED> struct Access {
     const Rows &rows;
     long long row = 0, column, left;  // left: columns from there on
 
-    __device__ __forceinline__ Access(const Rows &rows) : rows(rows) {
-        unsigned tile = blockIdx.x;
+    __device__ __forceinline__ Access(const Rows &rows, unsigned tile = blockIdx.x) : rows(rows) {
         if constexpr (STRIDED) {
             row = tile / rows.tiles;
             tile %= rows.tiles;

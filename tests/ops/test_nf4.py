@@ -263,6 +263,23 @@ def facts(**changes: object) -> np.ndarray:
     return np.frombuffer(json.dumps(known).encode(), np.uint8)
 
 
+TABLES = ["weight.quant_map", "weight.nested_quant_map"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_another_cpu_rounded(name: str) -> None:
+    table = broken()[name]
+    for places, fine in ((1, True), (-1, True), (4, False)):
+        moved = np.where(table, table.view(np.int32) + places, 0).astype(np.int32)
+        state = broken(**{name: moved.view(np.float32)})
+        if fine:
+            found = Nf4.from_state(state).dequantize()
+            np.testing.assert_array_equal(found, Nf4.from_state(broken()).dequantize())
+        else:
+            with pytest.raises(ConfigError, match=f"{name} is another table"):
+                Nf4.from_state(state)
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import FLOATS, KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, GradientError, ShapeError
 from unsloth_cupy.ops.quantized import ternary
 from unsloth_cupy.ops.quantized import weight as quantized_weight
@@ -15,7 +17,7 @@ from unsloth_cupy.ops.quantized._planes import marks_of, planes_of, row_bytes
 from unsloth_cupy.ops.quantized.ternary_linear import ternary_linear_forward
 
 from ..cuda_on_cpu.traffic import counted
-from ..parity import Case, KernelParity, emulator, within_rule
+from ..parity import Case, KernelParity, emulator, outputs_of, within_rule
 from ..stand_in import gpu
 
 # The public names, as other people's programs call them.
@@ -121,6 +123,18 @@ class TestTernaryLinearOfIntegers(KernelParity):
     test_gradient_matches_finite_differences = None  # it passes straight through: below
     test_rounds_once = None  # at a tie, float32 and float64 fall to different sides
     test_any_strides = None  # as above
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+def test_sums_of_many_columns_keep_their_digits(rows: int) -> None:
+    """Of values with all bits of float32, which a sum loses where it is long; cases have 11."""
+    rng, op = np.random.default_rng(0), OPS["ternary_linear_forward"]
+    x = np.abs(rng.standard_normal((rows, 12288))).astype(np.float32)
+    weight = {"planes": planes_of(codes(rng, 16, 12288)), "scale": np.ones((1, 1), np.float32)}
+    call = Call(op, {"x": x, **weight, "marks": None}, {})
+    exact, plain = outputs_of(call.cast(np.float64)), outputs_of(call)
+    with emulator():
+        within_rule(plain, exact, outputs_of(call))
 
 
 def quantized(outputs: int = 37, inputs: int = 50, seed: int = 1, **options: Any) -> uc.Ternary:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.arrays import empty, lanes, packed
 from ...core.kernel import load
@@ -10,6 +10,8 @@ from ...core.op import Op
 from ...core.source import Constants
 from .no_kernel import no_kernel
 from .strides import RowLayout, has_row_layout, row_layout
+
+THREADS = 256
 
 
 @cache
@@ -19,7 +21,7 @@ def constants(dtype: Any, lanes: int, **more: Any) -> Constants:
     256 threads with one access of every array: 32 KB of each array are in flight on an SM, where
     13 KB in all keep an H200's memory busy.
     """
-    return Constants(T=dtype, LANES=lanes, THREADS=256, **more)
+    return Constants(T=dtype, LANES=lanes, THREADS=THREADS, **more)
 
 
 def launch_rows(
@@ -35,22 +37,40 @@ def launch_rows(
     Results must be packed, or have a row layout together with the operands.
     """
     lead = results[0]
-    arrays: Sequence[Any] = (*operands, *results)
-    columns, layout = lead.size, RowLayout(1, ())
-    width = 16 // lead.dtype.itemsize
-    if not has_row_layout(*arrays):
-        arrays = [packed(array) for array in arrays]
-    strided = not all(array.flags.c_contiguous for array in arrays)
-    if strided:
-        columns = lead.shape[-1]
-        arrays, layout = row_layout(*arrays)
-        width |= layout.alignment(columns)
-    chosen = constants(lead.dtype, lanes(width, *arrays), STRIDED=strided, **more)
+    go = walk(*operands, *results)
+    chosen = constants(lead.dtype, go.lanes, STRIDED=go.strided, **more)
     kernel = load(file, name, operands[0], chosen)
-    tiles = -(-columns // (chosen["THREADS"] * chosen["LANES"]))
-    rows = lead.size // columns
-    walk = {"layouts": layout.struct(), "columns": columns, "tiles": tiles}
-    kernel[rows * tiles, chosen["THREADS"]](*arrays, walk, *scalars)
+    kernel[go.tiles, THREADS](*go.arrays, go.rows, *scalars)
+
+
+class Walk(NamedTuple):
+    """Arrays of one shape where they lie, and how threads go over them, a tile a block."""
+
+    arrays: Sequence[Any]
+    rows: dict[str, Any]  # the struct Rows of rows.cuh
+    lanes: int  # 16 bytes of the widest dtype, or what the addresses are multiples of
+    strided: bool
+    tiles: int
+
+
+def walk(*arrays: Any) -> Walk:
+    """Return how to go over arrays, which are packed if they have no row layout together."""
+    shape, size = arrays[-1].shape, arrays[-1].size
+    columns, layout = size, RowLayout(1, ())
+    if not has_row_layout(*arrays):
+        arrays = tuple(packed(array) for array in arrays)
+    strided = not all(array.flags.c_contiguous for array in arrays)
+    widest = max(arrays, key=lambda array: array.dtype.itemsize)
+    width = 16 // widest.dtype.itemsize
+    own: Sequence[Any] = arrays
+    if strided:
+        columns = shape[-1]
+        own, layout = row_layout(*arrays)
+        width |= layout.alignment(columns)
+    width = lanes(width, widest, *own)
+    tiles = -(-columns // (THREADS * width))
+    rows = {"layouts": layout.struct(), "columns": columns, "tiles": tiles}
+    return Walk(own, rows, width, strided, size // columns * tiles)
 
 
 def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) -> Op[..., Any]:

@@ -34,12 +34,36 @@ def check_apart(call: str, **arrays: Any) -> None:
             raise ConfigError(f"{call}: {one} and {other} lie in the same memory; copy one")
 
 
+def check_unshifted(call: str, changed: dict[str, Any], read: dict[str, Any]) -> None:
+    """Raise where what is read lies over what is changed, but for each element over itself.
+
+    Threads would read what others have written.
+    """
+    for (one, a), (other, b) in itertools.product(changed.items(), read.items()):
+        if _same_memory(a, b) and _form(a) != _form(b):
+            raise ConfigError(f"{call}: {other} lies partly over {one}, which changes; copy one")
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    return _start(array), array.shape, array.strides, array.dtype
+
+
+def _start(array: Any) -> int | None:
+    """Return the address of an array of NumPy or CuPy."""
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    return getattr(getattr(array, "data", None), "ptr", None)
+
+
 def _same_memory(a: Any, b: Any) -> bool:
-    """Say whether elements are shared; of arrays on a GPU, whether they start together."""
+    """Say whether elements are shared; of those with gaps on a GPU, whether they start together."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.shares_memory(a, b)
-    starts = [getattr(getattr(array, "data", None), "ptr", None) for array in (a, b)]
-    return starts[0] is not None and starts[0] == starts[1] and a.size > 0
+    one, other = _start(a), _start(b)
+    if one is None or other is None or not a.size * b.size:
+        return False
+    meet = one < other + b.nbytes and other < one + a.nbytes and in_one_piece(a, b)
+    return one == other or (meet and not getattr(a, "planned", False))  # these have no elements
 
 
 def in_one_piece(*arrays: Any) -> bool:
@@ -74,6 +98,8 @@ def in_place(op: Op[..., Any]) -> Callable[..., Any]:
         changed = {name: operands[name] for name in names if name in operands}
         check_changeable(f"{of}_", f"call {of}", **changed)
         check_apart(f"{of}_", **changed)
+        read = {n: operands[n] for n in op.names if n in operands and n not in names}
+        check_unshifted(f"{of}_", changed, read)
         op(*arrays, **more)
         return tuple(changed.values()) if len(names) > 1 else changed[names[0]]
 
@@ -91,7 +117,8 @@ def _document(op: Op[..., Any], of: str, names: tuple[str, ...]) -> str:
         for shape, alike in itertools.groupby(op.contract.inputs, form)
     ]
     both, either, options = " and ".join(names), " or ".join(names), ", ".join(sorted(op.options))
-    shared = f", or {both} share memory" if len(names) > 1 else ""
+    shared = f", {both} share memory" if len(names) > 1 else ""
+    shared += ", or another array lies partly over what is changed"
     lines = [
         *(f"Write ``{of}`` over {both}: no array is allocated.", ""),
         *("Parameters", "----------", *operands, f"    The results lie over {both}."),

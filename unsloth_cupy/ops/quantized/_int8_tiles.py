@@ -1,4 +1,4 @@
-"""Tiles of a product of integers of eight bits.
+"""Tiles of a product of integers of eight bits, and its launch.
 
 bytes = stages * (rows + outputs) * pitch        pitch: depth, and 16 where it fills no bank line
 """
@@ -6,8 +6,11 @@ bytes = stages * (rows + outputs) * pitch        pitch: depth, and 16 where it f
 from functools import cache
 from typing import Any, NamedTuple
 
+from ...core.arrays import lanes
+from ...core.dtypes import Array
+from ...core.kernel import load
 from ...core.source import Constants
-from ...core.target import Limits
+from ...core.target import Limits, limits
 
 
 class Tiles(NamedTuple):
@@ -58,16 +61,23 @@ def resolve(rows: int, outputs: int, limits: Limits) -> Tiles:
 
 @cache
 def constants(
-    tiles: Tiles, dtype: Any, absmax: Any, wide: bool, outliers: bool, pairs: bool
+    tiles: Tiles,
+    dtypes: tuple[Any, ...],
+    wide: bool,
+    outliers: bool,
+    pairs: bool,
+    one: bool = False,
 ) -> Constants:
-    """Return the constants of int8_linear.cu.
+    """Return the constants of int8_linear.cu; dtypes are those of y, of absmax, of a bias or None.
 
     Two blocks, so that one copies while the other multiplies; one of the largest, where outliers or
     copies byte by byte take the registers of the other.
     """
+    dtype, absmax, bias = dtypes
     return Constants(
         T=dtype,
         A=absmax,
+        B=dtype if bias is None else bias,
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tiles.outputs,
         DEPTH=tiles.depth,
@@ -78,6 +88,37 @@ def constants(
         WIDE=wide,
         OUTLIERS=outliers,
         PAIRS=pairs,
+        ONE=one,
+        BIAS=bias is not None,
+    )
+
+
+def launch_product(
+    y: Array,
+    x_codes: Array,
+    scales: Array,
+    codes: Array,
+    absmax: Array,
+    *,
+    outliers: Any = None,
+    one: bool = False,
+    bias: Array | None = None,
+) -> None:
+    """Write the product of codes to y by the kernel; outliers are x, a list and its length.
+
+    Where absmax is ``one`` it is the scale of all outputs, beside which there may be a bias.
+    """
+    outputs, inputs = codes.shape
+    rows = x_codes.size // inputs
+    tiles = resolve(rows, outputs, limits(y))
+    dtypes = y.dtype, absmax.dtype, None if bias is None else bias.dtype
+    wide, pairs = lanes(inputs, codes) == 16, outputs % 2 == 0
+    chosen = constants(tiles, dtypes, wide, outliers is not None, pairs, one)
+    kernel = load("int8_linear.cu", "int8_linear", y, chosen)
+    blocks = -(-rows // tiles.rows) * -(-outputs // tiles.outputs)
+    kernel[blocks, tiles.threads, tiles.bytes](
+        *(x_codes, scales, codes, absmax, *(outliers or (None,) * 3), bias, y),
+        *(rows, outputs, inputs),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import FLOATS, Array
+from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...errors import ConfigError
 from ...placement import to_numpy
 
@@ -57,3 +57,13 @@ def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
         raise ConfigError(f"{call}: shape {shape!r} is not that of a matrix")
     rows, columns = shape or (0, 0)
     return rows, columns
+
+
+def check_table(call: str, state: Mapping[str, Any], name: str, wanted: Array) -> None:
+    """Raise unless an array is the table that codes stand for, to a last place.
+
+    bitsandbytes makes it by torch.linspace, which rounds as the vectors of its CPU do.
+    """
+    found = to_numpy(array_of(call, state, name, wanted.shape, FLOAT32))
+    if not np.allclose(found, wanted, rtol=2.0**-22, atol=0):
+        raise ConfigError(f"{call}: {name} is another table than bitsandbytes'; quantize anew")

@@ -13,17 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty
+from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, Array
+from ...core.kernel import load
 from ...core.op import op
 from ...core.stand_in import representative_steps
+from ..common.codes import INT8
 from ..common.columns import row_sum
+from ..common.counters import counters
+from ..common.elementwise import THREADS, Walk, constants, walk
+from ..common.frozen import asked_of
 from ..common.gemm import gemm
+from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
+from ._int8_rows import launch_quantize
+from ._int8_tiles import launch_product
+from .int8_product import launch_dequantize
 
 LEAST = 1e-5  # what the scales count as at least, as BitNet has it
 LARGEST = 127
 CHUNK = 2**22  # values of a weight whose codes are there at a time
+MOST_INPUTS = (2**31 - 1) // LARGEST  # whose sum 32 bits hold
+SUMS = 1024  # blocks that add sizes of a weight: as many as an H200 holds, and no more to add up
 
 
 def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
@@ -47,6 +58,22 @@ def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Notes
+    -----
+    On a GPU the weight is read twice, for its mean and for its codes of a byte each, and y is one
+    product of integers on tensor cores.  For dx, chunks of the weight become codes in the dtype of
+    dy, and cuBLAS multiplies by them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import bit_linear, bit_linear_backward, bit_linear_forward
+    >>> x, weight = np.random.default_rng(0).standard_normal((2, 32, 64), np.float32)
+    >>> y = bit_linear(x, weight)  # rounded at every call, as BitNet is trained
+    >>> y, scale = bit_linear_forward(x, weight)
+    >>> dx, dweight, _ = bit_linear_backward(y, x, weight, None, scale)
+    >>> assert dweight.shape == weight.shape
     """
     y, _ = bit_linear_forward(x, weight, bias)
     return y
@@ -72,6 +99,42 @@ def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tu
             sums += bias[part]
         y[:, part] = sums
     return y.reshape(*x.shape[:-1], outputs), w_scale
+
+
+@bit_linear_forward.kernel
+def _launch(x: Array, weight: Array, bias: Array | None) -> Any:
+    outputs, inputs = weight.shape
+    if inputs > MOST_INPUTS:
+        return no_kernel(f"{inputs} inputs are more than 32 bits hold sums of: {MOST_INPUTS}")
+    w_scale = _launch_scale(weight)
+    codes = empty(weight.shape, INT8, like=x)
+    _launch_codes(weight, codes, w_scale)
+    x_codes, scales, _ = launch_quantize(x, least=LEAST)
+    y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
+    launch_product(y, x_codes, scales, codes, w_scale, one=True, bias=packed(bias))
+    return y, w_scale
+
+
+def _launch_scale(weight: Array) -> Array:
+    go = walk(weight)
+    blocks = min(SUMS, go.tiles)
+    sums, w_scale = (empty((n,), FLOAT32, like=weight) for n in (blocks, 1))
+    kernel = _kernel("bit_scale", go, weight, weight.dtype)
+    arrived = counters(1, weight)
+    kernel[blocks, THREADS](*go.arrays, sums, arrived, w_scale, go.rows, go.tiles, weight.size)
+    return w_scale
+
+
+def _launch_codes(weight: Any, codes: Array, w_scale: Array) -> None:
+    """Write codes of a weight, or of a part of it, in their dtype."""
+    go = walk(weight, codes)
+    kernel = _kernel("bit_codes", go, weight, codes.dtype)
+    kernel[go.tiles, THREADS](*go.arrays, go.rows, w_scale)
+
+
+def _kernel(name: str, go: Walk, like: Array, codes: Any) -> Any:
+    chosen = constants(like.dtype, go.lanes, U=codes, STRIDED=go.strided)
+    return load("bit_linear.cu", name, like, chosen)
 
 
 @bit_linear_forward.gradient(widen=False)
@@ -105,6 +168,44 @@ def bit_linear_backward(
 bit_linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[0] * sum(a.get(n) is not None for n in ("dx", "dweight"))
 )
+
+
+@bit_linear_backward.kernel
+def _launch_backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    w_scale: Array,
+    wanted: Set[str] | None,
+) -> Any:
+    asked, rows = asked_of(wanted, x=x, weight=weight, bias=bias), flat(dy)
+    dx = _launch_dx(rows, x, weight, w_scale) if "x" in asked else None
+    dweight = gemm(rows.T, _launch_rounded(x)) if "weight" in asked else None
+    dbias = row_sum(rows, bias.dtype) if bias is not None and "bias" in asked else None
+    return dx, dweight, dbias
+
+
+def _launch_dx(rows: Array, x: Array, weight: Any, w_scale: Array) -> Array:
+    """Return the gradient of x, by chunks of columns of the weight."""
+    outputs, inputs = weight.shape
+    dx: Any = empty((len(rows), inputs), x.dtype, like=x)
+    for part in _chunks(weight, inputs, outputs):
+        codes = empty((outputs, part.stop - part.start), weight.dtype, like=x)
+        _launch_codes(weight[:, part], codes, w_scale)
+        go = walk(gemm(rows, codes, dtype=FLOAT32), dx[:, part])
+        kernel = _kernel("bit_gradient", go, x, x.dtype)
+        kernel[go.tiles, THREADS](*go.arrays, go.rows, w_scale)
+        del codes, go  # before the next ones are made
+    return dx.reshape(x.shape)
+
+
+def _launch_rounded(x: Array) -> Array:
+    """Return the rows of x as they were rounded."""
+    codes, _, tops = launch_quantize(x, least=LEAST)
+    rounded = empty(flat(codes).shape, x.dtype, like=x)
+    launch_dequantize(rounded, flat(codes), tops.reshape(len(rounded)))
+    return rounded
 
 
 def _chunks(weight: Any, length: int, other: int) -> Any:

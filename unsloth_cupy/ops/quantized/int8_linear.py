@@ -13,20 +13,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...core.arrays import empty, lanes, native, packed
+from ...core.arrays import empty, native, packed
 from ...core.call import checked
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import Traced, op
-from ...core.target import limits
 from ...errors import ConfigError, DTypeError, ShapeError
 from ..common.codes import quantized
 from ..common.gemm import gemm
 from ..linear.linear import linear
-from ._int8_tiles import constants, outlier_constants, resolve
+from ._int8_rows import launch_quantize
+from ._int8_tiles import launch_product, outlier_constants
 from .int8 import Int8
 from .int8_product import scales_of
-from .int8_quantize import launch_quantize
 
 EXACT = 1024  # products of two codes whose sum a float32 holds exactly
 PART = 4096  # rows of the weight that are floats at a time
@@ -151,15 +150,8 @@ def _launch(x: Array, codes: Array, absmax: Array, threshold: float | None) -> A
         outliers, listed, count = _outliers(x, rows, inputs, threshold)
     x_codes, scales, _ = launch_quantize(x, outliers, threshold or 0.0)
     y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
-    wide = lanes(inputs, codes) == 16
-    tiles = resolve(rows, outputs, limits(x))
-    chosen = constants(tiles, x.dtype, absmax.dtype, wide, threshold is not None, outputs % 2 == 0)
-    kernel = load("int8_linear.cu", "int8_linear", x, chosen)
-    blocks = -(-rows // tiles.rows) * -(-outputs // tiles.outputs)
-    kernel[blocks, tiles.threads, tiles.bytes](
-        *(x_codes, scales, codes, absmax, None if outliers is None else x, listed, count, y),
-        *(rows, outputs, inputs),
-    )
+    of_outliers = None if outliers is None else (x, listed, count)
+    launch_product(y, x_codes, scales, codes, absmax, outliers=of_outliers)
     return y
 
 

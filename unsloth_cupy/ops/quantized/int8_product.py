@@ -42,7 +42,8 @@ def int8_dequantize_(w: Array, codes: Array, absmax: Array) -> Array:
 
 
 @int8_dequantize_.kernel
-def _launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
+def launch_dequantize(w: Array, codes: Array, absmax: Array) -> Any:
+    """Write ``codes * absmax / 127`` to w by the kernel, and return it."""
     if not w.flags.c_contiguous:
         return no_kernel("w is not packed")
     rows, inputs = w.shape

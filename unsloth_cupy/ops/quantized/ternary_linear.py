@@ -25,8 +25,8 @@ from ..common.codes import INT8, quantized
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..linear.linear import linear_as
+from ._int8_rows import launch_quantize
 from ._planes import by_row, row_blocks, row_bytes
-from .int8_quantize import launch_quantize
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
 

@@ -76,6 +76,16 @@ def ternary_quantize(
         ``w`` holds NaN or an infinity; the message names the place.
     ShapeError, DTypeError
         ``w`` is not a matrix of floats.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import Ternary, ternary_linear, ternary_quantize
+    >>> rng = np.random.default_rng(0)
+    >>> x, w = rng.standard_normal((4, 64), np.float32), rng.standard_normal((32, 64), np.float32)
+    >>> weight = ternary_quantize(w)  # -1, 0 and 1, times a scale
+    >>> assert isinstance(weight, Ternary)
+    >>> assert ternary_linear(x, weight).shape == (4, 32)
     """
     _check(w, per, group)
     _check_method(method, percentile, deviations, threshold, scale)

@@ -49,6 +49,13 @@ def ternary_scores(q: Any, k: Any) -> Array:
         One has a scale a group.
     ShapeError
         Their rows differ in length.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import ternary_quantize, ternary_scores
+    >>> q, k = (ternary_quantize(a) for a in np.random.default_rng(0).standard_normal((2, 4, 64)))
+    >>> assert ternary_scores(q, k).shape == (4, 4)
     """
     for name, each in (("q", q), ("k", k)):
         if not isinstance(each, Ternary):

@@ -1,0 +1,11 @@
+"""A number in the place of an array of integers, which the signature of an op lets pass."""
+
+from typing import Any
+
+from ...errors import DTypeError
+
+
+def refuse_number(call: str, name: str, value: Any) -> None:
+    """Raise DTypeError for a Python int: a kernel reads an array, and a backward op its shape."""
+    if isinstance(value, int):
+        raise DTypeError(f"{call}: {name} is the number {value}; pass np.array({value})")

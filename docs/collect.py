@@ -52,13 +52,37 @@ def exported(module: str) -> list[str]:
 
 
 def examples() -> dict[tuple[str, ...], str]:
-    """Return the blocks of examples/api.md by the full names that they are for."""
+    """Return the examples by the full names that they are for: of docstrings, then of api.md."""
     text = EXAMPLES.read_text(encoding="utf-8")
     found = re.findall(r"^## (.+)\n\n```python\n((?:.*\n)*?)```$", text, re.M)
-    return {
+    return of_docstrings() | {
         tuple(f"unsloth_cupy.{name}" for name in heading.split(", ")): block
         for heading, block in found
     }
+
+
+def of_docstrings() -> dict[tuple[str, ...], str]:
+    """Return the examples of docstrings: each also for what else it calls of its group."""
+    found = {}
+    for group in groups().values():
+        own = {name: shown for name in group if (shown := in_docstring(name))}
+        left = [name for name in group if name not in own]
+        for name, shown in own.items():
+            also = [other for other in left if re.search(rf"\b{other}\b", called(shown))]
+            left = [other for other in left if other not in also]
+            found[tuple(f"unsloth_cupy.{each}" for each in (name, *also))] = shown
+    return found
+
+
+def in_docstring(name: str) -> str:
+    """Return the example that ends the docstring of a name of the package, or nothing."""
+    text = inspect.getdoc(getattr(unsloth_cupy, name)) or ""
+    return text.partition("\nExamples\n--------\n")[2]
+
+
+def called(block: str) -> str:
+    """Return an example without its imports and comments."""
+    return re.sub(r"^(>>> )?(from|import) .*|#.*", "", block, flags=re.M)
 
 
 def public() -> list[str]:
@@ -74,6 +98,8 @@ def public() -> list[str]:
 def example(name: str) -> list[str]:
     """Return what a page says behind the docstring of a name."""
     for names, block in examples().items():
+        if name == names[0] and block.startswith(">>>"):
+            return []  # it is there
         if name == names[0]:
             return ["Example:", "", "```python", block.rstrip(), "```", ""]
         if name in names:
@@ -113,7 +139,7 @@ def directives(module: str, names: list[str], members: bool = True) -> list[str]
 def kernel_pages() -> dict[str, str]:
     """Return a page for every file of ``kernels_cu``, one of instructions, and their index.
 
-    A page is the comment that opens the file and, from ``tests/kernel_budget.toml``, what every
+    A page is the comment that opens the file and, from ``tests/costs.toml``, what every
     variant takes.
     """
     _, lines = budget.read()
@@ -219,9 +245,10 @@ def add_signature(
     """Put the signature string of an op under the first line of its docstring.
 
     ``(*rows, hidden)`` stands in docstrings as it does in signatures; for Sphinx a star opens
-    emphasis, so those outside of quotes are escaped.
+    emphasis, so those outside of quotes and examples are escaped.
     """
-    lines[:] = [line if "`" in line else re.sub(r"(?<!\*)\*(?=\w)", r"\*", line) for line in lines]
+    kept = re.compile(r"\s*(>>>|\.\.\.) |.*`")
+    lines[:] = [x if kept.match(x) else re.sub(r"(?<!\*)\*(?=\w)", r"\*", x) for x in lines]
     last = name.rpartition(".")[2]
     op = value if isinstance(value, Op) else OPS.get(f"{last}_forward")
     if what != "function" or op is None or not lines:

@@ -1,6 +1,7 @@
 """Every example and every block of Python in the pages runs; the pages build without a warning."""
 
 import configparser
+import doctest
 import functools
 import html
 import importlib.util
@@ -87,6 +88,11 @@ def test_public_functions_have_an_example(collect: Any) -> None:
     named = [name for names in collect.examples() for name in names]
     assert [name for name in collect.public() if name not in named] == []
     assert len({*named}) == len(named), "a name has two"
+    beside = [
+        name for names, block in collect.examples().items() if block[0] != ">" for name in names
+    ]
+    lasts = {name.removeprefix("unsloth_cupy.") for name in beside}
+    assert not lasts & {op.removesuffix("_forward") for op in OPS}, "its docstring has its example"
     here = [name for name in named if not name.startswith(tuple(collect.ELSEWHERE))]
     strange = [n for n in here if not functools.reduce(getattr, n.split(".")[1:], unsloth_cupy)]
     assert strange == []
@@ -104,9 +110,12 @@ def test_examples_of_the_api_run(
         needs = re.search(r"^# needs (\w+)$", block, re.M)
         if needs and importlib.util.find_spec(needs[1]) is None:
             continue
-        exec(compile(block, names[0], "exec"), {})
-        code = re.sub(r"^(from|import) .*|#.*", "", block, flags=re.M)
-        lasts = [name.rpartition(".")[2] for name in names]
+        if block.startswith(">>>"):
+            case, said = doctest.DocTestParser().get_doctest(block, {}, names[0], None, 0), []
+            assert not doctest.DocTestRunner().run(case, out=said.append).failed, "".join(said)
+        else:
+            exec(compile(block, names[0], "exec"), {})
+        code, lasts = collect.called(block), [name.rpartition(".")[2] for name in names]
         assert [last for last in lasts if not re.search(rf"\b{last}\b", code)] == [], names
 
 
@@ -187,7 +196,7 @@ def lost(folder: Path) -> list[str]:
     return found
 
 
-def test_pages_build(tmp_path: Path) -> None:
+def test_pages_build(collect: Any, tmp_path: Path) -> None:
     """``-W``: a docstring that numpydoc cannot read, or a link that leads nowhere, fails."""
     for package in ("sphinx", "numpydoc", "myst_parser", "pydata_sphinx_theme"):
         pytest.importorskip(package, reason="needs the extra `docs`")
@@ -206,6 +215,9 @@ def test_pages_build(tmp_path: Path) -> None:
         if not name.startswith("_") and callable(getattr(space, name))
     ]
     assert [name for name in public if f'id="{name}"' not in pages] == []
+    text = html.unescape(re.sub("<.*?>", "", pages))
+    lines = {line for block in collect.examples().values() for line in block.splitlines()}
+    assert sorted(line for line in lines if line not in text) == [], "an example is not shown"
     kernels = {path.stem for path in (tmp_path / "html" / "kernels").glob("*.html")}
     assert kernels - {"index", "instructions"} == {p.stem for p in source_root().glob("*.cu")}
     told = (tmp_path / "html" / "history" / "index.html").read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, GradientError, ShapeError
+from unsloth_cupy.ops.common.in_place import check_unshifted
 
 from ..parity import emulator
 from ..stand_in import gpu
@@ -88,3 +90,38 @@ def test_in_place_needs_arrays_that_may_change(gate: Gate) -> None:
     y = x.copy()
     with pytest.raises(ConfigError, match="gate and up lie in the same memory; copy one"):
         gate.over(x, y, y)
+
+
+def on_gpu(array: np.ndarray) -> Any:
+    """Return what an array of CuPy says of where it lies."""
+    told = {name: getattr(array, name) for name in ("shape", "strides", "dtype", "size", "nbytes")}
+    flags, data = array.flags, SimpleNamespace(ptr=array.ctypes.data)
+    return SimpleNamespace(**told, flags=flags, data=data)
+
+
+@pytest.mark.parametrize("place", [np.asarray, on_gpu], ids=["host", "device"])
+def test_what_is_read_lies_over_what_changes_wholly_or_not_at_all(place: Any) -> None:
+    """A thread would read what another has written; what is read once may be the same array."""
+    there, apart = np.ones((8, 8), np.float32), np.ones(32, np.float32)
+    rows, halves = there.reshape(-1), (there[:, :4], there[:, 4:])
+    for x, total in ((rows[:32], rows[4:36]), (rows[4:36], rows[:32]), (rows[:40], rows[:32])):
+        with pytest.raises(ConfigError, match="f_: x lies partly over total, which changes; copy"):
+            check_unshifted("f_", {"total": place(total)}, {"x": place(x)})
+    for x, total in ((rows, rows), halves, (apart, rows[:32]), (rows[:32], rows[32:])):
+        check_unshifted("f_", {"total": place(total)}, {"x": place(x)})
+
+
+def test_ops_in_place_ask_for_it() -> None:
+    there, apart = np.ones(64, np.float32), np.ones(32, np.float32)
+    early, late = there[:32], there[4:36]
+    with pytest.raises(ConfigError, match="accumulate_: x lies partly over total"):
+        uc.accumulate_(late, early)
+    for gate in (SWIGLU, GEGLU):
+        with pytest.raises(ConfigError, match=f"{gate.name}_backward_: dy lies partly over gate"):
+            gate.over(early, late, apart)
+    with pytest.raises(ConfigError, match="relu2_backward_: dy lies partly over x"):
+        uc.relu2_backward_(early, late)
+    q, k, table = there[:32].reshape(1, 2, 1, 16), np.ones((1, 2, 1, 16), np.float32), there[8:24]
+    with pytest.raises(ConfigError, match="rope_qk_: cos lies partly over q"):
+        uc.rope_qk_(q, k, table.reshape(2, 8), apart[:16].reshape(2, 8))
+    assert (there == 1).all()

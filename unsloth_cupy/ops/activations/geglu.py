@@ -41,6 +41,16 @@ def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import geglu, geglu_backward, geglu_backward_
+    >>> gate, up = np.random.default_rng(0).standard_normal((2, 4, 64), np.float32)
+    >>> y = geglu(gate, up, approximate=True)
+    >>> dgate, dup = geglu_backward(np.ones_like(y), gate, up, approximate=True)
+    >>> _ = geglu_backward_(np.ones_like(y), gate, up, approximate=True)
+    >>> np.testing.assert_array_equal(up, dup)
     """
     y = _share(gate, approximate)
     y *= gate

@@ -29,6 +29,16 @@ def relu2(x: Array) -> Array:
     ------
     DTypeError
         x is not a float array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import relu2, relu2_backward, relu2_backward_
+    >>> x = np.array([-1.0, 0.5, 3.0], np.float32)
+    >>> np.testing.assert_array_equal(relu2(x), [0, 0.25, 9])
+    >>> np.testing.assert_array_equal(relu2_backward(np.ones_like(x), x), [0, 1, 6])
+    >>> _ = relu2_backward_(np.ones_like(x), x)
+    >>> np.testing.assert_array_equal(x, [0, 1, 6])
     """
     y = np.maximum(x, 0, out=np.empty_like(x))
     return np.square(y, out=y)

@@ -14,7 +14,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.rows import spread
+from ..common.rows import held_rows
 from ..common.strides import row_layout
 
 HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
@@ -45,6 +45,14 @@ def softmax(x: Array, *, scale: float = 1.0) -> Array:
         scale is not finite.
     ShapeError, DTypeError
         x is not a float array with an axis.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import softmax, softmax_backward
+    >>> y = softmax(np.array([[0.0, np.log(3)]], np.float32))
+    >>> np.testing.assert_allclose(y, [[0.25, 0.75]])
+    >>> np.testing.assert_allclose(softmax_backward(np.ones_like(y), y), 0, atol=1e-7)
     """
     y = x * x.dtype.type(scale)
     if y.size:
@@ -94,31 +102,10 @@ def _launch_rows(name: str, operands: tuple[Any, ...], result: Any, scale: float
 def _constants(dtype: Any, columns: int, lanes: int, arrays: int, clusters: bool) -> Constants:
     """Return the constants of softmax.cu, whose threads hold a register of each array a value.
 
-    A thread takes 16 values of a row: two 16-byte accesses of 16-bit dtypes in flight, four of
-    float32.  Where a block of 512 threads does not do, they take what HELD registers hold.
-
-        columns <= 512     a power of two of threads a row, several rows a block: no barrier
-        columns <= 8192    the block takes a row; forward, 512 threads take up to 16,384
-        beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads, which take
-                           262,144 forward, 131,072 backward
-        beyond, before     1024 threads: 32,768 forward, 16,384 backward
-        else               rows are read twice; the cluster is there so that fewer of them are
-                           under way at a time, and they lie in L2 yet
+    Rows are read once up to 262,144 columns forward and 131,072 backward, before sm_90 up to
+    32,768 and 16,384.
     """
-    wanted = max(min(512, -(-columns // 16)), -(-columns * arrays // HELD))
-    row_threads, cluster = spread(wanted, clusters)
-    threads = row_threads if row_threads > 32 else 128
-    values = -(-columns // (cluster * row_threads * lanes)) * lanes
-    return Constants(
-        T=dtype,
-        COLUMNS=columns,
-        LANES=lanes,
-        ROW_THREADS=row_threads,
-        THREADS=threads,
-        CLUSTER=cluster,
-        RESIDENT=max(1, 1024 // threads),
-        KEEP=values * arrays <= HELD,
-    )
+    return Constants(T=dtype, **held_rows(columns, HELD // arrays, lanes, clusters))
 
 
 def finite(top: Array) -> Array:

@@ -30,6 +30,17 @@ def swiglu(gate: Array, up: Array) -> Array:
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import swiglu, swiglu_backward, swiglu_backward_
+    >>> gate, up = np.random.default_rng(0).standard_normal((2, 4, 64), np.float32)
+    >>> y = swiglu(gate, up)
+    >>> np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
+    >>> dgate, dup = swiglu_backward(np.ones_like(y), gate, up)
+    >>> _ = swiglu_backward_(np.ones_like(y), gate, up)  # over gate and up
+    >>> np.testing.assert_array_equal(gate, dgate)
     """
     y = sigmoid(gate)
     y *= gate

@@ -73,6 +73,19 @@ def swiglu_mlp(
         chunk is not positive.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import linear, swiglu, swiglu_mlp, swiglu_mlp_backward
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.standard_normal((8, 32), np.float32)
+    >>> gate, up = rng.standard_normal((2, 64, 32), np.float32) * 0.1
+    >>> down = rng.standard_normal((32, 64), np.float32) * 0.1
+    >>> y = swiglu_mlp(x, gate, up, down, chunk=4)  # four rows at a time
+    >>> whole = linear(swiglu(linear(x, gate), linear(x, up)), down)
+    >>> np.testing.assert_allclose(y, whole, atol=1e-5)
+    >>> dx, dgate, dup, ddown = swiglu_mlp_backward(y, x, gate, up, down)
     """
     wide = np.promote_types(x.dtype, FLOAT32)
     return _forward(x, gate_weight, up_weight, down_weight, chunk, wide, swiglu.definition)

@@ -111,6 +111,19 @@ def attention(
     -----
     Vaswani and others, Attention Is All You Need, 2017.  Ainslie and others, GQA, 2023.  Press
     and others, Train Short, Test Long (ALiBi), 2022.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import attention, attention_backward, attention_forward
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((1, 6, 8, 64), np.float32)  # batch, tokens, heads, dim
+    >>> k, v = rng.standard_normal((2, 1, 6, 2, 64), np.float32)  # 4 heads of q share one of theirs
+    >>> out = attention(q, k, v, causal=True)  # the first token sees itself alone
+    >>> np.testing.assert_allclose(out[:, 0], v[:, 0].repeat(4, axis=1), rtol=1e-6)
+    >>> out, lse = attention_forward(q, k, v, causal=True)
+    >>> dq, dk, dv, *_ = attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
+    >>> assert dk.shape == k.shape
     """
     return attention_forward(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, mask=mask, bias=bias,

@@ -75,6 +75,19 @@ def attention_paged(
         A length is longer than its pages, or a page number is outside 0 .. pages - 1.
     ConfigError
         An option makes no sense, dropout comes without a seed, or block_mask with scales.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import attention, attention_paged, attention_paged_forward
+    >>> rng = np.random.default_rng(0)
+    >>> pages = rng.standard_normal((5, 4, 2, 16), np.float32)  # pages, tokens, heads, dim
+    >>> table, lengths = np.array([[3, 1]]), np.array([6])  # 6 tokens in pages 3 and 1
+    >>> q = rng.standard_normal((1, 1, 2, 16), np.float32)  # of the newest token
+    >>> out = attention_paged(q, pages, pages, table, lengths)
+    >>> k = np.concatenate([pages[3], pages[1]])[None, :6]
+    >>> np.testing.assert_allclose(out, attention(q, k, k), rtol=1e-5, atol=1e-5)
+    >>> out, lse = attention_paged_forward(q, pages, pages, table, lengths)
     """
     options: Any = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi": alibi,

@@ -87,6 +87,19 @@ def attention_varlen(
         max_queries or max_keys.
     ConfigError
         An option makes no sense, or dropout comes without a seed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import attention, attention_varlen, attention_varlen_backward
+    >>> from unsloth_cupy import attention_varlen_forward
+    >>> q = np.random.default_rng(0).standard_normal((7, 2, 16), np.float32)  # tokens, heads, dim
+    >>> offsets = np.array([0, 3, 7], np.int32)  # texts of 3 and of 4 tokens
+    >>> out = attention_varlen(q, q, q, offsets, offsets, causal=True)
+    >>> second = attention(q[None, 3:], q[None, 3:], q[None, 3:], causal=True)[0]
+    >>> np.testing.assert_allclose(out[3:], second, rtol=1e-5, atol=1e-5)
+    >>> out, lse = attention_varlen_forward(q, q, q, offsets, offsets)
+    >>> dq, dk, dv, *_ = attention_varlen_backward(out, q, q, q, offsets, offsets, out, lse)
     """
     return attention_varlen_forward(
         q, k, v, q_offsets, k_offsets, max_queries=max_queries, max_keys=max_keys, causal=causal,

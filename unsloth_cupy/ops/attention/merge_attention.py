@@ -41,6 +41,17 @@ def merge_attention(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> t
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import attention, attention_forward
+    >>> from unsloth_cupy import merge_attention, merge_attention_backward
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 8, 2, 16), np.float32)
+    >>> first, second = (attention_forward(q, part, part) for part in (k[:, :5], k[:, 5:]))
+    >>> out, lse = merge_attention(*first, *second)  # of parts of the keys, as of all
+    >>> np.testing.assert_allclose(out, attention(q, k, k), rtol=1e-5, atol=1e-5)
+    >>> grads = merge_attention_backward(out, None, *first, *second, out, lse)
     """
     lse = np.logaddexp(lse_a, lse_b)
     return _weight(lse_a, lse) * out_a + _weight(lse_b, lse) * out_b, lse

@@ -17,7 +17,21 @@ Key = int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...]
 
 @op("a(*axes), b(*axes) -> c(*axes)", torch=lambda nn, t, o: t["a"] + t["b"])
 def add(a: Array, b: Array) -> Array:
-    """Return ``c = a + b``, element by element; both have the same shape and dtype."""
+    """Return ``c = a + b``, element by element; both have the same shape and dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import unsloth_cupy as ops
+    >>> a, b = np.array([1.0, 4.0], np.float32), np.array([2.0, 2.0], np.float32)
+    >>> np.testing.assert_array_equal(ops.add(a, b), [3, 6])
+    >>> np.testing.assert_array_equal(ops.subtract(a, b), [-1, 2])
+    >>> np.testing.assert_array_equal(ops.multiply(a, b), [2, 8])
+    >>> np.testing.assert_array_equal(ops.divide(a, b), [0.5, 2])
+    >>> np.testing.assert_array_equal(ops.scale(a, factor=10.0), [10, 40])
+    >>> np.testing.assert_array_equal(ops.power(a, exponent=2.0), [1, 16])
+    >>> np.testing.assert_allclose(ops.log(ops.exp(a)), a, rtol=1e-6)
+    """
     return a + b
 
 
@@ -82,6 +96,19 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     ------
     ShapeError
         x does not have as many elements as shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import unsloth_cupy as ops
+    >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    >>> assert ops.reshape(x, shape=(3, 2)).shape == (3, 2)
+    >>> np.testing.assert_array_equal(ops.transpose(x), x.T)
+    >>> np.testing.assert_array_equal(ops.index(x, key=(slice(None), 1)), [1, 4])
+    >>> np.testing.assert_array_equal(ops.columns(x, start=1, stop=3), x[:, 1:])
+    >>> np.testing.assert_array_equal(ops.broadcast_to(x[0], shape=(2, 3)), [x[0], x[0]])
+    >>> np.testing.assert_array_equal(ops.sum(x, axis=1), [3, 12])
+    >>> np.testing.assert_array_equal(ops.mean(x, axis=0), [1.5, 2.5, 3.5])
     """
     given: Any = shape
     whole = isinstance(given, tuple | list) and all(isinstance(n, int | np.integer) for n in given)

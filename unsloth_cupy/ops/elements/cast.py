@@ -14,7 +14,7 @@ from ...core.kernel import load
 from ...core.op import Op, op
 from ...errors import ConfigError
 from ..common.elementwise import constants
-from ..common.in_place import check_changeable, in_one_piece
+from ..common.in_place import check_changeable, check_unshifted, in_one_piece
 from ..common.no_kernel import no_kernel
 
 
@@ -38,6 +38,15 @@ def cast(x: Array, dtype: Any) -> Array:
         The dtype is none of the three.
     DTypeError
         x is not a float array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import accumulate_, cast
+    >>> x = cast(np.ones(4, np.float32), "bfloat16")
+    >>> total = np.zeros(4, np.float32)
+    >>> _ = accumulate_(total, x)
+    >>> np.testing.assert_array_equal(total, 1)
     """
     name = _name(dtype)
     if name not in CASTS:
@@ -108,13 +117,14 @@ def accumulate_(total: Array, x: Array) -> Array:
     Raises
     ------
     ConfigError
-        total cannot be written to.
+        total cannot be written to, or x lies partly over it.
     GradientError
         total is on a tape, whose record a change would falsify.
     ShapeError, DTypeError
         The arrays do not fit each other; total is then unchanged.
     """
     check_changeable("accumulate_", "call add", total=total)
+    check_unshifted("accumulate_", {"total": total}, {"x": x})
     accumulate_over_(total, x)
     return total
 

@@ -15,6 +15,7 @@ from ...core.op import op
 from ...core.source import Constants
 from ...placement import scipy_of
 from ..common import faults
+from ..common.numbers import refuse_number
 
 REPORTER = faults.reporter("embedding", "tokens", "vocab")
 
@@ -46,8 +47,23 @@ def embedding(tokens: Array, weight: Array) -> Array:
         and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import embedding, embedding_backward
+    >>> tokens, weight = np.array([2, 0, 2]), np.arange(12, dtype=np.float32).reshape(4, 3)
+    >>> x = embedding(tokens, weight)
+    >>> np.testing.assert_array_equal(x, weight[tokens])
+    >>> _, dweight = embedding_backward(np.ones_like(x), tokens, weight)
+    >>> np.testing.assert_array_equal(dweight[:, 0], [1, 0, 2, 0])
     """
     return weight[tokens]
+
+
+@embedding.require
+def _check(call: str, tokens: Array) -> None:
+    refuse_number(call, "tokens", tokens)
 
 
 @cache
@@ -110,6 +126,7 @@ def _launch_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Arr
     return None, dweight
 
 
+embedding_backward.require(_check)
 embedding_backward.facts["traffic"] = lambda a: (
     a["tokens"].nbytes + a["dx"].nbytes + a["dweight"].nbytes
 )

@@ -47,6 +47,16 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import linear, linear_backward
+    >>> x, weight = np.ones((3, 8), np.float32), np.ones((4, 8), np.float32)
+    >>> y = linear(x, weight, np.ones(4, np.float32))
+    >>> np.testing.assert_array_equal(y, np.full((3, 4), 9))
+    >>> dx, dweight, dbias = linear_backward(y, x, weight)
+    >>> np.testing.assert_array_equal(dx, y @ weight)
     """
     shape = math.prod(x.shape[:-1]), len(weight)
     y = empty(shape, x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype), like=x)

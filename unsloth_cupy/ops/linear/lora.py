@@ -73,6 +73,19 @@ def lora_linear(
         dropout is not a share, or comes without a seed.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import linear, lora_linear, lora_linear_backward
+    >>> from unsloth_cupy import lora_linear_forward, lora_merge
+    >>> x, weight = np.random.default_rng(0).standard_normal((2, 16, 16), np.float32)
+    >>> a, b = weight[:4], weight[:, :4]  # of rank 4
+    >>> merged = lora_merge(weight, a, b, scale=0.5)
+    >>> y, low = lora_linear_forward(x, weight, a, b, scale=0.5)
+    >>> np.testing.assert_array_equal(y, lora_linear(x, weight, a, b, scale=0.5))
+    >>> np.testing.assert_allclose(y, linear(x, merged), rtol=1e-4, atol=1e-4)
+    >>> back = lora_linear_backward(y, None, x, weight, a, b, None, None, low, scale=0.5)
     """
     factor = factor_of("lora_linear", weight, a, b, scale, magnitude)
     return lora_linear_forward(

@@ -59,6 +59,17 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
         layers is not a sequence of such.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import LoraLayer, lora_linear, lora_linears
+    >>> x, weight = np.random.default_rng(0).standard_normal((2, 16, 16), np.float32)
+    >>> a, b = weight[:4], weight[:, :4]  # of rank 4
+    >>> layer = LoraLayer(weight, a, b, scale=0.5)
+    >>> first, second = lora_linears(x, [layer, layer])  # layers of one input
+    >>> alone = lora_linear(x, weight, a, b, scale=0.5)
+    >>> np.testing.assert_allclose(first, alone, rtol=1e-5, atol=1e-5)
     """
     given: Any = layers
     each_is_one = isinstance(given, tuple | list) and all(isinstance(n, tuple) for n in given)

@@ -35,6 +35,13 @@ def matmul(a: Array, b: Array) -> Array:
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import matmul
+    >>> a, b = np.random.default_rng(0).standard_normal((2, 5, 4, 4), np.float32)
+    >>> np.testing.assert_allclose(matmul(a, b), a @ b, rtol=1e-5, atol=1e-5)
     """
     return _batched(a, b)
 

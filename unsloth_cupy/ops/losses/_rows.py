@@ -11,8 +11,9 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.stand_in import representative_steps
-from ...errors import ConfigError, DTypeError, RangeError
+from ...errors import ConfigError, RangeError
 from ..activations.softmax import finite
+from ..common.numbers import refuse_number
 
 CACHED = 2**15  # logits at a time: 128 KiB in float32, and of what is computed with them
 
@@ -30,8 +31,7 @@ def check_options(
     call: str, labels: Any, ignore: int, smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     """Raise ConfigError for options that make no sense, DTypeError for a number as labels."""
-    if isinstance(labels, int):
-        raise DTypeError(f"{call}: labels is the number {labels}; pass np.array({labels})")
+    refuse_number(call, "labels", labels)
     if not -(2**63) <= ignore < 2**63:
         raise ConfigError(f"{call}(ignore={ignore}): ignore must be an integer of 64 bits")
     if not 0 <= smoothing <= 1:

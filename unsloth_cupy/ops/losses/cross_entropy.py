@@ -60,6 +60,19 @@ def cross_entropy(
         An option is out of its range.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import cross_entropy, cross_entropy_, cross_entropy_backward
+    >>> from unsloth_cupy import cross_entropy_forward
+    >>> logits, labels = np.zeros((3, 10), np.float32), np.array([1, 7, -100])  # one is ignored
+    >>> loss, lse = cross_entropy_forward(logits, labels)
+    >>> np.testing.assert_allclose(loss, [np.log(10), np.log(10), 0], rtol=1e-6)
+    >>> np.testing.assert_array_equal(loss, cross_entropy(logits, labels))
+    >>> dlogits, _ = cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse)
+    >>> loss = cross_entropy_(logits, labels)  # the gradient takes the place of the logits
+    >>> np.testing.assert_allclose(logits, dlogits, atol=1e-7)
     """
     return cross_entropy_forward(
         logits, labels, ignore=ignore, smoothing=smoothing, z_loss=z_loss, softcap=softcap

@@ -60,6 +60,22 @@ def linear_cross_entropy(
         An option is out of its range.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import cross_entropy, linear, linear_cross_entropy
+    >>> from unsloth_cupy import linear_cross_entropy_backward, linear_cross_entropy_forward
+    >>> from unsloth_cupy import linear_cross_entropy_gradients
+    >>> weight = np.random.default_rng(0).standard_normal((50, 16), np.float32)
+    >>> x, labels = weight[:6], np.arange(6)
+    >>> loss = linear_cross_entropy(x, weight, labels)  # no array of all logits is made
+    >>> expected = cross_entropy(linear(x, weight), labels)
+    >>> np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
+    >>> loss, lse = linear_cross_entropy_forward(x, weight, labels)
+    >>> dloss = np.ones_like(loss)
+    >>> dx, dweight, _ = linear_cross_entropy_backward(dloss, None, x, weight, labels, lse)
+    >>> loss, dx, dweight = linear_cross_entropy_gradients(x, weight, labels)  # logits once
     """
     return linear_cross_entropy_forward(
         x,

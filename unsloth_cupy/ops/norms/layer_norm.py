@@ -48,6 +48,17 @@ def layer_norm(
         eps is negative.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import layer_norm, layer_norm_backward, layer_norm_forward
+    >>> x = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    >>> weight, bias = np.ones(64, np.float32), np.zeros(64, np.float32)
+    >>> y = layer_norm(x, weight, bias)
+    >>> np.testing.assert_allclose(y.mean(axis=1), 0, rtol=1e-5, atol=1e-5)
+    >>> y, h, mean, rstd = layer_norm_forward(x, weight, bias)
+    >>> dx, dweight, dbias, _ = layer_norm_backward(y, None, h, weight, bias, None, mean, rstd)
     """
     return layer_norm_forward(x, weight, bias, residual, eps=eps)[0]
 

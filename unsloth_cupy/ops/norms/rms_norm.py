@@ -50,6 +50,18 @@ def rms_norm(
         eps is negative.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import rms_norm, rms_norm_backward, rms_norm_forward
+    >>> x = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    >>> weight = np.ones(64, np.float32)
+    >>> np.testing.assert_allclose((rms_norm(x, weight) ** 2).mean(axis=1), 1, rtol=1e-4)
+    >>> y, h, rstd = rms_norm_forward(x, weight, residual=x)  # of h = x + residual
+    >>> np.testing.assert_array_equal(h, 2 * x)
+    >>> y, h, rstd = rms_norm_forward(x, weight)
+    >>> dx, dweight, *_ = rms_norm_backward(y, None, h, weight, None, None, rstd)
     """
     return rms_norm_forward(x, weight, residual, bias, eps=eps, offset=offset)[0]
 

@@ -45,6 +45,18 @@ def apply_rotary_embedding(
         rope_theta is not above 1.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import apply_rotary_embedding, apply_rotary_embedding_backward
+    >>> from unsloth_cupy import apply_rotary_embedding_forward, rope_qk, rope_tables
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 6, 4, 16), np.float32)
+    >>> positions = np.arange(6)[None]
+    >>> turned_q, turned_k = apply_rotary_embedding(q, k, positions)  # no table is needed
+    >>> np.testing.assert_allclose(turned_q, rope_qk(q, k, *rope_tables(6, 16))[0], atol=1e-5)
+    >>> turned = apply_rotary_embedding_forward(q, k, positions)
+    >>> dq, dk, _ = apply_rotary_embedding_backward(*turned, positions)
     """
     return apply_rotary_embedding_forward(q, k, positions, rope_theta=rope_theta)
 

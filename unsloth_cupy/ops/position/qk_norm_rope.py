@@ -26,7 +26,7 @@ from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
 from ..norms.rms_norm import rms_norm_backward, rms_norm_forward
 from ..norms.rows import check_eps
-from .rope import INT64, by_token, check_tables, reports, rotated
+from .rope import INT64, by_token, check_tables, reports, rotated, tokens_of
 
 REPORTER = faults.reporter("qk_norm_rope", "positions", "length")
 VALUES = 16  # of a head that a thread keeps at most: heads of up to 512 columns
@@ -79,6 +79,20 @@ def qk_norm_rope(
         A position lies outside the tables; on a GPU as in ``rope``.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import qk_norm_rope, qk_norm_rope_backward, qk_norm_rope_forward
+    >>> from unsloth_cupy import rms_norm, rope_qk, rope_tables
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 6, 4, 16), np.float32)
+    >>> weight, (cos, sin) = np.ones(16, np.float32), rope_tables(6, 16)
+    >>> given = q, k, weight, weight, cos, sin
+    >>> turned = qk_norm_rope(*given)
+    >>> apart = rope_qk(rms_norm(q, weight), rms_norm(k, weight), cos, sin)
+    >>> np.testing.assert_allclose(turned[0], apart[0], atol=1e-5)
+    >>> *turned, q_rstd, k_rstd = qk_norm_rope_forward(*given)
+    >>> grads = qk_norm_rope_backward(*turned, *given, q_rstd=q_rstd, k_rstd=k_rstd)
     """
     arrays = q, k, q_weight, k_weight, cos, sin, positions
     return qk_norm_rope_forward(*arrays, eps=eps, offset=offset, interleaved=interleaved)[:2]
@@ -119,15 +133,7 @@ def qk_norm_rope_forward(
 
 @cache
 def _constants(
-    x: Any,
-    weights: tuple[Any, Any],
-    table: Any,
-    positions: Any,
-    heads: tuple[int, int],
-    dim: int,
-    half: int,
-    lanes: int,
-    interleaved: bool,
+    dtypes: tuple[Any, ...], token: tuple[int, ...], lanes: int, interleaved: bool
 ) -> Constants:
     """Return the constants of qk_norm_rope.cu for these dtypes and this shape of a token.
 
@@ -136,16 +142,18 @@ def _constants(
     beside the row of the tables: half of an SM's threads.  Backward, 128 do, with the sums of
     both weights: a quarter.
     """
+    x, q_weight, k_weight, table, positions = dtypes
+    heads, kv_heads, dim, half = token
     pairs = lanes // 2 if interleaved and lanes > 1 else lanes
     chunks = -(-dim // (2 * pairs))
     return Constants(
         T=x,
-        W=weights[0],
-        B=weights[1],
+        W=q_weight,
+        B=k_weight,
         C=table,
         I=positions,
-        HEADS=heads[0],
-        KV_HEADS=heads[1],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
         DIM=dim,
         HALF=half,
         LANES=lanes,
@@ -192,29 +200,18 @@ def _chosen(
     ``seeds``: gradients that it reads as it reads q and k.
     """
     q, k, q_weight, k_weight, cos, sin, positions = arrays
-    (batch, tokens, heads, dim), (length, half) = q.shape, cos.shape
+    (_, _, heads, dim), (length, half) = q.shape, cos.shape
     flat_q, q_strides = with_head_strides(q)
     flat_k, k_strides = with_head_strides(k)
     whole = math.gcd(half * (1 + interleaved), dim, *q_strides, *k_strides)
+    dtypes = q.dtype, q_weight.dtype, k_weight.dtype, cos.dtype
     constants = _constants(
-        q.dtype,
-        (q_weight.dtype, k_weight.dtype),
-        cos.dtype,
-        INT64 if positions is None else positions.dtype,
-        (heads, k.shape[2]),
-        dim,
-        half,
+        (*dtypes, INT64 if positions is None else positions.dtype),
+        (heads, k.shape[2], dim, half),
         lanes(whole, flat_q, flat_k, q_weight, k_weight, cos, sin, *seeds),
         interleaved,
     )
-    period = tokens if positions is None else positions.size
-    walk = {
-        "count": batch * tokens,
-        "period": period,
-        "length": length,
-        "q": q_strides,
-        "k": k_strides,
-    }
+    walk = tokens_of(q, length, positions, q_strides, k_strides)
     kernel = load("qk_norm_rope.cu", name, q, constants)
     return (flat_q, flat_k, *arrays[2:]), constants, kernel, walk
 

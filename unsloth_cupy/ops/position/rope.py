@@ -65,6 +65,16 @@ def rope(
         NaN, and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import rope, rope_backward, rope_tables
+    >>> x = np.random.default_rng(0).standard_normal((1, 6, 4, 16), np.float32)
+    >>> cos, sin = rope_tables(6, 16, base=10_000.0)
+    >>> y = rope(x, cos, sin)
+    >>> np.testing.assert_allclose((y**2).sum(axis=-1), (x**2).sum(axis=-1), rtol=1e-5)
+    >>> np.testing.assert_allclose(rope_backward(y, cos, sin)[0], x, atol=1e-5)  # it turns back
     """
     return rotated(x, *by_token(x, cos, sin, positions), interleaved)
 
@@ -124,6 +134,15 @@ def reports(like: Array, positions: Array | None) -> Array | None:
     return None if positions is None else faults.record(like)
 
 
+def tokens_of(
+    q: Array, length: int, positions: Array | None, q_strides: Any, k_strides: Any
+) -> dict[str, Any]:
+    """Return the Tokens of heads.cuh, which a kernel goes through."""
+    count = q.shape[0] * q.shape[1]
+    period = q.shape[1] if positions is None else positions.size
+    return {"count": count, "period": period, "length": length, "q": q_strides, "k": k_strides}
+
+
 def by_token(x: Array, cos: Array, sin: Array, positions: Array | None) -> tuple[Array, Array]:
     """Return the row of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
     rows = slice(x.shape[1]) if positions is None else positions
@@ -150,32 +169,30 @@ def rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 
 @cache
 def _constants(
-    x: Any,
-    table: Any,
-    positions: Any,
-    heads: tuple[int, int],
-    dim: int,
-    half: int,
+    dtypes: tuple[Any, Any, Any],
+    token: tuple[int, int, int, int],
     lanes: int,
     interleaved: bool,
     inverse: bool,
-    in_place: bool = False,
-    angles: bool = False,
+    in_place: bool,
+    angles: bool,
 ) -> Constants:
     """Return the constants of rope.cu for these dtypes and this shape of a token.
 
     A thread turns up to four heads: enough accesses in flight, and a table read once for each.
     About 256 threads a block, of as many tokens as it takes.
     """
+    x, table, positions = dtypes
+    heads, kv_heads, dim, half = token
     pairs = lanes // 2 if interleaved and lanes > 1 else lanes
     columns = max(1, min(half // pairs, 256))
-    slots = max(1, min(-(-sum(heads) // 4), 256 // columns))
+    slots = max(1, min(-(-(heads + kv_heads) // 4), 256 // columns))
     return Constants(
         T=x,
         C=table,
         I=positions,
-        HEADS=heads[0],
-        KV_HEADS=heads[1],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
         DIM=dim,
         HALF=half,
         LANES=lanes,
@@ -214,12 +231,12 @@ def launch_rope(
     flat_k, k_strides = (None, (0, 0)) if k is None else with_head_strides(k)
     results = (flat_q, flat_k) if in_place else turned
     constants = _constants(
-        q.dtype,
-        FLOAT32 if cos is None else cos.dtype,
-        INT64 if positions is None else positions.dtype,
-        (heads, kv_heads),
-        dim,
-        half,
+        (
+            q.dtype,
+            FLOAT32 if cos is None else cos.dtype,
+            INT64 if positions is None else positions.dtype,
+        ),
+        (heads, kv_heads, dim, half),
         lanes(
             math.gcd(half * (1 + interleaved), dim, *q_strides, *k_strides),
             *(flat_q, flat_k, *results, cos, sin),
@@ -232,14 +249,7 @@ def launch_rope(
     blocks = -(-batch * tokens // constants["TOKENS"])
     threads = constants["TOKENS"] * constants["SLOTS"] * constants["COLUMNS"]
     kernel = load("rope.cu", "rope", q, constants)
-    period = tokens if positions is None else positions.size
-    walk = {
-        "count": batch * tokens,
-        "period": period,
-        "length": length,
-        "q": q_strides,
-        "k": k_strides,
-    }
+    walk = tokens_of(q, length, positions, q_strides, k_strides)
     kernel[blocks, threads](
         *(flat_q, flat_k, cos, sin, positions, *results, walk, math.log2(base)),
         *(reports(q, positions), REPORTER),

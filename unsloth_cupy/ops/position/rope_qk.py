@@ -48,6 +48,19 @@ def rope_qk(
         A position lies outside the tables; on a GPU as in ``rope``.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import rope, rope_qk, rope_qk_, rope_qk_backward, rope_tables
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 6, 4, 16), np.float32)
+    >>> cos, sin = rope_tables(6, 16)
+    >>> turned_q, turned_k = rope_qk(q, k, cos, sin)
+    >>> np.testing.assert_array_equal(turned_k, rope(k, cos, sin))
+    >>> dq, dk, *_ = rope_qk_backward(turned_q, turned_k, cos, sin)
+    >>> np.testing.assert_allclose(dq, q, atol=1e-5)
+    >>> _ = rope_qk_(q, k, cos, sin)  # in place
+    >>> np.testing.assert_array_equal(q, turned_q)
     """
     cos, sin = by_token(q, cos, sin, positions)
     return rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)

@@ -62,6 +62,14 @@ def rope_tables(
         The type of the scaling is unknown, or a number that it needs is missing or senseless.
     ShapeError
         dim is odd, or length or dim is negative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import rope_tables
+    >>> cos, sin = rope_tables(6, 16, base=10_000.0)
+    >>> assert cos.shape == (6, 8)
+    >>> np.testing.assert_allclose(sin[:, 0], np.sin(np.arange(6)), rtol=1e-6)
     """
     if not is_integer(length) or not is_integer(dim) or dim % 2:
         raise ShapeError(
@@ -70,6 +78,25 @@ def rope_tables(
             expected="a length of 0 or more, and an even dim",
             actual=(length, dim),
         )
+    check_bytes(f"rope_tables(length={length}, dim={dim})", 4 * length * dim, like)
+    frequency, factor = scaled_frequencies(scaling, length, dim, base)
+    angle = np.arange(length, dtype=np.float32)[:, None] * frequency
+    cos, sin = np.cos(angle), np.sin(angle)
+    if factor != 1:
+        cos, sin = cos * np.float32(factor), sin * np.float32(factor)
+    return (cos, sin) if like is None else (placed(cos, like), placed(sin, like))
+
+
+def scaled_frequencies(
+    scaling: Scaling | None, length: int, dim: int, base: float
+) -> tuple[Array, float]:
+    """Return the frequencies of a length, and what multiplies cosines and sines.
+
+    Raises
+    ------
+    ConfigError
+        As ``rope_tables`` raises it.
+    """
     given: Any = {} if scaling is None else scaling
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
         raise ConfigError(f"rope_tables(scaling={given}): pass the dict of one layer type, or None")
@@ -79,13 +106,7 @@ def rope_tables(
         raise ConfigError(
             f"rope_tables(scaling={dict(given)}): rope_type must be one of {', '.join(RULES)}"
         )
-    check_bytes(f"rope_tables(length={length}, dim={dim})", 4 * length * dim, like)
-    frequency, factor = RULES[kind](given, length, dim, base)
-    angle = np.arange(length, dtype=np.float32)[:, None] * frequency
-    cos, sin = np.cos(angle), np.sin(angle)
-    if factor != 1:
-        cos, sin = cos * np.float32(factor), sin * np.float32(factor)
-    return (cos, sin) if like is None else (placed(cos, like), placed(sin, like))
+    return RULES[kind](given, length, dim, base)
 
 
 def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:

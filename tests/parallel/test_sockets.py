@@ -1,5 +1,6 @@
 """Ranks that are connected by sockets: the same exchanges, and who failed is known to all."""
 
+import socket
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.parallel import SocketCommunicator
+from unsloth_cupy.parallel._peers import DATA, HEAD, meet, reached, tell, told
 from unsloth_cupy.parallel.sockets import PORTS, first_host, rendezvous
 
 from .collectives import all_checks
@@ -41,6 +43,59 @@ def test_a_rank_that_was_not_started_is_named() -> None:
     assert who.value.rank == 1
     with pytest.raises(CommunicationError, match="nobody listens"):
         SocketCommunicator(1, 3, port=free_port(), timeout=0.05)
+
+
+def test_strangers_do_not_keep_ranks_from_meeting() -> None:
+    """Rank 0 hears one that speaks another language, one that leaves, and one of no rank."""
+    port, whole = free_port(), HEAD.pack(3, 0, DATA)
+
+    def work(rank: int) -> None:
+        if rank:
+            for said in (b"GET / HTTP/1.1\r\n\r\n", b"", whole + b"[7]", whole + b"{7}"):
+                with reached("127.0.0.1", port, rank=9, limit=time.monotonic() + 9) as stranger:
+                    stranger.sendall(said)
+        comm = SocketCommunicator(rank, 2, port=port, timeout=30)
+        assert comm.all_gather(np.array([rank])).tolist() == [0, 1]
+
+    in_threads(2, work)
+
+
+def test_who_is_told_of_the_others_can_meet_anew() -> None:
+    """Nobody listens at the port any more, or its call would end with the first meeting."""
+    port = free_port()
+
+    def work(rank: int) -> None:
+        limit = time.monotonic() + 30
+        if rank == 0:
+            meet(links, 0, 2, "", port, limit)
+            return
+        with reached("127.0.0.1", port, 1, limit) as link:
+            tell(link, 0)
+            assert told(link) == [[1, "127.0.0.1", 0]]
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), 30)
+
+    links: dict[int, socket.socket] = {}
+    in_threads(2, work)
+    links[1].close()
+
+
+def test_a_rank_that_ends_before_all_have_met() -> None:
+    """The others say so, and say what to do where somebody else has the port."""
+    port = free_port()
+
+    def work(rank: int) -> None:
+        if rank:
+            reached("127.0.0.1", port, rank=1, limit=time.monotonic() + 30).close()
+        else:
+            with pytest.raises(
+                CommunicationError, match=r"rank 0: a connection ended before all 2"
+            ):
+                SocketCommunicator(0, 2, port=port, timeout=30)
+
+    in_threads(2, work)
+    with socket.create_server(("", port)), pytest.raises(CommunicationError, match="MASTER_PORT"):
+        SocketCommunicator(0, 2, port=port, timeout=30)
 
 
 def test_the_environment_says_how_ranks_meet() -> None:

@@ -5,6 +5,7 @@ ends without a farewell.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -22,6 +23,8 @@ HEAD = struct.Struct("!QHH")  # bytes of a message, of its key, and how it is me
 DATA, FAREWELL, FAILURE = range(3)
 GRACE = 0.5  # seconds for an error that this process knows of to be printed
 PAUSE = 0.05  # seconds between attempts to reach rank 0
+HELLO = 30.0  # seconds in which who calls says its rank
+MOST = 2**24  # bytes that ranks tell each other before all have met
 LOST = "its connection ended"
 
 
@@ -131,19 +134,45 @@ def connected(
     rank: int, size: int, address: str, port: int, timeout: float
 ) -> dict[int, socket.socket]:
     """Return a connection to every other rank, by its number."""
-    limit = time.monotonic() + timeout
-    with socket.create_server(("", port if rank == 0 else 0), backlog=size) as door:
+    links: dict[int, socket.socket] = {}
+    try:
+        meet(links, rank, size, address, port, time.monotonic() + timeout)
+    except (OSError, CommunicationError) as error:
+        for link in links.values():
+            link.close()
+        if isinstance(error, CommunicationError):
+            raise
+        problem = f"rank {rank}: a connection ended before all {size} ranks had met ({error})"
+        raise CommunicationError(f"{problem}; see what the others printed") from error
+    return links
+
+
+def meet(
+    links: dict[int, socket.socket], rank: int, size: int, address: str, port: int, limit: float
+) -> None:
+    """Listen, call who listens, hear who calls; rank 0 tells the others where each one listens."""
+    with listening(rank, port if rank == 0 else 0, size) as door:
         if rank == 0:
-            links = accepted(door, size - 1, limit, 0)
+            accept(links, door, range(1, size), limit)
             places = [(r, links[r].getpeername()[0], told(links[r])) for r in sorted(links)]
-            for link in links.values():
-                tell(link, places)
-            return links
-        links = {0: reached(address, port, rank, limit)}
-        tell(links[0], door.getsockname()[1])
-        for other, host, own in told(links[0])[: rank - 1]:
-            links[other] = reached(host, own, rank, limit)
-        return links | accepted(door, size - 1 - rank, limit, rank)
+        else:
+            links[0] = reached(address, port, rank, limit)
+            tell(links[0], door.getsockname()[1])
+            for other, host, own in told(links[0])[: rank - 1]:
+                links[other] = reached(host, own, rank, limit)
+            accept(links, door, range(rank + 1, size), limit)
+    if rank == 0:  # who is told may be done and meet anew at this port: nobody listens any more
+        for link in links.values():
+            tell(link, places)
+
+
+def listening(rank: int, port: int, size: int) -> socket.socket:
+    """Return a socket at which others call, at any free port for 0."""
+    try:
+        return socket.create_server(("", port), backlog=size)
+    except OSError as error:
+        problem = f"rank {rank} cannot listen at port {port} ({error.strerror})"
+        raise CommunicationError(f"{problem}; set another MASTER_PORT", rank=rank) from error
 
 
 def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
@@ -163,22 +192,28 @@ def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
             return link
 
 
-def accepted(door: socket.socket, count: int, limit: float, rank: int) -> dict[int, socket.socket]:
-    """Return the connections of so many ranks that call, by their numbers."""
-    links: dict[int, socket.socket] = {}
-    while len(links) < count:
+def accept(
+    links: dict[int, socket.socket], door: socket.socket, ranks: range, limit: float
+) -> None:
+    """Add the connections of ranks that call, by their numbers; strangers are not heard."""
+    while missing := [rank for rank in ranks if rank not in links]:
         door.settimeout(max(PAUSE, limit - time.monotonic()))
         try:
             link, _ = door.accept()
         except TimeoutError as error:
-            known = ", ".join(map(str, sorted(links))) or "nobody"
-            missing = next(r for r in range(rank + 1, rank + 2 + count) if r not in links)
-            problem = f"rank {rank}: {count} ranks were to call, and {known} did"
-            cure = f"see whether rank {missing} was started"
-            raise CommunicationError(f"{problem}; {cure}", rank=missing) from error
-        link.settimeout(None)
-        links[told(link)] = link
-    return links
+            known = ", ".join(str(rank) for rank in ranks if rank in links) or "nobody"
+            problem = f"rank {ranks.start - 1}: {len(ranks)} ranks were to call, and {known} did"
+            cure = f"see whether rank {missing[0]} was started"
+            raise CommunicationError(f"{problem}; {cure}", rank=missing[0]) from error
+        link.settimeout(HELLO)
+        caller: Any = None
+        with contextlib.suppress(OSError, ValueError, CommunicationError):
+            caller = told(link)
+        if caller in ranks:
+            link.settimeout(None)
+            links[caller] = link
+        else:
+            link.close()
 
 
 def tell(link: socket.socket, what: Any) -> None:
@@ -189,7 +224,10 @@ def tell(link: socket.socket, what: Any) -> None:
 
 def told(link: socket.socket) -> Any:
     """Return what the other end tells."""
-    return json.loads(received(link, HEAD.unpack(received(link, HEAD.size))[0]))
+    size, *_ = HEAD.unpack(received(link, HEAD.size))
+    if size > MOST:
+        raise CommunicationError(f"{size} bytes are not a list of ranks; see who else calls here")
+    return json.loads(received(link, size))
 
 
 def received(link: socket.socket, size: int) -> bytes:

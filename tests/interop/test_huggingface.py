@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
 
+from unsloth_cupy import profile  # noqa: E402
 from unsloth_cupy.interop.huggingface import PARTS, _qk_norm, patch, unpatch  # noqa: E402
 
 from ..sample import Sample  # noqa: E402
@@ -93,25 +94,30 @@ QK_NORMS = {
 
 
 @pytest.mark.parametrize("family", QK_NORMS)
-def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family, monkeypatch):
+def test_norms_of_queries_and_keys_and_their_turn_are_one_pass(family):
     model = model_of(family)
     report = patch(model)
     narrow = patch(model_of(family).bfloat16())
     for each in (report, narrow):
         assert {r.reason for r in each.rows if r.part == "qk_norm"} == {QK_NORMS[family]}
-    calls, op = [], _qk_norm.qk_norm_rope
-    monkeypatch.setattr(_qk_norm, "qk_norm_rope", lambda *a, **o: calls.append(a) or op(*a, **o))
-    expected = step(model)
-    taken = report.taken.get("qk_norm", 0)
-    assert len(calls) == taken
+    with profile() as seen:
+        expected = step(model)
+    turns = report.taken["rotary"]
+    assert turns_alone(seen) == turns - report.taken.get("qk_norm", 0)
     for module in model.modules():  # who waits for a norm sees it
         if _qk_norm.norms_of(module):
             norm = module.get_submodule(_qk_norm.norms_of(module)[1])
             norm.register_forward_hook(lambda norm, args, found: found * 1)
-    found = step(model)
-    assert len(calls) == taken
+    with profile() as seen:
+        found = step(model)
+    assert turns_alone(seen) == turns
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def turns_alone(seen):
+    """Return how often queries and keys were turned by an op that does not norm them too."""
+    return [record.op for record in seen.records].count("rope_qk")
 
 
 def test_norms_that_were_left_are_not_one_pass_with_their_turn():

@@ -1,6 +1,7 @@
 """Patched models inside of what people run them with: compilers, adapters, trainers, hooks."""
 
 import copy
+import importlib
 
 import pytest
 
@@ -104,6 +105,35 @@ def test_a_deep_copy_computes_with_its_own_weights_and_is_unpatched_alone():
     unpatch(copied)
     near(step(copied), plain, rtol=0)
     assert "forward" in vars(model.model.norm)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_replicas_of_data_parallel_compute_with_their_own_weights(family, monkeypatch):
+    replication = importlib.import_module("torch.nn.parallel.replicate")
+
+    def sent(tensors, devices, detach=False):
+        return [[t * (2 if t.requires_grad else 1) for t in tensors] for _ in devices]
+
+    monkeypatch.setattr(replication, "_broadcast_coalesced_reshape", sent)
+    model = model_of(family)
+
+    def replica(**given):
+        return replication.replicate(model, [0])[0](**given)
+
+    expected = step(model, "left", replica)
+    patch(model)
+    near(step(model, "left", replica), expected)
+    unpatch(model)
+    near(step(model, "left", replica), expected, rtol=0)
+
+
+def test_a_head_of_another_size_is_the_models_own():
+    model = model_of("llama")
+    patch(model)
+    model.resize_token_embeddings(99, mean_resizing=False)
+    found = step(model)
+    unpatch(model)
+    near(found, step(model))
 
 
 def test_a_saved_model_knows_nothing_of_a_patch(tmp_path):

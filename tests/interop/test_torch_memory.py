@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
 cupy = pytest.importorskip("cupy", reason="whose arrays they are on a GPU")
 
 import unsloth_cupy as uc  # noqa: E402
+from unsloth_cupy.errors import FrameworkError  # noqa: E402
 from unsloth_cupy.interop import _torch_memory as memory  # noqa: E402
 
 
@@ -83,8 +84,17 @@ def test_in_a_group_of_processes_memory_may_be_freed_after_a_call(monkeypatch, d
     assert array.ctypes.data == tensor.data_ptr()
     assert np.array_equal(array.astype(float), tensor.double().numpy())
     tensor.untyped_storage().resize_(0)
+
+
+def test_views_that_flip_signs_are_refused_on_every_device():
     flipped = torch.imag(torch.tensor([1j, 2j]).conj())
-    assert memory.array_of(flipped).tolist() == [-1, -2]
+    on_gpu = SimpleNamespace(is_neg=flipped.is_neg, is_cuda=True)  # whose DLPack loses the signs
+    for tensor in (flipped, torch._neg_view(torch.ones(2).bfloat16()), on_gpu):
+        with pytest.raises(FrameworkError, match=r"flipped, such as .*; pass \.resolve_neg\(\)"):
+            memory.array_of(tensor)
+    with pytest.raises(FrameworkError, match="softmax: x is a view with signs flipped"):
+        uc.softmax(flipped)
+    assert uc.softmax(flipped.resolve_neg())[0] > 0.7
 
 
 @pytest.fixture

@@ -74,7 +74,10 @@ def test_a_block_is_compiled_once_for_all_lengths(graphs):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own calls
-def test_inductor_fuses_around_ops(graphs):
+def test_inductor_fuses_around_ops(graphs, monkeypatch):
+    # processes of its own would import torch first
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+
     def function(x, weight, residual):
         y, h, _ = uc.rms_norm_forward(x * 2, weight, residual)
         return uc.swiglu(torch.relu(y), h).sum()

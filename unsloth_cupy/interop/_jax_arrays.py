@@ -13,8 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.frameworks import Framework, adopted, cupy
-from ..errors import FrameworkError
+from ..errors import DTypeError, FrameworkError
 from ._wiring import check_places
+
+# What JAX itself answers of such an array may be a crash.
+DELETED = "was deleted, as jax.jit deletes what it is donated; use what that call returned"
 
 
 def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -24,7 +27,7 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
         if array is not None:
             here = array.sharding
             place = place or here
-            if here is not place and here != place:
+            if array.is_deleted() or (here is not place and here != place):
                 return run_checked(op, arrays, options)
     lead = next(array for array in arrays if array is not None)
     if place.__class__ is not SingleDeviceSharding or lead.platform() != "cpu":
@@ -33,9 +36,27 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     return _called(op, given, arrays, options, lead)
 
 
+def are_keys(array: Any) -> bool:
+    """Say whether an array holds keys of jax.random, and no numbers."""
+    return jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def check_numbers(op: Any, arrays: Sequence[Any]) -> None:
+    """Raise for what JAX has beside arrays of numbers: keys, references, forms."""
+    for name, array in zip(op.names, arrays, strict=True):
+        if isinstance(array, jax.Array) and are_keys(array):
+            problem = "holds keys of jax.random; pass numbers: jax.random.key_data(keys)"
+            raise DTypeError(f"{op.called}: {name} {problem}")
+        if type(array).__module__.startswith("jax") and not isinstance(array, jax.Array):
+            problem = f"is not an array but {type(array).__name__}; pass an array"
+            raise DTypeError(f"{op.called}: {name} {problem}")
+
+
 def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op likewise; raise for arrays of another library, and of several devices."""
     for name, array in zip(op.names, arrays, strict=True):
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise FrameworkError(f"{op.called}: {name} {DELETED}")
         if isinstance(array, jax.Array) and len(array.devices()) > 1:
             cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
             raise FrameworkError(f"{op.called}: {name} lies on several devices; {cure}")
@@ -106,6 +127,8 @@ def adopt(array: Any) -> Any:
     """Return NumPy's or CuPy's view of an array of JAX."""
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError("is traced by JAX, and this call asks for values")
+    if array.is_deleted():
+        raise FrameworkError(DELETED)
     return np.asarray(array) if array.platform() == "cpu" else cupy().from_dlpack(array)
 
 

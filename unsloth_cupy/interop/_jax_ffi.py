@@ -159,7 +159,7 @@ def _handler(kind: int, traits: int) -> Callable[[int], Any]:
 
 def _version() -> tuple[int, int]:
     """Return the version of the interface that jaxlib was built with, as its header says."""
-    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     major, minor = re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)
     return int(major), int(minor)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..core.dtypes import BFLOAT16, Stored
 from ..core.frameworks import cupy
@@ -49,6 +49,10 @@ def give_back(array: Any, operand: Any) -> Any:
 
 def array_of(tensor: Any) -> Any:
     """Return NumPy's or CuPy's view of a tensor."""
+    if tensor.is_neg():  # DLPack would lose it
+        raise FrameworkError(
+            "is a view with signs flipped, such as .conj().imag; pass .resolve_neg()"
+        )
     if tensor.is_cuda:
         return cupy().from_dlpack(tensor.detach())
     if tensor.dtype is torch.bfloat16:  # which NumPy's DLPack and torch's .numpy() refuse
@@ -58,7 +62,7 @@ def array_of(tensor: Any) -> Any:
 
 def _seen(tensor: Any) -> Any:
     if in_group():  # fully_shard frees whole weights: .numpy() forbids it, of a twin here
-        tensor = from_dlpack(to_dlpack(tensor.resolve_neg()))  # with signs that a view may flip
+        tensor = from_dlpack(to_dlpack(tensor))
     return tensor.numpy()
 
 

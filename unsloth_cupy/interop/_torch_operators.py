@@ -36,7 +36,7 @@ from ._wiring import (
 
 SPACE = "unsloth_cupy"
 C: Any = torch._C
-LIBRARY: Any = torch.library.Library(SPACE, "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library(SPACE, "DEF")
 DEVICES, PACKED = ("cpu", "cuda"), torch.contiguous_format
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # arrays may lie as they like
 Compute = Callable[..., tuple[Any, ...]]  # of arrays and options in the order of the definition

@@ -82,16 +82,19 @@ def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any
 
 
 def _is_there(array: Any) -> bool:
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        there.add(array.__class__)
-        return True
-    return False
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return False
+    if memory.are_keys(array):
+        return False
+    there.add(array.__class__)
+    return True
 
 
 def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op on what are not all arrays with values."""
     if any(isinstance(array, Traced) for array in arrays):  # on a tape of the library
         return op.plan(arrays)(list(arrays), options)
+    memory.check_numbers(op, arrays)
     tracers = any(isinstance(array, jax.core.Tracer) for array in arrays)
     return (traced if tracers else memory.run_checked)(op, arrays, options)
 

@@ -9,6 +9,7 @@ from torch import nn
 from ...errors import ConfigError
 
 HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they call
+REPLICATE = "_replicate_for_data_parallel"  # which nn.DataParallel calls for each device
 
 
 class Nothing:
@@ -42,6 +43,8 @@ class Changes(list[Change]):
     def forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
         """Let a module call a function as its forward, under the hooks of accelerate."""
         self.set(module, place_of(module), types.MethodType(function, module))
+        if REPLICATE not in vars(module):
+            self.set(module, REPLICATE, types.MethodType(_replicated, module))
 
     def since(self, count: int) -> None:
         """Undo all but the first changes."""
@@ -64,6 +67,7 @@ class Changes(list[Change]):
             held = vars(module).get(place)
             if isinstance(held, types.MethodType) and held.__func__ in ours:
                 vars(module)[place] = types.MethodType(type(module).forward, module)
+                vars(module).pop(REPLICATE, None)
 
     def check(self, wrapped: Any) -> None:
         """Raise where somebody else has changed the same since; ``wrapped`` may be."""
@@ -74,6 +78,15 @@ class Changes(list[Change]):
                     f"unpatch: {name} of {type(owner).__name__} was replaced by another library"
                     " after patch(); undo that first"
                 )
+
+
+def _replicated(self: Any) -> Any:
+    """Return a replica of a module, whose methods are bound to it and not to the module."""
+    replica = type(self)._replicate_for_data_parallel(self)
+    for name, held in vars(self).items():
+        if isinstance(held, types.MethodType) and held.__self__ is self:
+            vars(replica)[name] = types.MethodType(held.__func__, replica)
+    return replica
 
 
 def place_of(module: nn.Module) -> str:

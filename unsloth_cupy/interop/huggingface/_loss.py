@@ -130,7 +130,7 @@ def _summed(x: Any, weight: Any, labels: Any, softcap: float | None) -> Any:
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
-    return Summed.apply(x, weight, labels, softcap, most)  # type: ignore[no-untyped-call]
+    return Summed.apply(x, weight, labels, softcap, most)
 
 
 class Summed(torch.autograd.Function):
@@ -191,7 +191,8 @@ def _simple(given: dict[str, Any]) -> bool:
 def _whole(model: Any, state: State) -> bool:
     """Say whether the head is all of the head: adapters around it add to its logits."""
     head = model.get_output_embeddings()
-    return head is state.head or [*head.parameters()] == [*state.head.parameters()]
+    same = [*map(id, head.parameters())] == [*map(id, state.head.parameters())]
+    return head is state.head or same
 
 
 def _loss(scale: float) -> Any:

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 
 from unsloth_cupy import machine
 from unsloth_cupy.cli.commands import group
@@ -30,7 +29,7 @@ from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.streaming import StopStrings, TextStream
 from unsloth_cupy.finetune.text import Batches, Text, held_out_rows, split, unigram_baseline
-from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
+from unsloth_cupy.finetune.tokenizer import encode, load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.trainer import Trainer
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
@@ -54,6 +53,7 @@ def run(*arguments: object, given: str | bytes = "") -> click.testing.Result:
 def start(*arguments: object, stdin: int | None = None) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "unsloth_cupy", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"PYTHONIOENCODING": "utf-8"}
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a background job
     try:
         return subprocess.Popen(
@@ -112,8 +112,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that nothing stopped, and what it printed."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
+    """A run that nothing stopped, and what it printed; its folder's name need not be UTF-8."""
+    folder = tmp_path_factory.mktemp("runs") / os.fsdecode(b"wh\xf6le")
+    try:
+        folder.mkdir()
+    except OSError:  # the disk takes no such name
+        folder = folder.with_name("whole")
     process = start("finetune", "--text", text, "--out", folder, *SMALL)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -483,16 +487,20 @@ class TestGenerate:
         from unsloth_cupy import models
 
         folder = finished[0] / "model"
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = load_tokenizer(folder)
         prompt = tokenizer.encode("The dog").ids
         tokens = models.load(folder).generate(np.array([prompt]), max_new_tokens=12)
         result = run("generate", folder, "The dog", "--temperature", 0, "--max-new-tokens", 12)
         assert result.stdout == tokenizer.decode(tokens[0].tolist()) + "\n"
 
+    def test_its_folder_is_exported(self, finished: tuple[Path, str], tmp_path: Path) -> None:
+        result = run("export", finished[0] / "model", tmp_path / "m.gguf")
+        assert result.exit_code == 0, result.output
+
     def test_it_stops_at_the_end_token(self, finished: tuple[Path, str], tmp_path: Path) -> None:
         folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
         written = run("generate", folder, "The dog", "--temperature", 0, "--max-new-tokens", 3)
-        tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(written.stdout).ids
+        tokens = load_tokenizer(folder).encode(written.stdout).ids
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": tokens}))
         result = run("generate", folder, "The dog", "--temperature", 0)
@@ -528,7 +536,7 @@ class TestGenerate:
         (folder / "config.json").write_text(
             json.dumps(config | {"max_position_embeddings": 8, "eos_token_id": None})
         )
-        count = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode("The dog").ids)
+        count = len(load_tokenizer(folder).encode("The dog").ids)
         result = run("generate", folder, "The dog")
         assert result.stderr.startswith("The text ends at the model's 8 positions.\n")
         assert f"{8 - count} tokens in" in result.stderr
@@ -930,6 +938,34 @@ def test_a_missing_extra_is_named_with_its_cure(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("package", ["matplotlib", "rich"])
+def test_what_the_end_of_a_run_needs_is_asked_before_its_first_step(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    said = f"the command line needs the package {package}"
+    assert_one_clear_error(run("finetune", "--text", text, "--out", tmp_path, *SMALL), said)
+    assert not (tmp_path / "log.jsonl").exists()
+    if package == "matplotlib":
+        numbers, picture = tmp_path / "numbers.json", tmp_path / "picture.svg"
+        command = ("bench", "scale", "--json", numbers, "--plot", picture)
+        assert_one_clear_error(run(*command), said)
+        assert not numbers.exists()
+
+
+def test_a_notebook_around_a_command_chooses_no_backend_for_its_pictures(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "of_a_notebook"}
+    command = ("plan", LLAMA, "--tokens", "16", "--plot", tmp_path / "plan.svg")
+    done = subprocess.run(
+        [sys.executable, "-m", "unsloth_cupy", *command],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan.svg").exists()
+
+
 def test_a_tokenizer_of_another_model_is_refused(
     finished: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
@@ -946,7 +982,7 @@ def test_a_token_that_nobody_says_may_have_no_row(
     finished: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(finished[0] / "model", tmp_path / "model")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
     tokenizer.add_special_tokens(["<image>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     rest = ("--text", text, "--out", tmp_path / "run", "--steps", 1, "--tokens", 16)

@@ -5,6 +5,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from unsloth_cupy.errors import (
 )
 
 from .models.peers import SIZES
+from .parity import Case, emulator
 
 PACKAGE = Path(unsloth_cupy.__file__).parent
 CONFIG = {**SIZES, "model_type": "llama"}
@@ -155,6 +157,25 @@ def test_options_of_numpy_are_numbers() -> None:
         assert unsloth_cupy.KVCache(1, np.dtype(kind).type(2), 3, 1, 4, dtype="float32").keys[
             0
         ].shape == (2, 3, 1, 4)
+
+
+NUMBERS = [  # of which a row is one integer: (op, operand)
+    (name, operand.name)
+    for name, op in OPS.items()
+    for operand in op.contract.inputs
+    if operand.kind == "int" and operand.axes == ("*rows",)
+]
+
+
+@pytest.mark.parametrize("where", [nullcontext, emulator], ids=["definition", "kernel"])
+@pytest.mark.parametrize(("name", "operand"), NUMBERS)
+def test_a_number_is_no_array_of_integers(
+    name: str, operand: str, where: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    case = Case("one row", rows=[], vocab=5, hidden=8, arrays={operand: np.array(3)})
+    call = case.draw(OPS[name], np.float32)
+    with where(), pytest.raises(DTypeError, match=f"{operand} is the number 3; pass np.array"):
+        call._replace(arrays=call.arrays | {operand: 3})()
 
 
 @pytest.mark.parametrize("window", [b"x", "xx", b"", 2.5, [1, b"x"], {1, 2}])

@@ -252,3 +252,24 @@ def test_room_is_asked_of_the_disk_that_will_hold_the_path(tmp_path: Path) -> No
     files.check_room(tmp_path / "a" / "b", 1, "a run")
     with pytest.raises(ConfigError, match=r"b: a run takes [\d,]+ MiB, and its disk has "):
         files.check_room(tmp_path / "a" / "b", 2 * free, "a run")
+
+
+def test_a_folder_is_of_one_alone(tmp_path: Path) -> None:
+    """Who does not wait is told so; what else the first one meets stays what it is."""
+    pytest.importorskip("fcntl", reason="locks of folders are of POSIX")
+    told = []
+
+    def second() -> None:
+        with pytest.raises(ConfigError) as caught, files.alone(tmp_path, "taken"):
+            pytest.fail("two are in it")
+        told.append(str(caught.value))
+
+    with files.alone(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(10)
+        assert told == ["taken"]
+    with pytest.raises(BlockingIOError, match="own"), files.alone(tmp_path, "taken"):
+        raise BlockingIOError("own")
+    with files.alone(tmp_path, "taken"):
+        pass

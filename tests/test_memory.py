@@ -346,6 +346,8 @@ class TestPlanned:
         assert array.flags.c_contiguous
         with pytest.raises(ShapeError, match="does not make"):
             array.reshape(3, -1)
+        here = PlannedOnHost.of((4, 5), "float32")
+        assert not np.shares_memory(here[1:], here[:-1])
 
     @pytest.mark.parametrize(
         "use",

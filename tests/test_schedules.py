@@ -41,7 +41,10 @@ def test_the_rate_stays_after_the_last_step(schedule) -> None:
 def test_without_warm_up_and_with_nothing_else(schedule) -> None:
     assert schedule(0, lr=1.0, warmup=0, steps=10) == 1.0
     assert schedule(2, lr=1.0, warmup=4, steps=4) == 0.5
-    assert schedule(4, lr=1.0, warmup=4, steps=4) == 1.0
+    for steps in (0, 3, 4):  # transformers' cosine gives 1 too, its linear schedule 0
+        assert schedule(4, lr=1.0, warmup=4, steps=steps) == 1.0
+        last = schedule(5, lr=1.0, warmup=4, steps=steps, minimum=0.1)
+        assert last == pytest.approx(1.0 if schedule is constant_schedule else 0.1)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def settle(folder: Path, key: str) -> None:
     if not (folder / NEW).is_dir():
         return
     try:
-        with _alone(folder):
+        with alone(folder):
             _move(folder, key)
     except OSError as error:
         raise ConfigError(
@@ -109,8 +109,12 @@ def _move(folder: Path, key: str) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes and threads that ask for the same out of a folder."""
+def alone(folder: Path, busy: str = "") -> Iterator[None]:
+    """Keep other processes and threads that ask for the same out of a folder.
+
+    They wait, or raise ConfigError(busy) where they say that.  The end of the process, however it
+    comes, lets go.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
@@ -118,7 +122,10 @@ def _alone(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError:
+            raise ConfigError(busy) from None
         yield
     finally:
         os.close(handle)

@@ -64,7 +64,7 @@ def machine_memory() -> int | None:
         return None
     for limit in CGROUPS:  # of a container
         with suppress(OSError, ValueError):
-            whole = min(whole, int(limit.read_text()))
+            whole = min(whole, int(limit.read_text(encoding="utf-8")))
     return whole
 
 
@@ -106,7 +106,8 @@ def cores() -> int:
 def processor() -> str:
     """Return the name of the processor, as far as the system tells it."""
     with suppress(OSError):
-        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"model name\s*: (.*)", told):
             return found[1]
     return platform.processor() or platform.machine()
 
@@ -127,7 +128,7 @@ def device_memory(device: str | None) -> tuple[int | None, int | None]:
     if device is None:
         whole, free = machine_memory(), None
         with suppress(OSError, StopIteration, ValueError):
-            lines = Path("/proc/meminfo").read_text().splitlines()
+            lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
             free = int(next(n for n in lines if n.startswith("MemAvailable:")).split()[1]) * 1024
         return whole, free if whole is None or free is None else min(free, whole)
     found, _ = gpus()

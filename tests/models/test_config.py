@@ -15,6 +15,7 @@ from unsloth_cupy.models.parse import parse
 from .peers import CONFIGS, LLAMA3, SIZES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "models"
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 @pytest.mark.parametrize("label", CONFIGS)
@@ -109,7 +110,10 @@ def test_create():
         ({"rope_scaling": {"rope_type": "spiral"}}, "choose from default, linear"),
         ({"rope_scaling": 3}, "must be dicts"),
         ({"rope_parameters": {"full_attention": 3}}, "a dict for each type of layers"),
-        ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "config: .*low_freq_factor"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "config: .*short_factor must"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [0.0] * 4}}, "config: .*long_factor must"),
+        ({"rope_theta": 1.0}, "config: .*base of the wavelengths is 1.0"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"quantization_config": {"bits": 4}}, "plain weights"),
         ({"model_type": "gemma2", "layer_types": [FULL]}, "num_hidden_layers=3"),

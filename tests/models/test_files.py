@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -204,18 +203,20 @@ class TestBroken:
         for name in ("a/b/c", "/org2/x", "~/models/x"):
             self.refuses(name, "not a folder; pass one")
 
-    def test_an_adapter_alone(self, folder, tmp_path):
+    def test_an_adapter_whose_base_is_elsewhere(self, folder, tmp_path):
         model = load(folder)
-        model.add_adapter(2, base=str(folder))
+        model.add_adapter(2, base="org/base")
         model.save_adapter(tmp_path / "adapter")
-        said = f"load('{folder}', lora='{tmp_path / 'adapter'}')"
-        self.refuses(
-            tmp_path / "adapter", "holds an adapter .* pass both, as in " + re.escape(said)
-        )
+        said = "base_model_name_or_path is 'org/base', which is not a folder here"
+        self.refuses(tmp_path / "adapter", rf"adapter_config\.json: {said}")
+        assert load(folder, lora=tmp_path / "adapter").adapter is not None
 
     def test_no_config(self, folder):
         (folder / "config.json").unlink()
-        self.refuses(folder, r"config\.json is missing")
+        self.refuses(folder, r"config\.json is missing; pass a folder that holds one")
+
+    def test_a_folder_of_folders_names_what_is_in_it(self, folder):
+        self.refuses(folder.parent, rf"config\.json is missing; pass {folder}$")
 
     @pytest.mark.parametrize("text", ["{", "[]", "\x00\xff", ""])
     def test_broken_config(self, folder, text):

@@ -70,7 +70,8 @@ def test_draws_repeat_and_ignore_the_other_rows(model):
 
 def test_top_k_of_one_is_greedy(model):
     greedy = model.generate(PROMPT, max_new_tokens=8, stop=())
-    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1}, {"temperature": 1e-4}):
+    colds = ({"temperature": 1e-4}, {"temperature": 1e-320})
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1}, *colds):
         options = {"temperature": 2.0, "seed": 0} | cut
         made = model.generate(PROMPT, max_new_tokens=8, stop=(), **options)
         np.testing.assert_array_equal(made, greedy)

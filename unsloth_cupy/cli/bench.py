@@ -159,7 +159,7 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", check=False)
     except FileNotFoundError:  # no git here
         return None
     return done.stdout.strip() or None

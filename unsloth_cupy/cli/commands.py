@@ -1,5 +1,6 @@
 """The group of commands, and how errors end one of them."""
 
+import os
 import sys
 from typing import Any
 
@@ -25,6 +26,9 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what the user can mend is not a traceback."""
+        if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        os.environ["MPLBACKEND"] = "agg"  # that of a notebook around us may be missing here
         try:
             return super().invoke(ctx)
         except click.UsageError as error:

@@ -4,6 +4,7 @@ import math
 import shlex
 import sys
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -231,6 +232,9 @@ def asked_for(
 def learn(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
     """Train to the end; draw the curve, however it ends; keep the model, and show what it says."""
     run = trainer.run
+    if trainer.ranks.first:
+        for needed in ("matplotlib.figure", "rich.table"):  # a run that lacks one does not begin
+            import_module(needed)
     try:
         trainer.train(stop)
     finally:

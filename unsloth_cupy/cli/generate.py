@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
+from .. import models
 from ..errors import ConfigError
 from ..finetune.chat import Chat, Message
 from ..finetune.ranks import start
-from ..finetune.run_folder import load_model, model_folder
+from ..finetune.run_folder import model_folder
 from ..finetune.streaming import stream_text
 from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
@@ -83,7 +84,7 @@ def generate(
         with on_device("generate", ranks.device):
             mine = ranks.first and not talk  # standard input is that of rank 0
             asked = ranks.told(_prompt(prompt) if mine else "")
-            model = load_model(source, device=ranks.device, quantize=quantize, **ranks.placing)
+            model = models.load(source, device=ranks.device, quantize=quantize, **ranks.placing)
             write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
             with blas_threads(model.config.hidden):
                 if talk:

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class NewPicture(NewFile):
         if path.suffix[1:].lower() not in FORMATS:
             ends = ", ".join(f".{each}" for each in FORMATS)
             self.fail(f"{path} is not a picture; end its name with one of {ends}.", param, ctx)
+        import_module("matplotlib")  # where it is missing, that is said now too
         return path
 
 

@@ -53,6 +53,6 @@ class Steps:
         folder, last = self.trainer.run.folder, self.first + self.done - 1
         table = f"steps {self.first} to {last}\n{self.seen.report()}"
         with written_beside(folder / "profile.txt") as partial:
-            partial.write_text(table)
+            partial.write_text(table, encoding="utf-8")
         self.seen.save_trace(folder / "trace.json")
         click.echo(f"\n{table}kept in {folder}/profile.txt and trace.json")

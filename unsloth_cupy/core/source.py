@@ -93,7 +93,7 @@ def parameters(
 @functools.cache
 def with_headers(file: str) -> str:
     """Return the text of a source after that of the headers it includes."""
-    text = (source_root() / file).read_text()
+    text = (source_root() / file).read_text(encoding="utf-8")
     return "".join(map(with_headers, re.findall(r'^#include "(.+)"', text, re.M))) + text
 
 

@@ -18,7 +18,7 @@ from .progress import reading
 from .ranks import Ranks
 from .records import Records
 from .results import announce
-from .run_folder import RunFolder, load_model, model_without_weights
+from .run_folder import RunFolder, model_without_weights
 from .settings import Settings
 from .text import Lessons, Text
 from .tokenizer import load_tokenizer, train_tokenizer
@@ -88,7 +88,7 @@ def prepare(
     if folder is None:
         model = models.create(values, seed=plan.seed, **where)
     else:
-        model = load_model(folder, quantize=plan.quantize, **where)
+        model = models.load(folder, quantize=plan.quantize, **where)
         if adds and plan.lora is not None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):

@@ -124,7 +124,7 @@ class Ranks:
         if self.alone:
             yield
             return
-        with ExitStack() as stack, Path(os.devnull).open("w") as nowhere:
+        with ExitStack() as stack, Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             if not self.first:
                 stack.enter_context(redirect_stdout(nowhere))
                 stack.enter_context(redirect_stderr(nowhere))

@@ -13,7 +13,6 @@ Everything is written beside its place and renamed, so that a name always means 
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,34 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
-from ..files import PARTIAL, absent, remove, written_beside
+from ..files import PARTIAL, absent, alone, remove, written_beside
 from ..models.adapter_base import ADAPTER, base_of
 from .settings import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
-    from ..models import Transformer
     from ..models.adapter import Adapter
     from ..models.config import Config
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder; the end of the process, however it comes, lets go."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"--out {folder} is in use by a run that is going on; name a new folder"
-        ) from None
-    finally:
-        os.close(handle)
 
 
 class RunFolder:
@@ -75,7 +53,8 @@ class RunFolder:
             raise ConfigError(
                 f"--out {self.folder}: {error.strerror}; name another folder"
             ) from None
-        with locked(self.folder):
+        busy = f"--out {self.folder} is in use by a run that is going on; name a new folder"
+        with alone(self.folder, busy):
             if self.finished or self.newest_checkpoint():
                 self._compare(settings)
             else:
@@ -120,7 +99,7 @@ class RunFolder:
 
     def _write(self, settings: dict[str, Any]) -> None:
         with written_beside(self.settings) as partial:
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
+            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
     def finished(self) -> bool:
@@ -164,17 +143,8 @@ class RunFolder:
             return
         kept = [line for line in self.lines() if line["step"] <= step]
         with written_beside(self.log) as partial:
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-
-def load_model(folder: Path, **options: Any) -> "Transformer":
-    """Return the model of a folder; that of an adapter names the folder of its base."""
-    from .. import models
-
-    base = base_of(folder)
-    if base is None:
-        return models.load(folder, **options)
-    return models.load(base, lora=folder, **options)
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            partial.write_text(text, encoding="utf-8")
 
 
 class Facts(NamedTuple):

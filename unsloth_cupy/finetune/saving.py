@@ -91,7 +91,7 @@ class Saving:
                     "seconds": self.seconds,
                     "scaler": {name: getattr(self.scaler, name) for name in SCALER},
                 }
-                (partial / "trainer.json").write_text(json.dumps(told) + "\n")
+                (partial / "trainer.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
 
     def _own(self) -> AdamW:
         """Return the optimizer of what this rank changes."""
@@ -138,8 +138,8 @@ class Saving:
             model.parameters, model.division = whole, None
             model.save(folder)
             model.parameters, model.division = kept
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-        for name, text in self.files.items():
+        words = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
+        for name, text in (words | {**self.files}).items():  # Python takes any name of a folder
             (folder / name).write_text(text, encoding="utf-8")
 
     def resume(self, checkpoint: Path) -> None:
@@ -147,7 +147,7 @@ class Saving:
         from safetensors import SafetensorError, safe_open
 
         try:
-            state = json.loads((checkpoint / "trainer.json").read_text())
+            state = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
             optimizer, table = self.optimizer, self.model.table
             tensors = self._own().tensors.items()
             narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}

@@ -127,7 +127,7 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def read_settings(path: Any) -> dict[str, Any]:
     """Return the settings that a run was begun with, or raise a ConfigError."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         found.keys()
     except (OSError, ValueError, AttributeError):
         raise ConfigError(f"{path} is broken; name a new folder with --out") from None

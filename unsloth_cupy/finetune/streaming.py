@@ -1,6 +1,5 @@
 """A model continues a text, which is written as it comes."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,6 @@ def stream_text(
             f"the text is {len(tokens)} tokens and the model has {positions} positions, which"
             " leaves no room to go on; make it shorter"
         )
-    if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     stream, stops, said, made = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
     click.echo(prompt, nl=False)
     prompted = placed(np.array([tokens]), model.table)

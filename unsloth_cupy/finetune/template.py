@@ -73,7 +73,7 @@ def texts_of(template: Any, calls: list[dict[str, Any]]) -> list[str]:
 
 def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     """Return what a function returns, or why it fails; end the process when the time is up."""
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
         try:
             return work(*arguments), ""

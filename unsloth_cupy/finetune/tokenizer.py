@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} holds no {FILE}; copy it from the model's page into the folder"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the package raises no narrower class
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
     tokenizer.no_truncation()  # some files keep the lengths of an earlier call

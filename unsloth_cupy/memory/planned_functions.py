@@ -102,6 +102,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "repeat": lambda new, x, times: new(x.size * times, x.dtype),
     "searchsorted": lambda new, x, values, **_: new(values.shape, np.int64),
     "shape": lambda new, x: x.shape,
+    "shares_memory": lambda new, a, b: False,  # there are no elements
     "take_along_axis": lambda new, x, index, axis: new(index.shape, x.dtype),
     "where": _where,
 }

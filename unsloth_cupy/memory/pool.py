@@ -205,7 +205,7 @@ class OnDevices:
 def _hook(pool: OnDevices) -> Any:
     """Return a hook of CuPy's memory that tells of every block that is handed out or comes back."""
 
-    class Hook(pool.cupy.cuda.MemoryHook):  # type: ignore[misc,name-defined]
+    class Hook(pool.cupy.cuda.MemoryHook):  # type: ignore[name-defined]
         name = f"unsloth_cupy {id(pool)}"  # CuPy takes each name once, and pools may be nested
 
         def malloc_postprocess(self, **about: Any) -> None:

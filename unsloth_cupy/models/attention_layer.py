@@ -97,6 +97,18 @@ def attention_layer(
     Notes
     -----
     Vaswani and others, Attention Is All You Need, 2017.  Su and others, RoFormer, 2021.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from unsloth_cupy import attention_layer, attention_layer_backward, rope_tables
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.standard_normal((1, 6, 32), np.float32)
+    >>> wq, wk, wv, wo = rng.standard_normal((4, 32, 32), np.float32) * 0.1
+    >>> cos, sin = rope_tables(6, 8)  # of heads of 8
+    >>> y = attention_layer(x, wq, wk, wv, wo, cos, sin, heads=4)
+    >>> dx, *weights = attention_layer_backward(y, x, wq, wk, wv, wo, cos, sin, heads=4)
+    >>> assert dx.shape == x.shape
     """
     weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     tables = {"cos": cos, "sin": sin} if _are_tables(cos, sin, positions) else {}

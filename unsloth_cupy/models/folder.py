@@ -21,7 +21,7 @@ from ..machine import check_bytes
 from ..ops.quantized.weight import Quantized
 from ..parallel.communicator import Communicator, SingleCommunicator
 from ..parallel.zero3 import Parts
-from .adapter import CONFIG as ADAPTER
+from .adapter_base import ADAPTER, base_of
 from .adapter_folder import read_adapter
 from .checkpoint_files import find_tensors, read_tensors
 from .config import Config
@@ -55,7 +55,8 @@ def load(
     ----------
     folder : path
         Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
-        differ from config.json's, generation_config.json.
+        differ from config.json's, generation_config.json.  Or a folder of peft that names the
+        folder of its base model.
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
@@ -66,7 +67,8 @@ def load(
         transformers saved with bitsandbytes, or packed layers of BitNet.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
-        What is stored in a dtype other than the model's is read as float32.
+        What is stored in a dtype other than the model's is read as float32.  None takes the
+        adapter of the folder, if it is one of peft.
     communicator : Communicator, optional
         Of ranks that divide the model among them, by heads, inner size and words; each reads its
         part of the files alone; of columns of 4 bits, and of weights whose scales the part does
@@ -98,13 +100,15 @@ def load(
     if not path.is_dir():
         cure = absent(path, "pass one that holds config.json")
         raise ConfigError(f"load: {path} is not a folder; {cure}")
+    if lora is None and (base := base_of(path)) is not None:
+        path, lora = base, path
     settle(path, "config.json")
-    if (path / ADAPTER).is_file() and not (path / "config.json").exists():
-        base = read_json(path / ADAPTER).get("base_model_name_or_path") or "base"
-        raise ConfigError(
-            f"load: {path} holds an adapter without its base model; pass both, as in"
-            f" load({base!r}, lora={str(path)!r})"
+    if not (path / "config.json").exists():
+        inside = sorted(
+            str(p.parent) for n in ("config.json", ADAPTER) for p in path.glob(f"*/{n}")
         )
+        cure = f"pass {' or '.join(inside[:3]) or 'a folder that holds one'}"
+        raise ConfigError(f"load: {path / 'config.json'} is missing; {cure}")
     config, texts = read_config(path)
     wanted = None if dtype is None else float_dtype("load", dtype)
     division = _division(config, communicator, pipeline, chunks)

@@ -182,8 +182,9 @@ def _draw(logits: Array, options: Options, uniform: float) -> int:
     order = np.arange(logits.size)
     if options.top_k is not None or options.top_p is not None:
         order = np.argsort(-logits, kind="stable")[: options.top_k]
-    kept = logits[order] / options.temperature
-    share = np.exp(kept - kept.max())
+    kept = logits[order]
+    with np.errstate(over="ignore"):  # next to temperature 0
+        share = np.exp((kept - kept.max()) / options.temperature)
     if options.top_p is not None:
         running = share.cumsum()
         share = share[: np.searchsorted(running, options.top_p * running[-1]) + 1]

@@ -75,12 +75,12 @@ def to_torch(config: Mapping[str, Any], texts: Mapping[str, Any], arrays: dict[s
     back = FRAMEWORKS["torch"].give_back
     state = {name: back(array, None) for name, array in arrays.items()}
     dtype, bar = next(iter(state.values())).dtype, logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         model = kind.from_pretrained(None, config=parsed, state_dict=state, dtype=dtype)
     finally:
         if bar:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()
     for key, value in texts.get("generation_config.json", {}).items():
         setattr(model.generation_config, key, value)
     return model

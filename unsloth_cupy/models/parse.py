@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from ..ops.position.rope_tables import scaled_frequencies
 from .config import FULL, SLIDING, Config, Rope
 from .families import COMMON, FAMILIES, Family
 from .quantized_weights import inverse_scales
@@ -253,7 +254,7 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
             " of elements; choose a share in (0, 1] and an even head_dim"
         )
     if name == "default":
-        return Rope(int(dim * share), base)
+        return _sensible(Rope(int(dim * share), base))
     positions = read.size("max_position_embeddings")
     original = positions
     if name != "dynamic":
@@ -263,7 +264,19 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
     parameters |= {"rope_type": name, "original_max_position_embeddings": original}
     if name in ("yarn", "longrope") and parameters.get("factor") is None:
         parameters["factor"] = positions / original
-    return Rope(int(dim * share), base, parameters, original if name in GROWING else None)
+    return _sensible(
+        Rope(int(dim * share), base, parameters, original if name in GROWING else None)
+    )
+
+
+def _sensible(rope: Rope) -> Rope:
+    """Return the rope; raise for numbers that a call, or only one of a long text, would meet."""
+    try:
+        for length in {1, (rope.original or 0) + 1}:
+            scaled_frequencies(rope.scaling, length, rope.dim, rope.base)
+    except ConfigError as error:
+        raise ConfigError(f"config: {error}") from error
+    return rope
 
 
 def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:

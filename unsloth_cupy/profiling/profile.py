@@ -196,7 +196,8 @@ class Profile:
             for record in self.records
         ]
         with written_beside(path_of("save_trace", file)) as partial:
-            partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+            partial.write_text(text, encoding="utf-8")
 
     def plot(self, file: Any) -> None:
         """Write a picture of the time by op: PNG, PDF or SVG, by the suffix."""

@@ -1,7 +1,8 @@
 """Learning rates by step: warm up linearly from 0, then decay.
 
 The first step is step 0 and has rate 0 unless warmup is 0; step ``warmup`` has the full rate.
-From step ``steps`` on the rate stays at ``minimum * lr``.
+From step ``steps`` on, or from the one after ``warmup`` if that is later, the rate stays at
+``minimum * lr``.
 """
 
 import math

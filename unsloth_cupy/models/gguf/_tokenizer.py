@@ -203,7 +203,7 @@ def _around(folder: Path) -> tuple[list[int], list[int]]:
 
     path = folder / FILE
     try:
-        made = Tokenizer.from_file(str(path))
+        made = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         made.no_truncation()
         made.no_padding()
         texts = ("a", *(made.decode([number]) for number in range(LOOKED_AT)))

@@ -1,4 +1,4 @@
-"""What kernels may take of an SM: ``kernel_budget.toml``, reviewed when it changes.
+"""What kernels may take of an SM: ``[kernels]`` of ``costs.toml``, reviewed when it changes.
 
     python -m tests.budget --write [KERNEL ...]      renews it, all or the lines of some kernels
 
@@ -12,7 +12,6 @@ import functools
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,11 +21,11 @@ from unsloth_cupy.bench import report
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.profiling import binary
 
+from . import table
 from .cuda_on_cpu.build import kept_file
 from .stand_in import Launch
 from .variants import ARCHITECTURES, Variant, constants, variants
 
-FILE = Path(__file__).with_name("kernel_budget.toml")
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
 HEAD = """\
 # What every variant of a kernel takes: registers of a thread, bytes of static and of dynamic shared
@@ -78,12 +77,12 @@ def read_log(log: str) -> dict[str, Resources]:
     found = binary.read_log(log)
     lines = [line for line in log.replace("\0", "").splitlines() if line.strip()]
     lines = [line for line in lines if not SILENCE.match(line)]
-    table = {}
+    by_kernel = {}
     for name, used in found.items():
         others = [f"'{other}'" for other in found if other != name]
         own = (line for line in lines if not any(other in line for other in others))
-        table[name] = Resources(*used, tuple(own))
-    return table
+        by_kernel[name] = Resources(*used, tuple(own))
+    return by_kernel
 
 
 def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
@@ -121,12 +120,12 @@ def resources(launch: Launch, arch: str) -> Resources:
 
 
 def kept(variant: Variant) -> bool:
-    """Say whether the file has a line for a variant: float16 takes what bfloat16 takes."""
+    """Say whether the table has a line for a variant: float16 takes what bfloat16 takes."""
     return constants(variant.launch.source).get("T") != "__half"
 
 
 def numbers(variant: Variant) -> list[int]:
-    """Return what the file keeps of a variant."""
+    """Return what the table keeps of a variant."""
     used, launch = resources(variant.launch, variant.arch), variant.launch
     shared = used.shared + launch.shared
     share = binary.occupancy(int(variant.arch), used.registers, shared, launch.threads)
@@ -134,62 +133,48 @@ def numbers(variant: Variant) -> list[int]:
 
 
 def read() -> tuple[dict[str, Any], Lines]:
-    """Return the head of the file, and its numbers by kernel, variant and architecture."""
-    head = tomllib.loads(FILE.read_text())
+    """Return the head of the part, and its numbers by kernel, variant and architecture."""
+    head = table.read("kernels")
     lines = {
         kernel: {
             label: {arch: found for archs, found in by.items() for arch in archs.split()}
-            for label, by in table.items()
+            for label, by in several.items()
         }
-        for kernel, table in head.pop("kernels").items()
+        for kernel, several in head.pop("variants").items()
     }
     return head, lines
 
 
-def order(line: tuple[str, Any]) -> list[Any]:
-    """Return what sorts lines by their words, and numbers in them by size."""
-    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", line[0])]
-
-
-def by_architecture(by: dict[str, list[int]]) -> list[str]:
-    """Return numbers as a file keeps them: those of several architectures once."""
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for arch in sorted(by, key=int):
-        groups.setdefault(tuple(by[arch]), []).append(arch)
-    return [f'"{" ".join(archs)}" = {list(found)}' for found, archs in groups.items()]
-
-
-def reason_lines(reasons: dict[str, str]) -> list[str]:
-    """Return the reasons as a file keeps them."""
-    return [f"{name} = {json.dumps(why)}" for name, why in sorted(reasons.items())]
-
-
-def _text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
+def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
+    """Return the lines of the part."""
     yield HEAD + f'compiler = "{head["compiler"]}"'
-    yield "\n[reasons]  # why no more than half of an SM's threads are resident"
-    yield from reason_lines(head["reasons"])
+    yield "\n[kernels.reasons]  # why no more than half of an SM's threads are resident"
+    yield from table.reason_lines(head["reasons"])
     for kernel in sorted(lines):
-        yield f"\n[kernels.{kernel}]"
-        for label, by in sorted(lines[kernel].items(), key=order):
-            yield f'"{label}" = {{ {", ".join(by_architecture(by))} }}'
+        yield f"\n[kernels.variants.{kernel}]"
+        for label, by in sorted(lines[kernel].items(), key=table.order):
+            yield f'"{label}" = {{ {", ".join(table.by_architecture(by))} }}'
 
 
 def write(kernels: Iterable[str] = ()) -> None:
     """Renew the lines of these kernels, or all."""
-    head, lines = read() if FILE.exists() else ({"reasons": {}}, {})
+    head, lines = read()
     asked = [v for arch in ARCHITECTURES for v in variants(arch) if kept(v)]
     known = {v.kernel for v in asked}
     if strange := set(kernels) - known:
         sys.exit(f"there is no kernel {strange}; choose from {sorted(known)}")
     chosen = set(kernels) or known
-    lines = {kernel: table for kernel, table in lines.items() if kernel in known - chosen}
+    lines = {kernel: several for kernel, several in lines.items() if kernel in known - chosen}
     head["compiler"] = compiler_version()
     with ThreadPoolExecutor(4) as pool:
         wanted = [v for v in asked if v.kernel in chosen]
         for variant, found in zip(wanted, pool.map(numbers, wanted), strict=True):
             by = lines.setdefault(variant.kernel, {}).setdefault(variant.label, {})
             by[variant.arch] = found
-    FILE.write_text("\n".join(_text(head, lines)) + "\n")
+    used = ((variant, resources(variant.launch, variant.arch)) for variant in wanted)
+    if spilled := [str(variant) for variant, each in used if each.spilled or each.local]:
+        sys.exit(f"these use local memory, and nothing is written: {', '.join(spilled)}")
+    table.replace("kernels", text(head, lines))
     report.renew(PAGE)
 
 

@@ -5,7 +5,7 @@
 
 An environment has NVRTC and its headers, which must be of one version, and sees all other packages
 of the one that this runs in.  Architectures take turns.  What a compiler refuses is an error.
-Registers that it spills are only told, as ``kernel_budget.toml`` holds for one compiler.
+Registers that it spills are only told, as ``costs.toml`` holds for one compiler.
 """
 
 import subprocess
@@ -43,6 +43,12 @@ def environment(version: str) -> Path:
         subprocess.run([*pip, *wheels(version)], check=True)
         made.write_text(sysconfig.get_path("purelib") + "\n")
     return Path(sysconfig.get_path("scripts", "venv", places)) / "python"
+
+
+def elsewhere(version: str, module: str) -> int:
+    """Run a module as this process was asked to, with another NVRTC; return its exit status."""
+    command = [environment(version), "-m", module, *sys.argv[1:]]
+    return subprocess.run(command, check=False).returncode
 
 
 def supported() -> list[str]:

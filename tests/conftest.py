@@ -5,6 +5,7 @@ commit; a run of some files, or of ``--sample all``, takes all.
 """
 
 import gc
+import locale
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -32,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose it, for the processes of xdist too: they are told the options."""
+    if (encoding := locale.getpreferredencoding(False).lower()) not in ("utf-8", "utf8"):
+        cure = "set PYTHONUTF8=1"
+        raise pytest.UsageError(f"tests read and write UTF-8, not {encoding}; {cure}")
+    from unsloth_cupy.compiled.cache import prepare  # it imports NumPy
+
+    prepare()  # before tests import CuPy, which fails where it cannot write to the user's home
     if config.option.day is None:
         config.option.day = commits()
     Sample.day, Sample.all = config.option.day, config.option.sample == "all"

@@ -1,18 +1,18 @@
-"""What a call of every op costs, exactly, where no clock can be trusted: ``op_costs.toml``.
+"""What a call of an op costs, where no clock can be trusted: ``[calls]`` of ``costs.toml``.
 
     python -m tests.costs --write "why it changed" [OP ...]     renews it, all or the lines of ops
+    python -m tests.costs --new      adds lines of new ops, and of new kernels to ``[kernels]``
 
 A line has, for an op with a kernel and arrays of bfloat16 of some hundreds of rows: launches,
 allocations and bytes allocated, by architectures; opcodes, the instructions of Python that the
 library runs in a call that is replayed; and moved, of smaller arrays on the emulator: sectors of
 global memory read and written, passes over shared memory for reads and writes; loops, the
 instructions of the loop that each kernel spends its time in, as SASS of an architecture.  What a
-kernel takes of an SM stands in ``kernel_budget.toml``.
+kernel takes of an SM stands beside it, in ``[kernels]``.
 """
 
 import json
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ from unsloth_cupy.profiling import binary
 from unsloth_cupy.profiling.explanation import Step
 from unsloth_cupy.profiling.shapes import DTYPES
 
-from . import sass
-from .budget import by_architecture, compiler_version, order, reason_lines, told
+from . import budget, sass, table
+from .budget import compiler_version, told
 from .cuda_on_cpu import Emulator
 from .cuda_on_cpu.build import kept_file
 from .cuda_on_cpu.traffic import counted
 from .stand_in import gpu
+from .variants import declared
 
-FILE = Path(__file__).with_name("op_costs.toml")
 ARCHITECTURES = ("80", "90")
 PYTHON = "{}.{}".format(*sys.version_info)  # each version has opcodes of its own
 LIBRARY = str(Path(unsloth_cupy.__file__).parent)
@@ -156,8 +156,8 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def read() -> tuple[dict[str, Any], Lines]:
-    """Return the head of the file, and its lines by op."""
-    head = tomllib.loads(FILE.read_text())
+    """Return the head of the part, and its lines by op."""
+    head = table.read("calls")
     lines = {
         name: {
             key: value
@@ -170,20 +170,20 @@ def read() -> tuple[dict[str, Any], Lines]:
 
 
 def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
-    """Return the lines of the file."""
+    """Return the lines of the part."""
     yield HEAD + f'python = "{head["python"]}"\ncompiler = "{head["compiler"]}"'
-    yield "\n[reasons]  # of the last change"
-    yield from reason_lines(head["reasons"])
-    yield "\n[ops]"
-    for name, line in sorted(lines.items(), key=order):
-        cells = by_architecture({arch: line[arch] for arch in ARCHITECTURES})
+    yield "\n[calls.reasons]  # of the last change"
+    yield from table.reason_lines(head["reasons"])
+    yield "\n[calls.ops]"
+    for name, line in sorted(lines.items(), key=table.order):
+        cells = table.by_architecture({arch: line[arch] for arch in ARCHITECTURES})
         cells += [f"{json.dumps(k)} = {v}" for k, v in line.items() if k not in ARCHITECTURES]
         yield f"{name} = {{ {', '.join(cells)} }}"
 
 
 def write(why: str, names: Iterable[str] = ()) -> None:
     """Renew the lines of these ops, or all, and say why of those that changed."""
-    head, lines = read() if FILE.exists() else ({"reasons": {}}, {})
+    head, lines = read()
     known = with_kernels()
     if strange := set(names) - {*known}:
         sys.exit(f"there is no op {strange} with a kernel; choose from {known}")
@@ -195,10 +195,20 @@ def write(why: str, names: Iterable[str] = ()) -> None:
     head |= {"python": PYTHON, "compiler": compiler_version()}
     head["reasons"] = {name: said for name, said in head["reasons"].items() if name in known}
     lines = {name: line for name, line in lines.items() if name in known}
-    FILE.write_text("\n".join(text(head, lines)) + "\n")
+    table.replace("calls", text(head, lines))
+
+
+def add() -> None:
+    """Write the lines of kernels and of ops that have none."""
+    if kernels := {*declared()} - budget.read()[1].keys():
+        budget.write(kernels)
+    if ops := {*with_kernels()} - read()[1].keys():
+        write("", ops)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--new"]:
+        sys.exit(add())
     if sys.argv[1:2] != ["--write"] or len(sys.argv) < 3 or sys.argv[2] in OPS:
         sys.exit(__doc__)
     write(sys.argv[2], sys.argv[3:])

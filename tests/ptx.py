@@ -60,11 +60,20 @@ class Compiled(NamedTuple):
     entry: str
 
 
-@functools.lru_cache(maxsize=1024)
 def ptx(
     source: str, name: str, arch: str, folders: tuple[Path, ...] = (), fuse: bool = True
 ) -> Compiled:
     """Compile as cupy.RawModule does, to PTX; arch is 80, 90a, 100, ..."""
+    template = name if "<" in name else None
+    text, entry = _unit(source, arch, folders, fuse, template)
+    return Compiled(text, entry or name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unit(
+    source: str, arch: str, folders: tuple[Path, ...], fuse: bool, template: str | None
+) -> tuple[str, str]:
+    """Return the PTX of a unit with all of its kernels, and the name of a template there."""
     from cupy._core.core import assemble_cupy_compiler_options
     from cupy.cuda import compiler
 
@@ -72,10 +81,11 @@ def ptx(
     own = ("-ftz=true", "-default-device", f"--gpu-architecture=compute_{arch}", "-lineinfo")
     fused = () if fuse else ("-fmad=false",)
     given = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
-    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=(name,), method="ptx")
+    asked = (template,) if template else None
+    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=asked, method="ptx")
     text, names = program.compile(assemble_cupy_compiler_options(given))
     text = text.decode() if isinstance(text, bytes) else text
-    return Compiled(text.rstrip("\0"), names[name])
+    return text.rstrip("\0"), names[template] if template else ""
 
 
 def operands(text: str) -> list[str]:

@@ -26,6 +26,7 @@ LOOPS = ("attention_forward", "attention_backward", "attention_decode")
 
 
 SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
+SUMS = ("bit_gradient",)  # kernels that read float32 beside what their constants name
 
 
 class Loop(NamedTuple):
@@ -44,6 +45,15 @@ def whole(variant: Variant) -> bool:
     if "false" in (given.get("WIDE"), given.get("X_WIDE")):
         return False
     return int(given.get("LANES", 16 // size)) * size == 16
+
+
+def alignment(variant: Variant) -> int:
+    """Return the bytes of which addresses are multiples, by what a launch gives: 16 if whole."""
+    given = constants(variant.launch.source)
+    sizes = [SIZES[given[name]] for name in "TUG" if given.get(name) in SIZES]
+    sizes += [SIZES["float"]] * (variant.kernel in SUMS)
+    taken = int(given.get("LANES", 1)) * max(sizes, default=4)
+    return 16 if whole(variant) else min(taken, 16)
 
 
 @functools.cache

@@ -17,7 +17,6 @@ import inspect
 import os
 import re
 import sys
-import tomllib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.ops.common import counters, faults, gemm, tensor_map
 from unsloth_cupy.ops.optimizers import gradients
 
+from . import table
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
 from .stand_in_devices import faces as faces_of
 
@@ -313,10 +313,9 @@ Array.__module__ = "cupy"
 @functools.cache
 def static_memory() -> dict[str, int]:
     """Return the most bytes of static shared memory that a variant of each kernel takes."""
-    text = Path(__file__).with_name("kernel_budget.toml").read_text()
     return {
-        kernel: max(numbers[1] for by in table.values() for numbers in by.values())
-        for kernel, table in tomllib.loads(text)["kernels"].items()
+        kernel: max(numbers[1] for by in several.values() for numbers in by.values())
+        for kernel, several in table.read("kernels")["variants"].items()
     }
 
 

@@ -1,7 +1,7 @@
 """Kernels through NVRTC, as CuPy calls it: they compile, and ptxas is content.
 
 No GPU is needed.  For every variant and architecture: no spilled register, no array in local
-memory, no line of ptxas beyond its routine, and what ``kernel_budget.toml`` says: shared memory to
+memory, no line of ptxas beyond its routine, and what ``costs.toml`` says: shared memory to
 the byte, registers to a unit.  By default each kernel shows one variant for every third
 architecture, the others in the next runs; ``--sample all`` asks for all.
 """
@@ -28,9 +28,8 @@ from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows
 from unsloth_cupy.profiling import binary
 
-from . import budget
+from . import budget, table
 from . import variants as variant_lists
-from .budget import FILE
 from .compilers import NEWEST, OLDEST
 from .hardware.primitives import PRIMITIVES, launch
 from .sample import Sample
@@ -96,7 +95,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
         assert used.complaints == (), variant
         assert used.shared + launch.shared <= LIMITS[arch][3], variant
         found = budget.numbers(variant)
-        assert found[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in {FILE.name}"
+        assert found[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in costs.toml"
         if same_compiler and budget.kept(variant):
             line = LINES[kernel][variant.label][arch]
             cure = f"look at it; then python -m tests.budget --write {kernel}"
@@ -154,8 +153,8 @@ def test_reasons_are_of_kernels_that_need_one() -> None:
     assert all(len(why.split()) > 4 for why in HEAD["reasons"].values())
 
 
-def test_the_budget_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\n".join([*budget._text(HEAD, LINES), ""]) == budget.FILE.read_text()
+def test_the_budget_is_as_it_is_written() -> None:
+    assert "\n".join(budget.text(HEAD, LINES)) == table.texts()["kernels"]
 
 
 def test_every_kernel_is_asked_for_and_labels_are_unique() -> None:

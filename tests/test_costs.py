@@ -1,5 +1,8 @@
-"""A call of every op costs what ``op_costs.toml`` says, to the last sector."""
+"""A call of every op costs what ``costs.toml`` says, to the last sector."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 from unsloth_cupy import softmax
 from unsloth_cupy.core.op import OPS
 
-from . import costs
+from . import budget, costs, table
 from .budget import compiler_version
 from .cuda_on_cpu import missing
 from .sample import Sample
@@ -25,8 +28,15 @@ def test_every_op_with_a_kernel_has_a_line() -> None:
     assert all(isinstance(why, str) and why for why in HEAD["reasons"].values())
 
 
-def test_the_file_is_as_it_is_written() -> None:
-    assert costs.FILE.read_text() == "\n".join(costs.text(HEAD, LINES)) + "\n"
+def test_the_table_is_as_it_is_written() -> None:
+    assert table.texts()["calls"] == "\n".join(costs.text(HEAD, LINES))
+
+
+def test_there_is_no_other_table_of_ops() -> None:
+    """Who adds an op writes one: a name heads lines, or a part, of no other."""
+    word = re.compile(rf"^\[?(?:\w+\.)*\"?(?:{'|'.join(NAMES)})\"?(?:\]| =)", re.M)
+    files = [*table.FILE.parent.rglob("*.toml")]
+    assert [path for path in files if word.search(path.read_text())] == [table.FILE]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,15 +94,77 @@ def test_one_opcode_more_is_seen() -> None:
     assert costs.traced(lambda: sum(range(1000))) == 0
 
 
-def test_a_change_needs_a_word(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = tmp_path / "op_costs.toml"
-    copy.write_text(costs.FILE.read_text())
-    monkeypatch.setattr(costs, "FILE", copy)
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the table, which is written in its place."""
+    made = tmp_path / "costs.toml"
+    made.write_bytes(table.FILE.read_bytes())
+    monkeypatch.setattr(table, "FILE", made)
+    return made
+
+
+def test_a_change_needs_a_word(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = table.texts()["kernels"]
     monkeypatch.setattr(costs, "measured", lambda name: LINES[name] | {"opcodes": 1})
     costs.write("one opcode is enough", ["softmax"])
     head, lines = costs.read()
     assert head["reasons"] == HEAD["reasons"] | {"softmax": "one opcode is enough"}
     assert lines == LINES | {"softmax": LINES["softmax"] | {"opcodes": 1}}
+    assert table.texts()["kernels"] == others
     with pytest.raises(SystemExit, match=r"no op \{'linear'\} with a kernel"):
         costs.write("why", ["linear"])
     assert OPS["linear"].launch is None
+
+
+@pytest.mark.parametrize("part", table.PARTS)
+def test_a_part_is_written_and_the_other_stays(part: str, copy: Path) -> None:
+    before = copy.read_bytes()
+    table.replace(part, table.texts()[part].splitlines())
+    assert copy.read_bytes() == before, "every byte of the table is of a part"
+    (other,) = {*table.PARTS} - {part}
+    kept = table.texts()[other]
+    table.replace(part, ["x = 1"])
+    assert table.texts() == {part: "x = 1", other: kept}
+    assert table.read(part) == {"x": 1}
+
+
+def test_a_write_that_stops_leaves_the_table(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    before = copy.read_bytes()
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        table.replace("calls", ["x = 1"])
+    assert copy.read_bytes() == before
+    assert [*copy.parent.iterdir()] == [copy]
+
+
+@pytest.mark.skipif(budget.missing() is not None, reason=str(budget.missing()))
+def test_a_new_op_gets_its_lines_by_one_command(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, kernels = budget.read()
+    kept = budget.PAGE.read_text()
+    page = tmp_path / "performance.md"
+    page.write_text(kept.replace("| `relu2` |", "| `forgotten` |"))
+    monkeypatch.setattr(budget, "PAGE", page)
+    every = [
+        SimpleNamespace(kernel=kernel, label=label, arch=arch, launch=None)
+        for kernel, several in kernels.items()
+        for label, by in several.items()
+        for arch in by
+    ]  # as ``variants`` finds them, in a minute
+    monkeypatch.setattr(budget, "variants", lambda arch: [v for v in every if v.arch == arch])
+    monkeypatch.setattr(budget, "kept", lambda variant: True)
+    monkeypatch.setattr(budget, "numbers", lambda v: kernels[v.kernel][v.label][v.arch])
+    monkeypatch.setattr(budget, "resources", lambda *_: budget.Resources(0, 0, 0, 0, ()))
+    monkeypatch.setattr(costs, "measured", LINES.__getitem__)
+    table.replace("calls", costs.text(HEAD, {n: x for n, x in LINES.items() if n != "relu2"}))
+    table.replace("kernels", budget.text(head, {k: x for k, x in kernels.items() if k != "relu2"}))
+    costs.add()
+    assert costs.read()[1] == LINES
+    assert costs.read()[0]["reasons"] == HEAD["reasons"]
+    assert budget.read()[1] == kernels
+    assert page.read_text() == kept

@@ -190,6 +190,29 @@ def test_no_code_is_read_from_data(path: Path) -> None:
             assert not any(word.arg == "allow_pickle" for word in node.keywords), node.lineno
 
 
+def is_text(call: ast.Call) -> bool:
+    """Say whether a call opens, reads or writes text."""
+    name, mode = ast.unparse(call.func), call.args[-1] if call.args else None
+    if any(word.arg == "text" and ast.unparse(word.value) == "True" for word in call.keywords):
+        return True  # of a process
+    if re.search(r"(?<!os)(\.|^)open$", name):
+        return not (isinstance(mode, ast.Constant) and "b" in str(mode.value))
+    return name.endswith((".read_text", ".write_text"))
+
+
+def test_text_says_its_encoding() -> None:
+    """The locale's is another on another system, and ASCII where NVRTC 12.0 has compiled."""
+    silent = []
+    for path in [*PACKAGE, ROOT / "tests/cuda_on_cpu/build.py"]:
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"_text\(|open\(|text=True", text):
+            nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+            several = (node for node in nodes if is_text(node))
+            given = ((call, {word.arg for word in call.keywords}) for call in several)
+            silent += [f"{named(path)}:{c.lineno}" for c, words in given if "encoding" not in words]
+    assert silent == []
+
+
 def test_import_is_light() -> None:
     heavy = "torch jax cupy click rich matplotlib tokenizers"
     program = f"import sys, unsloth_cupy; print(*(m for m in {heavy.split()} if m in sys.modules))"

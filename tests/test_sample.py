@@ -1,7 +1,10 @@
 """The sample of a run: the commit draws it, and neither the date nor the order of tests."""
 
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,3 +86,25 @@ def test_where_there_is_no_repository(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(sample, "__file__", str(tmp_path / "sample.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert sample.commits() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (  # Python would take UTF-8 for an ASCII locale, were it not told otherwise
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            "tests read and write UTF-8, not .*; set PYTHONUTF8=1",
+        ),
+        ({"HOME": os.devnull}, "^tests/test_jit.py: [0-9]+\n*$"),  # where CuPy makes a folder
+    ],
+    ids=["locale", "home"],
+)
+def test_a_run_begins_or_says_what_it_needs(given: dict[str, str], said: str) -> None:
+    kept = {name: v for name, v in os.environ.items() if name not in ("CUPY_CACHE_DIR", "LANG")}
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-qq", "tests/test_jit.py"]
+    done = subprocess.run(
+        [sys.executable, *words], env=kept | given, cwd=Path(__file__).parent.parent,
+        capture_output=True, encoding="utf-8", check=False,
+    )  # fmt: skip
+    found = done.stdout + done.stderr
+    assert re.search(said, found), found

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import pickle
 import re
 import sys
@@ -25,6 +26,8 @@ from unsloth_cupy import (
     LossScaler,
     attention_backward,
     attention_forward,
+    attention_varlen_backward,
+    attention_varlen_forward,
     clip_gradients,
     linear_backward,
     measure_gradients,
@@ -231,9 +234,10 @@ def launches(arch: str) -> Iterator[tuple[Launch, str, str]]:
             patch.setattr(_hopper, "asked", True)
             patch.setattr(_backward_hopper, "one_pass", False)
             asked = [*_launches(arch, ASKED), *_launches(arch, ASKED, dim=128, value_dim=128)]
-            asked += broadcast_biases(arch)
+            asked += [*broadcast_biases(arch), *windows(arch)]
             patch.setattr(_backward_hopper, "one_pass", True)
             asked += [*_launches(arch, ASKED), *_launches(arch, ASKED, dim=128, value_dim=128)]
+            asked += in_turns(arch)
             yield from (each for each in asked if each[0].kernel.endswith("_sm90"))
 
 
@@ -248,6 +252,41 @@ def broadcast_biases(arch: str) -> Iterator[tuple[Launch, str, str]]:
             attention_backward(out, q, q, q, out, lse, bias=bias)
             words = f"bias of {queries} x {keys}"
             yield from ((launch, "attention_backward", words) for launch in machine.launches)
+
+
+def windows(arch: str) -> Iterator[tuple[Launch, str, str]]:
+    """Return what calls launch that see neither far back nor ahead, beside what hides as well."""
+    blocks = {"block_mask": (1, 4, 2, 2)}
+    for dim, more, packed in itertools.product((64, 128, 256), ({}, blocks), (False, True)):
+        with gpu(arch) as machine:
+            given = {name: machine.array(size, "bool") for name, size in more.items()}
+            _forward(machine, dim, dim, packed, window=(9, 9), **given)
+            words = " ".join([f"window dim={dim}", *more, *["packed"] * packed])
+            yield from ((launch, "attention_forward", words) for launch in machine.launches)
+
+
+def in_turns(arch: str) -> Iterator[tuple[Launch, str, str]]:
+    """Return what causal calls launch for the gradients of heads between 64 and 128 columns."""
+    heads = (72, 72), (96, 96), (128, 64), (128, 96)
+    for (dim, value_dim), packed in itertools.product(heads, (False, True)):
+        with gpu(arch) as machine:
+            arrays, limits, found = _forward(machine, dim, value_dim, packed, causal=True)
+            machine.launches.clear()
+            back = attention_varlen_backward if packed else attention_backward
+            back(found[0], *arrays, *found, causal=True, **limits)
+            words = " ".join([f"causal dim={dim} value_dim={value_dim}", *["packed"] * packed])
+            yield from ((launch, "attention_backward", words) for launch in machine.launches)
+
+
+def _forward(machine: Machine, dim: int, value_dim: int, packed: bool, **options: Any) -> Any:
+    """Call attention; return its arrays, what else a packed call says, and what it returns."""
+    batch = () if packed else (1,)
+    q, v = (machine.array((*batch, 256, 4, n), BFLOAT16) for n in (dim, value_dim))
+    if not packed:
+        return (q, q, v), {}, attention_forward(q, q, v, **options)
+    arrays = (q, q, v, *2 * (machine.array((2,), "int64"),))
+    limits = {"max_queries": 256, "max_keys": 256}
+    return arrays, limits, attention_varlen_forward(*arrays, **limits, **options)
 
 
 def _launches(arch: str, names: Iterable[str], **also: Any) -> Iterator[tuple[Launch, str, str]]:

@@ -1,6 +1,6 @@
 """What calls cost, exactly, summed over the ops with a kernel: no clock and no load changes it.
 
-``tests/op_costs.toml`` has the numbers of each op.
+``tests/costs.toml`` has the numbers of each op.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,6 @@ PTX: their bits must agree, but for functions of the mathematics library that NV
 import argparse
 import itertools
 import multiprocessing
-import subprocess
 import sys
 import time
 import traceback
@@ -25,7 +24,7 @@ from unsloth_cupy.core.target import using
 
 from .. import parity
 from ..budget import compiler_version
-from ..compilers import environment, supported
+from ..compilers import elsewhere, supported
 from ..cuda_on_cpu import Emulator
 from ..sample import commits
 from ..variants import declared, proofs
@@ -179,12 +178,6 @@ def unequal(a: Any, b: Any) -> str:
     return f"{count} of {a.size}" if count else ""
 
 
-def elsewhere(version: str) -> int:
-    """Run the same in an environment with another NVRTC; return its exit status."""
-    command = [environment(version), "-m", "tests.ptx_on_cpu", *sys.argv[1:]]
-    return subprocess.run(command, check=False).returncode
-
-
 def main() -> None:
     """Run a sample, or all; exit with what failed."""
     words = argparse.ArgumentParser(prog="python -m tests.ptx_on_cpu", description=__doc__)
@@ -199,7 +192,7 @@ def main() -> None:
     words.add_argument("only", nargs="*", help="words of a case")
     given = words.parse_args()
     if given.nvrtc and given.nvrtc != compiler_version():
-        sys.exit(elsewhere(given.nvrtc))
+        sys.exit(elsewhere(given.nvrtc, "tests.ptx_on_cpu"))
     known = [arch for arch in ARCHITECTURES if str(arch) in supported()]
     archs = tuple(int(arch.removeprefix("sm_")) for arch in given.arch or map(str, known))
     day = commits() if given.day is None else given.day

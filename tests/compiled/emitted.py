@@ -18,7 +18,7 @@ from typing import NamedTuple
 from unsloth_cupy.core.source import source_root
 
 from ..ptx import SIZE, WIDTH, Body, functions, instruction, operands, ptx
-from ..sass import whole
+from ..sass import alignment, whole
 from ..variants import ARCHITECTURES, Variant, constants, declared, variants
 from .uniform import unproved_barriers
 
@@ -177,7 +177,7 @@ def twos(number: int) -> int:
     return number & -number if number else ANY
 
 
-def multiples(kernel: Kernel, alignment: int, lanes: int) -> dict[str, int]:
+def multiples(kernel: Kernel, aligned: int, lanes: int) -> dict[str, int]:
     """Return the power of two that divides each register.
 
     Pointers are aligned as the launch says, and its strides are multiples of what a thread takes.
@@ -197,7 +197,7 @@ def multiples(kernel: Kernel, alignment: int, lanes: int) -> dict[str, int]:
         a = [of(o) for o in s.ops[1:]]
         match s.name:
             case "ld" if "param" in s.words:
-                return alignment if s.ops[0] in pointers else lanes
+                return aligned if s.ops[0] in pointers else lanes
             case "mov" | "cvta" | "neg" | "abs":
                 return a[0]
             case "cvt" if not {"f32", "f16", "f64"} & {*s.words}:
@@ -236,9 +236,9 @@ def multiples(kernel: Kernel, alignment: int, lanes: int) -> dict[str, int]:
     return known
 
 
-def unproved(kernel: Kernel, lanes: int) -> Iterator[str]:
+def unproved(kernel: Kernel, aligned: int, lanes: int) -> Iterator[str]:
     """Yield vector accesses of global memory that are aligned by no proof from the launch."""
-    known = multiples(kernel, 16, lanes)
+    known = multiples(kernel, aligned, lanes)
     for s in kernel.statements:
         if s.name not in ("ld", "st") or "global" not in s.words:
             continue
@@ -276,9 +276,11 @@ def faults(variant: Variant) -> list[str]:
         if name == "double precision" and variant.kernel in DOUBLE:
             continue
         found += [f"{variant}: {name}: {said}" for said in check(kernel)]
-    if whole(variant) and variant.kernel not in ALIGNED_OTHERWISE:
-        lanes, known = int(constants(variant.launch.source).get("LANES", 1)), ALIGNED_OTHERWISE
-        several = (said for said in unproved(kernel, lanes) if said.partition(":")[0] not in known)
+    lanes = int(constants(variant.launch.source).get("LANES", 1))
+    known = ALIGNED_OTHERWISE if whole(variant) else {}
+    if variant.kernel not in known:
+        several = unproved(kernel, alignment(variant), lanes)
+        several = (said for said in several if said.partition(":")[0] not in known)
         found += [f"{variant}: alignment: {said}" for said in several]
     return found
 

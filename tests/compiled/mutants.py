@@ -1,6 +1,8 @@
 """Break the inline assembly, one piece at a time: a run must notice, or the piece is harmless.
 
-    python -m tests.compiled.mutants [--arch 100] [WORDS]     all, or those whose names hold words
+    python -m tests.compiled.mutants [--arch 100] [--nvrtc 13.5] [WORDS]
+
+All, or those whose names hold words.
 
 A mutant is a copy of ``common/ptx.cuh`` or ``common/hopper.cuh`` in which one asm statement lacks
 ``volatile`` or ``memory``, has two operands swapped, another constraint, size, modifier or count,
@@ -10,6 +12,7 @@ by none must stand in ``harmless.toml``, with a reason.
 """
 
 import argparse
+import faulthandler
 import functools
 import itertools
 import multiprocessing
@@ -26,6 +29,8 @@ import numpy as np
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
 
+from ..budget import compiler_version
+from ..compilers import elsewhere, supported
 from ..cuda_on_cpu import EmulatorError
 from ..emulator import KERNELS, kernel, primitive
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
@@ -70,6 +75,7 @@ class Mutant(NamedTuple):
 
     file: str
     function: str
+    number: int  # of the statement in its file
     what: str
     text: str
 
@@ -89,7 +95,7 @@ def statements(text: str) -> Iterator[tuple[str, int, int]]:
             if not depth:
                 break
         names = FUNCTION.findall(text[: found.start()])
-        named = "_Pragma" in text[found.start() - 70 : found.start()]
+        named = "#define WGMMA_NAME" in text[found.start() - 100 : found.start()]
         yield "WGMMA_NAME" if named else names[-1], found.start(), end
 
 
@@ -136,9 +142,10 @@ def mutants() -> list[Mutant]:
     found = []
     for file in FILES:
         text = (source_root() / file).read_text()
-        for function, start, end in statements(text):
+        for number, (function, start, end) in enumerate(statements(text)):
             for what, asm in changes(text[start:end]):
-                found.append(Mutant(file, function, what, text[:start] + asm + text[end:]))
+                edited = text[:start] + asm + text[end:]
+                found.append(Mutant(file, function, number, what, edited))
     return found
 
 
@@ -224,15 +231,19 @@ def plain_ptx(judge: Judge, arch: int) -> str:
 
 @functools.cache
 def marked(arch: int) -> list[tuple[Judge, str]]:
-    """Return each judge with its PTX, in which every asm statement names its function."""
+    """Return each judge with its PTX, in which every asm statement says which it is."""
     with tempfile.TemporaryDirectory() as folder:
         for file in FILES:
             text = (source_root() / file).read_text()
-            for name, start, end in [*statements(text)][::-1]:
-                asm = re.sub(r'\(\s*"', f'("/*{name}*/', text[start:end], count=1)
+            for number, (_, start, end) in [*enumerate(statements(text))][::-1]:
+                asm = re.sub(r'\(\s*"', f'("{mark(file, number)}', text[start:end], count=1)
                 text = text[:start] + asm + text[end:]
             place(Path(folder), file, text)
         return [(j, j.ptx((Path(folder), OWN, KERNELS), arch)) for j in judges(arch)]
+
+
+def mark(file: str, number: int) -> str:
+    return f"/*{file}:{number}*/"
 
 
 def place(folder: Path, file: str, text: str) -> None:
@@ -240,10 +251,15 @@ def place(folder: Path, file: str, text: str) -> None:
     (folder / file).write_text(text)
 
 
+def shown(mutant: Mutant, arch: int) -> list[Judge]:
+    """Return the judges that a mutant is shown to: those that hold its statement."""
+    own = mark(mutant.file, mutant.number)
+    return [judge for judge, text in marked(arch) if own in text][:JUDGES]
+
+
 def verdict(mutant: Mutant, arch: int) -> str:
     """Say what became of a mutant: unused, same, caught, and how, or survived."""
-    mark = f"/*{mutant.function}*/"
-    found = [judge for judge, text in marked(arch) if mark in text][:JUDGES]
+    found = shown(mutant, arch)
     if not found:
         return "unused"
     changed = 0
@@ -270,17 +286,26 @@ def verdict(mutant: Mutant, arch: int) -> str:
 
 def judged(mutant: Mutant, arch: int) -> str:
     """Return the verdict of a process of its own, which a mutant may end."""
+    for judge in shown(mutant, arch):
+        plain_ptx(judge, arch)  # here, for all mutants: what a child compiles goes with it
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: writer.send(verdict(mutant, arch)))
+
+    def tell() -> None:
+        faulthandler.disable()  # that it may end like this is known
+        writer.send(verdict(mutant, arch))
+
+    child = context.Process(target=tell)
     child.start()
     writer.close()
     try:
-        return str(reader.recv())
+        said = str(reader.recv())
     except EOFError:
-        return "caught: the process ends"
-    finally:
-        child.join()
+        said = "caught: the process ends"
+    child.join()
+    if child.exitcode:
+        assert child.exitcode < 0, f"{mutant}: no signal ends its judge, but the error above"
+    return said
 
 
 def accepted(mutant: Mutant, said: str) -> bool:
@@ -296,15 +321,17 @@ def reason(mutant: Mutant) -> str | None:
 
 def architecture(mutant: Mutant) -> int:
     """Return where a mutant is judged: on sm_100, or on sm_90a what that alone has."""
-    mark = f"/*{mutant.function}*/"
-    return 100 if any(mark in text for _, text in marked(100)) else 90
+    return 100 if "100" in supported() and shown(mutant, 100) else 90
 
 
 def main() -> None:
     words = argparse.ArgumentParser(prog="python -m tests.compiled.mutants", description=__doc__)
     words.add_argument("--arch", type=int, help="90 or 100; else 100, and 90 for what it alone has")
+    words.add_argument("--nvrtc", help="12.0, 13.5, ...: of another version, which is installed")
     words.add_argument("only", nargs="*", help="words of a mutant")
     given = words.parse_args()
+    if given.nvrtc and given.nvrtc != compiler_version():
+        sys.exit(elsewhere(given.nvrtc, "tests.compiled.mutants"))
     bad = 0
     for mutant in mutants():
         if not all(word in str(mutant) for word in given.only):

@@ -8,9 +8,10 @@ from unsloth_cupy.core.source import source_root
 
 from ..ptx import functions
 from ..sample import Sample
+from ..sass import alignment
 from ..variants import ARCHITECTURES, Variant, declared, of_kernel
 from . import emitted
-from .emitted import ALIGNED_OTHERWISE, CHECKS, DOUBLE, Kernel, faults, unproved
+from .emitted import ALIGNED_OTHERWISE, CHECKS, DOUBLE, Kernel, faults, kernel_of, unproved
 from .uniform import unproved_barriers
 
 SHARE = 3  # runs that look at every kernel
@@ -74,7 +75,16 @@ def test_every_check_says_what_is_planted(monkeypatch: pytest.MonkeyPatch) -> No
     assert {name: [*check(kernel)] for name, check in CHECKS.items()} == {
         name: [said] for name, said in SAYS.items()
     }
-    assert [*unproved(kernel, 4)] == ["unit.cu:1: ld.global.v4.f32 [%rd4+8]"]
+    assert [*unproved(kernel, 16, 4)] == ["unit.cu:1: ld.global.v4.f32 [%rd4+8]"]
+
+
+def test_a_launch_that_allows_less_proves_less() -> None:
+    variants = of_kernel("add", "90")
+    whole, narrow = (next(v for v in variants if alignment(v) == size) for size in (16, 2))
+    kernel = kernel_of(whole)
+    assert [*unproved(kernel, alignment(whole), 8)] == []
+    assert len([*unproved(kernel, alignment(narrow), 1)]) == 3  # both terms, and the sum
+    assert [*unproved(kernel_of(narrow), alignment(narrow), 1)] == []
 
 
 @pytest.mark.parametrize(("address", "fine"), [("%rd3", True), ("%rd4", False)])
@@ -91,7 +101,7 @@ ld.global.v2.u32 {{%r1, %r2}}, [{address}];
 }}
 .file 1 "unit.cu"
 """
-    assert ([*unproved(Kernel(functions(text)[1][0]), 1)] == []) == fine
+    assert ([*unproved(Kernel(functions(text)[1][0]), 16, 1)] == []) == fine
 
 
 def barriers(text: str) -> list[str]:

@@ -63,7 +63,7 @@ def _recipe() -> bytes:
 
 def _compile(name: str, *commands: Sequence[Any], cwd: Path) -> None:
     running = [
-        subprocess.Popen([str(word) for word in c], cwd=cwd, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*map(str, c)], cwd=cwd, stderr=subprocess.PIPE, encoding="utf-8")
         for c in commands
     ]
     for process in running:
@@ -77,7 +77,7 @@ def kept_file(name: str, key: bytes, build: Callable[[Path], Path], suffix: str)
     digest = hashlib.sha256(key).hexdigest()[:24]
     path = cache_folder() / f"{re.sub(r'[^a-z0-9_]+', '_', name)}-{digest}{suffix}"
     if not path.exists():
-        with open(path.with_suffix(".lock"), "w") as lock:  # one of many processes builds
+        with open(path.with_suffix(".lock"), "wb") as lock:  # one of many processes builds
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -93,7 +93,7 @@ def made(name: str, text: str, key: str, *how: Any, suffix: str = ".so") -> Path
     """Return what g++ makes of a text, built if need be; a key says what else decides."""
 
     def build(folder: Path) -> Path:
-        (folder / "unit.cpp").write_text(text)
+        (folder / "unit.cpp").write_text(text, encoding="utf-8")
         try:
             _compile(name, ["g++", *how, "unit.cpp", "-o", f"unit{suffix}"], cwd=folder)
         except KernelError as error:
@@ -134,7 +134,7 @@ def runtime() -> Any:
         )
         return folder / "runtime.so"
 
-    texts = [path.read_text() for path in sorted((HERE / "src").iterdir())]
+    texts = [path.read_text(encoding="utf-8") for path in sorted((HERE / "src").iterdir())]
     path = _built("runtime", "\0".join(texts), build)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_launch.restype = ctypes.c_char_p
@@ -148,7 +148,7 @@ def _included(text: str, folders: Sequence[Path], seen: set[Path]) -> Iterator[s
         path = next((f / file for f in folders if (f / file).is_file()), None)
         if path is not None and path not in seen:
             seen.add(path)
-            yield from _included(path.read_text(), folders, seen)
+            yield from _included(path.read_text(encoding="utf-8"), folders, seen)
 
 
 def _cluster(name: str, text: str) -> str:

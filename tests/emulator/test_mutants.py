@@ -41,11 +41,12 @@ SYNCHRONISATION = re.compile(
 )
 # a statement of one line, with the condition or loop that governs it; without a declaration or
 # the value of a function there is no kernel left to judge, and what speaks of registers alone is
-# judged by tests/test_sass.py
+# judged by tests/test_sass.py, or spills without it (tests/test_compile.py)
 STATEMENT = re.compile(
     r"(?m)^ +(?! |(else )?return|const|float|int |long |using |bool |static|__shared__|(un)?signed "
     r"|[A-Z]\w*(<.*>)? [*&]?\w+(;| =|\[|\(|\{)"
-    r"|setmaxnreg|wgmma_name|(if constexpr \(DX && DY( && !TURNS)?\) )?wgmma_free)"
+    r"|setmaxnreg|wgmma_name|if constexpr \(VARLEN\) job = jobs\.again"
+    r"|(if constexpr \(DX && DY( && !TURNS)?\) )?wgmma_free)"
     r"(?:[^/\n]|/(?![/*]))+;$"
 )
 

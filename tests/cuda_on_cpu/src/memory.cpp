@@ -217,9 +217,9 @@ void touch(const void *ptr, size_t n, Access a, Where at, int agent, const Fiber
   if (r->shadow.empty()) r->shadow.resize(r->size);
   int region = int(r - &M.regions[0]);
   bool shared = region < shared_regions();
-  if (M.counting && agent < 0)  // a bank is known from the address in the block's window
+  if (M.counting && (agent < 0 || !shared))  // a bank is known from the address in the window
     count_access(shared ? window(region % REGIONS_OF_A_BLOCK) + (p - r->base) : (uint64_t)p, n,
-                 shared, a == Peek ? Read : a, at, f);
+                 shared, a == Peek ? Read : a, at, agent < 0 ? f : &M.fiber[0]);
   if (shared && region / REGIONS_OF_A_BLOCK != f->rank)
     check_neighbour(region / REGIONS_OF_A_BLOCK, f, at);
   int me = agent < 0 ? f->index : M.fibers + agent;

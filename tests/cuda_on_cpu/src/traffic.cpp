@@ -3,7 +3,7 @@
 // Lanes of a warp that execute one instruction the same number of times make one request.  Global
 // memory moves sectors of 32 bytes.  Shared memory has 32 banks of 4 bytes; a pass serves a warp's
 // accesses of up to 4 bytes, half a warp's of 8, a quarter's of 16, and two different words of one
-// bank take two passes.
+// bank take two passes.  Of a tile that TMA copies each row is a request of global memory.
 #include "machine.hpp"
 
 #include <algorithm>

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from . import sample
-from .conftest import FEW, sampled
+from .conftest import FEW, sampled, skip_what_needs_a_gpu
 from .parity import KernelParity
 
 TESTS = Path(__file__).parent
@@ -108,3 +108,16 @@ def test_a_run_begins_or_says_what_it_needs(given: dict[str, str], said: str) ->
     )  # fmt: skip
     found = done.stdout + done.stderr
     assert re.search(said, found), found
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_the_marker_alone_says_what_needs_a_gpu(marked: bool) -> None:
+    """pytest counts the ids of cases and the names of folders among the keywords of a test."""
+    markers: list[Any] = []
+    item: Any = SimpleNamespace(
+        keywords={"gpu": True},
+        get_closest_marker={"gpu": pytest.mark.gpu if marked else None}.get,
+        add_marker=markers.append,
+    )
+    skip_what_needs_a_gpu([item])
+    assert [marker.name for marker in markers] == ["skip"] * marked

@@ -30,10 +30,12 @@ from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.core.target import Limits
+from unsloth_cupy.errors import DTypeError
 from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows as norms_rows
 
+from .parity import outputs_of, within_rule
 from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
 from .variants import Asked, constants, turned
 from .variants import call as call_of_zeros
@@ -123,6 +125,70 @@ def test_strided_arrays_are_packed_where_they_live() -> None:
             swiglu(x, x)
             linear(x, machine.array((5, x.shape[-1]), "bfloat16"))
         assert len(machine.launches) == 6
+
+
+def between(array: Any, first: int = 1, gap: int = 0) -> Any:
+    """Return NumPy's array so many bytes after 16, with so many more between its elements."""
+    array = np.asarray(array)
+    size = array.itemsize + gap
+    room = np.zeros(array.size * size + 32, np.uint8)
+    steps = [size * int(np.prod(array.shape[axis + 1 :])) for axis in range(array.ndim)]
+    start = -room.ctypes.data % 16 + first
+    made = np.ndarray(array.shape, array.dtype, room, start, steps)
+    made[...] = array
+    return made
+
+
+@pytest.mark.parametrize(("first", "gap"), [(1, 0), (0, 1)], ids=["starts", "steps"])
+@pytest.mark.parametrize(
+    "name",
+    [o.__name__ for f in forward_ops() for o in (OPS[f], OPS[f].backward) if o is not None],
+)
+def test_arrays_between_two_elements_are_named(name: str, first: int, gap: int) -> None:
+    """A GPU ends the process for them, kernel and definition alike; each operand in turn."""
+    with gpu() as machine:
+        machine.strict = False
+        call = call_of(name, machine.place, np.dtype("float16"), optional=True)
+        for operand, array in call.arrays.items():
+            if getattr(array, "itemsize", 1) == 1 or array.size < 2:
+                continue
+            wrong = machine.place(array.values)
+            wrong.values = between(array.values, first, gap)
+            moved = call._replace(arrays=call.arrays | {operand: wrong})
+            with pytest.raises(DTypeError, match=rf"\b{operand} lies between .* {operand}.copy"):
+                moved.run()
+        assert not machine.launches
+
+
+def test_optimizers_name_arrays_between_two_elements() -> None:
+    with gpu() as machine:
+        machine.strict = False
+        right = machine.place(np.ones(8, np.float32))
+        wrong = machine.place(np.ones(8, np.float32))
+        wrong.values = between(wrong.values)
+        for run in (
+            lambda: AdamW({"w": wrong}),
+            lambda: AdamW({"w": right}).step({"w": wrong}),
+            lambda: measure_gradients({"w": wrong}),
+            lambda: clip_gradients({"w": wrong}, 1.0),
+        ):
+            with pytest.raises(DTypeError, match=r"w lies between .* pass a copy"):
+                run()
+        assert not machine.launches
+
+
+@pytest.mark.parametrize("name", forward_ops())
+def test_numpys_arrays_between_two_elements_are_read_where_they_lie(name: str) -> None:
+    """As those of np.frombuffer at an odd offset, or a field of records."""
+    forward = draw(OPS[name], SMALL, optional=True).cast(np.float32)
+    outputs = outputs_of(forward)
+    calls = [forward]
+    if OPS[name].backward is not None:
+        calls.append(forward.backward(outputs, forward.seeds(outputs, every=True)))
+    for call in calls:
+        exact, plain = outputs_of(call.cast(np.float64)), outputs_of(call)
+        for gap in (0, 1):
+            within_rule(plain, exact, outputs_of(call.mapped(lambda a: between(a, 1, gap))))  # noqa: B023
 
 
 def reads_a_value(x: Any) -> Any:

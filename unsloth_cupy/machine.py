@@ -68,13 +68,19 @@ def machine_memory() -> int | None:
     return whole
 
 
+def gpu_memory(number: int) -> tuple[int, int]:
+    """Return the bytes of the GPU of this number: those free now, and all of them."""
+    with gpu.cupy().cuda.Device(number):
+        return gpu.cupy().cuda.runtime.memGetInfo()
+
+
 def check_bytes(call: str, required: int, like: Any = None) -> None:
     """Raise DeviceMemoryError for arrays that the whole memory does not hold, before they are made.
 
     They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
     """
     if like is not None and gpu.is_cupys(like.__class__):
-        available = gpu.memory(like.device.id)[1]
+        available = gpu_memory(like.device.id)[1]
     else:
         available = machine_memory() or sys.maxsize
     if required > available:
@@ -135,7 +141,7 @@ def device_memory(device: str | None) -> tuple[int | None, int | None]:
     number = int(device.partition(":")[2] or 0)
     if number >= len(found):
         return None, None
-    free, whole = gpu.memory(number)
+    free, whole = gpu_memory(number)
     return whole, free
 
 

@@ -86,3 +86,9 @@ def lanes(row: int, *arrays: Any) -> int:
             if address % 16:
                 lowest |= address * size // array.dtype.itemsize
     return (lowest & -lowest) // size
+
+
+def between_elements(array: Any) -> bool:
+    """Say whether elements lie where a GPU cannot read them: at no multiples of their size."""
+    steps = [step for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
+    return array.size > 0 and (not lanes(1, array) or any(s % array.itemsize for s in steps))

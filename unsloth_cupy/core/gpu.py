@@ -125,12 +125,6 @@ def count() -> int:
     return known.cuda.runtime.getDeviceCount() if known and known.cuda.is_available() else 0
 
 
-def memory(device: int) -> tuple[int, int]:
-    """Return the bytes of the GPU of this number: those free now, and all of them."""
-    with cupy().cuda.Device(device):
-        return cupy().cuda.runtime.memGetInfo()
-
-
 def several() -> bool:
     """Say whether there is a choice of GPUs."""
     global _seen  # noqa: PLW0603 -- asked once of a driver

@@ -23,11 +23,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from ..errors import RangeError
+from ..errors import DTypeError, RangeError
 from . import gpu, target
-from .arrays import common, native, packed, rounded
+from .arrays import between_elements, common, native, packed, rounded
 from .call import bind, compile_call
-from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES
+from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Stored
 from .frameworks import elsewhere
 from .replay import Run, replaying
 from .signature import Bound, backward_of, check, explain, parse
@@ -163,11 +163,12 @@ class Op(Generic[P, R]):
         read = [i for i, f in given.items() if host and inputs[i].below and not is_planned(f)]
         limits = {i: bound.sizes[str(inputs[i].below)] for i in read}  # a GPU would stall
         ranges = [functools.partial(self._check_range, *pair) for pair in limits.items()]
-        checks: list[Run] = [*ranges, *self.checks]
         lead = next((form for form in given.values() if form is not INTEGER), None)
+        owned = target_of(lead) is not None
+        checks: list[Run] = [*[self._check_places] * owned, *ranges, *self.checks]
         full = all(0 not in form.shape for form in given.values())  # kernels meet no empty axis
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
-        if not kernel or target_of(lead) is None:
+        if not (kernel and owned):
             run = self._definition(bound, given, checks, type(lead))
             run = target.watch(self, arrays, run, True)
             return run if host else gpu.on_one_device(self, lambda: run)
@@ -212,6 +213,12 @@ class Op(Generic[P, R]):
             return results if result.__class__ is tuple else results[0]
 
         return run
+
+    def _check_places(self, arrays: Sequence[Any], _: Any) -> None:
+        for name, array in zip(self.names, arrays, strict=True):
+            if not isinstance(array, (int, Stored, type(None))) and between_elements(array):
+                problem = f"{name} lies between two elements of its dtype; pass {name}.copy()"
+                raise DTypeError(explain(self.called, problem, self.contract.inputs, arrays))
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any], _: Any) -> None:
         values = np.asarray(arrays[index])

@@ -126,6 +126,7 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
 def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     """Bind every axis name to one size, or raise an error that shows the whole call."""
     pairs = [*zip(contract.inputs, arrays, strict=True)]
+    shown: Any = lambda problem: explain(op, problem, contract.inputs, arrays)  # noqa: E731
     given = [(operand, array) for operand, array in pairs if array is not None]
     dtype = next((a.dtype for o, a in given if o.kind in LEADING), FLOAT32)
     sizes: dict[str, Any] = {}
@@ -138,8 +139,7 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
         if isinstance(array, Stored):
             if operand.kind != "weight":
                 problem = f"{operand.name} is quantized; pass {operand.name}.dequantize()"
-                problem = explain(op, problem, contract.inputs, arrays)
-                raise DTypeError(problem, expected=wanted, actual=array.dtype)
+                raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
             wanted = (array.dtype,)
         if array.dtype not in wanted:
             name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
@@ -147,16 +147,15 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             if not array.dtype.isnative:
                 cure = f"{operand.name}.astype({name!r})"
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
-            problem = explain(op, problem, contract.inputs, arrays)
-            raise DTypeError(problem, expected=wanted, actual=array.dtype)
+            raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
         if misfit := _bind(operand, array.shape, sizes):
-            problem = explain(op, misfit, contract.inputs, arrays)
-            raise ShapeError(problem, expected=_wanted(operand, sizes), actual=tuple(array.shape))
+            wanted = _wanted(operand, sizes)
+            raise ShapeError(shown(misfit), expected=wanted, actual=tuple(array.shape))
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
-            problem = explain(op, problem, contract.inputs, arrays)
-            raise ShapeError(problem, expected=f"a multiple of {sizes[few]}", actual=sizes[many])
+            multiple = f"a multiple of {sizes[few]}"
+            raise ShapeError(shown(problem), expected=multiple, actual=sizes[many])
     own = {operand.name: array.dtype for operand, array in given}
     outputs = [
         None if o.kind == "none" else own.get((*o.terms, o.name[1:])[0], allowed(o.kind, dtype)[0])

@@ -4,8 +4,7 @@ They know how they lie, and make new ones.  ``Recorded`` stands for an array of 
 replayed; ``Planned`` for one that is not there at all.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 
@@ -30,8 +29,3 @@ class StandIn:
 def is_planned(array: Any) -> bool:
     """Say whether an array has no elements."""
     return isinstance(array, StandIn) and array.planned
-
-
-def representative_steps(like: Any, steps: Iterable[Any]) -> Iterable[Any]:
-    """Return the steps of a loop; for a planned array the first, as all of them take alike."""
-    return itertools.islice(steps, 1) if is_planned(like) else steps

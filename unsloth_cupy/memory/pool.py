@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core import gpu
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
-from ..machine import bytes_asked, format_bytes
+from ..machine import bytes_asked, format_bytes, gpu_memory
 from ..training import offload
 from .host import HostCounter, Usage
 
@@ -132,7 +132,7 @@ def memory_pool(
 def _total(device: int | None) -> int:
     """Return the bytes of memory that a GPU has, or all of them: also where none was counted."""
     numbers = range(gpu.count()) if device is None else [device]
-    return sum(gpu.memory(number)[1] for number in numbers)
+    return sum(gpu_memory(number)[1] for number in numbers)
 
 
 _limits: dict[int, list[tuple[Any, Any]]] = {}  # of each GPU: who set it; None: it was there

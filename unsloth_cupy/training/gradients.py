@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import common, framework_of
+from ..core.arrays import between_elements, common, framework_of
 from ..core.call import is_number
 from ..core.dtypes import FLOATS, Array, Stored
 from ..core.gpu import at, several
+from ..core.target import target_of
 from ..errors import ConfigError, DTypeError, FrameworkError
 from ..ops.common.many import launchable
 from ..ops.common.spans import span
@@ -166,8 +167,15 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
             raise FrameworkError(f"{what}: {name} comes from {library}; pass NumPy or CuPy arrays")
         if array.dtype not in FLOATS:
             raise DTypeError(f"{what}: {name} is {array.dtype}; pass float arrays only")
+        check_place(f"{what}: {name}", array)
     if several():
         common(what, [*arrays], [*arrays.values()])
+
+
+def check_place(what: str, array: Array) -> None:
+    """Raise for an array that kernels cannot read where it lies."""
+    if target_of(array) is not None and between_elements(array):
+        raise DTypeError(f"{what} lies between two elements of its dtype; pass a copy of it")
 
 
 def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:

@@ -16,7 +16,7 @@ from ..ops.common.many import launchable
 from ..ops.common.spans import span
 from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
 from ..placement import at_home
-from .gradients import check_in_place, check_mapping
+from .gradients import check_in_place, check_mapping, check_place
 
 SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them
 
@@ -269,3 +269,4 @@ def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None
     if array.dtype not in dtypes:
         cure = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
         raise DTypeError(f"{what} is {array.dtype}; it must be {cure}")
+    check_place(what, array)

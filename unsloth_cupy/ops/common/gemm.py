@@ -17,8 +17,9 @@ import numpy as np
 from ...core import gpu
 from ...core.arrays import empty
 from ...core.dtypes import FLOAT32, FLOATS, Array, Stored
-from ...core.stand_in import is_planned, representative_steps
+from ...core.stand_in import is_planned
 from ...errors import DTypeError, KernelError, ShapeError
+from .steps import representative_steps
 
 BLOCK_BYTES = 8 * 2**20  # of a 16-bit operand that is widened at a time, where NumPy computes
 SUM_BYTES = 2**20  # of a product that waits to be added

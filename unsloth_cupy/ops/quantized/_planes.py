@@ -12,9 +12,10 @@ import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
-from ...core.stand_in import is_planned, representative_steps
+from ...core.stand_in import is_planned
 from ...errors import ConfigError, RangeError
 from ...placement import placed
+from ..common.steps import representative_steps
 
 WORD = 32  # columns of a word
 MARKED_BYTES = 32  # of a plane that a mark stands for: what memory gives at least

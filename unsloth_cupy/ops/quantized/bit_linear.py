@@ -17,7 +17,6 @@ from ...core.arrays import empty, packed
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
-from ...core.stand_in import representative_steps
 from ..common.codes import INT8
 from ..common.columns import row_sum
 from ..common.counters import counters
@@ -25,6 +24,7 @@ from ..common.elementwise import THREADS, Walk, constants, walk
 from ..common.frozen import asked_of
 from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
+from ..common.steps import representative_steps
 from ..linear.linear import flat
 from ._int8_rows import launch_quantize
 from ._int8_tiles import launch_product

@@ -16,11 +16,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, Stored, float_dtype
-from ...core.stand_in import is_planned, representative_steps
+from ...core.stand_in import is_planned
 from ...core.target import target_of
 from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ...placement import at_home, check_library
 from ..common.gemm import gemm
+from ..common.steps import representative_steps
 
 CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of dense values, by whether a GPU reads them
 CHUNK_STEP = 64  # rows or columns of a chunk are a multiple of it, where there are so many

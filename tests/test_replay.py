@@ -134,6 +134,8 @@ def test_that_there_is_no_kernel_is_remembered(made: Any) -> None:
         assert halved(x, parts=3).tolist() == [1, 1]
     assert calls == [3]
     assert target.launched == 0
+    for _ in range(2):
+        assert halved(x, parts=3, shift=[1, 2]).tolist() == [2, 3], "what cannot be looked up"
 
 
 def test_a_launch_that_computes_is_not_recorded(made: Any) -> None:

@@ -51,11 +51,9 @@ def native(arrays: Sequence[Any]) -> bool:
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:
     """Return a new array, uninitialised, of like's library and device."""
-    if type(like) is np.ndarray:
-        return np.empty(shape, dtype)
     if isinstance(like, StandIn):
         return like.empty(shape, dtype)
-    target = target_of(like)
+    target = None if type(like) is np.ndarray else target_of(like)
     return np.empty(shape, dtype) if target is None else target.empty(shape, dtype, like)
 
 

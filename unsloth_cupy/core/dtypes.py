@@ -25,6 +25,7 @@ class Stored:
     product: Callable[[Any, Any, bool], None]  # (a, out, add): out = a @ self, or out += a @ self
 
 
+NOT_ARRAYS = (int, Stored, type(None))  # what may stand where an array does
 KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     "float": FLOATS,  # the dtype of the call
     "weight": FLOATS,  # the dtype of the call, or a Stored matrix

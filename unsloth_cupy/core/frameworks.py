@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import FrameworkError
 from . import gpu
-from .dtypes import Stored
+from .dtypes import NOT_ARRAYS
 
 
 class Framework(NamedTuple):
@@ -77,9 +77,7 @@ def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, A
     there = FRAMEWORKS.get(library, DLPACK)
     if there.door is not None:  # of a call without its first array
         return there.door(op, [*arrays], options)
-    operand = next(
-        a for a in arrays if a is not None and type(a) is not int and not isinstance(a, Stored)
-    )
+    operand = next(array for array in arrays if not isinstance(array, NOT_ARRAYS))
     with there.stream(operand):
         result = op.call(adopted(there, op.called, op.names, arrays), options)
         if type(result) is tuple:
@@ -91,9 +89,8 @@ def adopted(there: Framework, call: str, names: Iterable[str], arrays: Iterable[
     """Return the arrays of a call as NumPy's or CuPy's; None and numbers stay what they are."""
     found: list[Any] = []
     for name, array in zip(names, arrays, strict=True):
-        given = array is None or type(array) is int or isinstance(array, Stored)
         try:
-            found.append(array if given else there.adopt(array))
+            found.append(array if isinstance(array, NOT_ARRAYS) else there.adopt(array))
         except (TypeError, RuntimeError, BufferError) as error:
             raise FrameworkError(f"{call}: {name} {error}") from error
     return found

@@ -27,7 +27,7 @@ from ..errors import DTypeError, RangeError
 from . import gpu, target
 from .arrays import between_elements, common, native, packed, rounded
 from .call import bind, compile_call
-from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Stored
+from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS
 from .frameworks import elsewhere
 from .replay import Run, replaying
 from .signature import Bound, backward_of, check, explain, parse
@@ -165,15 +165,18 @@ class Op(Generic[P, R]):
         ranges = [functools.partial(self._check_range, *pair) for pair in limits.items()]
         lead = next((form for form in given.values() if form is not INTEGER), None)
         owned = target_of(lead) is not None
-        checks: list[Run] = [*[self._check_places] * owned, *ranges, *self.checks]
+        checks: list[Run] = [*ranges, *self.checks]
         full = all(0 not in form.shape for form in given.values())  # kernels meet no empty axis
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not (kernel and owned):
-            run = self._definition(bound, given, checks, type(lead))
+            every = [self._check_places] * owned + checks
+            run = self._definition(bound, given, every, type(lead))
             run = target.watch(self, arrays, run, True)
             return run if host else gpu.on_one_device(self, lambda: run)
         defined = functools.partial(self._prepare, library, launch=False)
-        made = functools.partial(replaying, self._launch(given, checks), defined, host)
+        made = functools.partial(
+            replaying, self._launch(given, checks), self._check_places, defined, host
+        )
         return made() if host else gpu.on_one_device(self, made)
 
     def _launch(self, given: Mapping[int, Any], checks: Sequence[Run]) -> Run:
@@ -216,7 +219,7 @@ class Op(Generic[P, R]):
 
     def _check_places(self, arrays: Sequence[Any], _: Any) -> None:
         for name, array in zip(self.names, arrays, strict=True):
-            if not isinstance(array, (int, Stored, type(None))) and between_elements(array):
+            if not isinstance(array, NOT_ARRAYS) and between_elements(array):
                 problem = f"{name} lies between two elements of its dtype; pass {name}.copy()"
                 raise DTypeError(explain(self.called, problem, self.contract.inputs, arrays))
 

@@ -117,11 +117,11 @@ def _allocator(like: Any) -> Callable[..., Any]:
     return gpu.cupy().ndarray if gpu.is_cupys(like.__class__) else _refuse
 
 
-def replaying(run: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:
+def replaying(run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:
     """Return run for calls of one form, on a host or a device, replayed where it is recorded.
 
-    Where run returns NotImplemented, for these options there is no kernel, what ``defined`` makes
-    of the arrays runs instead.
+    A check sees each way to lie once.  Where run returns NotImplemented, for these options there
+    is no kernel, what ``defined`` makes of the arrays runs instead.
     """
     known: dict[Any, Run | None] = {}  # None: met once
     instead: list[Run] = []
@@ -131,12 +131,12 @@ def replaying(run: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:
         key = (*lie(arrays), *options.values())
         try:
             again = known[key]
-        except KeyError:
+        except (KeyError, TypeError) as error:
+            check(arrays, options)
             if len(known) >= KEPT:
                 known.clear()
+            key = key if type(error) is KeyError else ()  # some options cannot be looked up
             known[key], again = None, run
-        except TypeError:  # an option that cannot be looked up
-            again = run
         if again is None:
             again = known[key] = _recorded(run, arrays, options)
         result = again(arrays, options)

@@ -149,8 +149,7 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
         if misfit := _bind(operand, array.shape, sizes):
-            wanted = _wanted(operand, sizes)
-            raise ShapeError(shown(misfit), expected=wanted, actual=tuple(array.shape))
+            raise ShapeError(shown(misfit), expected=_wanted(operand, sizes), actual=array.shape)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"

@@ -29,8 +29,9 @@ from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops, sizes
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, op
+from unsloth_cupy.core.signature import parts
 from unsloth_cupy.core.target import Limits
-from unsloth_cupy.errors import DTypeError
+from unsloth_cupy.errors import DTypeError, UnslothCupyError
 from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows as norms_rows
@@ -189,6 +190,48 @@ def test_numpys_arrays_between_two_elements_are_read_where_they_lie(name: str) -
         exact, plain = outputs_of(call.cast(np.float64)), outputs_of(call)
         for gap in (0, 1):
             within_rule(plain, exact, outputs_of(call.mapped(lambda a: between(a, 1, gap))))  # noqa: B023
+
+
+def without(call: Call, axis: str) -> Call | None:
+    """Return the call with an axis of 0 wherever an operand has it; None where none has."""
+    arrays = dict(call.arrays)
+    for operand in call.op.contract.inputs:
+        array = arrays[operand.name]
+        if array is None:
+            continue
+        for back, name in enumerate(reversed(operand.axes), 1):
+            at = 0 if name.startswith("*") else array.ndim - back
+            shared = name.endswith("|1") and array.shape[at : at + 1] == (1,)
+            if parts(name)[0] == axis and 0 <= at < array.ndim and not shared:
+                size = int(parts(name)[2]) if "+" in name else 0
+                array = array[(slice(None),) * at + (slice(size),)]
+        arrays[operand.name] = array
+    same = all(a is call.arrays[name] for name, a in arrays.items())
+    return None if same else call._replace(arrays=arrays)
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["required", "every"])
+@pytest.mark.parametrize("name", forward_ops())
+def test_an_axis_may_be_empty(name: str, optional: bool) -> None:
+    """Each axis in turn: results without NaN, on a GPU too, or an error of the library."""
+    op = OPS[name]
+    whole = draw(op, SMALL, optional=optional).cast(np.float32)
+    for axis in {parts(each)[0] for operand in op.contract.inputs for each in operand.axes}:
+        if (call := without(whole, axis)) is None:
+            continue
+        try:
+            calls, outputs = [call], outputs_of(call)
+        except UnslothCupyError:
+            continue
+        if op.backward is not None:
+            calls.append(call.backward(outputs, call.seeds(outputs, every=optional)))
+        for each in calls:
+            found = outputs_of(each)
+            assert not any(np.isnan(a.astype(np.float64)).any() for a in found.values()), axis
+            with gpu() as machine:
+                machine.strict = False
+                there = each.mapped(machine.place).run()
+            assert {n: a.shape for n, a in there.items()} == {n: found[n].shape for n in there}
 
 
 def reads_a_value(x: Any) -> Any:

@@ -22,7 +22,9 @@ def by_keys(a: Array, b: Array, width: int | None) -> Array:
     batch, keys, kv_heads, _ = b.shape
     result = np.empty_like(a, shape=(batch, kv_heads, a.shape[2], keys), order="C")
     even = keys - keys % width
-    tiles = result[..., :even].reshape(*result.shape[:3], -1, width).transpose(0, 1, 3, 2, 4)
+    tiles = (
+        result[..., :even].reshape(*result.shape[:3], even // width, width).transpose(0, 1, 3, 2, 4)
+    )
     np.matmul(a[:, :, None], _tiled(b, width).swapaxes(3, 4), out=tiles)
     np.matmul(a, b[:, even:].transpose(0, 2, 3, 1), out=result[..., even:])
     return result
@@ -38,7 +40,7 @@ def over_keys(p: Array, b: Array, width: int | None) -> Array:
     step = max(1, PARTIAL // max(1, batch * kv_heads * rows * b.shape[3])) * width
     for start in range(0, even, step):
         stop = min(start + step, even)
-        tiles = p[..., start:stop].reshape(batch, kv_heads, rows, -1, width)
+        tiles = p[..., start:stop].reshape(batch, kv_heads, rows, (stop - start) // width, width)
         result += (tiles.transpose(0, 1, 3, 2, 4) @ _tiled(b[:, start:stop], width)).sum(axis=2)
     return result
 
@@ -50,12 +52,10 @@ def for_keys(p: Array, a: Array, width: int | None) -> Array:
     batch, kv_heads, rows, keys = p.shape
     result = np.empty_like(p, shape=(batch, kv_heads, keys, a.shape[3]), order="C")
     even = keys - keys % width
-    tiles = p[..., :even].reshape(batch, kv_heads, rows, -1, width).transpose(0, 1, 3, 4, 2)
-    np.matmul(
-        tiles,
-        a[:, :, None],
-        out=result[:, :, :even].reshape(batch, kv_heads, -1, width, a.shape[3]),
-    )
+    count = even // width
+    tiles = p[..., :even].reshape(batch, kv_heads, rows, count, width).transpose(0, 1, 3, 4, 2)
+    out = result[:, :, :even].reshape(batch, kv_heads, count, width, a.shape[3])
+    np.matmul(tiles, a[:, :, None], out=out)
     np.matmul(p[..., even:].swapaxes(2, 3), a, out=result[:, :, even:])
     return result.transpose(0, 2, 1, 3)
 
@@ -76,7 +76,8 @@ def unstacked(array: Array, group: int) -> Array:
 def _tiled(b: Array, width: int) -> Array:
     """View the whole tiles of (batch, keys, kv_heads, d) as (batch, kv_heads, tile, width, d)."""
     batch, keys, kv_heads, d = b.shape
-    tiles = b[:, : keys - keys % width].reshape(batch, -1, width, kv_heads, d)
+    count = keys // width
+    tiles = b[:, : count * width].reshape(batch, count, width, kv_heads, d)
     return tiles.transpose(0, 3, 1, 2, 4)
 
 

@@ -108,6 +108,8 @@ def kv_append_paged_(
 ) -> tuple[Array, Array]:
     """Write k and v, whose first token stands at starts[b], into pages that no other row uses."""
     pages, page = k_pages.shape[:2]
+    if not (k.size and k_pages.size and page_table.size):
+        return k_pages, v_pages
     position = starts[:, None].astype(np.int64) + np.arange(k.shape[1], like=k)
     index = position // page
     there = (position >= 0) & (index < page_table.shape[1])

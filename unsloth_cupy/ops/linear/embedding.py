@@ -94,6 +94,8 @@ def _launch(tokens: Array, weight: Array) -> Array:
 def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
     """Return the gradient of weight: to each row, the sum over its tokens, in their order."""
     vocab, hidden = weight.shape
+    if not dx.size:
+        return None, np.zeros_like(dx, shape=weight.shape)
     # That sum is a product with a sparse matrix: row v has a one for each token equal to v.
     # A stable sort fixes the order of the additions, so two runs give equal bits.
     selected = tokens.ravel()

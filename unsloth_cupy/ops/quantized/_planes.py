@@ -73,7 +73,7 @@ def _bits(planes: Any, columns: int) -> Array:
         bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
         return bits.view(np.int8)
     spread = (planes[..., None] >> placed(np.arange(8, dtype=np.uint8), planes)) & 1
-    return spread.reshape(*planes.shape[:2], -1)[..., :columns].astype(np.int8)
+    return spread.reshape(*planes.shape[:2], 8 * planes.shape[2])[..., :columns].astype(np.int8)
 
 
 def ones(values: Any) -> int:

@@ -140,7 +140,7 @@ def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None
             actual=tuple(planes.shape),
         )
     groups = scale.shape[-1]
-    if groups > 1 and groups != -(-x.shape[-1] // max(group, 1)):
+    if groups != 1 and groups != -(-x.shape[-1] // max(group, 1)):
         problem = f"{call}: scale has {groups} groups; they are not of {group} columns"
         raise ShapeError(problem, expected=-(-x.shape[-1] // max(group, 1)), actual=groups)
 

@@ -91,6 +91,14 @@ def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -
     return scores
 
 
+@ternary_scores_forward.require
+def _check(call: str, q: Array) -> None:
+    if q.shape[1] != 2:
+        raise ShapeError(
+            f"{call}: q has {q.shape[1]} planes; pass 2", expected=2, actual=q.shape[1]
+        )
+
+
 @ternary_scores_forward.kernel
 def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
     words = q.shape[2] * 8 // WORD

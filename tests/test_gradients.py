@@ -1,3 +1,5 @@
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError
 
 from .conftest import FOLDER
 from .golden.golden import OpCase, op_cases
+from .stand_in import gpu
 
 PEERS = [c for c in op_cases(FOLDER / "ops", "training") if c.name.startswith("clip_norm")]
 
@@ -89,6 +92,47 @@ def test_one_array_has_one_name() -> None:
     with pytest.raises(ConfigError, match="AdamW: a and c are one array"):
         AdamW({"a": good, "b": good.copy(), "c": good})
     assert good.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "device"])
+def test_arrays_that_change_share_no_memory(on_gpu: bool) -> None:
+    """An element would be changed twice; arrays side by side, or in gaps of another, are apart."""
+    with gpu() if on_gpu else contextlib.nullcontext() as machine:
+        there = machine.array((4, 6), "float32") if on_gpu else np.zeros((4, 6), np.float32)
+        apart = machine.array((3,), "float32") if on_gpu else np.zeros(3, np.float32)
+        if on_gpu:
+            machine.strict = False
+        for one, other in (
+            (there[:2], there[1:]),
+            (there[1:], there[:2]),
+            (there, there.T),
+            (there[:, ::2], there[:, 2:3]),
+            (there[::-1], there[3]),
+            (there[2:], there.reshape(-1)[-1:]),
+        ):
+            with pytest.raises(ConfigError, match=r"a and c share memory, .* twice; pass a copy"):
+                AdamW({"a": one, "b": apart, "c": other})
+            with pytest.raises(ConfigError, match="clip_gradients: a and c share memory"):
+                clip_gradients({"a": one, "b": apart, "c": other}, 1.0)
+        for one, other in (
+            (there[:2], there[2:]),
+            (there[:, ::2], there[:, 1::2]),
+            (there[:, :2], there[:, 2:]),
+            (there[::-2], there[::2]),
+            (there[:0], there),
+        ):
+            AdamW({"a": one, "b": apart, "c": other})
+        optimizer = AdamW({"a": there})
+        halves = there.reshape(-1).view(np.float16).reshape(2, 4, 6)
+        with pytest.raises(ConfigError, match="the copy of a and a share memory"):
+            optimizer.keep_copies({"a": halves[1]})
+
+
+def test_an_array_that_changes_has_each_element_once() -> None:
+    for shape, steps in (((3, 2), (0, 4)), ((3, 2), (4, 4))):
+        window = np.lib.stride_tricks.as_strided(np.zeros(4, np.float32), shape, steps)
+        with pytest.raises(ConfigError, match="AdamW: elements of a share memory"):
+            AdamW({"a": window})
 
 
 def test_gradients_come_by_name() -> None:

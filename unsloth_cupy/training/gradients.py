@@ -12,6 +12,7 @@ from ..core.dtypes import FLOATS, Array, Stored
 from ..core.gpu import at, several
 from ..core.target import target_of
 from ..errors import ConfigError, DTypeError, FrameworkError
+from ..ops.common.in_place import overlapping
 from ..ops.common.many import launchable
 from ..ops.common.spans import span
 from ..ops.elements.cast import accumulate_, cast
@@ -189,3 +190,8 @@ def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
         if (other := names[id(array)]) != name:
             problem = f"{name} and {other} are one array, which would be changed twice"
             raise ConfigError(f"{what}: {problem}; name it once")
+    if pair := overlapping(arrays):
+        problem = f"{pair[0]} and {pair[1]} share memory"
+        if pair[0] == pair[1]:
+            problem = f"elements of {pair[0]} share memory"
+        raise ConfigError(f"{what}: {problem}, which would be changed twice; pass a copy")

@@ -121,6 +121,8 @@ class AdamW:
         check_in_place("AdamW.keep_copies", copies)
         if unknown := sorted(copies.keys() - self.parameters.keys()):
             raise ConfigError(f"AdamW.keep_copies: unknown {unknown}; pass names of parameters")
+        changed = {f"the copy of {name}": copy for name, copy in copies.items()} | self.parameters
+        check_in_place("AdamW.keep_copies", changed)
         for name, copy in copies.items():
             what, parameter = f"AdamW.keep_copies: {name}", self.parameters[name]
             _check(what, copy, parameter, FLOATS[:2])

@@ -6,12 +6,14 @@ f_ = in_place(f_over_)               what callers know
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ...core.op import Op, Traced
+from ...core.stand_in import is_planned
 from ...errors import ConfigError, GradientError
 
 
@@ -56,14 +58,47 @@ def _start(array: Any) -> int | None:
 
 
 def _same_memory(a: Any, b: Any) -> bool:
-    """Say whether elements are shared; of those with gaps on a GPU, whether they start together."""
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.shares_memory(a, b)
+    """Say whether elements are shared."""
     one, other = _start(a), _start(b)
     if one is None or other is None or not a.size * b.size:
         return False
-    meet = one < other + b.nbytes and other < one + a.nbytes and in_one_piece(a, b)
-    return one == other or (meet and not getattr(a, "planned", False))  # these have no elements
+    if is_planned(a) or is_planned(b):  # these have no elements
+        return one == other
+    return np.shares_memory(_shadow(a), _shadow(b))
+
+
+def _shadow(array: Any) -> Any:
+    """Return an array of NumPy that lies where this one does, never to be read."""
+    if isinstance(array, np.ndarray):
+        return array
+    lies = {"shape": array.shape, "strides": array.strides, "data": (array.data.ptr, False)}
+    facts = lies | {"typestr": array.dtype.str, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=facts))
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """Return the address of the first byte of an array, and that after the last."""
+    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    start = _start(array) or 0
+    last = start + sum(step for step in steps if step > 0) + array.itemsize
+    return start + sum(step for step in steps if step < 0), last
+
+
+def overlapping(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of two arrays that share an element, or twice that of one that does so."""
+    held = {name: a for name, a in arrays.items() if a.size and not is_planned(a)}
+    lies = sorted((*_extent(array), name) for name, array in held.items())
+    before: list[tuple[int, str]] = []  # arrays that end after the next one begins
+    for first, last, name in lies:
+        if last - first < held[name].nbytes:
+            return name, name
+        before = [(end, other) for end, other in before if end > first]
+        for _, other in before:
+            if _same_memory(held[name], held[other]):
+                one, two = sorted((name, other), key=[*arrays].index)
+                return one, two
+        before.append((last, name))
+    return None
 
 
 def in_one_piece(*arrays: Any) -> bool:

@@ -14,6 +14,7 @@ from ..cuda_on_cpu import Emulator, EmulatorError, Module, build
 from ..cuda_on_cpu.traffic import counted
 from ..emulator import LIMITS as ERRORS
 from ..emulator import flash, gemm, primitive, split_k
+from ..emulator.test_faults import fault
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
 from ..ptx import Compiled, UnknownError
 from ..ptx_on_cpu import PtxEmulator, library, unit
@@ -48,6 +49,13 @@ def test_primitive(name: str, arch: int) -> None:
 def test_products_of_warpgroups_that_are_still_in_flight() -> None:
     """A pipeline: TMA, mbarriers, setmaxnreg, wgmma whose sums move before they are waited for."""
     assert gemm(kind=on(90), seed=3) < ERRORS[gemm]
+
+
+def test_a_product_that_warps_ask_for_in_two_places() -> None:
+    """By one function of the source, of which the compiler makes two instructions."""
+    says = r"this lane is at wgmma, others .* in faults.cu:(\d+) in faults.cu:(?!\1 )\d+ \["
+    with pytest.raises(EmulatorError, match=says):
+        fault("broken_product", 1, 128, 9, kind=on(90))
 
 
 @pytest.mark.parametrize("arch", [80, 100])

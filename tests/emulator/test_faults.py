@@ -115,6 +115,13 @@ FAULTS: dict[str, list[tuple[int, int, int, str]]] = {
         (6, 1, 128, "accumulators of a wgmma before its wgmma.wait_group"),
         (7, 1, 128, "write here, unordered with read by wgmma of warpgroup 0"),
         (8, 1, 128, "accumulators of a wgmma before its wgmma.wait_group"),
+        (
+            9,
+            1,
+            128,
+            "wgmma: warps of one warpgroup ask from two places, "
+            r"faults.cu:(\d+) and faults.cu:(?!\1 )\d+",
+        ),
     ],
     "broken_cluster": [
         (0, 2, 32, r"barrier\.cluster\.wait without an arrive before"),

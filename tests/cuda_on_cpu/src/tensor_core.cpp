@@ -5,6 +5,7 @@
 #include "machine.hpp"
 
 #include <algorithm>
+#include <unwind.h>
 
 namespace emu {
 static float decode(int type, uint16_t bits) {
@@ -163,6 +164,31 @@ void wgmma_commit() {
   s.fenced = false;
 }
 
+// The calls that led here, innermost first.  A GPU's compiler copies what kernels call into each
+// place that calls it, and a product is one instruction for all four warps: these must agree.  To
+// walk a stack takes time: the first and the last lane of a warp do it.
+struct Calls {
+  uintptr_t pc[24];
+  int count = 0;
+  Calls() {
+    if (M.checks && M.cur->index % 32 % 31 == 0) _Unwind_Backtrace(add, this);
+  }
+  static _Unwind_Reason_Code add(_Unwind_Context *frame, void *all) {
+    auto &own = *(Calls *)all;
+    if (own.count == 24) return _URC_END_OF_STACK;
+    own.pc[own.count++] = _Unwind_GetIP(frame);
+    return _URC_NO_REASON;
+  }
+};
+
+static void check_calls(const Calls &own, const Calls &first, Where at) {
+  auto line = [](uintptr_t pc) { return place({(const char *)pc, kInstructionPointer}); };
+  for (int i = 0; i < std::min(own.count, first.count); i++)
+    if (own.pc[i] != first.pc[i])
+      fail("wgmma: warps of one warpgroup ask from two places, " + line(own.pc[i]) + " and " +
+               line(first.pc[i]), at);
+}
+
 struct WgLane {
   Fiber *f;
   int n, type;
@@ -172,11 +198,12 @@ struct WgLane {
   int scale_d;
   bool ta, tb;
   Where at;
+  Calls calls;
 };
 
 void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uint64_t b,
            int scale_d, bool ta, bool tb, const char *file, int line) {
-  WgLane mine{M.cur, n, type, d, registers, a, b, scale_d, ta, tb, {file, line}};
+  WgLane mine{M.cur, n, type, d, registers, a, b, scale_d, ta, tb, {file, line}, {}};
   if (!wg[M.cur->index].fenced)
     fail("wgmma.mma_async without wgmma.fence since the last commit", mine.at);
   auto op = [](void **lane, int) {
@@ -184,6 +211,7 @@ void wgmma(int n, int type, float *d, const uint32_t *registers, uint64_t a, uin
     int agent = z.f->index / 128, N = z.n;
     for (int l = 1; l < 128; l++) {
       auto &m = *(WgLane *)lane[l];
+      check_calls(m.calls, z.calls, m.at);
       if (m.a != z.a || m.b != z.b || m.scale_d != z.scale_d)
         fail("wgmma: descriptors differ between threads of the warpgroup", m.at);
     }

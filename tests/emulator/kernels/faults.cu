@@ -154,7 +154,11 @@ KERNEL(128) broken_product(int *out, int mode) {
   if (mode == 1 && threadIdx.x == 77) a += 2;
   if (mode == 2) a |= 1ull << 49;
   if (mode != 3) wgmma_fence(d);
-  wgmma_m64n64k16_bf16<0, 0>(d, a, b, 0);
+  auto multiply = [&] { wgmma_m64n64k16_bf16<0, 0>(d, a, b, 0); };
+  if (mode == 9 && threadIdx.x >= 64)
+    multiply();
+  else
+    multiply();
   wgmma_commit();
   if (mode == 4) return;
   if (mode == 5) out[threadIdx.x] = d[3];

@@ -85,6 +85,28 @@ def turns() -> list[tuple[str, str]]:
     return [(k, a) for (m, k), (n, a) in pairs if Sample.all or (m + n + Sample.day) % 3 == 0]
 
 
+def handed_out(source: str) -> int:
+    """Return the registers that warpgroups of a block ask for together, 0 of other kernels.
+
+    A block has those that its threads started with: for more, setmaxnreg waits for ever.
+    """
+    said = constants(source)
+    if "PRODUCER" not in said:
+        return 0
+    each = int(said["REGISTERS"]), int(said["PRODUCER"])
+    assert all(24 <= count <= 256 and count % 8 == 0 for count in each)
+    return 128 * (int(said["CONSUMERS"]) * each[0] + each[1])
+
+
+@pytest.mark.parametrize("kernel", ["attention_forward_sm90", "attention_backward_sm90"])
+def test_a_block_has_the_registers_that_its_warpgroups_ask_for(kernel: str) -> None:
+    """By what costs.toml says of every variant; ``test_ptxas_is_content`` asks ptxas for some."""
+    for variant in filter(budget.kept, of_kernel(kernel, "90")):
+        registers, *_ = LINES[kernel][variant.label]["90"]
+        wanted = handed_out(variant.launch.source)
+        assert 0 < wanted <= registers * variant.launch.threads <= 65536, variant
+
+
 @pytest.mark.parametrize(("kernel", "arch"), turns())
 def test_ptxas_is_content(kernel: str, arch: str) -> None:
     same_compiler = HEAD["compiler"] == budget.compiler_version()
@@ -93,6 +115,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
         used = budget.resources(launch, variant.arch)
         assert used.spilled == used.local == 0, variant
         assert used.complaints == (), variant
+        assert used.registers * launch.threads >= handed_out(launch.source), variant
         assert used.shared + launch.shared <= LIMITS[arch][3], variant
         found = budget.numbers(variant)
         assert found[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in costs.toml"

@@ -184,8 +184,10 @@ def fp8_unpack(rng: np.random.Generator) -> Launch:
     return Launch("products.cu", "fp8_unpack", 1, 128, args, {1: np.stack(halves, 1)})
 
 
-def wgmma(rng: np.random.Generator, n: int, ta: int, tb: int, registers: bool) -> Launch:
-    a, b = rng.integers(-9, 9, (64, 64)), rng.integers(-9, 9, (n, 64))
+def wgmma(
+    rng: np.random.Generator, n: int, ta: int, tb: int, registers: bool, first: int = 0
+) -> Launch:
+    a, b = rng.integers(-9, 9, (64, 64)), rng.integers(-9, 9, (first + n, 64))
     encode = np.float16 if registers else bfloat16
     x, y = (np.ascontiguousarray(encode(m.T if t else m)) for m, t in ((a, ta), (b, tb)))
     number = "float16" if registers else "bfloat16"
@@ -197,9 +199,9 @@ def wgmma(rng: np.random.Generator, n: int, ta: int, tb: int, registers: bool) -
     ]
     words = np.stack(parts).reshape(4, 4, 32, 4).transpose(0, 2, 1, 3).copy()
     args = (*tiles, words, np.zeros((64, n), np.float32))
-    name = f"wgmma<{n}, {ta}, {tb}, {str(registers).lower()}>"
-    expected = {3: (a @ b.T).astype(np.float32)}
-    return Launch("products.cu", name, 1, 128, args, expected, 8192 + -(-n // 64) * 8192)
+    name = f"wgmma<{n}, {ta}, {tb}, {str(registers).lower()}, 0, {first}>"
+    expected = {3: (a @ b[first:].T).astype(np.float32)}
+    return Launch("products.cu", name, 1, 128, args, expected, 8192 + -(-(first + n) // 64) * 8192)
 
 
 for n in (32, 64, 96, 128, 160, 192, 224, 256):
@@ -209,6 +211,7 @@ for ta, tb in ((0, 1), (1, 0), (1, 1)):
     primitive(90, 64, ta, tb, False, name=f"wgmma n64, majors {ta}{tb}")(wgmma)
 primitive(90, 32, 1, 1, False, name="wgmma n32, majors 11")(wgmma)
 primitive(90, 192, 1, 1, False, name="wgmma n192, majors 11")(wgmma)
+primitive(90, 32, 1, 1, False, 32, name="wgmma n32, majors 11, the right half of a panel")(wgmma)
 
 
 def wgmma_fp8(rng: np.random.Generator, n: int, number: int, registers: bool) -> Launch:

@@ -76,8 +76,8 @@ WGMMA_TEST(256)
 
 // B tiles of 32 (one axis) by 64 (the other) after the A tile, under the 128-byte swizzle; inner
 // is 64, or 128 values of 8 bits (FP8: 1 for e4m3, 2 for e5m2).  A's fragments are read from global
-// memory where REGISTERS says so.
-template <int N, int TA, int TB, bool REGISTERS, int FP8 = 0>
+// memory where REGISTERS says so.  With TB, those of B begin at FIRST, a multiple of 8, in one tile.
+template <int N, int TA, int TB, bool REGISTERS, int FP8 = 0, int FIRST = 0>
 __global__ void __launch_bounds__(128)
     wgmma(const __grid_constant__ TensorMap ma, const __grid_constant__ TensorMap mb,
           const unsigned *fragments, float *d) {
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(128)
   __syncthreads();
   unsigned char *const tile = smem + 8192;
   if (threadIdx.x == 0) {
-    mbarrier_arrive_expect_tx(&bar, 8192 + (TB ? (N + 63) / 64 * 64 : N) * 128);
+    mbarrier_arrive_expect_tx(&bar, 8192 + (TB ? (N + FIRST + 63) / 64 * 64 : N) * 128);
     tma_load_2d(smem, &ma, &bar, 0, 0);
     if (TB)  // 64 columns by 64 of the inner axis a tile
-      for (int i = 0; i * 64 < N; i++) tma_load_2d(tile + i * 8192, &mb, &bar, i * 64, 0);
+      for (int i = 0; i * 64 < N + FIRST; i++) tma_load_2d(tile + i * 8192, &mb, &bar, i * 64, 0);
     else
       for (int i = 0; i * 32 < N; i++) tma_load_2d(tile + i * 4096, &mb, &bar, 0, i * 32);
   }
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(128)
   wgmma_fence(acc);
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const uint64_t b = wgmma_descriptor_128b(tile + k * (TB ? 2048 : 32), TB ? 8192 : 16, 1024);
+    const uint64_t b = wgmma_descriptor_128b(tile + k * (TB ? 2048 : 32) + FIRST * 2,
+                                             TB ? 8192 : 16, 1024);
     if constexpr (REGISTERS) {
       const uint32_t part[4] = {x[k * 4], x[k * 4 + 1], x[k * 4 + 2], x[k * 4 + 3]};
       if constexpr (FP8) Wgmma<N>::template registers8<FP8>(acc, part, b, k > 0);

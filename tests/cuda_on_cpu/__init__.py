@@ -59,6 +59,15 @@ class TensorMap(NamedTuple):
     def packed(self, address: int) -> np.ndarray:
         """Return 128 bytes, aligned to 64, as async_copy.cpp reads them."""
         shape, strides = self.array.shape[::-1], self.array.strides[::-1]
+        size = self.array.itemsize
+        fits = 1 <= len(shape) == len(self.box) <= 5 and address % 16 == 0 and strides[0] == size
+        fits &= all(0 < count < 2**32 for count in shape)
+        outer = zip(shape[1:], strides[1:], strict=True)  # a stride of an axis of one is nobody's
+        fits &= all(n == 1 or (0 < step < 2**40 and step % 16 == 0) for n, step in outer)
+        fits &= all(0 < side <= 256 for side in self.box) and self.box[0] * size % 16 == 0
+        if not fits:
+            said = f"{self.array.dtype} {self.array.shape} with strides {self.array.strides}"
+            raise EmulatorError(f"no tensor map of {said} and box {self.box}")
         padded = [[*values, 0, 0, 0, 0, 0, 0] for values in (shape, self.box, strides[1:])]
         mode = {0: 0, 32: 1, 64: 2, 128: 3}[self.swizzle]
         numbers = ("", "float32", "float16", "bfloat16", "int32")  # what a reduction can add

@@ -222,6 +222,32 @@ def test_a_planted_bug_of_a_primitive(name: str, bug: str, says: str, seed: int)
         run((made.grid,), (made.block,), made.args, made.shared)
 
 
+WORDS = np.zeros((8, 64), np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("words", "box"),
+    [
+        (WORDS[:, 4:], (16, 4)),
+        (WORDS[:, ::2], (16, 4)),
+        (np.zeros((8, 68), np.uint16)[:, :64], (16, 4)),
+        (np.zeros((300, 64), np.uint16), (16, 257)),
+        (WORDS, (16, 0)),
+        (WORDS, (12, 4)),
+        (WORDS, (16, 4, 1)),
+        (WORDS[:0], (16, 4)),
+    ],
+)
+def test_a_tensor_map_that_no_driver_makes(words: np.ndarray, box: tuple[int, ...]) -> None:
+    """By its address, strides, box, rank or sizes; without such a fault it is made."""
+    made = TensorMap(WORDS, (16, 4), 0)
+    rest = TensorMap(WORDS, (64, 2), 64), np.zeros(64, np.int32), np.int32(-1)
+    run = kernel("faults.cu", "broken_copy")
+    run((1,), (1,), (made, *rest), 0)
+    with pytest.raises(EmulatorError, match=r"no tensor map of uint16 .* and box \("):
+        run((1,), (1,), (TensorMap(words, box, 0), *rest), 0)
+
+
 def test_a_read_only_array_is_not_written() -> None:
     out = np.zeros(64, np.int32)
     out.flags.writeable = False

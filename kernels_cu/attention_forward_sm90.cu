@@ -133,7 +133,9 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
 
     setmaxnreg_inc<REGISTERS>();
     const int own_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
-    const Operand own_queries(memory + group * 64 * PANEL_ROW, 16);
+    const unsigned char *const own_rows = memory + group * 64 * PANEL_ROW;
+    const Operand own_queries(own_rows, 16);
+    constexpr bool ANEW = BLOCK_MASK && DIM > 192;  // for each tile: kept, it would be spilled
     Place at;  // of the tile whose scores are next; its values come a turn later
     int job_phase = 0;
     if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // the first turn is the first's
@@ -167,7 +169,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         };
         auto ask_scores = [&] {
             wgmma_fence(s);
-            begin_scores<T, padded(DIM), ROWS>(s, own_queries,
+            begin_scores<T, padded(DIM), ROWS>(s, ANEW ? Operand(own_rows, 16) : own_queries,
                                                Operand(keys_at + at.stage * KEY_BYTES, 16));
         };
         auto ask_values = [&](Place of) {

@@ -54,7 +54,7 @@ TABLE = {
     64: Forward(3, 128, registers=160, producer=32),  # 88 KB
     128: Forward(2, 128, registers=232, producer=40),  # 160 KB
     192: Forward(2, 96),  # 192 KB
-    256: Forward(2, 64),  # 192 KB
+    256: Forward(2, 64, registers=232, producer=40),  # 192 KB
 }
 # What comes between a product and exp2 needs registers too.
 CHANGED = {

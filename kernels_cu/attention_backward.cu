@@ -81,16 +81,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     // what passes by: for each head the tiles of other rows that a row here may see
     const int real_rows = BY_KEYS ? scores.length : queries;
     const int stop_other = BY_KEYS ? queries : scores.length;
-    const int last_row = min(first_row + ROWS, real_rows) - 1;
-    int from = 0, stop = stop_other;
-    if constexpr (BY_KEYS) {
-        if constexpr (RIGHT) from = max(0, first_row - scores.high);
-        if constexpr (LEFT) stop = min(stop, last_row - scores.low + 1);
-    } else {
-        if constexpr (LEFT) from = max(0, first_row + scores.low);
-        if constexpr (RIGHT) stop = min(stop, last_row + scores.high + 1);
-    }
-    from = from / TILE * TILE;
+    const Range seen = scores.seen<BY_KEYS, ROWS>(first_row);
+    const int from = seen.from / TILE * TILE, stop = seen.stop;
     struct Place {  // where a tile begins
         int head, row;
     };

@@ -72,19 +72,11 @@ struct Walk {
     int head, row, first, from, stop, stop_head;
 
     __device__ __forceinline__ Walk(const Scores &scores, const Job &job, int shared_by)
-        : head(BY_KEYS ? job.head * shared_by : job.head), first(job.first_row), from(0),
-          stop(BY_KEYS ? job.queries : scores.length), stop_head(head + (BY_KEYS ? shared_by : 1)) {
-        const int real = BY_KEYS ? scores.length : job.queries;
-        const int last = min(first + ROWS, real) - 1;
-        if constexpr (BY_KEYS) {
-            if constexpr (RIGHT) from = max(0, first - scores.high);
-            if constexpr (LEFT) stop = min(stop, last - scores.low + 1);
-        } else {
-            if constexpr (LEFT) from = max(0, first + scores.low);
-            if constexpr (RIGHT) stop = min(stop, last + scores.high + 1);
-        }
-        row = from = from / TILE * TILE;
-        if (first >= real || from >= stop) head = stop_head;
+        : head(BY_KEYS ? job.head * shared_by : job.head), first(job.first_row),
+          stop_head(head + (BY_KEYS ? shared_by : 1)) {
+        const Range seen = scores.seen<BY_KEYS, ROWS>(first);
+        row = from = seen.from / TILE * TILE, stop = seen.stop;
+        if (first >= (BY_KEYS ? scores.length : job.queries) || from >= stop) head = stop_head;
         if constexpr (TURNS) row = (stop - 1) / TILE * TILE, stop = head;
         seek(scores);
     }

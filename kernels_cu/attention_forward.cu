@@ -74,8 +74,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const Scores scores(options, {key_lengths, starts, mask, bias, alibi, block_mask}, queries,
                         keys, batch);
 
-    const int last_row = min(first_row + ROWS, queries) - 1;
-    const int stop_key = RIGHT ? min(scores.length, last_row + scores.high + 1) : scores.length;
+    const Range seen = scores.seen<false, ROWS>(first_row);
+    const int stop_key = seen.stop;
     auto seen_from = [&](int tile) {  // the first tile from this one on that some row sees
         if constexpr (BLOCK_MASK)
             while (tile * TILE_KEYS < stop_key && scores.skipped(head, first_row, tile * TILE_KEYS))
@@ -95,7 +95,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
                                                                    scores.length, value_stride);
     };
 
-    int tile = seen_from(LEFT ? max(0, first_row + scores.low) / TILE_KEYS : 0);
+    int tile = seen_from(seen.from / TILE_KEYS);
     query_tile.copy<ROWS, DIM, THREADS, UNROLLED>(q, first_row, queries, query_stride);
     cp_async_commit();
     if (tile * TILE_KEYS < stop_key) {

@@ -40,11 +40,9 @@ using Place = Ring<STAGES>;
 struct Tiles {
     int first, last;  // from the last one down: there masks hide most
     __device__ __forceinline__ Tiles(const Scores &scores, const Job &job) {
-        const int last_row = min(job.first_row + ROWS, job.queries) - 1;
-        const int stop =
-            RIGHT ? min(scores.length, last_row + scores.high + 1) : scores.length;
-        first = LEFT ? max(0, job.first_row + scores.low) / TILE : 0;
-        last = next(scores, job, (max(stop, 0) + TILE - 1) / TILE);
+        const Range seen = scores.seen<false, ROWS>(job.first_row);
+        first = seen.from / TILE;
+        last = next(scores, job, (max(seen.stop, 0) + TILE - 1) / TILE);
     }
     // The tile before this one that some row sees; none before `first`.
     __device__ __forceinline__ int next(const Scores &scores, const Job &job, int tile) const {

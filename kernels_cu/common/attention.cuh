@@ -54,6 +54,11 @@ __device__ __forceinline__ int clipped(long long offset) {  // no query or key i
     return (int)max(-(1ll << 29), min(1ll << 29, offset));
 }
 
+// Rows from .. stop - 1.
+struct Range {
+    int from, stop;
+};
+
 // The scores of one batch.  A lane's part of a product, float[M][N][4] as tile.cuh lays it out,
 // begins at (row, column) of its warp: queries by keys or, BY_KEYS, keys by queries.
 struct Scores : Options, Operands {
@@ -78,6 +83,17 @@ struct Scores : Options, Operands {
         if constexpr (BLOCK_MASK) block_mask += batch * of_block_mask.batch;
     }
 
+    // The keys of which some of ROWS queries, from the first on, may see some; BY_KEYS the queries
+    // that may see some of ROWS keys.
+    template <bool BY_KEYS, int ROWS> __device__ __forceinline__ Range seen(int first) const {
+        const int last = min(first + ROWS, BY_KEYS ? length : queries) - 1;
+        Range range{0, BY_KEYS ? queries : length};
+        if constexpr (BY_KEYS ? RIGHT : LEFT)
+            range.from = max(0, BY_KEYS ? first - high : first + low);
+        if constexpr (BY_KEYS ? LEFT : RIGHT)
+            range.stop = min(range.stop, (BY_KEYS ? last - low : last + high) + 1);
+        return range;
+    }
     // Queries top .. bottom see none of the keys first .. last; some pair of them is hidden.
     __device__ __forceinline__ bool none(int top, int bottom, int first, int last) const {
         return first >= length || (LEFT && last < top + low) || (RIGHT && first > bottom + high);

@@ -71,6 +71,6 @@ __device__ __forceinline__ float add_sink(float &top, float &sum, float sink) {
     return share;
 }
 
-__device__ __forceinline__ float log_sum_exp(float top, float sum) {
-    return sum == 0 ? NO_SCORE : fmaf(top, LN2, log2f(sum) * LN2);
+__device__ __forceinline__ float log_sum_exp(float top, float sum) {  // -inf where sum is 0
+    return fmaf(top, LN2, log2f(sum) * LN2);
 }

@@ -28,7 +28,7 @@ from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import rows
 from unsloth_cupy.profiling import binary
 
-from . import budget, table
+from . import budget, spills, table
 from . import variants as variant_lists
 from .compilers import NEWEST, OLDEST
 from .hardware.primitives import PRIMITIVES, launch
@@ -125,6 +125,14 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
             told = f"{variant}: {found}, and the file has {line}: {cure}"
             assert found[1:3] == line[1:3], told  # shared memory
             assert abs(found[0] - line[0]) <= budget.REGISTER_UNIT, told
+
+
+def test_no_pair_of_attentions_options_spills_on_warpgroups() -> None:
+    """A few of the calls of ``tests.spills``: by the number of the run, or all."""
+    first, every = (0, 1) if Sample.all else (Sample.day % 199, 199)
+    several = [*spills.asked(first, every)]
+    assert several
+    assert [(name, size) for launch, name in several if (size := spills.spilled(launch))] == []
 
 
 def test_the_budget_has_a_line_for_each_variant_and_no_other() -> None:

@@ -80,27 +80,25 @@ class Chosen(NamedTuple):
 
     def eased(self) -> "Chosen":
         """Return the same where sums of dk and dv leave registers to what loads."""
-        one_pass = self.one_pass and self.one_pass._replace(registers=232, producer=40)
-        by_key = self.by_key._replace(registers=232, producer=40)
-        return Chosen(by_key, self.by_query, one_pass)
+        easier: dict[str, Any] = {"registers": EASED.registers, "producer": EASED.producer}
+        one_pass = self.one_pass and self.one_pass._replace(**easier)
+        return Chosen(self.by_key._replace(**easier), self.by_query, one_pass)
 
 
-# By the wider of dim and value_dim.  With packed sequences NVRTC 13.5 spills where what loads has
-# 24 registers, and NVRTC 12.9 in one pass with `causal`: it has 40, where what multiplies can do
-# without them, as at 128 where one of dk and dv has fewer columns: see `eased`.
+# What loads has 40 registers where what multiplies can do without them: with 24 NVRTC 13.5 spills
+# in packed sequences, and NVRTC 12.9 in one pass with `causal`.
+EASED = Backward(2, 64, 4, registers=232, producer=40)
+# By the wider of dim and value_dim.  At 128 sums of dk and dv fill the registers: see `eased`.
 TABLE = {
-    64: Chosen(
-        Backward(2, 64, 4, registers=232, producer=40),  # 98 KB
-        Backward(2, 128, 4, registers=232, producer=40),  # 164 KB
-    ),
-    128: Chosen(Backward(2, 64, 4), Backward(2, 96, 3, registers=232, producer=40)),  # 194, 210 KB
-    192: Chosen(Backward(2, 64, 2, together=False), Backward(2, 64, 2)),  # 193 KB
+    64: Chosen(EASED, EASED._replace(tile=128)),  # 98, 164 KB
+    128: Chosen(Backward(2, 64, 4), EASED._replace(tile=96, stages=3)),  # 194, 210 KB
+    192: Chosen(EASED._replace(stages=2, together=False), EASED._replace(stages=2)),  # 193 KB
 }
 # What comes between a product and exp2 needs registers too.
 CHANGED = {
-    64: Chosen(Backward(2, 64, 4), Backward(2, 64, 4)),  # 98 KB
-    128: Chosen(Backward(2, 64, 4, together=False), Backward(2, 64, 4)),  # 194 KB
-    192: Chosen(Backward(2, 64, 2, together=False), Backward(2, 64, 2)),  # 193 KB; `alone`
+    64: Chosen(EASED, EASED),  # 98 KB
+    128: Chosen(EASED._replace(together=False), EASED),  # 194 KB
+    192: TABLE[192],  # `alone`
 }
 # In one pass, by the wider of them: queries of a stage are the columns of a panel.  The model of
 # tests/warpgroups.py says that two launches take SAVED more cycles.

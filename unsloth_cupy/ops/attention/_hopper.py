@@ -60,7 +60,7 @@ TABLE = {
 CHANGED = {
     64: Forward(2, 128),  # 80 KB
     128: Forward(2, 64),  # 96 KB
-    192: Forward(2, 64),  # 144 KB
+    192: Forward(2, 64, registers=232, producer=40),  # 144 KB
     256: Forward(2, 64),  # 192 KB; where `alone` says so
 }
 CHANGING = "MASK", "BIAS", "ALIBI", "SOFTCAP"  # constants of what changes a score

@@ -1,4 +1,4 @@
-"""A model with random weights learns to count: loss, gradients, clipping, schedule, AdamW."""
+"""Train a small model to count: loss, gradients, clipping, schedule and AdamW."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ rng = np.random.default_rng(0)
 
 for step in range(STEPS):
     starts = rng.integers(0, 16, (8, 1))
-    tokens = (starts + np.arange(12)) % 16  # every row counts up, and wraps around
+    tokens = (starts + np.arange(12)) % 16  # every row counts up and wraps around
     loss, gradients = model.loss_and_gradients(tokens, tokens)
     clip_gradients(gradients, max_norm=1.0)
     optimizer.step(gradients, lr=cosine_schedule(step, lr=0.02, warmup=5, steps=STEPS))

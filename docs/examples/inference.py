@@ -1,4 +1,4 @@
-"""A model folder is written, read back, and continues a batch of prompts of unequal length."""
+"""Save and load a model folder, then continue a batch of prompts of unequal length."""
 
 import tempfile
 
@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory() as folder:
     models.create(config, seed=0).save(folder)
     model = models.load(folder)
 
-prompts = np.array([[5, 17, 42, 8], [0, 0, 23, 4]])  # the second is padded on the left
+prompts = np.array([[5, 17, 42, 8], [0, 0, 23, 4]])  # the second prompt is padded on the left
 mask = np.array([[1, 1, 1, 1], [0, 0, 1, 1]])
 tokens = model.generate(prompts, mask=mask, max_new_tokens=8, stop=())
 print(tokens[:, 4:])

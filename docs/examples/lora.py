@@ -1,4 +1,4 @@
-"""A model counts up; an adapter teaches it to count down, is written for peft, read and merged."""
+"""Train a model to count up and an adapter to count down; save it for peft, load and merge it."""
 
 import tempfile
 from pathlib import Path
@@ -24,14 +24,14 @@ prompt = np.array([[9, 8, 7]])
 
 
 def learn(direction):
-    """Train what is trainable: everything, or the adapter alone."""
+    """Train everything that is trainable: the whole model, or only the adapter."""
     optimizer = AdamW(model.trainable, lr=0.02, weight_decay=0.0)
     for step in range(40):
         tokens = (rng.integers(0, 16, (8, 1)) + direction * np.arange(12)) % 16
         loss, gradients = model.loss_and_gradients(tokens, tokens, seed=step)
         optimizer.step(gradients)
     learned = sum(array.size for array in model.trainable.values())
-    print(f"{learned} numbers learned to count by {direction:+}: loss {loss:.3f}")
+    print(f"{learned} weights learned to count by {direction:+}: loss {loss:.3f}")
 
 
 learn(+1)
@@ -41,10 +41,10 @@ with tempfile.TemporaryDirectory() as folder:
     model.add_adapter(rank=4, rslora=True, dropout=0.05)
     learn(-1)
     model.save_adapter(adapter)
-    without = models.load(base)
+    base_model = models.load(base)
     model = models.load(base, lora=adapter)
 
-print("without it:", without.generate(prompt, max_new_tokens=6, stop=())[0])
+print("without it:", base_model.generate(prompt, max_new_tokens=6, stop=())[0])
 adapted = model.generate(prompt, max_new_tokens=6, stop=())
 print("with it:   ", adapted[0])
 model.merge_adapter()

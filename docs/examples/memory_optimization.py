@@ -1,4 +1,4 @@
-"""What a step of training holds at most, planned and measured: all kept, blocks computed twice."""
+"""Plan and measure the peak memory of a training step, with and without checkpoints and chunks."""
 
 import numpy as np
 
@@ -31,35 +31,35 @@ tokens = rng.integers(0, 64, (4, 128))
 
 
 def step(every):
-    """Return the loss and the gradients of a step, and the most bytes that it held, as planned."""
-    parts = None if every is None else CheckpointConfig(checkpoint_every=every)
+    """Return loss, gradients and peak bytes of a step, and compare the peak with the plan."""
+    checkpoint = None if every is None else CheckpointConfig(checkpoint_every=every)
     with memory_pool(held=model.parameters.values()) as pool:
-        loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=parts)
+        loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=checkpoint)
     plan = plan_memory(
         config, batch=4, tokens=128, dtype="float32", optimizer="none", checkpoint_every=every,
         device="cpu",
     )  # fmt: skip
-    kept = "all kept" if every is None else f"input of every {every}"
-    print(f"8 blocks, {kept:18}", end="")
+    label = "all kept" if every is None else f"input of every {every}"
+    print(f"8 blocks, {label:18}", end="")
     print(f"planned {format_bytes(plan.total)}, measured {format_bytes(pool.peak)}")
-    assert abs(plan.total - pool.peak) < 0.02 * plan.total, "what plans promise"
+    assert abs(plan.total - pool.peak) < 0.02 * plan.total, "the promised accuracy of plans"
     return loss, gradients, pool.peak
 
 
-model.loss_and_gradients(tokens, tokens)  # what is made once, such as rotary tables, is made now
+model.loss_and_gradients(tokens, tokens)  # creates cached arrays, such as rotary tables
 plain_loss, plain, plain_peak = step(None)
 for every in (1, 2, 4):
     loss, gradients, peak = step(every)
     assert peak < plain_peak
     assert loss == plain_loss
-    assert all((gradients[name] == plain[name]).all() for name in plain), "the same bits"
+    assert all((gradients[name] == plain[name]).all() for name in plain), "bit-identical"
 
 x, head = rng.standard_normal((256, 32), np.float32), rng.standard_normal((4096, 32), np.float32)
 labels = rng.integers(0, 4096, 256)
 
 
 def head_step(losses_of):
-    """Return the gradient of the mean loss with respect to x, and the most bytes held."""
+    """Return the gradient of the mean loss with respect to x, and the peak bytes."""
     with memory_pool() as pool:
         tape = Tape()
         watched, weight = tape.watch(x), tape.watch(head)
@@ -68,11 +68,11 @@ def head_step(losses_of):
     return dx, pool.peak
 
 
-whole, whole_peak = head_step(lambda x, weight: cross_entropy(linear(x, weight), labels))
+full, full_peak = head_step(lambda x, weight: cross_entropy(linear(x, weight), labels))
 chunked, chunked_peak = head_step(
     lambda x, weight: linear_cross_entropy(x, weight, labels, max_bytes=1 << 19)
 )
-np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-7)
-print(f"4096 logits of 256 rows     {format_bytes(whole_peak)}")
-print(f"by chunks of half a MiB     {format_bytes(chunked_peak)}")
-assert chunked_peak < whole_peak
+np.testing.assert_allclose(chunked, full, rtol=1e-4, atol=1e-7)
+print(f"4096 logits of 256 rows     {format_bytes(full_peak)}")
+print(f"in chunks of half a MiB     {format_bytes(chunked_peak)}")
+assert chunked_peak < full_peak

@@ -1,4 +1,4 @@
-"""A model learns to count in float16: float32 masters, scaled loss, skipped steps, 8-bit AdamW."""
+"""Train a model in float16: float32 masters, scaled loss, skipped steps and 8-bit AdamW."""
 
 import numpy as np
 
@@ -28,13 +28,13 @@ model = models.create(config, seed=0)
 masters, scaler = model.parameters, precision.scaler()
 optimizer = AdamW(masters, weight_decay=0.0, state_bits=8)
 copies = compute_copies(masters, precision.compute_dtype)
-optimizer.keep_copies(copies)  # every step writes them anew
-model.parameters = masters | copies  # the weights of norms stay float32
+optimizer.keep_copies(copies)  # every step rewrites them
+model.parameters = masters | copies  # norm weights stay float32
 rng = np.random.default_rng(0)
 
 for step in range(STEPS):
     tokens = (rng.integers(0, 16, (8, 1)) + np.arange(12)) % 16
-    with np.errstate(over="ignore", invalid="ignore"):  # the scaler deals with overflows
+    with np.errstate(over="ignore", invalid="ignore"):  # the scaler handles overflows
         loss, gradients = model.loss_and_gradients(tokens, tokens, scaler=scaler)
     _, finite, factor = measure_gradients(gradients, 1.0, scaler=scaler)
     rate = cosine_schedule(step, lr=0.02, warmup=5, steps=STEPS)

@@ -1,4 +1,4 @@
-"""Short questions with their answers share rows: no padding, and only the answers are learned."""
+"""Pack short questions and answers into one row: no padding, and only the answers are learned."""
 
 import numpy as np
 
@@ -20,8 +20,8 @@ optimizer = AdamW(model.parameters, lr=0.01, weight_decay=0.0)
 rng = np.random.default_rng(0)
 
 
-def text():
-    """Return some digits and, as the answer, the largest one; then the end."""
+def sample():
+    """Return the tokens and labels of some digits, their maximum as the answer, and END."""
     digits = rng.integers(0, 10, rng.integers(1, 6))
     return [*digits, 11, digits.max(), END], [*[IGNORE] * (len(digits) + 1), digits.max(), END]
 
@@ -29,15 +29,15 @@ def text():
 for step in range(STEPS):
     tokens, labels, offsets = [], [], [0]
     for _ in range(64):
-        asked, answered = text()
-        tokens, labels = tokens + asked, labels + answered
+        text, text_labels = sample()
+        tokens, labels = tokens + text, labels + text_labels
         offsets.append(len(tokens))
     loss, gradients = model.loss_and_gradients(
         np.array([tokens]), np.array([labels]), offsets=np.array(offsets)
     )
     optimizer.step(gradients)
     if step % 20 == 0:
-        print(f"step {step:2}  loss {loss:.3f}  {len(tokens)} tokens of 64 texts, none of padding")
+        print(f"step {step:2}  loss {loss:.3f}  {len(tokens)} tokens of 64 texts, no padding")
 print(f"step {STEPS}  loss {loss:.3f}")
 
 answer = model.generate(np.array([[3, 8, 5, 11]]), max_new_tokens=2, stop=END)[0, 4:]

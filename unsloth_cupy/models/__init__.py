@@ -1,10 +1,10 @@
-"""Language models read from Hugging Face folders: the ops put to work.
+"""Language models loaded from Hugging Face folders and computed with the ops of this package.
 
 model = load("folder")                       config.json and *.safetensors
 model = from_torch(model)                    the weights of a live model of transformers
 model.generate(tokens, max_new_tokens=20)
 
-A name is imported when it is first asked for: ``import unsloth_cupy`` reads no file of a model.
+Names are imported on first access, so ``import unsloth_cupy`` imports none of these modules.
 """
 
 import importlib

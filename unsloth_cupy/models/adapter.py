@@ -1,11 +1,11 @@
-"""Low-rank adapters of a model, in the files and under the names of peft.
+"""Low-rank adapters (LoRA, rsLoRA, DoRA) of a model, in peft's file format and tensor names.
 
-A folder holds adapter_config.json and adapter_model.safetensors.  The tensors of a linear layer
-``model.layers.0.self_attn.q_proj`` are named
+A folder holds adapter_config.json and adapter_model.safetensors.  The adapter tensors of a linear
+layer ``model.layers.0.self_attn.q_proj`` are named
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight         (rank, inputs)
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight         (outputs, rank)
-    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector (outputs,), DoRA alone
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector (outputs,), only DoRA
 """
 
 import hashlib
@@ -37,14 +37,14 @@ DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
 class Adapter:
-    """What is added to the linear layers of a model.
+    """The low-rank weights that are added to the linear layers of a model.
 
     Attributes
     ----------
     settings : dict
-        As adapter_config.json holds them.
+        The contents of adapter_config.json.
     parameters : dict of str to array
-        By the names of peft's file.
+        The adapter tensors, by their names in peft's file.
     """
 
     def __init__(self, settings: Mapping[str, Any], parameters: dict[str, Array]) -> None:
@@ -62,27 +62,28 @@ class Adapter:
     def linears(
         self, parameters: Mapping[str, Any], modules: Sequence[str], x: Any, seed: int | None
     ) -> list[Any]:
-        """Return linear layers of x with what adapters they have; parameters hold both, by name.
+        """Return the outputs of the linear layers ``modules`` for the input x, with their adapters.
 
-        Without dropout the adapters read x together; with it each has its own: ``lora_linears``.
+        ``parameters`` holds the weights of both, by name.  Without dropout one ``lora_linears``
+        reads x once for all adapters; with dropout each adapter has its own mask.
         """
         dropout = self.dropout if seed is not None else 0.0
-        mine = {name: self._layer(parameters, name) for name in modules if name in self.scales}
-        if len(mine) > 1 and not dropout:
-            made = dict(zip(mine, lora_linears(x, [*mine.values()]), strict=True))
+        adapted = {name: self._layer(parameters, name) for name in modules if name in self.scales}
+        if len(adapted) > 1 and not dropout:
+            outputs = dict(zip(adapted, lora_linears(x, [*adapted.values()]), strict=True))
         else:
-            made = {
+            outputs = {
                 name: lora_linear(
                     x,
                     **layer._asdict(),
                     dropout=dropout,
                     seed=_seed(seed, name) if dropout and seed is not None else None,
                 )
-                for name, layer in mine.items()
+                for name, layer in adapted.items()
             }
         return [
-            made[name]
-            if name in made
+            outputs[name]
+            if name in outputs
             else linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
             for name in modules
         ]
@@ -99,29 +100,30 @@ class Adapter:
         )
 
     def merged(self, parameters: Mapping[str, Any], requantize: bool = False) -> dict[str, Any]:
-        """Return the parameters of a model in which the adapter is part of the weights."""
+        """Return the parameters of a model with the adapter merged into the weights."""
         return {name: self.merge(name, value, requantize) for name, value in parameters.items()}
 
     def merge(self, name: str, weight: Any, requantize: bool = False) -> Any:
-        """Return a weight of which the adapter is part; one that has none is returned as it is.
+        """Return a weight with its adapter merged; a weight without an adapter is unchanged.
 
-        Quantized weights become dense either way, or are quantized again.
+        Quantized weights become dense with or without an adapter, unless ``requantize`` is set:
+        then a merged weight is quantized again.
         """
         module, quantized = name.removesuffix(".weight"), isinstance(weight, Quantized)
         if module not in self.scales or module == name:
             return weight.dequantize() if quantized and not requantize else weight
         prefix = f"{PREFIX}{module}."
-        whole = lora_merge(
+        merged_weight = lora_merge(
             weight,
             self.parameters[prefix + DOWN],
             self.parameters[prefix + UP],
             scale=self.scales[module],
             magnitude=self.parameters.get(prefix + MAGNITUDE),
         )
-        return weight.requantized(whole) if quantized and requantize else whole
+        return weight.requantized(merged_weight) if quantized and requantize else merged_weight
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write the folder of the adapter, beside its place first."""
+        """Write the adapter's folder; a temporary folder beside it replaces it once complete."""
         layout = {WEIGHTS: list(self.parameters)}
         write_folder(folder, {CONFIG: self.settings}, self.parameters, layout)
 
@@ -140,38 +142,38 @@ def create_adapter(
     seed: int = 0,
     base: str | None = None,
 ) -> Adapter:
-    """Return a new adapter that leaves the model as it is: a is drawn, b is zero.
+    """Return a new adapter that does not yet change the model: A is random, B is zero.
 
     Parameters
     ----------
     rank : int
-        Of each addition.
+        Rank of each low-rank update.
     alpha : float, optional
         The scale is ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; None: 2 * rank.
     targets : sequence of str, optional
-        The last words of the layers' names, as ("q_proj", "v_proj"); None: every linear layer
-        of the blocks.
+        The last component of the layers' names, as ("q_proj", "v_proj"); None: every linear
+        layer of the blocks.
     dropout : float
-        Share of its input that an adapter does not see in training.
+        Share of an adapter's input elements that are set to 0 in training.
     rslora, dora : bool
         See ``lora_linear``.
     seed : int
         Equal seeds give equal adapters.
     base : str, optional
-        The folder of the model, for those who read the adapter.
+        The folder of the base model, stored in adapter_config.json for programs that load it.
 
     Raises
     ------
     ConfigError
-        An option makes no sense, or names no linear layer of the blocks.
+        An option is invalid, or does not name a linear layer of the blocks.
     """
     _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed)
     known = linear_layers(config)
-    words = sorted({name.rpartition(".")[2] for name in known})
-    chosen: Any = words if targets is None else targets
+    layer_names = sorted({name.rpartition(".")[2] for name in known})
+    chosen: Any = layer_names if targets is None else targets
     listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
-    if not listed or not all(word in words for word in chosen):
-        cure = f"pass a list of some of {', '.join(words)}"
+    if not listed or not all(name in layer_names for name in chosen):
+        cure = f"pass a list of some of {', '.join(layer_names)}"
         raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
     settings = {
         "peft_type": "LORA",
@@ -188,39 +190,39 @@ def create_adapter(
         "base_model_name_or_path": base,
     }
     needed = sum(sum(known[name]) for name in known if name.rpartition(".")[2] in chosen)
-    home = next(iter(weights.values()), None)
-    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed, home)
+    example = next(iter(weights.values()), None)
+    check_bytes(f"create_adapter(rank={rank})", FLOAT32.itemsize * rank * needed, example)
     parameters: dict[str, Array] = {}
     for index, (module, (outputs, inputs)) in enumerate(known.items()):
         if module.rpartition(".")[2] not in chosen:
             continue
         draw, bound = np.random.default_rng([seed, index]), 1 / math.sqrt(inputs)
         a = draw.uniform(-bound, bound, (rank, inputs))
-        weight: Any = weights.get(f"{module}.weight", home)  # another rank may hold it
+        weight: Any = weights.get(f"{module}.weight", example)  # another rank may hold this weight
         prefix = f"{PREFIX}{module}."
-        _, near = next(held_arrays({module: weight}))
-        parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), near)
-        parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), near)
+        _, same_device = next(held_arrays({module: weight}))
+        parameters[prefix + DOWN] = down = placed(a.astype(FLOAT32), same_device)
+        parameters[prefix + UP] = up = placed(np.zeros((outputs, rank), FLOAT32), same_device)
         if dora:
             with at(weight):
-                wide = weight.astype(np.promote_types(weight.dtype, FLOAT32))
-                parameters[prefix + MAGNITUDE] = row_norms(wide, down, up).astype(FLOAT32)
+                float_weight = weight.astype(np.promote_types(weight.dtype, FLOAT32))
+                parameters[prefix + MAGNITUDE] = row_norms(float_weight, down, up).astype(FLOAT32)
     return Adapter(settings, parameters)
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
-    for name, value, fine, cure in (
+    for name, value, valid, cure in (
         ("rank", rank, is_integer(rank, 1), "1 or more"),
         ("alpha", alpha, alpha is None or (is_number(alpha) and alpha > 0), "a number above 0"),
         ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "a share in 0 .. 1"),
         ("seed", seed, is_integer(seed), "an integer, 0 or more"),
     ):
-        if not fine:
+        if not valid:
             raise ConfigError(f"create_adapter({name}={value!r}): pass {cure}")
 
 
 def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
-    """Return the linear layers of the blocks, and the shapes of their weights."""
+    """Return the shape of the weight of each linear layer of the blocks, by the layer's name."""
     if config.bit_layers:
         problem = "the layers of this model are rounded at every call, and learn themselves"
         raise ConfigError(f"an adapter has no place: {problem}; train its weights")
@@ -232,7 +234,7 @@ def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that the end of a module's name matches."""
+    """Return the value of the first pattern that matches the end of a module's name."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -240,5 +242,5 @@ def by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
 
 
 def _seed(seed: int, module: str) -> int:
-    """Return a seed of a layer's own: no two layers of a step drop alike."""
+    """Return a seed for one layer, so that the layers of a step have different dropout masks."""
     return int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:8], "little")

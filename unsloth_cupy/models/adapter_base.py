@@ -1,4 +1,4 @@
-"""The folder of the model that a folder's adapter is for."""
+"""Find the folder of the base model that an adapter folder belongs to."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ ADAPTER = "adapter_config.json"
 
 
 def base_of(folder: Path) -> Path | None:
-    """Return the folder of an adapter's base model; None for a folder that holds no adapter."""
+    """Return the folder of an adapter's base model; None for a folder without an adapter."""
     if not (folder / ADAPTER).is_file():
         return None
     base = read_json(folder / ADAPTER).get("base_model_name_or_path")

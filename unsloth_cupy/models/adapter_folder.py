@@ -1,4 +1,4 @@
-"""Adapters from folders of peft: every file, setting and tensor is checked before one is used."""
+"""Load adapters from peft folders; every file, setting and tensor is checked before use."""
 
 import math
 import re
@@ -27,7 +27,7 @@ from .adapter import (
 from .checkpoint_files import opened
 from .config import Config
 
-# What other adapters do, and these do not: each must be absent, or mean nothing.
+# Settings of adapter features that are not supported: each must be absent or have no effect.
 UNUSED = {
     "alora_invocation_tokens": None,
     "arrow_config": None,
@@ -44,7 +44,7 @@ UNUSED = {
     "use_qalora": False,
     "velora_config": None,
 }
-# Ways to begin that take what the adapter begins with off the base.
+# Initialisations that subtract the initial adapter from the base weights.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
@@ -54,14 +54,14 @@ def read_adapter(
     dtype: np.dtype[Any],
     place: Callable[[Array], Array] = lambda array: array,
 ) -> Adapter:
-    """Return the adapter of a folder, each tensor checked against the model it is for.
+    """Return the adapter of a folder; each tensor is checked against the model's config.
 
-    Tensors that do not go with the model's dtype become float32, which goes with any.
+    Tensors whose dtype cannot be combined with the model's become float32, which always can.
 
     Raises
     ------
     ConfigError
-        A file is missing or broken, asks for what is not LoRA, or is for another model.
+        A file is missing or broken, describes an adapter other than LoRA, or is for another model.
     """
     path = path_of("load(lora=)", folder)
     if not path.is_dir():
@@ -82,7 +82,8 @@ def read_adapter(
                     f" {config.model_type}'s blocks; pass the model that the adapter is for"
                 )
             if array.dtype not in FLOATS:
-                raise ConfigError(f"{path / WEIGHTS}: tensor {name!r} is {array.dtype}, no float")
+                problem = f"tensor {name!r} is {array.dtype}, not a float dtype"
+                raise ConfigError(f"{path / WEIGHTS}: {problem}")
             fits = array.dtype in allowed("param", dtype)
             parameters[name] = array.astype(array.dtype if fits else FLOAT32)
     modules = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in parameters}
@@ -94,16 +95,17 @@ def read_adapter(
 
 
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a setting of adapter_config.json that is not supported."""
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type is {settings.get('peft_type')!r}; it must be LORA")
-    for key, nothing in UNUSED.items():
-        value = settings.get(key, nothing)
-        if value != nothing and value not in (None, [], {}, False):
+    for key, default in UNUSED.items():
+        value = settings.get(key, default)
+        if value != default and value not in (None, [], {}, False):
             raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; it must be off")
-    begun = settings.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(RESIDUAL):
+    initialisation = settings.get("init_lora_weights")
+    if isinstance(initialisation, str) and initialisation.startswith(RESIDUAL):
         cure = "convert it in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
-        raise ConfigError(f"{path}: it goes with a base that {begun!r} changed; {cure}")
+        raise ConfigError(f"{path}: it goes with a base that {initialisation!r} changed; {cure}")
     for key in ("r", "lora_alpha"):
         _check_number(path, key, settings.get(key, 8))
     for key in ("rank_pattern", "alpha_pattern"):
@@ -133,18 +135,20 @@ def _check_shapes(
     shape: tuple[int, int],
     parameters: Mapping[str, Array],
 ) -> None:
-    """Raise unless the tensors of a layer are all there, in shapes that fit its weight."""
+    """Raise unless all tensors of a layer are there, with shapes that fit its weight."""
     prefix = f"{PREFIX}{module}."
     rank = by_pattern(settings.get("rank_pattern") or {}, module, settings.get("r", 8))
-    wanted: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
+    expected: dict[str, tuple[int, ...]] = {DOWN: (rank, shape[1]), UP: (shape[0], rank)}
     if settings.get("use_dora"):
-        wanted[MAGNITUDE] = (shape[0],)
-    found = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
-    if found != wanted.keys():
-        odd = sorted(found ^ wanted.keys())[0]
-        state = "missing" if odd in wanted else "not part of it"
-        raise ConfigError(f"{folder / WEIGHTS}: {module} has {odd} {state}; copy the adapter again")
-    for part, size in wanted.items():
+        expected[MAGNITUDE] = (shape[0],)
+    present = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
+    if present != expected.keys():
+        wrong = sorted(present ^ expected.keys())[0]
+        state = "missing" if wrong in expected else "not part of it"
+        raise ConfigError(
+            f"{folder / WEIGHTS}: {module} has {wrong} {state}; copy the adapter again"
+        )
+    for part, size in expected.items():
         if parameters[prefix + part].shape != size:
-            given = parameters[prefix + part].shape
-            raise ConfigError(f"{folder / WEIGHTS}: {prefix + part} is {given}; it must be {size}")
+            actual = parameters[prefix + part].shape
+            raise ConfigError(f"{folder / WEIGHTS}: {prefix + part} is {actual}; it must be {size}")

@@ -1,8 +1,8 @@
-"""The logits behind the tokens so far, each token through the model once: by a cache.
+"""Next-token logits for generation: a cache makes each token go through the model only once.
 
 ahead = InOrder(model, like, batch, most)
-logits = ahead(tokens, real)                    of the prompts, padded on the left
-logits = ahead(tokens, real)                    of these and one more token each, and so on
+logits = ahead(tokens, real)                    after the prompts, padded on the left
+logits = ahead(tokens, real)                    after the prompts and one more token, and so on
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,14 +26,14 @@ from .step import Step
 
 @at_home("model.table")
 class InOrder:
-    """Through a KVCache of its own, for rows of up to ``most`` tokens."""
+    """Computes next-token logits with a KVCache that it creates, for rows of at most ``most``."""
 
     def __init__(
         self, model: Network, like: Array, batch: int, most: int, dtype: Any = None
     ) -> None:
         self.model, self.like, self.most = model, like, most
         config, stages = model.config, stages_of(model)
-        held = [stages is None or stages.holds(layer) for layer in range(config.layers)]
+        in_rank = [stages is None or stages.holds(layer) for layer in range(config.layers)]
         self.cache = KVCache(
             config.layers,
             batch,
@@ -42,27 +42,33 @@ class InOrder:
             config.dim,
             dtype=model.dtype if dtype is None else dtype,
             like=model.table,
-            window=[config.window_of(i) if here else 1 for i, here in enumerate(held)],
+            window=[config.window_of(i) if here else 1 for i, here in enumerate(in_rank)],
         )
         self.switch = _switch(config)
         self.step: Step | None = None
 
     def __call__(self, tokens: Array, real: Array) -> Array:
-        """Return the logits behind tokens of the host, (batch, tokens): (batch, vocab)."""
+        """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
+
+        ``real`` has the shape of tokens, and is False at padding.
+        """
         if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
-            self.cache.reset()  # every angle changes: the cache is worth nothing now
+            self.cache.reset()  # every rotary angle changes: the cached keys are invalid
         new = tokens[:, -1:] if self.cache.length else tokens
         if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
             self.step = Step(self.model, self.cache, real[:, :-1], self.most)
         if self.step is not None:
             return self.step(new)
-        shown = None if self.cache.length or real.all() else on_device_of(real, self.like)
-        return last_logits(self.model, on_device_of(new, self.like), mask=shown, cache=self.cache)
+        mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
+        return last_logits(self.model, on_device_of(new, self.like), mask=mask, cache=self.cache)
 
 
 @at_home("model.table")
 class InPages:
-    """Through sequences of a cache in pages, which hold no padding: prompts go in one by one."""
+    """Computes next-token logits with a PagedKVCache.
+
+    Its sequences hold no padding, so padded prompts go through the model one by one.
+    """
 
     def __init__(
         self, model: Network, like: Array, cache: PagedKVCache, sequences: Sequence[int]
@@ -71,14 +77,19 @@ class InPages:
         self.begun = False
 
     def __call__(self, tokens: Array, real: Array) -> Array:
-        """Return the logits behind tokens of the host, (batch, tokens): (batch, vocab)."""
+        """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
+
+        ``real`` has the shape of tokens, and is False at padding.
+        """
         if self.begun or real.all():
             new, self.begun = tokens[:, -1:] if self.begun else tokens, True
             return self._last(new, self.sequences)
         self.begun = True
-        every = zip(tokens, real, self.sequences, strict=True)
-        found = [self._last(row[there][None], [sequence]) for row, there, sequence in every]
-        logits: Array = np.concatenate(found)
+        rows = zip(tokens, real, self.sequences, strict=True)
+        logits_by_row = [
+            self._last(row[is_real][None], [sequence]) for row, is_real, sequence in rows
+        ]
+        logits: Array = np.concatenate(logits_by_row)
         return logits
 
     def _last(self, tokens: Array, sequences: Sequence[int]) -> Array:
@@ -87,23 +98,23 @@ class InPages:
 
 
 def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
-    """Return the logits behind the last tokens: (batch, vocab)."""
+    """Return the logits after the last token of each row: (batch, vocab)."""
     stages = stages_of(model)
     if stages is not None:
         return pipeline_logits(model, stages, tokens, **options)
-    whole = model.entered(model.parameters)
-    x = model.hidden(whole, tokens, **options)
-    logits: Array = model.head(whole, x[:, -1:])[:, 0]
+    parameters = model.entered(model.parameters)
+    x = model.hidden(parameters, tokens, **options)
+    logits: Array = model.head(parameters, x[:, -1:])[:, 0]
     return logits
 
 
 def stages_of(model: Network) -> Stages | None:
-    """Return which blocks are in this rank, where the ranks of a pipeline divide them."""
+    """Return which blocks this rank holds; None without pipeline parallelism."""
     return None if model.division is None else model.division.stages
 
 
 def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
-    """Raise unless generation can go on in a cache in pages, where there is one."""
+    """Raise unless generation can continue in the paged cache, if there is one."""
     if not isinstance(cache, PagedKVCache | None):
         cure = "pass a PagedKVCache; without one, generate has a KVCache of its own"
         raise ConfigError(f"generate: cache is a {type(cache).__name__}; {cure}")
@@ -123,36 +134,37 @@ def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
 
 @contextmanager
 def new_sequences(cache: PagedKVCache, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Yield new sequences with pages for so many tokens each; free them at the end."""
-    made: list[int] = []
+    """Yield new sequences with pages for these numbers of tokens; free them at the end."""
+    sequences: list[int] = []
     try:
-        for each in tokens:
-            made.append(cache.allocate(each))
-        yield made
+        for count in tokens:
+            sequences.append(cache.allocate(count))
+        yield sequences
     finally:
-        for sequence in made:
+        for sequence in sequences:
             cache.free(sequence)
 
 
 def _switch(config: Config) -> int | None:
-    """Return the length beyond which longrope takes other angles for all positions."""
+    """Return the length from which longrope uses other angles for all positions, or None."""
     ropes = (rope for rope in config.ropes.values() if rope.original is not None)
-    found = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
-    return next((original + 1 for original in found if original is not None), None)
+    originals = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
+    return next((original + 1 for original in originals if original is not None), None)
 
 
 def _steps_on_device(model: Network, most: int) -> bool:
-    """Say whether up to ``most`` tokens can be made by one Step: on a GPU, at angles that stay.
+    """Return whether one Step can generate up to ``most`` tokens.
 
-    Where weights are gathered block by block, nothing would stay whole for it.
+    It needs a GPU, rotary angles that do not change up to that length, and weights that stay whole
+    in memory, which those gathered block by block do not.
     """
     if stages_of(model) is not None or model.gather is not None:
         return False
     ropes = model.config.ropes.values()
-    stay = all(rope.original is None or most <= rope.original for rope in ropes)
-    return stay and not isinstance(model.table, np.ndarray)
+    fixed = all(rope.original is None or most <= rope.original for rope in ropes)
+    return fixed and not isinstance(model.table, np.ndarray)
 
 
 def on_device_of(array: Array, like: Any) -> Any:
-    """Return a NumPy array on the device of like."""
+    """Return a NumPy array copied to the device of ``like``."""
     return placed(np.ascontiguousarray(array), like)

@@ -1,6 +1,6 @@
-"""An attention layer as one function, for those who bring their own weights.
+"""An attention layer as one function: the caller passes the weights.
 
-q, k, v = x q_weight^T + q_bias, and so on        by heads; rope turns q and k, where there is one
+q, k, v = x q_weight^T + q_bias, and so on        by heads; rope rotates q and k if there are tables
 y = attention(q, k, v) o_weight^T + o_bias
 """
 
@@ -44,37 +44,37 @@ def attention_layer(
     sequences: Sequence[int] | None = None,
     **options: Any,
 ) -> Array:
-    """Return attention between projections: a layer of a transformer without its norm.
+    """Return attention between its linear projections: a transformer's layer without the norm.
 
     Parameters
     ----------
     x : (batch, tokens, hidden) float
-        What the layer reads; like the weights, a Var of a tape where gradients are wanted.
+        Input of the layer; like the weights, a Var of a tape where a gradient is needed.
     q_weight : (heads * dim, hidden) float
         Its rows are the heads, one after another, as checkpoints store them.
     k_weight, v_weight : (kv_heads * dim, hidden) float
         kv_heads divides heads.
     o_weight : (outputs, heads * dim) float
-        Of the output projection.
+        Weight of the output projection.
     cos, sin : (length, half) dtype of x or float32, optional
-        As ``rope_tables`` returns them; where absent, nothing is turned.
+        As ``rope_tables`` returns them; None: q and k are not rotated.
     positions : (tokens,) or (batch, tokens) int, optional
-        Of the tokens, where there are tables; where absent those that follow the cache's, or
+        Positions of the tokens, if there are tables; None: those that follow the cache's, or
         0, 1, 2 ...
     heads : int
-        Query heads.
+        Number of query heads.
     q_bias, k_bias, v_bias, o_bias : (rows of the weight,) dtype of x or float32, optional
         Added to the projections.
     causal : bool
-        A query sees no key after its own position.
+        Queries do not see keys after their own position.
     interleaved : bool
         As in ``rope``.
     cache : KVCache or PagedKVCache, optional
-        Keys and values of earlier tokens, to which these are added; it takes no part in gradients.
+        Keys and values of earlier tokens; those of x are appended.  It has no gradient.
     layer : int
-        Of the cache.
+        Index of this layer in the cache.
     sequences : sequence of int, optional
-        What each row goes on from, in a PagedKVCache.
+        The sequence of a PagedKVCache that each row continues.
     **options
         The other options of ``attention``, or of ``attention_paged``.
 
@@ -85,12 +85,11 @@ def attention_layer(
     Raises
     ------
     ConfigError
-        heads does not divide the rows of q_weight, cache is not a cache, or an option makes no
-        sense.
+        heads does not divide the rows of q_weight, cache is not a cache, or an option is invalid.
     GradientError
         There is a cache, and x or a weight is on a tape.
     DeviceMemoryError
-        The cache has too few free pages; it is left as it was.
+        The cache has too few free pages; it is unchanged.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -116,9 +115,9 @@ def attention_layer(
     rows, *kv_rows = (weight.shape[0] for weight in weights.values())
     dim = rows // heads if is_integer(heads, 1) else 0
     if not dim or rows % heads or kv_rows[0] % dim or kv_rows[0] != kv_rows[1]:
-        given = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
+        shapes = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
-        raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {given}")
+        raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {shapes}")
     held = rows_of("attention_layer", cache, sequences, x.shape[0])
     q, k, v = (
         linear(x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
@@ -129,8 +128,8 @@ def attention_layer(
     if cos is not None and sin is not None:
         if positions is None:
             start, positions = _next(held, layer, x.shape[1])
-            here = slice(start, start + x.shape[1]) if positions is None else slice(None)
-            cos, sin = cos[here], sin[here]
+            rows_of_tables = slice(start, start + x.shape[1]) if positions is None else slice(None)
+            cos, sin = cos[rows_of_tables], sin[rows_of_tables]
         q, k = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
     if isinstance(held, PagedRows):
         out = held.attend(layer, q, k, v, causal=causal, **options)
@@ -145,7 +144,7 @@ def attention_layer(
 
 
 def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
-    """Say whether there are tables; raise where one is missing to what is there."""
+    """Return whether there are rope tables; raise where only some of the arguments are there."""
     if (cos is None) != (sin is None) or (cos is None and positions is not None):
         missing = "cos" if cos is None else "sin"
         cure = "pass cos and sin, as rope_tables returns them, or neither and no positions"
@@ -154,15 +153,15 @@ def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
 
 
 def _next(held: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, Any]:
-    """Return the first row of the tables for new tokens; and their positions, if rows differ."""
+    """Return the table row of the first new token, and all positions where rows of x differ."""
     if isinstance(held, PagedRows):
         return held.places(new, layer)
-    known = held is not None and layer in range(len(held.filled))
-    return held.filled[layer] if held is not None and known else 0, None
+    in_cache = held is not None and layer in range(len(held.filled))
+    return held.filled[layer] if held is not None and in_cache else 0, None
 
 
 def _check_axes(**arrays: Any) -> None:
-    """Raise unless these are arrays, or Vars, of as many axes as are looked at here."""
+    """Raise unless these are arrays or Vars with the number of axes that the layer needs."""
     values = [array.value if type(array) is Var else array for array in arrays.values()]
     common("attention_layer", [*arrays], values)
     for name, value in zip(arrays, values, strict=True):
@@ -193,18 +192,18 @@ def attention_layer_backward(
 ) -> tuple[Array | None, ...]:
     """Return the gradients of x, q_weight, k_weight, v_weight and o_weight.
 
-    Where there is a bias, those of q_bias, k_bias, v_bias and o_bias follow, None for one that is
-    absent.  The layer is computed again, on a tape; ``attention_layer`` documents the arrays and
+    If there is any bias, those of q_bias, k_bias, v_bias and o_bias follow, None for an absent
+    one.  The layer is computed again on a tape.  ``attention_layer`` documents the arrays and
     options.
     """
     tape = Tape()
     watched: Any = [tape.watch(array) for array in (x, q_weight, k_weight, v_weight, o_weight)]
     biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "o_bias": o_bias}
-    given: Any = {name: tape.watch(bias) for name, bias in biases.items() if bias is not None}
-    layer: Any = attention_layer  # of Vars it makes a Var
-    y = layer(*watched, cos, sin, positions, heads=heads, **given, **options)
-    found = iter(tape.gradients(y, [*watched, *given.values()], dy))
-    gradients = [next(found) for _ in watched]
-    if given:
-        gradients += [next(found) if name in given else None for name in biases]
+    on_tape: Any = {name: tape.watch(bias) for name, bias in biases.items() if bias is not None}
+    layer: Any = attention_layer  # returns a Var for Vars, which its type does not say
+    y = layer(*watched, cos, sin, positions, heads=heads, **on_tape, **options)
+    computed = iter(tape.gradients(y, [*watched, *on_tape.values()], dy))
+    gradients = [next(computed) for _ in watched]
+    if on_tape:
+        gradients += [next(computed) if name in on_tape else None for name in biases]
     return tuple(gradients)

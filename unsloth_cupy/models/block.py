@@ -1,10 +1,10 @@
 """The transformer block, on arrays or on a tape.
 
     h = x + norm(attention(norm(x)))
-    y = h + norm(mlp(norm(h)))          which of the four norms there are, the config says
+    y = h + norm(mlp(norm(h)))          the config says which of the four norms exist
 
-Sums and the norms that follow them are one op, so blocks hand on (branch, stream): x before the
-sum.  A parameter is looked up by its Hugging Face name, a bias only where there is one.
+A residual sum and the norm after it are one op, so a block returns (branch, stream), the terms of
+the sum.  Parameters are looked up by Hugging Face names; a bias only where there is one.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,26 +43,26 @@ Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """What all blocks of one call share; cos and sin are by layer type."""
+    """The inputs that all blocks of one call share; cos and sin are by layer type."""
 
     config: Config
     parameters: Mapping[str, Any]
     tables: Mapping[str, tuple[Any, Any]]
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
     mask: Any = None  # (batch, 1, 1, keys)
-    offsets: Any = None  # (texts + 1,) of texts that lie end to end, in a batch of one
+    offsets: Any = None  # (texts + 1,) starts of packed texts, in a batch of one
     cache: KVCache | PagedRows | None = None
-    adapter: Adapter | None = None  # its parameters are among the others
-    seed: int | None = None  # of its dropout; None: there is none
+    adapter: Adapter | None = None  # its arrays are in parameters too
+    seed: int | None = None  # seed of the adapter's dropout; None: no dropout
     chunked_mlp: bool = False
-    attend: Attend | None = None  # of a step of generation, in place of the cache
-    division: Division | None = None  # among ranks; config and parameters are then this one's
-    context: Context | None = None  # of tokens that ranks divide; those are this one's
-    gather: Gather | None = None  # makes whole what ranks have parts of, block by block
+    attend: Attend | None = None  # attention of a generation step, instead of the cache
+    division: Division | None = None  # among ranks; config and parameters are this rank's part
+    context: Context | None = None  # where ranks divide the tokens; they are this rank's
+    gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
 
 
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
-    """Return a function from a length to cos and sin of at least as many positions."""
+    """Return a function from a length to cos and sin tables of at least that many positions."""
 
     @lru_cache(maxsize=64)
     def on_stream(stream: Any) -> Callable[[int], tuple[Array, Array]]:
@@ -70,7 +70,7 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
         return lru_cache(maxsize=8)(lambda size: rope_tables(size, rope.dim, **options))
 
     def tables(length: int) -> tuple[Array, Array]:
-        size = max(256, 1 << (length - 1).bit_length())  # so that decoding meets few sizes
+        size = max(256, 1 << (length - 1).bit_length())  # few sizes while decoding
         if rope.original is not None:
             size = min(size, rope.original) if length <= rope.original else length
         return on_stream(stream(like))(size)
@@ -81,14 +81,14 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, Array]]:
 def embedded(
     config: Config, parameters: Mapping[str, Any], tokens: Array, division: Division | None = None
 ) -> Any:
-    """Return the embeddings of tokens, as the first block takes them."""
+    """Return the embeddings of tokens, the input of the first block."""
     table = parameters["model.embed_tokens.weight"]
     x = (
         embedding(tokens, table)
         if division is None
         else vocab_parallel_embedding(tokens, table, config.vocab, comm=division.comm)
     )
-    if config.embedding_scale != 1:  # rounded as the embedding is
+    if config.embedding_scale != 1:  # the factor is rounded to the dtype of the embedding
         x = scale(x, factor=float(np.asarray(config.embedding_scale, x.dtype)))
     return x
 
@@ -96,24 +96,29 @@ def embedded(
 def blocks(
     call: Call, branch: Any, checkpoints: CheckpointConfig | None, layers: range | None = None
 ) -> tuple[Any, Any]:
-    """Return the output of all blocks as (branch, stream), in parts that are checkpointed."""
+    """Return the output of all blocks as (branch, stream), with activation checkpointing."""
     layers = range(call.config.layers) if layers is None else layers
-    every, stream = call.config.layers, None
-    through: Callable[..., tuple[Any, Any]] = _part
+    size, stream = call.config.layers, None
+    run: Callable[..., tuple[Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
-        every, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
+        size, keep, offload = (
+            checkpoints.checkpoint_every,
+            checkpoints.keep,
+            checkpoints.offload,
+        )
         if call.offsets is not None and "attention_forward" in keep:
-            keep = (*keep, "attention_varlen_forward")  # which is attention there
-        through = partial(checkpoint, _part, keep=keep, offload=offload)
-    for first in range(layers.start, layers.stop, every):
-        part = range(first, min(first + every, layers.stop))
-        prefixes = tuple(f"{a}model.layers.{n}." for n in part for a in ("", PREFIX))
-        mine = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
-        branch, stream = through(call._replace(parameters=mine), part, branch, stream)
+            keep = (*keep, "attention_varlen_forward")  # attention of packed texts
+        run = partial(checkpoint, _part, keep=keep, offload=offload)
+    for first in range(layers.start, layers.stop, size):
+        group = range(first, min(first + size, layers.stop))
+        prefixes = tuple(f"{a}model.layers.{n}." for n in group for a in ("", PREFIX))
+        needed = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
+        branch, stream = run(call._replace(parameters=needed), group, branch, stream)
     return branch, stream
 
 
 def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any]:
+    """Return the output of some blocks as (branch, stream); their parameters are gathered first."""
     if call.gather is not None:
         call = call._replace(parameters=call.gather(call.parameters))
     for layer in layers:
@@ -122,7 +127,7 @@ def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any
 
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
-    """Return the output of a block as (branch, stream), to be added by what follows."""
+    """Return the output of a block as (branch, stream), which the next op adds."""
     norms, prefix = call.config.norms, f"model.layers.{layer}."
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
@@ -134,7 +139,7 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
 
 
 def join(call: Call, prefix: str, norm: str | None, branch: Any, stream: Any) -> tuple[Any, Any]:
-    """Return (normed, sum) of branch and stream; stream is None before the first block."""
+    """Return (normalised sum, sum) of branch and stream; stream is None before the first block."""
     if norm is None:
         total = branch if stream is None else add(branch, stream)
         return total, total
@@ -153,7 +158,7 @@ def _norm(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
 
 
 def _divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
-    """Return a norm over what ranks may have divided among them: heads, or the inner size."""
+    """Return a norm over an axis that may be divided among ranks: heads or the inner size."""
     name = f"{prefix}{norm}.weight"
     if call.division is None:
         return _norm(call, prefix, norm, x)
@@ -161,7 +166,7 @@ def _divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
 
 
 def _project(call: Call, x: Any, *names: str) -> list[Any]:
-    """Return the linear layers of these names, all of x."""
+    """Return the outputs of the linear layers of these names, all for the input x."""
     parameters = call.parameters
     if call.adapter is not None:
         return call.adapter.linears(parameters, names, x, call.seed)
@@ -173,32 +178,32 @@ def _project(call: Call, x: Any, *names: str) -> list[Any]:
 
 
 def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
-    """Return the attention branch of normed x."""
-    config, here = call.config, prefix + "self_attn."
+    """Return the attention branch of normalised x."""
+    config, module = call.config, prefix + "self_attn."
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
     if config.fused:
-        (both,) = _project(call, x, here + "qkv_proj")
+        (fused,) = _project(call, x, module + "qkv_proj")
         q, k, v = (
-            both[..., :queries],
-            both[..., queries : queries + keys],
-            both[..., queries + keys :],
+            fused[..., :queries],
+            fused[..., queries : queries + keys],
+            fused[..., queries + keys :],
         )
     else:
-        q, k, v = _project(call, x, *(f"{here}{name}_proj" for name in "qkv"))
-    whole = config.query_key_norm == "projection"
-    if whole:
-        q, k = (_divided_norm(call, here, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
+        q, k, v = _project(call, x, *(f"{module}{name}_proj" for name in "qkv"))
+    all_heads = config.query_key_norm == "projection"
+    if all_heads:
+        q, k = (_divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     q = q.reshape(batch, tokens, config.heads, config.dim)
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
     cos, sin = call.tables[config.layer_types[layer]]
-    if config.query_key_norm and not whole:
+    if config.query_key_norm and not all_heads:
         q, k = qk_norm_rope(
             q,
             k,
-            call.parameters[here + "q_norm.weight"],
-            call.parameters[here + "k_norm.weight"],
+            call.parameters[module + "q_norm.weight"],
+            call.parameters[module + "k_norm.weight"],
             cos,
             sin,
             call.positions,
@@ -208,17 +213,17 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
     else:
         q, k = rope_qk(q, k, cos, sin, call.positions)
     window, mask = config.window_of(layer), call.mask
-    held = call.cache
-    in_codes = isinstance(held, KVCache) and held.reads_codes(layer, tokens, window)
-    if isinstance(held, KVCache) and not in_codes:
-        k, v = held.append(layer, k, v)
-        window, mask = _remembered(held, layer, tokens, window, mask)
+    cache = call.cache
+    in_codes = isinstance(cache, KVCache) and cache.reads_codes(layer, tokens, window)
+    if isinstance(cache, KVCache) and not in_codes:
+        k, v = cache.append(layer, k, v)
+        window, mask = _cached_window(cache, layer, tokens, window, mask)
     options: dict[str, Any] = {"causal": True, "scale": config.scale, "softcap": config.softcap}
     options["window"] = None if window is None else (window - 1, 0)  # it counts the query itself
     if call.attend is not None:
         out = call.attend(layer, q, k, v, **options)
-    elif held is not None and (isinstance(held, PagedRows) or in_codes):
-        out = held.attend(layer, q, k, v, **options)
+    elif cache is not None and (isinstance(cache, PagedRows) or in_codes):
+        out = cache.attend(layer, q, k, v, **options)
     elif call.context is not None:
         out = call.context.attend(q, k, v, **options)
     elif call.offsets is not None:
@@ -228,30 +233,30 @@ def _attention(call: Call, layer: int, prefix: str, x: Any) -> Any:
         out = attention(q, k, v, mask=mask, **options)
     out = out.reshape(batch, tokens, queries)
     if config.sub_norms:
-        out = _divided_norm(call, here, "attn_sub_norm", out)
-    return _project(call, out, here + "o_proj")[0]
+        out = _divided_norm(call, module, "attn_sub_norm", out)
+    return _project(call, out, module + "o_proj")[0]
 
 
-def _remembered(cache: KVCache, layer: int, new: int, window: int | None, mask: Any) -> Any:
-    """Return window and mask over the keys that a cache gave for new tokens."""
+def _cached_window(cache: KVCache, layer: int, new: int, window: int | None, mask: Any) -> Any:
+    """Return window and mask over the keys that a cache returned for new tokens."""
     mask = None if mask is None else cache.held(layer, new, mask)
     kept = cache.windows[layer]
     if kept is None or not cache.sinks:
         return min((n for n in (window, kept) if n is not None), default=None), mask
-    own = cache.mask(layer, new)  # sinks are seen beyond any window
-    return None, own if mask is None else mask if own is None else mask & own
+    cache_mask = cache.mask(layer, new)  # every query sees the sinks, whatever the window
+    return None, cache_mask if mask is None else mask if cache_mask is None else mask & cache_mask
 
 
 def _mlp(call: Call, prefix: str, x: Any) -> Any:
-    """Return the gated MLP branch of normed x."""
-    config, here = call.config, prefix + "mlp."
+    """Return the gated MLP branch of normalised x."""
+    config, module = call.config, prefix + "mlp."
     if call.chunked_mlp:
-        return swiglu_mlp(x, *_mlp_weights(call, here))
+        return swiglu_mlp(x, *_mlp_weights(call, module))
     if config.fused:
-        (both,) = _project(call, x, here + "gate_up_proj")
-        gate, up = both[..., : config.inner], both[..., config.inner :]
+        (fused,) = _project(call, x, module + "gate_up_proj")
+        gate, up = fused[..., : config.inner], fused[..., config.inner :]
     else:
-        gate, up = _project(call, x, here + "gate_proj", here + "up_proj")
+        gate, up = _project(call, x, module + "gate_proj", module + "up_proj")
     match config.activation:
         case "silu":
             y = swiglu(gate, up)
@@ -260,23 +265,23 @@ def _mlp(call: Call, prefix: str, x: Any) -> Any:
         case name:
             y = geglu(gate, up, approximate=name == "gelu_tanh")
     if config.sub_norms:
-        y = _divided_norm(call, here, "ffn_sub_norm", y)
-    return _project(call, y, here + "down_proj")[0]
+        y = _divided_norm(call, module, "ffn_sub_norm", y)
+    return _project(call, y, module + "down_proj")[0]
 
 
-def _mlp_weights(call: Call, here: str) -> tuple[Any, Any, Any]:
-    """Return the weights of gate, up and down; a fused checkpoint has two of them in one."""
+def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
+    """Return the weights of gate, up and down; fused checkpoints store gate and up in one."""
     config, parameters = call.config, call.parameters
-    down = parameters[here + "down_proj.weight"]
+    down = parameters[module + "down_proj.weight"]
     if not config.fused:
-        return parameters[here + "gate_proj.weight"], parameters[here + "up_proj.weight"], down
+        return parameters[module + "gate_proj.weight"], parameters[module + "up_proj.weight"], down
     shape, size = (config.inner, config.hidden), config.inner * config.hidden
-    both = parameters[here + "gate_up_proj.weight"].reshape(1, -1)  # a tape splits last axes alone
-    return both[..., :size].reshape(*shape), both[..., size:].reshape(*shape), down
+    fused = parameters[module + "gate_up_proj.weight"].reshape(1, -1)  # tapes only split last axes
+    return fused[..., :size].reshape(*shape), fused[..., size:].reshape(*shape), down
 
 
 def check_chunked(config: Config, adapter: Adapter | None) -> None:
-    """Raise a ConfigError unless ``swiglu_mlp`` can be the MLP of such a model."""
+    """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLP of such a model."""
     adapted = [] if adapter is None else [name for name in adapter.scales if ".mlp." in name]
     kind = f"the MLP of a {config.model_type} model"
     if config.bit_layers:

@@ -1,7 +1,7 @@
-"""Checkpoint folders: config.json, generation_config.json and safetensors files, nothing else.
+"""Read and write checkpoint folders: config.json, generation_config.json, safetensors files.
 
-Every tensor's name, shape and dtype is checked before one is used.  Pickles are never opened:
-they can run code.
+The name, shape and dtype of every tensor are checked before any is used.  Pickles are never
+opened, because they can run code.
 """
 
 import json
@@ -33,7 +33,7 @@ DTYPES = {
     "F64": np.dtype("float64"),
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Gemma 3 with eyes: its language model goes by other names, and its eyes stay behind.
+# Gemma 3 with a vision tower: its language model's tensors have a prefix; the tower is not loaded.
 RENAMED = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -53,15 +53,15 @@ def read_tensors(
     keep: Callable[[str, Unread], Any],
     holds: Callable[[str], bool],
 ) -> tuple[dict[str, Any], Layout]:
-    """Return the parameters that ``find_tensors`` has found, and which file holds which.
+    """Return the parameters that ``find_tensors`` located, and the names that each file holds.
 
-    ``keep`` reads what is kept of each one: none waits for the others; those that ``holds`` says no
-    to are not read at all.
+    ``keep`` reads from each parameter what this process keeps, one parameter at a time.
+    Parameters for which ``holds`` is False are not read at all.
 
     Raises
     ------
     ConfigError
-        Their dtypes differ, and ``dtype`` chooses none.
+        The stored dtypes differ, and ``dtype`` is None.
     """
     if dtype is None:
         _check_mixture(folder, homes)
@@ -75,13 +75,13 @@ def read_tensors(
 
 
 def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[str]]:
-    """Return where each parameter of a checkpoint is, in the config's order, and all its files.
+    """Return where each parameter of a checkpoint is stored, in the config's order, and all files.
 
     Raises
     ------
     ConfigError
-        A file is missing or truncated; a tensor is missing, unexpected, of another shape than
-        config.json says, or of a dtype that is not a float.
+        A file is missing or truncated; a tensor is missing or unexpected, does not have the shape
+        that config.json implies, or does not have a float dtype.
     """
     homes: dict[str, Home] = {}
     files, shapes = _weight_files(folder), config.shapes()
@@ -98,20 +98,20 @@ def find_tensors(folder: Path, config: Config) -> tuple[dict[str, Home], list[st
 
 
 def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:
-    """Return the quantized weights of a checkpoint: their class, and where their parts are."""
-    found: Quantizeds = {}
+    """Return the class of each quantized weight of a checkpoint, and where its tensors are."""
+    weights: Quantizeds = {}
     for file in files:
         with opened(folder / file) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
                 part = part_of(_renamed(stored), shapes)
                 if part is not None:
-                    parts = found.setdefault(part.parameter, (part.kind, {}))[1]
+                    parts = weights.setdefault(part.parameter, (part.kind, {}))[1]
                     parts[part.key] = file, stored
-    return found
+    return weights
 
 
 def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantizeds) -> None:
-    """Enter every tensor of a file into homes, or raise at the first that does not belong."""
+    """Add every tensor of a file to homes; raise at the first that is not part of the model."""
     shapes = config.shapes()
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
@@ -128,8 +128,8 @@ def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantiz
             elif name in homes:
                 problem = f"is also in {homes[name].file}; keep one"
             elif name in quantized:
-                where = path.name, stored, shapes[name], None, *quantized[name]
-                homes[name] = Home(*where, config.inverse_scales)
+                location = path.name, stored, shapes[name], None, *quantized[name]
+                homes[name] = Home(*location, config.inverse_scales)
                 continue
             elif shape != shapes[name]:
                 problem = f"has shape {shape}; config.json asks for {shapes[name]}"
@@ -141,50 +141,51 @@ def _find(path: Path, config: Config, homes: dict[str, Home], quantized: Quantiz
 
 
 def write_folder(
-    given: str | PathLike[str],
+    path: str | PathLike[str],
     texts: Mapping[str, Mapping[str, Any]],
     parameters: Mapping[str, Array],
     layout: Layout,
 ) -> None:
-    """Write a checkpoint, whose first text is its config: a crash leaves the old or the new.
+    """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
 
-    A folder that exists keeps its other files (a tokenizer).
+    ``texts`` are the JSON files by name; the first is the config.  A folder that exists keeps its
+    other files, such as a tokenizer.
 
     Raises
     ------
     ConfigError
-        The folder holds weights in other files: together they would be no checkpoint.
+        The folder holds weights in other files, which would mix with these in one checkpoint.
     """
-    folder = path_of("save", given)
+    folder = path_of("save", path)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"save: {folder} is a file; pass a folder")
     inverse = inverse_scales(next(iter(texts.values())))
     if len(layout) > 1:
-        homes = ((name, file) for file, names in layout.items() for name in names)
+        pairs = ((name, file) for file, names in layout.items() for name in names)
         weights = {
             part: file
-            for name, file in homes
+            for name, file in pairs
             for part in tensors_of(name, parameters[name], inverse)
         }
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         texts = {**texts, INDEX: index}
-    with renewed(folder, key=next(iter(texts))) as beside:
-        strangers = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
-        if strangers:
-            listed = ", ".join(sorted(strangers))
+    with renewed(folder, key=next(iter(texts))) as temporary:
+        other_files = {p.name for p in folder.glob("*.safetensors*")} - {*layout, *texts}
+        if other_files:
+            listed = ", ".join(sorted(other_files))
             raise ConfigError(f"save: {folder} already holds {listed}; pass an empty folder")
         for file, names in layout.items():
             parts = [tensors_of(name, parameters[name], inverse) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
             tensors = {name: np.ascontiguousarray(to_numpy(a)) for name, a in named.items()}
-            write_tensors(beside / file, tensors)
+            write_tensors(temporary / file, tensors)
         for file, values in texts.items():
-            (beside / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: dict[str, Array]) -> None:
-    """Write a safetensors file, or raise a ConfigError: the disk may be full."""
+    """Write a safetensors file; raise a ConfigError if that fails, as on a full disk."""
     try:
         safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
@@ -219,7 +220,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, or say which one is missing or broken."""
+    """Open a safetensors file; raise a ConfigError that names a missing or broken one."""
     try:
         stream = safetensors.safe_open(path, framework="np")
     except FileNotFoundError:
@@ -231,6 +232,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def _renamed(stored: str) -> str:
+    """Return the parameter name of a stored tensor: without the prefixes of RENAMED."""
     for prefix, plain in RENAMED:
         if stored.startswith(prefix):
             return plain + stored.removeprefix(prefix)
@@ -238,7 +240,7 @@ def _renamed(stored: str) -> str:
 
 
 def _check_mixture(folder: Path, homes: Mapping[str, Home]) -> None:
-    """Raise unless all tensors have one dtype; norms alone may be float32 beside 16 bits."""
+    """Raise unless all tensors have one dtype; only norms may be float32 among 16-bit tensors."""
     main = homes["model.embed_tokens.weight"].dtype
     for name, home in homes.items():
         if home.dtype is None:

@@ -1,4 +1,4 @@
-"""One transformer block, described by facts instead of by ten classes."""
+"""The ``Config`` of a decoder-only transformer: settings that replace one class per family."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Rope:
     """Rotary positions of some layers.
 
-    ``dim`` elements of each head are turned.  ``scaling`` is what ``rope_tables`` takes.  Beyond
-    ``original`` positions the angles of every position depend on the length of the sequence
-    (dynamic and longrope); None where they never do.
+    The first ``dim`` elements of each head are rotated.  ``scaling`` is the argument of
+    ``rope_tables``.  In sequences longer than ``original``, the angles of every position depend on
+    the length of the sequence (dynamic and longrope); None where they never do.
     """
 
     dim: int
@@ -24,7 +24,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the norms around the two branches of a block; None where there is none.
+    """Names of the norms around the two branches of a block; None: there is no such norm.
 
     h = x + after_attention(attention(before_attention(x)))
     y = h + after_mlp(mlp(before_mlp(h)))
@@ -40,11 +40,12 @@ class Norms:
 class Config:
     """A decoder-only transformer.
 
-    ``window`` is the number of keys that a query of a sliding layer sees, itself included.
+    ``window`` is the number of keys that a query of a sliding layer sees, its own included.
     ``query_key_norm`` is "head" (one weight for every head), "projection" (over all heads) or
-    None.  ``fused`` checkpoints store q, k, v in one matrix, and gate, up in another.  Layers of a
-    model with ``bit_layers`` are ``bit_linear``, but for the head: rounded at every call.  Its
-    files have ``inverse_scales`` where those of ternary weights divide.
+    None.  ``fused`` checkpoints store q, k, v in one matrix, and gate, up in another.  With
+    ``bit_layers`` all linear layers but the head are ``bit_linear``: weights are rounded at every
+    call.  With ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not
+    codes * scale.
     """
 
     model_type: str
@@ -81,7 +82,7 @@ class Config:
     inverse_scales: bool = False
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many keys a query of this layer sees, itself included; None: all."""
+        """Return how many keys a query of this layer sees, its own included; None: all."""
         return self.window if self.layer_types[layer] == SLIDING else None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,6 +99,7 @@ class Config:
         return shapes
 
     def _block_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name inside of a block and the shape of each parameter of a block."""
         hidden, inner = self.hidden, self.inner
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if self.fused:
@@ -111,9 +113,9 @@ class Config:
         if self.output_bias:
             yield "self_attn.o_proj.bias", (hidden,)
         if self.query_key_norm:
-            whole = self.query_key_norm == "projection"
-            yield "self_attn.q_norm.weight", (queries if whole else self.dim,)
-            yield "self_attn.k_norm.weight", (keys if whole else self.dim,)
+            all_heads = self.query_key_norm == "projection"
+            yield "self_attn.q_norm.weight", (queries if all_heads else self.dim,)
+            yield "self_attn.k_norm.weight", (keys if all_heads else self.dim,)
         if self.fused:
             yield "mlp.gate_up_proj.weight", (2 * inner, hidden)
         else:

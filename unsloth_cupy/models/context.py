@@ -1,10 +1,10 @@
-"""The tokens of a text that are divided among ranks: which are this one's, and what they attend to.
+"""Context parallelism: ranks divide the tokens of each row, and attend to the tokens of all ranks.
 
-Rows are filled up until they divide; what fills them up is the last token again, which predicts
-nothing, and is seen by nothing of a text.
+Rows are padded to a multiple of the ranks with copies of the last token, which predict nothing
+and which no token of a text sees.
 
-    ring       tokens are dealt in the zigzag order of ``ring_order``; keys and values go around
-    ulysses    each rank has tokens side by side, and attends with some heads to all of them
+    ring       tokens in the zigzag order of ``ring_order``; keys and values pass from rank to rank
+    ulysses    each rank has consecutive tokens, and attends with some of the heads to all tokens
 """
 
 from typing import Any, NamedTuple, Self
@@ -23,24 +23,24 @@ KINDS: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 class Context(NamedTuple):
-    """The tokens of this rank, of all rows."""
+    """The tokens of this rank, which are the same columns of all rows."""
 
     comm: Communicator
-    order: Array  # where each of them stands in its row; beyond the last token where it fills up
+    order: Array  # index in the row of each token; length or more for padding
     length: int  # tokens of a row
-    offsets: Array | None  # where texts start that share the row, on the host
+    offsets: Array | None  # starts of the texts packed into the row, on the host
     kind: str
 
     @classmethod
     def of(
         cls, comm: Communicator | None, tokens: Any, mask: Any, offsets: Any, kind: str = "ring"
     ) -> Self | None:
-        """Return which tokens are this rank's; None where ranks do not divide them.
+        """Return which tokens this rank holds; None if ranks do not divide them.
 
         Raises
         ------
         ConfigError
-            There is a mask, or a kind is not known.
+            There is a mask, or the kind is unknown.
         """
         if comm is None or comm.size == 1:
             return None
@@ -52,25 +52,25 @@ class Context(NamedTuple):
             problem = f"Transformer: context_attention {kind!r} is not known"
             raise ConfigError(f"{problem}; choose from {', '.join(KINDS)}")
         step = comm.size * (2 if kind == "ring" else 1)
-        whole = -(-length // step) * step
+        padded = -(-length // step) * step
         texts = None if offsets is None else to_numpy(offsets)
-        if texts is not None and whole > length:
-            texts = np.append(texts, whole)
-        side_by_side = np.arange(whole)[part(whole, comm)]
-        order = ring_order(whole, comm, causal=True) if kind == "ring" else side_by_side
+        if texts is not None and padded > length:
+            texts = np.append(texts, padded)
+        consecutive = np.arange(padded)[part(padded, comm)]
+        order = ring_order(padded, comm, causal=True) if kind == "ring" else consecutive
         return cls(comm, order, length, texts, kind)
 
     def own(self, x: Any) -> Any:
-        """Return this rank's columns of (rows, tokens); the last one again to fill up."""
+        """Return this rank's columns of (rows, tokens), padded with the last column."""
         return x[:, placed(self.order.clip(max=max(self.length - 1, 0)), x)]
 
-    def places(self, here: Places) -> Places:
-        """Return where the tokens of this rank stand."""
-        every = here.positions
-        if every is None:
-            like = next(iter(here.tables.values()))[0]
-            every = placed(np.arange(self.length)[None], like)
-        return here._replace(positions=self.own(every), offsets=None)
+    def places(self, all_places: Places) -> Places:
+        """Return the places of this rank's tokens, out of those of all tokens."""
+        positions = all_places.positions
+        if positions is None:
+            like = next(iter(all_places.tables.values()))[0]
+            positions = placed(np.arange(self.length)[None], like)
+        return all_places._replace(positions=self.own(positions), offsets=None)
 
     def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """Return the attention of this rank's queries over the keys of all ranks."""
@@ -78,5 +78,5 @@ class Context(NamedTuple):
 
 
 def own_tokens(context: Context | None, tokens: Array) -> Array:
-    """Return this rank's tokens of (rows, tokens), or what they predict."""
+    """Return this rank's columns of (rows, tokens): of tokens, or of the labels they predict."""
     return tokens if context is None else context.own(tokens)

@@ -1,15 +1,15 @@
-"""Which part of each parameter a rank holds, where a model is divided among ranks.
+"""Tensor parallelism: which part of each parameter a rank holds.
 
-Projections into heads and into the inner size are divided by columns, those out of them by rows,
-embedding and head by words.  (Shoeybi et al., Megatron-LM, 2019.)
+Projections into heads and into the inner size are column-parallel, those out of them are
+row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Megatron-LM, 2019.)
 
-    q_proj, k_proj, v_proj, gate_proj, up_proj      the rows of the weight, and the bias
-    o_proj, down_proj                               the columns of the weight
-    embed_tokens, lm_head                           words
+    q_proj, k_proj, v_proj, gate_proj, up_proj      part of the rows of the weight and of the bias
+    o_proj, down_proj                               part of the columns of the weight
+    embed_tokens, lm_head                           part of the vocabulary
 
-Heads must divide by the ranks.  Where ranks are more than the heads of keys and values, several
-ranks hold the same ones; the vocabulary is divided as evenly as can be, the inner size so by 64 at
-a time, where it is a multiple of that: no block of a weight of 4 bits is cut then.
+The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
+ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
+inner size, in units of 64 if it is a multiple of that, so that no block of a 4-bit weight is cut.
 """
 
 import math
@@ -37,32 +37,33 @@ from .layers import EMBEDDING, Stages, part_of_inner
 from .unread import Unread
 
 INPUTS = ("o_proj", "down_proj")  # the layers that end a branch
-Cut = tuple[int, list[slice]]  # an axis, and what lies end to end on it
+Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
 
 
 class Division:
-    """A model divided among the ranks of a communicator, by heads, inner size and words.
+    """A model divided among the ranks of a communicator, by heads, inner size and vocabulary.
 
     Attributes
     ----------
     whole : Config
-        Of the model.
+        Config of the whole model.
     config : Config
-        Of what this rank computes: its heads, its part of the inner size, and the whole vocabulary.
+        Config of what this rank computes: its heads, its part of the inner size, and the whole
+        vocabulary.
     comm : Communicator
         The ranks that share the model.
     copies : Communicator or None
-        The ranks that hold the same heads of keys and values; None where it is this one alone.
+        The ranks that hold the same key/value heads; None if no other rank does.
     stages : Stages or None
-        The blocks of this rank, where the ranks of a pipeline divide them.
+        The blocks of this rank, with pipeline parallelism.
     kept : callable
-        Where rows of a parameter by its name lie in what the model has of it: all are there, unless
-        a Zero3 keeps a part.
+        Maps a parameter's name and a slice of its rows to where these rows are in the array that
+        the model stores: the same slice, unless a Zero3 keeps only a part of the rows.
 
     Raises
     ------
     ConfigError
-        Heads do not divide by the ranks, or a part of something would be empty.
+        The number of heads is not a multiple of the ranks, or some rank's part would be empty.
     """
 
     def __init__(self, config: Config, comm: Communicator, stages: Stages | None = None) -> None:
@@ -81,11 +82,11 @@ class Division:
         self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
 
     def holds(self, name: str) -> bool:
-        """Say whether this rank has a part of a parameter."""
+        """Return whether this rank has a part of a parameter."""
         return self.stages is None or bool(self.stages.chunk_of(name.removeprefix(PREFIX)))
 
     def cut(self, name: str, rank: int | None = None) -> Cut | None:
-        """Return where a rank's part of a parameter lies; None for what each holds whole."""
+        """Return where a rank's part of a parameter is; None if every rank holds all of it."""
         if self.comm.size == 1:
             return None
         module, kind = _split(name)
@@ -93,66 +94,67 @@ class Division:
         if module in INPUTS:
             inputs = "q_proj" if module == "o_proj" else "up_proj"
             return (1, self._ranges(inputs, rank)) if kind in ("weight", DOWN) else None
-        if kind == DOWN or not (found := self._ranges(module, rank)):
+        if kind == DOWN or not (ranges := self._ranges(module, rank)):
             return None
-        return 0, found
+        return 0, ranges
 
     def _ranges(self, module: str, rank: int) -> list[slice]:
-        """Return which outputs of a layer, or columns of a norm, a rank holds."""
+        """Return which outputs of a layer, or columns of a norm, a rank holds; [] if all."""
         whole, ranks = self.whole, self.comm.size
         queries, keys = whole.heads * whole.dim, whole.kv_heads * whole.dim
-        each = queries // ranks
-        q = slice(rank * each, (rank + 1) * each)
-        first = rank // self.times * (keys * self.times // ranks)
-        k = slice(first, first + keys * self.times // ranks)
+        count = queries // ranks
+        q = slice(rank * count, (rank + 1) * count)
+        kv_start = rank // self.times * (keys * self.times // ranks)
+        k = slice(kv_start, kv_start + keys * self.times // ranks)
         inner = part_of_inner(whole.inner, self.comm, rank)
-        words = part(whole.vocab, self.comm, rank)
-        known = {"q_proj": [q], "attn_sub_norm": [q], "k_proj": [k], "v_proj": [k]}
-        known |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}
-        known |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
-        known |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
-        known |= {name: [words] for name in ("embed_tokens", "lm_head")}
+        vocab = part(whole.vocab, self.comm, rank)
+        by_module = {"q_proj": [q], "attn_sub_norm": [q], "k_proj": [k], "v_proj": [k]}
+        by_module |= {"qkv_proj": [q, _moved(k, queries), _moved(k, queries + keys)]}
+        by_module |= {"gate_up_proj": [inner, _moved(inner, whole.inner)]}
+        by_module |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
+        by_module |= {name: [vocab] for name in ("embed_tokens", "lm_head")}
         if whole.query_key_norm == "projection":
-            known |= {"q_norm": [q], "k_norm": [k]}
-        return known.get(module, [])
+            by_module |= {"q_norm": [q], "k_norm": [k]}
+        return by_module.get(module, [])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of a parameter."""
-        found, whole = self.cut(name), self.shapes[name]
-        if found is None:
+        cut, whole = self.cut(name), self.shapes[name]
+        if cut is None:
             return whole
-        size = sum(where.stop - where.start for where in found[1])
-        return (*whole[: found[0]], size, *whole[found[0] + 1 :])
+        size = sum(piece.stop - piece.start for piece in cut[1])
+        return (*whole[: cut[0]], size, *whole[cut[0] + 1 :])
 
     def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a parameter, or of one of an adapter, of which a rank has a part."""
-        found = self.cut(name, self.comm.size - 1)
-        if found is None:
+        """Return the whole shape of a parameter, also of an adapter, whose part has shape own."""
+        cut = self.cut(name, self.comm.size - 1)
+        if cut is None:
             return tuple(own)
-        axis, ranges = found
-        return (*own[:axis], max(where.stop for where in ranges), *own[axis + 1 :])
+        axis, ranges = cut
+        return (*own[:axis], max(piece.stop for piece in ranges), *own[axis + 1 :])
 
     def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
         """Return this rank's part of a parameter, an array or a quantized weight.
 
-        ``array`` may be an Unread, of which no more is read than the part, or than some rows of it.
+        ``array`` may be an Unread: then only the part is read, or only ``rows`` of the part.
         """
-        found = self.cut(name)
-        if found is None:
+        cut = self.cut(name)
+        if cut is None:
             return array if rows is None and not isinstance(array, Unread) else array[rows or ...]
-        axis, ranges = found
+        axis, ranges = cut
         if isinstance(array, Unread) and array.home.kind is not None:
             return self._cut(name, *array.some(axis, ranges), axis)
         if isinstance(array, Quantized):
             return self._cut(name, array, ranges, axis)
         if rows is not None and axis:
-            parts = [array[rows, where] for where in ranges]
+            parts = [array[rows, piece] for piece in ranges]
         else:
             ranges = ranges if rows is None else _within(ranges, rows)
-            parts = [array[along(axis, where)] for where in ranges]
+            parts = [array[along(axis, piece)] for piece in ranges]
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis)
 
     def _cut(self, name: str, weight: Quantized, ranges: Sequence[slice], axis: int) -> Quantized:
+        """Return slices of a quantized weight along an axis; errors name the parameter."""
         if isinstance(weight, Ternary):
             weight = copy(weight)
             weight.largest = partial(self.comm.all_reduce, op="max") if axis else None
@@ -162,34 +164,35 @@ class Division:
             raise ConfigError(f"Division: {name}: {error}") from None
 
     def gathered(self, name: str, own: Array) -> Array:
-        """Return a whole parameter; all ranks call it."""
-        found = self.cut(name)
-        if found is None:
+        """Return a whole parameter from the parts of all ranks; all ranks must call it."""
+        own_cut = self.cut(name)
+        if own_cut is None:
             return own
-        axis, _ = found
+        axis, _ = own_cut
         cuts = [self.cut(name, rank) for rank in range(self.comm.size)]
-        places = [where for cut in cuts if cut for where in cut[1]]
-        every, start = self.comm.all_gather(own, axis), 0
-        size = max(where.stop for where in places)
+        targets = [target for cut in cuts if cut for target in cut[1]]
+        parts, start = self.comm.all_gather(own, axis), 0
+        size = max(target.stop for target in targets)
         whole = np.empty_like(own, shape=(*own.shape[:axis], size, *own.shape[axis + 1 :]))
-        for where in places:
-            stop = start + where.stop - where.start
-            whole[along(axis, where)] = every[along(axis, slice(start, stop))]
+        for target in targets:
+            stop = start + target.stop - target.start
+            whole[along(axis, target)] = parts[along(axis, slice(start, stop))]
             start = stop
         return whole
 
     def used(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return parameters as a forward pass takes them: their gradients are then whole."""
+        """Return parameters for a forward pass, such that backward sums gradients over ranks."""
         return {name: self._used(name, value) for name, value in parameters.items()}
 
     def _used(self, name: str, value: Any) -> Any:
+        """Return one parameter of ``used``: summed in backward over the ranks that share it."""
         module, kind = _split(name)
         if module in INPUTS:
             if kind == "bias":  # each rank adds its share, before the sum over ranks
                 return scale(summed_back(value, self.comm), factor=1 / self.comm.size)
             return summed_back(value, self.comm) if kind == UP else value
-        heads = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
-        if heads or kind == DOWN:
+        per_head = module in ("q_norm", "k_norm") and self.whole.query_key_norm == "head"
+        if per_head or kind == DOWN:
             return summed_back(value, self.comm)
         if self.copies is not None and module in ("k_proj", "v_proj", "k_norm"):
             return summed_back(value, self.copies)
@@ -199,7 +202,7 @@ class Division:
         return value
 
     def shares(self, name: str) -> list[tuple[slice, float]]:
-        """Return what each row of a parameter counts here: 1 by how many ranks hold the same."""
+        """Return the weight of each row in sums over ranks: 1 / the ranks that hold the row."""
         if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
             return [(slice(None), 0.5)]
         if self.cut(name) is None:
@@ -211,7 +214,7 @@ class Division:
         return [(slice(None), 1 / self.times if copied else 1.0)]
 
     def norm(self, name: str, x: Any, weight: Any) -> Any:
-        """Return a norm over heads or the inner size, which are divided among ranks."""
+        """Return an RMS norm over an axis that is divided among ranks: heads or the inner size."""
         return divided_rms_norm(
             x,
             weight,
@@ -224,7 +227,7 @@ class Division:
 
 
 def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -> Any:
-    """Return a layer that is rounded at every call, by what all ranks hold of its weight."""
+    """Return the output of a ``bit_linear``, rounded by the scale of its whole weight."""
     if division is None or division.comm.size == 1:
         return bit_linear(x, weight, bias=bias)
     return divided_bit_linear(
@@ -239,12 +242,12 @@ def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -
 
 
 def entered(division: Division | None, x: Any) -> Any:
-    """Return what a branch begins with, which ranks use each in another way."""
+    """Return the input x of a branch; in backward, its gradient is summed over ranks."""
     return x if division is None else summed_back(x, division.comm)
 
 
 def joined(division: Division | None, branch: Any) -> Any:
-    """Return the end of a branch, of which each rank has made its part."""
+    """Return the sum over ranks of the outputs of a branch, of which each rank has one term."""
     return branch if division is None else all_reduce(branch, division.comm)
 
 
@@ -255,13 +258,13 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
         problem = "the norms of DoRA are over whole rows, and are not divided among ranks"
         raise ConfigError(f"Division: {problem}; use LoRA")
-    named = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
-    own = {name: division.own(name, array) for name, array in named.items()}
+    held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
+    own = {name: division.own(name, array) for name, array in held.items()}
     return Adapter(adapter.settings, own)
 
 
 def check_divides(config: Config, ranks: int) -> None:
-    """Raise a ConfigError unless a model can be divided among so many ranks."""
+    """Raise a ConfigError unless a model can be divided among this number of ranks."""
     heads, kv_heads = config.heads, config.kv_heads
     fits = dividing(heads, kv_heads)
     if ranks not in fits:
@@ -275,22 +278,22 @@ def check_divides(config: Config, ranks: int) -> None:
 
 
 def _within(ranges: list[slice], rows: slice) -> list[slice]:
-    """Return what lies in some rows of ranges that lie end to end."""
-    found, before = [], 0
-    for where in ranges:
-        first, stop = (where.start + max(0, at - before) for at in (rows.start, rows.stop))
-        if first < min(stop, where.stop):
-            found.append(slice(first, min(stop, where.stop)))
-        before += where.stop - where.start
-    return found or [slice(0, 0)]
+    """Return the slices that remain of concatenated ranges when only some rows are taken."""
+    kept, before = [], 0
+    for piece in ranges:
+        first, stop = (piece.start + max(0, row - before) for row in (rows.start, rows.stop))
+        if first < min(stop, piece.stop):
+            kept.append(slice(first, min(stop, piece.stop)))
+        before += piece.stop - piece.start
+    return kept or [slice(0, 0)]
 
 
-def _moved(where: slice, by: int) -> slice:
-    return slice(where.start + by, where.stop + by)
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the layer or norm that a parameter is of, and which one it is there."""
+    """Return the last component of a parameter's layer or norm, and its name in that layer."""
     for kind in (DOWN, UP, MAGNITUDE, "weight", "bias"):
         if name.endswith(f".{kind}"):
             return name.removesuffix(f".{kind}").rpartition(".")[2], kind

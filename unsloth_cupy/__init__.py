@@ -1,4 +1,4 @@
-"""Fast CUDA kernels for transformers, each beside its NumPy definition."""
+"""Fast CUDA kernels for transformers, each next to its NumPy definition."""
 
 from . import interop as interop
 from ._version import __version__ as __version__

@@ -1,1 +1,1 @@
-"""The machine room: a call, from its signature to its kernel."""
+"""The path of a call, from the signature of its op to the launch of its kernel."""

@@ -1,4 +1,4 @@
-"""What ops ask of arrays, whichever library they come from."""
+"""Helpers that ops use on arrays, whichever library the arrays come from."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,25 +12,25 @@ from .target import target_of
 
 
 def framework_of(array: Any, what: str) -> str:
-    """Return the name of the library an array comes from; raise for what is not an array."""
+    """Return the name of the library an array comes from; raise DTypeError for other objects."""
     if isinstance(array, (np.ndarray, np.generic)) or is_planned(array):
         return "numpy"
     if isinstance(array, Stored):
         return framework_of(array.home, what)
     name = type(array).__module__.partition(".")[0].replace("jaxlib", "jax")
-    spoken = hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
-    if spoken or name in ("cupy", "torch", "jax", "tensorflow"):
+    exported = hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__")
+    if exported or name in ("cupy", "torch", "jax", "tensorflow"):
         return name
     problem = f"{what} is not an array but {type(array).__name__}"
     raise DTypeError(f"{problem}; wrap it in numpy.asarray(...)")
 
 
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
-    """Return the one library that all arrays of a call come from; raise where they mix."""
+    """Return the library that all arrays of a call come from; raise FrameworkError if they mix."""
     places: dict[str, str] = {}
     for name, array in zip(names, arrays, strict=False):
         if isinstance(array, Stored) and not native(arrays):
-            continue  # asked when the others have been adopted
+            continue  # checked again once the other arrays have been adopted
         if array is not None and type(array) is not int:
             library = framework_of(array, f"{op}: {name}")
             places[name] = f"{library} {getattr(array, 'device', '')}".strip()
@@ -43,14 +43,14 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
 
 
 def native(arrays: Sequence[Any]) -> bool:
-    """Say whether definitions and kernels take these arrays as they are."""
+    """Return whether definitions and kernels accept these arrays without conversion."""
     exact = (np.ndarray, int, type(None))
     own = (a for a in arrays if type(a) not in exact and not isinstance(a, Stored))
     return all(is_planned(a) or type(a).__module__.startswith("cupy") for a in own)
 
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:
-    """Return a new array, uninitialised, of like's library and device."""
+    """Return a new, uninitialised array of like's library on like's device."""
     if isinstance(like, StandIn):
         return like.empty(shape, dtype)
     target = None if type(like) is np.ndarray else target_of(like)
@@ -58,13 +58,13 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
 
 
 def packed(array: Any) -> Any:
-    """Return array with its elements in C order, copied only where they are not."""
+    """Return the array itself if its elements are in C order, else a copy in C order."""
     plain = array is None or type(array) is int or array.flags.c_contiguous
-    return array if plain else array.copy()  # which CuPy has too, unlike np.ascontiguousarray
+    return array if plain else array.copy()  # a method of CuPy too, unlike np.ascontiguousarray
 
 
 def rounded(array: Any, dtype: Any) -> Any:
-    """Return array in a dtype, as it is where it has it; what float16 cannot hold is infinite."""
+    """Return the array cast to a dtype, without a copy if it has it; overflow gives infinity."""
     with np.errstate(over="ignore"):  # as on a GPU
         if isinstance(array, np.generic):
             return np.asarray(array, dtype)
@@ -72,9 +72,9 @@ def rounded(array: Any, dtype: Any) -> Any:
 
 
 def lanes(row: int, *arrays: Any) -> int:
-    """Return how many values of a row one access of at most 16 bytes moves, by the first's dtype.
+    """Return how many values of the first array's dtype one access of at most 16 bytes moves.
 
-    A power of two that divides the row and that the address of every array allows.
+    This is a power of two that divides the row length and suits the address of every array.
     """
     size = arrays[0].dtype.itemsize
     lowest = 16 | row * size
@@ -87,6 +87,6 @@ def lanes(row: int, *arrays: Any) -> int:
 
 
 def between_elements(array: Any) -> bool:
-    """Say whether elements lie where a GPU cannot read them: at no multiples of their size."""
+    """Return whether some address is not a multiple of the element size: a GPU cannot read it."""
     steps = [step for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
     return array.size > 0 and (not lanes(1, array) or any(s % array.itemsize for s in steps))

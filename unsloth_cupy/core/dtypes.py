@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or anything that quacks like one
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or an array of another library
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
@@ -16,16 +16,16 @@ FLOAT32 = FLOATS[2]
 
 
 class Stored:
-    """A matrix in fewer bits than its dtype has, which products take as it is."""
+    """A matrix stored in fewer bits than its dtype, accepted by products without conversion."""
 
     shape: tuple[int, int]
-    dtype: np.dtype[Any]  # what it is computed in, unless the other operand has another
-    home: Any  # an array that it is kept in
+    dtype: np.dtype[Any]  # of its products, unless the other operand has another
+    home: Any  # one of the arrays that store it
     computed_in: Callable[[Any], Any]  # (dtype): the same matrix with that dtype
     product: Callable[[Any, Any, bool], None]  # (a, out, add): out = a @ self, or out += a @ self
 
 
-NOT_ARRAYS = (int, Stored, type(None))  # what may stand where an array does
+NOT_ARRAYS = (int, Stored, type(None))  # accepted in place of an array
 KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     "float": FLOATS,  # the dtype of the call
     "weight": FLOATS,  # the dtype of the call, or a Stored matrix
@@ -40,7 +40,7 @@ KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     **{dtype.name: (dtype, FLOATS[3]) for dtype in FLOATS[:3]},
     "none": (),  # an output that is always None: the gradient of an integer
 }
-LEADING = ("float", "weight")  # the first of them has the dtype of the call
+LEADING = ("float", "weight")  # the first operand of these kinds sets the dtype of the call
 DIFFERENTIABLE = ("float", "weight", "param", "stat")
 KERNEL_DTYPES = FLOATS[:3]  # float64 runs the definition
 
@@ -56,13 +56,13 @@ def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
     return KINDS[kind]
 
 
-def float_dtype(call: str, given: Any, known: Sequence[np.dtype[Any]] = FLOATS) -> np.dtype[Any]:
-    """Return a dtype that is among those known; raise ConfigError for another."""
+def float_dtype(call: str, wanted: Any, known: Sequence[np.dtype[Any]] = FLOATS) -> np.dtype[Any]:
+    """Return the requested dtype; raise ConfigError if it is not one of ``known``."""
     try:
-        dtype = np.dtype(object if given is None else given)
+        dtype = np.dtype(object if wanted is None else wanted)
     except (TypeError, ValueError):
         dtype = np.dtype(object)
     if dtype not in known:
         names = ", ".join(each.name for each in known)
-        raise ConfigError(f"{call}: dtype={given!r}; choose from {names}")
+        raise ConfigError(f"{call}: dtype={wanted!r}; choose from {names}")
     return dtype

@@ -1,8 +1,8 @@
-"""Arrays of other libraries, without copies.
+"""Runs ops on arrays of other libraries without copying them.
 
-They are adopted: NumPy or CuPy sees the same memory.  Results go back the same way, on the
-stream that the other library works on.  DLPack does for most; ``interop`` enters the libraries
-that ask for more.
+An array is adopted: NumPy or CuPy gets a view of the same memory.  Results are returned the same
+way, on the stream that the other library uses.  DLPack is enough for most libraries; ``interop``
+registers those that need more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +17,11 @@ from .dtypes import NOT_ARRAYS
 
 
 class Framework(NamedTuple):
-    """How arrays of another library are adopted, and how results go back to where one was."""
+    """How to adopt arrays of another library, and how to return results as its arrays."""
 
     adopt: Callable[[Any], Any]
     give_back: Callable[[Any, Any], Any]  # (result, an operand)
-    stream: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # of an operand
+    stream: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # (operand): its stream
     door: Callable[[Any, list[Any], dict[str, Any]], Any] | None = None  # see ``door_of``
 
 
@@ -44,16 +44,16 @@ def _dlpack_give_back(array: Any, operand: Any) -> Any:
     return operand.__array_namespace__().from_dlpack(array)
 
 
-FRAMEWORKS = {"numpy": Framework(_plain, lambda array, operand: array)}  # subclasses and scalars
+FRAMEWORKS = {"numpy": Framework(_plain, lambda array, operand: array)}  # subclasses, scalars
 DLPACK = Framework(_dlpack_adopt, _dlpack_give_back)
-OWN = ("numpy", "cupy", "unsloth_cupy")  # whose arrays ops take as they are
+OWN = ("numpy", "cupy", "unsloth_cupy")  # ops take their arrays without adopting them
 
 
 def door_of(array: Any) -> Any:
     """Return ``door(op, arrays, options)`` of a library that differentiates or traces calls itself.
 
-    None where the library of the array does not.  Compilers of other libraries trace this function,
-    and watch all that it reads.
+    Return None for other libraries.  Compilers of other libraries trace this function, and set a
+    guard on everything that it reads.
     """
     for kind in array.__class__.__mro__:
         name = kind.__module__.partition(".")[0].replace("jaxlib", "jax")
@@ -65,32 +65,32 @@ def door_of(array: Any) -> Any:
 
 
 def cupy() -> Any:
-    """Return CuPy, which sees what other libraries keep on a GPU."""
+    """Return CuPy, to adopt other libraries' GPU arrays; raise FrameworkError if it is missing."""
     try:
         return gpu.cupy()
     except ImportError as error:
-        raise FrameworkError("lies on a GPU; install unsloth-cupy[cuda12] or [cuda13]") from error
+        raise FrameworkError("is on a GPU; install unsloth-cupy[cuda12] or [cuda13]") from error
 
 
 def elsewhere(library: str, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Run op on adopted arrays of another library, on its stream, and give results back."""
-    there = FRAMEWORKS.get(library, DLPACK)
-    if there.door is not None:  # of a call without its first array
-        return there.door(op, [*arrays], options)
+    """Adopt arrays of another library, run op on its stream and return results as its arrays."""
+    home = FRAMEWORKS.get(library, DLPACK)
+    if home.door is not None:  # a call without its first array gets here
+        return home.door(op, [*arrays], options)
     operand = next(array for array in arrays if not isinstance(array, NOT_ARRAYS))
-    with there.stream(operand):
-        result = op.call(adopted(there, op.called, op.names, arrays), options)
+    with home.stream(operand):
+        result = op.call(adopted(home, op.called, op.names, arrays), options)
         if type(result) is tuple:
-            return tuple(a if a is None else there.give_back(a, operand) for a in result)
-        return there.give_back(result, operand)
+            return tuple(a if a is None else home.give_back(a, operand) for a in result)
+        return home.give_back(result, operand)
 
 
-def adopted(there: Framework, call: str, names: Iterable[str], arrays: Iterable[Any]) -> list[Any]:
-    """Return the arrays of a call as NumPy's or CuPy's; None and numbers stay what they are."""
-    found: list[Any] = []
+def adopted(home: Framework, call: str, names: Iterable[str], arrays: Iterable[Any]) -> list[Any]:
+    """Return the arrays of a call as NumPy's or CuPy's; None and integers are left unchanged."""
+    result: list[Any] = []
     for name, array in zip(names, arrays, strict=True):
         try:
-            found.append(array if isinstance(array, NOT_ARRAYS) else there.adopt(array))
+            result.append(array if isinstance(array, NOT_ARRAYS) else home.adopt(array))
         except (TypeError, RuntimeError, BufferError) as error:
             raise FrameworkError(f"{call}: {name} {error}") from error
-    return found
+    return result

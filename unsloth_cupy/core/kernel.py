@@ -1,4 +1,4 @@
-"""A kernel, compiled where its arrays live, and its launch."""
+"""Compiles a kernel for the device of its arrays, checks its arguments and launches it."""
 
 import functools
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
     Neither CUDA nor CuPy checks arguments.  This class checks those of the first launch, as later
-    ones come from the same line, and turns Python scalars, and dicts with the fields of a struct,
-    into the types that the source declares.
+    launches come from the same line of code.  It converts Python scalars, and dicts with the
+    fields of a struct, to the types that the source declares.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Kernel:
         self.launch = target.compile(name, translation_unit(file, constants))
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Callable[..., None]:
-        """Take the launch shape: blocks, threads and, where needed, bytes of shared memory."""
+        """Return a launch of this shape: blocks, threads and, if needed, bytes of shared memory."""
         return functools.partial(self._run, *(shape if len(shape) == 3 else (*shape, 0)))
 
     def _struct(self, dtype: np.dtype[Any]) -> Callable[[Any], Any]:
@@ -49,7 +49,7 @@ class Kernel:
         for index, cast in self.casts:
             values[index] = cast(values[index])
         grid = grid if grid.__class__ is tuple else (grid,)
-        if 0 in grid:  # nothing to do for an empty axis
+        if 0 in grid:  # an empty axis: nothing to compute
             return
         recorded: Any = next((value for value in values if type(value) is Recorded), None)
         start = self.launch if recorded is None else recorded.recording.starting(self)
@@ -60,7 +60,7 @@ _kernel: Any = functools.lru_cache(maxsize=4096)(Kernel)
 
 
 def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
-    """Return kernel ``name`` of kernels_cu/``file`` for these constants, where ``like`` lives."""
+    """Return kernel ``name`` of kernels_cu/``file`` for these constants, on the device of like."""
     target = target_of(like)
     if target is None:
         raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")

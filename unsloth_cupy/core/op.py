@@ -4,7 +4,7 @@
     def add(x, y): return x + y                      the definition, in NumPy
 
     @add.require
-    def _check(call, y): ...                         what raises before anything runs
+    def _check(call, y): ...                         raises before anything runs
     @add.kernel(strided=("x",))
     def _launch(x, y): ...                           how its CUDA kernel is launched; where it
                                                      returns NotImplemented, the definition runs
@@ -37,21 +37,21 @@ from .target import target_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-INTEGER = np.int64()  # has the form of a Python int
+INTEGER = np.int64()  # stands for a Python int: it has its shape and dtype
 KEPT_ROUTES = 4096  # per op; decoding meets a new shape with every token
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
 class Traced:
-    """An argument that stands for an array, its ``value``, and runs ops itself: see ``Op.plan``."""
+    """An argument that wraps an array, its ``value``, and runs ops itself: see ``Op.plan``."""
 
     __slots__ = ()
     value: Any
-    run_op: Callable[["Op[..., Any]", list[Any], dict[str, Any]], Any]  # arrays of which it is one
+    run_op: Callable[["Op[..., Any]", list[Any], dict[str, Any]], Any]  # it is one of the arrays
 
 
 class Op(Generic[P, R]):
-    """A function whose body is its definition and whose launch is its speed."""
+    """A function with a NumPy definition and, once one is registered, a kernel launch."""
 
     __name__: str
     called: str
@@ -61,7 +61,7 @@ class Op(Generic[P, R]):
         self, signature: str, definition: Callable[P, R], widen: bool = True, **facts: Any
     ) -> None:
         functools.update_wrapper(self, definition)
-        self.facts = facts  # what tables ask: see ``op``
+        self.facts = facts  # for benchmarks, plans and frameworks: see ``op``
         self.called = self.__name__.removesuffix("_forward").replace("_over_", "_")  # in messages
         self.signature, self.definition, self.widen = signature, definition, widen
         self.contract = parse(signature)
@@ -73,16 +73,16 @@ class Op(Generic[P, R]):
             raise TypeError(f"{self.__name__}: parameters {[*parameters]} are not {signature!r}")
         self.compute = bind(self, definition)
         self.launch: Run | None = None
-        self.strided: Sequence[str] = ()  # arrays that the launch gets as they lie
+        self.strided: Sequence[str] = ()  # arrays that the launch gets with their own strides
         self.checks: list[Run] = []
         self.backward: Op[..., Any] | None = None
         self.routes: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
         call, self.key = compile_call(self)
-        self.__class__ = type("Op", (Op,), {"__call__": call})  # calls ask the class
+        self.__class__ = type("Op", (Op,), {"__call__": call})  # Python calls that of the class
         OPS[self.__name__] = self
 
     def __reduce__(self) -> Any:
-        """Pickle and copy by name: an op is one, wherever it is loaded."""
+        """Pickle and copy by name: a process has one op of each name."""
         return op_named, (self.__name__,)
 
     def __repr__(self) -> str:
@@ -94,14 +94,14 @@ class Op(Generic[P, R]):
         return function(**dict(zip(self.names, arrays, strict=True)), **options)
 
     def kernel(self, launch: Any = None, *, strided: Sequence[str] = ()) -> Callable[..., Any]:
-        """Register the launch, of packed arrays but for those that it takes strided: see bind."""
+        """Register the launch (see bind): it gets packed arrays, except those in ``strided``."""
         if launch is None:
             return functools.partial(self.kernel, strided=strided)
         self.launch, self.strided = bind(self, launch, strided), strided
         return launch
 
     def require(self, check: Callable[..., None]) -> Callable[..., None]:
-        """Register a check before definition and launch, of what the key of a replay says."""
+        """Register a check that runs first; it may depend only on the key of a replay."""
         self.checks.append(bind(self, check))
         return check
 
@@ -112,18 +112,18 @@ class Op(Generic[P, R]):
     def gradient(self, *, widen: bool) -> "Callable[[Callable[..., Any]], Op[..., Any]]": ...
 
     def gradient(self, definition: Any = None, *, widen: bool = True) -> Any:
-        """Register the backward op, wired by the names of its parameters: see ``backward_of``.
+        """Register the backward op; the names of its parameters connect it: see ``backward_of``.
 
-        Its options are among the forward's; or ``wanted``, the names of the inputs whose gradients
-        are asked for, None for all: it may return None for the others.  ``**options`` stands for
-        all keywords of the forward op.
+        Its options are options of the forward op, or ``wanted``: the names of the inputs whose
+        gradients are requested, None for all.  It may return None for the others.  ``**options``
+        stands for all keywords of the forward op.
         """
         if definition is None:
             return functools.partial(self.gradient, widen=widen)
-        signature, theirs = inspect.signature(definition), inspect.signature(self.definition)
+        signature, forward = inspect.signature(definition), inspect.signature(self.definition)
         own = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
         if len(own) < len(signature.parameters):
-            keywords = [p for p in theirs.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            keywords = [p for p in forward.parameters.values() if p.kind is p.KEYWORD_ONLY]
             own |= {p.name: p for p in keywords if p.name not in own}
         options = [p for name, p in own.items() if name in {*self.options, "wanted"}]
         operands = [p for p in own.values() if p not in options]
@@ -137,11 +137,11 @@ class Op(Generic[P, R]):
         return self.backward
 
     def library_of(self, arrays: Sequence[Any]) -> str:
-        """Return the library of all arrays of a call; raise where they share none, or no device."""
+        """Return the library of all arrays of a call; raise if libraries or devices differ."""
         return common(self.called, self.names, arrays)
 
     def plan(self, arrays: Sequence[Any]) -> Run:
-        """Return how to run calls like this one; keep it where NumPy or CuPy holds the arrays."""
+        """Return a function that runs calls of this form; keep it for arrays of NumPy or CuPy."""
         for array in arrays:
             if isinstance(array, Traced):
                 return functools.partial(array.run_op, self)
@@ -155,34 +155,34 @@ class Op(Generic[P, R]):
         return run
 
     def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
-        """Check the forms, then return what runs: the launch or the definition."""
+        """Check the forms of the arrays, then return the function to run: launch or definition."""
         forms = [INTEGER if type(array) is int else array for array in arrays]
         bound = check(self.called, self.contract, forms)
-        given = {i: form for i, form in enumerate(forms) if form is not None}
+        present = {i: form for i, form in enumerate(forms) if form is not None}
         inputs, host = self.contract.inputs, library == "numpy"
-        read = [i for i, f in given.items() if host and inputs[i].below and not is_planned(f)]
-        limits = {i: bound.sizes[str(inputs[i].below)] for i in read}  # a GPU would stall
+        read = [i for i, f in present.items() if host and inputs[i].below and not is_planned(f)]
+        limits = {i: bound.sizes[str(inputs[i].below)] for i in read}  # reading would stall a GPU
         ranges = [functools.partial(self._check_range, *pair) for pair in limits.items()]
-        lead = next((form for form in given.values() if form is not INTEGER), None)
+        lead = next((form for form in present.values() if form is not INTEGER), None)
         owned = target_of(lead) is not None
         checks: list[Run] = [*ranges, *self.checks]
-        full = all(0 not in form.shape for form in given.values())  # kernels meet no empty axis
+        full = all(0 not in form.shape for form in present.values())  # kernels get no empty axis
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not (kernel and owned):
             every = [self._check_places] * owned + checks
-            run = self._definition(bound, given, every, type(lead))
+            run = self._definition(bound, present, every, type(lead))
             run = target.watch(self, arrays, run, True)
             return run if host else gpu.on_one_device(self, lambda: run)
         defined = functools.partial(self._prepare, library, launch=False)
-        made = functools.partial(
-            replaying, self._launch(given, checks), self._check_places, defined, host
+        make = functools.partial(
+            replaying, self._launch(present, checks), self._check_places, defined, host
         )
-        return made() if host else gpu.on_one_device(self, made)
+        return make() if host else gpu.on_one_device(self, make)
 
-    def _launch(self, given: Mapping[int, Any], checks: Sequence[Run]) -> Run:
-        """Return what launches the kernel, of packed arrays but for those that it takes strided."""
+    def _launch(self, present: Mapping[int, Any], checks: Sequence[Run]) -> Run:
+        """Return a function that packs the arrays, except strided ones, and launches the kernel."""
         launch: Any = self.launch
-        pack = [i for i in given if self.widen and self.names[i] not in self.strided]
+        pack = [i for i in present if self.widen and self.names[i] not in self.strided]
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             for each in checks:
@@ -194,11 +194,11 @@ class Op(Generic[P, R]):
         return run
 
     def _definition(
-        self, bound: Bound, given: Mapping[int, Any], checks: Sequence[Run], kind: type[Any]
+        self, bound: Bound, present: Mapping[int, Any], checks: Sequence[Run], kind: type[Any]
     ) -> Run:
-        """Return what computes in float32 at least, and rounds the results once."""
+        """Return a function that computes in float32 or wider and rounds the results once."""
         compute = self.compute
-        narrow = {i for i, form in given.items() if self.widen and form.dtype in FLOATS[:2]}
+        narrow = {i for i, form in present.items() if self.widen and form.dtype in FLOATS[:2]}
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
             for each in checks:
@@ -220,7 +220,7 @@ class Op(Generic[P, R]):
     def _check_places(self, arrays: Sequence[Any], _: Any) -> None:
         for name, array in zip(self.names, arrays, strict=True):
             if not isinstance(array, NOT_ARRAYS) and between_elements(array):
-                problem = f"{name} lies between two elements of its dtype; pass {name}.copy()"
+                problem = f"{name} is not aligned to its element size; pass {name}.copy()"
                 raise DTypeError(explain(self.called, problem, self.contract.inputs, arrays))
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any], _: Any) -> None:
@@ -234,18 +234,18 @@ class Op(Generic[P, R]):
 
 
 def op_named(name: str) -> Op[..., Any]:
-    """Return an op: what a pickle of one calls."""
+    """Return the op of a name; unpickling an op calls this."""
     return OPS[name]
 
 
 def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Turn a NumPy definition into an op.
 
-    ``widen=False`` where it only moves values or changes its arrays: definition and launch get
-    them as they lie, neither widened nor packed.  Facts are why it has ``no_gradient``; that its
-    results are ``constant`` to gradients; the ``sizes`` of axes that no operand has, by the shape
-    of the first and the options; the dtype that ``autocast`` gives it, where that is float32; bytes
-    of ``traffic`` by the arrays, where not each moves once; ``operations`` of products; and how
-    ``torch`` computes the same.
+    ``widen=False`` is for an op that only moves values or changes its arrays: definition and launch
+    get them neither widened nor packed.  Facts are ``no_gradient``, the reason why it has none;
+    ``constant``, if gradients do not flow through results; ``sizes`` of axes that no operand has,
+    from the shape of the first and the options; ``autocast``, the dtype that it casts to if that is
+    float32; bytes of ``traffic`` from the arrays, unless each moves once; ``operations`` of matrix
+    products; and ``torch``, the function that computes the same in torch.
     """
     return lambda definition: Op(signature, definition, widen, **facts)

@@ -1,9 +1,9 @@
-"""Launches worked out once: later calls like it allocate, start the same kernels and return.
+"""Records what a launch allocates and starts; later calls with the same key repeat only that.
 
-A launch decides by shapes, dtypes, strides, addresses modulo 16 and options.  The second call
-that agrees in them runs on ``Recorded`` arrays, which know these and nothing else, and what it
-allocates and starts is taken down; from then on that is all that happens.  A launch that asks an
-array for more, such as a copy or a sum, is not recorded and runs at each call.
+A launch may depend on shapes, dtypes, strides, addresses modulo 16 and options.  The second call
+with equal ones runs on ``Recorded`` arrays, which have these properties and no others, and its
+allocations and kernel starts are recorded; later calls replay them.  A launch that needs more of
+an array, such as a copy or a sum, is not recorded and runs at each call.
 """
 
 import operator
@@ -17,13 +17,13 @@ from .stand_in import StandIn
 
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
-KEPT = 256  # of the calls of one form; a learning rate may change with every step
+KEPT = 256  # recordings per form of call; a learning rate may change with every step
 lasting: list[Any] = []  # arrays that outlive every call, such as those that kernels report to
-ALSO = {"data", "ctypes", "device"}  # for addresses, and for what is asked of a device
+ALSO = {"data", "ctypes", "device"}  # attributes for addresses and for limits of the device
 
 
 class UnknownError(Exception):
-    """A launch asks for more than how arrays lie; no AttributeError, which getattr would hide."""
+    """A launch needs more than layouts; not an AttributeError, which getattr would hide."""
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -31,7 +31,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class Recorded(StandIn):
-    """An array of which a launch learns how it lies; isinstance finds the class of the array."""
+    """Stands for an array, and shows only its layout; isinstance finds the class of the array."""
 
     __array__ = __array_ufunc__ = __array_function__ = __bool__ = __eq__ = _refuse
     __hash__ = object.__hash__
@@ -44,35 +44,35 @@ class Recorded(StandIn):
         return getattr(self.form, name) if name in ALSO else _refuse()
 
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
-        """Return a new array, as ``new`` makes it, which every replay makes again."""
+        """Return a new array that ``new`` allocates, as every replay does again."""
         return self.recording.allocate(shape, dtype, new or _allocator(self))
 
     def spanned(self, size: int) -> Any:
-        """Return the array: a kernel gets no more than its address."""
+        """Return the array itself: a kernel gets only its address."""
         return self
 
 
 class Recording:
-    """What a launch allocates and starts."""
+    """The allocations and kernel starts of a launch."""
 
     def __init__(self) -> None:
         self.arrays: list[Recorded] = []  # those of the call, then those that are allocated
-        self.forms: list[tuple[Any, Any, Any]] = []  # of the latter: what makes it, shape, dtype
-        self.starts: list[tuple[Any, ...]] = []  # of kernels: how, grid, block, arguments, shared
+        self.forms: list[tuple[Any, Any, Any]] = []  # of the latter: allocator, shape, dtype
+        self.starts: list[tuple[Any, ...]] = []  # launch, grid, block, arguments, shared memory
 
     def enter(self, array: Any) -> Any:
-        """Return what the launch gets in place of an array."""
+        """Return what the launch gets in place of an array: a stand-in, or None or an integer."""
         self.arrays.append(Recorded(array, self))
         return array if array is None or type(array) is int else self.arrays[-1]
 
     def allocate(self, shape: Any, dtype: Any, new: Callable[..., Any]) -> Any:
-        """Return what ``new`` makes of shape and dtype."""
+        """Record an allocation by ``new``; return the stand-in of the array."""
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
         self.forms.append((new, sizes, np.dtype(dtype)))
         return self.enter(new(sizes, np.dtype(dtype)))
 
     def starting(self, kernel: Any) -> Callable[..., None]:
-        """Return what takes down a launch of a kernel."""
+        """Return a function that records a launch of a kernel instead of starting it."""
 
         def start(grid: Any, block: Any, values: Any, shared: int) -> None:
             ready = [kernel.ready(v) if isinstance(v, np.generic) else v for v in values]
@@ -81,7 +81,7 @@ class Recording:
         return start
 
     def finished(self, result: Any) -> Run:
-        """Return what allocates and starts the same, and picks the result."""
+        """Return a function that repeats the allocations and starts, and returns the results."""
         numbers = {id(array): number for number, array in enumerate(self.arrays)}
         fixed: list[Any] = []
 
@@ -89,7 +89,7 @@ class Recording:
             if id(value) not in numbers:
                 scalar = isinstance(value, np.generic) or not hasattr(value, "shape")
                 if not (scalar or any(value is each for each in lasting)):
-                    _refuse()  # the next call may make another array
+                    _refuse()  # the next call may create another array
                 numbers[id(value)] = len(self.arrays) + len(fixed)
                 fixed.append(value)
             return numbers[id(value)]
@@ -111,24 +111,24 @@ class Recording:
 
 
 def _allocator(like: Any) -> Callable[..., Any]:
-    """Return what makes arrays of a shape and a dtype, of like's library."""
+    """Return the function of like's library that allocates an array of a shape and a dtype."""
     if like.__class__ is np.ndarray:
         return np.empty
     return gpu.cupy().ndarray if gpu.is_cupys(like.__class__) else _refuse
 
 
 def replaying(run: Run, check: Run, defined: Callable[[list[Any]], Run], host: bool) -> Run:
-    """Return run for calls of one form, on a host or a device, replayed where it is recorded.
+    """Return ``run`` for calls of one form, on host or device, replayed once it is recorded.
 
-    A check sees each way to lie once.  Where run returns NotImplemented, for these options there
-    is no kernel, what ``defined`` makes of the arrays runs instead.
+    ``check`` runs once for each key.  Where ``run`` returns NotImplemented, as there is no kernel
+    for these options, the function that ``defined(arrays)`` returns runs instead.
     """
     known: dict[Any, Run | None] = {}  # None: met once
-    instead: list[Run] = []
-    lie = _here if host else _there
+    fallback: list[Run] = []
+    layouts_of = _layouts_on_host if host else _layouts_on_gpu
 
     def replayed(arrays: list[Any], options: dict[str, Any]) -> Any:
-        key = (*lie(arrays), *options.values())
+        key = (*layouts_of(arrays), *options.values())
         try:
             again = known[key]
         except (KeyError, TypeError) as error:
@@ -141,21 +141,21 @@ def replaying(run: Run, check: Run, defined: Callable[[list[Any]], Run], host: b
             again = known[key] = _recorded(run, arrays, options)
         result = again(arrays, options)
         if result is NotImplemented:
-            instead[:] = instead or [defined(arrays)]
-            known[key] = instead[0]
-            result = instead[0](arrays, options)
+            fallback[:] = fallback or [defined(arrays)]
+            known[key] = fallback[0]
+            result = fallback[0](arrays, options)
         return result
 
     return replayed
 
 
-def _there(arrays: Sequence[Any]) -> list[Any]:
-    """Return how CuPy's arrays lie; integers are what they are, as a kernel gets them."""
+def _layouts_on_gpu(arrays: Sequence[Any]) -> list[Any]:
+    """Return the layouts of CuPy's arrays, and integers as they are: a kernel gets their values."""
     return [a if a is None or a.__class__ is int else (a.strides, a.data.ptr % 16) for a in arrays]
 
 
-def _here(arrays: Sequence[Any]) -> list[Any]:
-    """Return the same of NumPy's."""
+def _layouts_on_host(arrays: Sequence[Any]) -> list[Any]:
+    """Return the same for NumPy's arrays."""
     return [a if a is None or type(a) is int else (a.strides, a.ctypes.data % 16) for a in arrays]
 
 
@@ -163,8 +163,8 @@ def _recorded(run: Run, arrays: Sequence[Any], options: dict[str, Any]) -> Run:
     recording = Recording()
     try:
         return recording.finished(run([*map(recording.enter, arrays)], options))
-    except Exception:  # whatever it was, run meets it again
+    except Exception:  # whatever it was, run raises it again
         return run
-    finally:  # or arrays would wait for the garbage collector: each knows its recording
+    finally:  # break the cycle of arrays and recording, or the garbage collector would have to
         recording.arrays.clear()
         recording.starts.clear()

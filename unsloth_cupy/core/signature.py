@@ -11,11 +11,11 @@ An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
     batch?      may be absent
     keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
 
-An output may be a sum of inputs, ``h(*rows) = x + residual``; x itself where it is the only one.
+An output may be a sum of inputs, ``h(*rows) = x + residual``; it is x itself without residual.
 
-A kind names dtypes (``dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of
-the call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` asks for a multiple.
-This one string checks calls, words errors, draws test inputs and heads the docs.
+A kind names dtypes (``dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of the
+call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` requires a multiple.  Checks
+of calls, error messages, random test inputs and the docs of an op all come from this one string.
 """
 
 import re
@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     kind: str = "float"
     below: str | None = None
     optional: bool = False
-    terms: tuple[str, ...] = ()  # of an output that is a sum: where one is there, that array itself
+    terms: tuple[str, ...] = ()  # of an output that is a sum: if only one is passed, that array
 
     def __str__(self) -> str:
         """Return the operand as the signature writes it."""
@@ -67,7 +67,7 @@ class Contract(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A call that obeys its contract: the size of every axis, the dtype of every output."""
+    """What a valid call determines: the size of every axis and the dtype of every output."""
 
     sizes: dict[str, Any]
     dtype: np.dtype[Any]
@@ -75,7 +75,7 @@ class Bound(NamedTuple):
 
 
 def parse(signature: str) -> Contract:
-    """Split a signature into its inputs, its outputs and the multiples it asks for."""
+    """Split a signature into its inputs, its outputs and the multiples it requires."""
     arrays, _, multiples = signature.partition(" where ")
     inputs, outputs = (
         tuple(
@@ -97,20 +97,20 @@ def parse(signature: str) -> Contract:
 def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) -> Contract:
     """Return the contract of a backward op, from the names of its parameters.
 
-    They are inputs and outputs of the forward op, and d + an output, which may be absent where
-    ``names`` says so.  It returns d + an input: of each positional one, of kind none for integers
-    and tables, and of each differentiable one that goes by keyword.
+    A parameter is an input or an output of the forward op, or d + an output, which is optional if
+    ``names`` says so.  The op returns d + an input for each positional input, of kind none for
+    integers and tables, and for each differentiable keyword input.
     """
     inputs, outputs, multiples = contract
     gradients = {f"d{o.name}": o._replace(name=f"d{o.name}", terms=()) for o in outputs}
-    first = {term: f"d{o.terms[0]}" for o in outputs for term in o.terms[1:]}  # of equal gradients
+    first = {term: f"d{o.terms[0]}" for o in outputs for term in o.terms[1:]}  # equal gradients
     known = {o.name: o._replace(terms=()) for o in inputs + outputs} | {
         name: o._replace(optional=o.optional or names.get(name, False))
         for name, o in gradients.items()
     }
-    if strange := names.keys() - known.keys():
-        raise TypeError(f"no {', '.join(sorted(strange))} among {', '.join(known)}")
-    found = tuple(
+    if unknown := names.keys() - known.keys():
+        raise TypeError(f"no {', '.join(sorted(unknown))} among {', '.join(known)}")
+    returned = tuple(
         Operand(
             *(f"d{o.name}", o.axes, "stat" if o.kind == "stat" else "float"),
             terms=(first[o.name],) if o.name in first else (),
@@ -120,15 +120,15 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
         for i, o in enumerate(inputs)
         if i < positional or o.kind in DIFFERENTIABLE
     )
-    return Contract(tuple(known[name] for name in names), found, multiples)
+    return Contract(tuple(known[name] for name in names), returned, multiples)
 
 
 def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     """Bind every axis name to one size, or raise an error that shows the whole call."""
     pairs = [*zip(contract.inputs, arrays, strict=True)]
     shown: Any = lambda problem: explain(op, problem, contract.inputs, arrays)  # noqa: E731
-    given = [(operand, array) for operand, array in pairs if array is not None]
-    dtype = next((a.dtype for o, a in given if o.kind in LEADING), FLOAT32)
+    present = [(operand, array) for operand, array in pairs if array is not None]
+    dtype = next((a.dtype for o, a in present if o.kind in LEADING), FLOAT32)
     sizes: dict[str, Any] = {}
     for operand, array in pairs:
         if array is None:
@@ -149,13 +149,13 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
         if misfit := _bind(operand, array.shape, sizes):
-            raise ShapeError(shown(misfit), expected=_wanted(operand, sizes), actual=array.shape)
+            raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
             multiple = f"a multiple of {sizes[few]}"
             raise ShapeError(shown(problem), expected=multiple, actual=sizes[many])
-    own = {operand.name: array.dtype for operand, array in given}
+    own = {operand.name: array.dtype for operand, array in present}
     outputs = [
         None if o.kind == "none" else own.get((*o.terms, o.name[1:])[0], allowed(o.kind, dtype)[0])
         for o in contract.outputs
@@ -164,18 +164,18 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
 
 
 def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> str | None:
-    """Enter the operand's axes into sizes; return what is wrong with its shape, if anything."""
+    """Add the operand's axes to sizes; return what is wrong with its shape, if anything."""
     axes: tuple[str, ...] = operand.axes
-    found: list[Any] = [*shape]
+    actual: list[Any] = [*shape]
     if axes and axes[0].startswith("*") and len(shape) >= len(axes) - 1:
         lead = len(shape) - len(axes) + 1
-        found = [shape[:lead], *shape[lead:]]
-    while len(axes) > len(found) and (skip := _droppable(axes)) is not None:
+        actual = [shape[:lead], *shape[lead:]]
+    while len(axes) > len(actual) and (skip := _droppable(axes)) is not None:
         axes = axes[:skip] + axes[skip + 1 :]
-    if len(axes) != len(found):
+    if len(axes) != len(actual):
         plural = "axis" if len(shape) == 1 else "axes"
         return f"{operand.name} has {len(shape)} {plural}, not ({', '.join(operand.axes)})"
-    for axis, size in zip(axes, found, strict=True):
+    for axis, size in zip(axes, actual, strict=True):
         name, operator, number = parts(axis)
         if (operator == "|" and size == 1) or (operator == "/" and name not in sizes):
             continue
@@ -186,19 +186,19 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
     return None
 
 
-def _wanted(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the shape that an operand must have: its axes' sizes, or names where any will do."""
-    found: list[Any] = []
+def _expected(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the shape that an operand must have: sizes of axes, or names if any size is valid."""
+    shape: list[Any] = []
     for axis in operand.axes:
         name = parts(axis)[0]
         size = size_of(axis, sizes) if name.isdigit() or name in sizes else axis
-        found.extend(size if isinstance(size, tuple | list) else [size])
-    return tuple(found)
+        shape.extend(size if isinstance(size, tuple | list) else [size])
+    return tuple(shape)
 
 
 def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the shape of an operand whose axes are bound; None where one of them is not."""
-    shape = tuple(size for size in _wanted(operand, sizes) if not str(size).endswith("?"))
+    shape = tuple(size for size in _expected(operand, sizes) if not str(size).endswith("?"))
     return None if any(isinstance(size, str) for size in shape) else shape
 
 
@@ -223,8 +223,8 @@ def _droppable(axes: tuple[str, ...]) -> int | None:
 
 
 def explain(op: str, problem: str, operands: Sequence[Operand], arrays: Sequence[Any]) -> str:
-    """Return the problem and, under it, every array of the call beside what was asked."""
-    given = [(str(o), a) for o, a in zip(operands, arrays, strict=True) if hasattr(a, "dtype")]
-    width = max((len(text) for text, _ in given), default=0)
-    lines = [f"  {text:<{width}} = {tuple(a.shape)} {a.dtype.name}" for text, a in given]
+    """Return the problem, then a line for every array of the call: operand, shape and dtype."""
+    rows = [(str(o), a) for o, a in zip(operands, arrays, strict=True) if hasattr(a, "dtype")]
+    width = max((len(text) for text, _ in rows), default=0)
+    lines = [f"  {text:<{width}} = {tuple(a.shape)} {a.dtype.name}" for text, a in rows]
     return "\n".join([f"{op}: {problem}", *lines])

@@ -1,4 +1,4 @@
-"""The source text of a kernel: where it lies, its compile-time constants, its parameters."""
+"""The source text of a kernel: its file, its compile-time constants and its parameters."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ CTYPES: Mapping[np.dtype[Any], str] = {
 class Constants(dict[str, Any]):
     """Compile-time constants of a launch by name: dtypes, ints and bools.  Hashed once.
 
-    Make them in a cached function: a launch looks its kernel up by them on every call.
+    Create them in a cached function: a launch looks up its kernel by them on every call.
     """
 
     def __init__(self, **constants: Any) -> None:
@@ -42,12 +42,12 @@ class Constants(dict[str, Any]):
 
 @functools.cache
 def source_root() -> Path:
-    """Return kernels_cu/: inside the package in a wheel, beside it in a checkout."""
+    """Return kernels_cu/: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for root in (package / "kernels_cu", package.parent / "kernels_cu"):
         if (root / "common").is_dir():
             return root
-    raise KernelError(f"kernels_cu is neither in {package} nor beside it; reinstall the package")
+    raise KernelError(f"kernels_cu is neither in {package} nor next to it; reinstall the package")
 
 
 @functools.cache
@@ -58,10 +58,10 @@ def digest() -> str:
 
 
 def translation_unit(file: str, constants: Mapping[str, Any]) -> str:
-    """Return shared headers, typed constants, then the file itself."""
+    """Return the text to compile: shared headers, typed constants, then the file itself."""
     lines = [f"// kernels_cu {digest()}", '#include "common/device.cuh"']
     for name, value in constants.items():
-        if isinstance(value, int):  # flags too
+        if isinstance(value, int):  # a bool too
             kind = "bool" if isinstance(value, bool) else "int"
             lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
         else:
@@ -74,20 +74,20 @@ def parameters(
 ) -> tuple[tuple[np.dtype[Any], bool], ...]:
     """Return (dtype, is a pointer) of every parameter that the source declares."""
     known = {ctype: dtype for dtype, ctype in CTYPES.items()} | {"size_t": np.dtype("uint64")}
-    known["TensorMap"] = np.dtype("V128")  # of a driver
+    known["TensorMap"] = np.dtype("V128")  # the driver's CUtensorMap: 128 bytes
     known |= {k: np.dtype(v) for k, v in constants.items() if not isinstance(v, int)}
     text = with_headers(file)
     declared = re.search(rf"KERNEL\([^)]*\)\s*{name}\(\s*([^)]*)\)", text)
     if declared is None:
         raise KernelError(f"{file} declares no KERNEL(...) {name}(...)")
-    found = []
+    result = []
     for parameter in re.split(r",\s*", declared[1]):
         bare = re.sub("const |__grid_constant__ |__restrict__ ", "", parameter)
         dtype = dtype_of(re.sub(r"[ *]+\w+$", "", bare), known, text)
         if dtype is None:
             raise KernelError(f"{file}: {name} has a parameter of unknown type: {parameter}")
-        found.append((dtype, "*" in bare))
-    return tuple(found)
+        result.append((dtype, "*" in bare))
+    return tuple(result)
 
 
 @functools.cache
@@ -116,16 +116,16 @@ def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dt
 
 
 def fields(struct: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a tuple of a dict with the fields of a struct, and so of each dict in it."""
+    """Return a dict with the fields of a struct as a tuple in their order, nested ones as well."""
     if type(struct) is dict and struct.keys() == {*(dtype.names or ())}:
         return tuple([fields(struct[name], dtype[name]) for name in dtype.names or ()])
-    return struct  # NumPy refuses a dict that has others
+    return struct  # NumPy raises for a dict with other keys
 
 
 def check_arguments(
     kernel: str, declared: Sequence[tuple[np.dtype[Any], bool]], args: Sequence[Any]
 ) -> None:
-    """Raise KernelError where arguments are not what the source declares."""
+    """Raise KernelError if arguments do not match what the source declares."""
     if len(args) != len(declared):
         raise KernelError(f"{kernel} takes {len(declared)} arguments: {args}")
     for (dtype, pointer), arg in zip(declared, args, strict=True):

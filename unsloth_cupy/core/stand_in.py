@@ -1,7 +1,7 @@
-"""Arrays that stand for others: code runs on them to learn what it would do.
+"""Stand-ins for arrays: code runs on them to find out what it would allocate and launch.
 
-They know how they lie, and make new ones.  ``Recorded`` stands for an array of a call that is to be
-replayed; ``Planned`` for one that is not there at all.
+They have a layout and allocate further stand-ins.  ``Recorded`` stands for an array of a call that
+is recorded for replay; ``Planned`` for an array that was never allocated.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class StandIn:
-    """What is known of an array: shape, dtype, strides, and where it lies."""
+    """The layout of an array: its shape, dtype, strides and address."""
 
     form: Any  # an array that has the shape, the dtype and the strides
-    planned = False  # there is nothing to compute with
-    empty: Callable[..., Any]  # (shape, dtype, new) -> a stand-in, of what ``new`` makes if given
-    spanned: Callable[[int], Any]  # a view of so many elements from the first on, as one axis
+    planned = False  # True: there are no elements to compute with
+    empty: Callable[..., Any]  # (shape, dtype, new) -> a stand-in; ``new``, if passed, allocates
+    spanned: Callable[[int], Any]  # (n): a view of the first n elements, as one axis
 
     shape = property(lambda self: self.form.shape)
     dtype = property(lambda self: self.form.dtype)
@@ -27,5 +27,5 @@ class StandIn:
 
 
 def is_planned(array: Any) -> bool:
-    """Say whether an array has no elements."""
+    """Return whether an array is a stand-in without elements."""
     return isinstance(array, StandIn) and array.planned

@@ -1,4 +1,4 @@
-"""Where kernels run: a target owns some arrays, and answers all that is asked of a machine."""
+"""Targets run kernels: each owns some arrays, compiles and allocates for them and has limits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
 
 class Limits(NamedTuple):
-    """What the tables of launches are resolved against."""
+    """The limits of a device, from which launches choose their tiles and grids."""
 
     architecture: int  # compute capability: 86 for 8.6
-    shared: int  # bytes of shared memory that a block may ask for
+    shared: int  # bytes of shared memory that a block may request
     processors: int = 1
     clusters: bool = False  # blocks can form them, as on most GPUs from sm_90 on
 
@@ -23,7 +23,7 @@ class Target(Protocol):
     """A machine that runs kernels."""
 
     def owns(self, array: Any) -> bool:
-        """Say whether this target runs kernels on this array."""
+        """Return whether this target runs kernels on this array."""
 
     def compile(self, name: str, source: str) -> Launch:
         """Return kernel ``name`` of a translation unit as ``launch(grid, block, args, shared)``."""
@@ -32,21 +32,21 @@ class Target(Protocol):
         """Return the limits of the device that holds an array of this target."""
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
-        """Return a new array, uninitialised, where an array of this target lives."""
+        """Return a new, uninitialised array on the device of ``like``, an array of this target."""
 
 
 def unwatched(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
-    """Return how a new form of call is to run, or the definition inside of it: as it would."""
+    """Return the function that runs a new form of call, or the definition in it: unchanged."""
     return run
 
 
-watch: Callable[[Any, Sequence[Any], Run, bool], Run] = unwatched  # others may stand here
-targets: tuple[Target, ...] = ()  # gpu.py enters the first
+watch: Callable[[Any, Sequence[Any], Run, bool], Run] = unwatched  # profiling replaces it
+targets: tuple[Target, ...] = ()  # gpu.py adds the first
 
 
 @contextmanager
 def using(target: Target) -> Iterator[None]:
-    """Ask this target first, inside a ``with`` block."""
+    """Give this target precedence over the others inside a ``with`` block."""
     global targets  # noqa: PLW0603 -- the one seam between the library and the machine
     before, targets = targets, (target, *targets)
     try:

@@ -1,6 +1,7 @@
 """Patched models of transformers give what they gave, in every family."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -125,6 +126,49 @@ def test_norms_that_were_left_are_not_one_pass_with_their_turn():
     assert report.taken == {"rotary": 2}
     assert report.left == {"qk_norm": "its norms or its rotary positions were left"}
     assert patch(model_of("qwen3"), parts=["norm", "qk_norm"]).taken == {"norm": 9}
+
+
+def copied(function):
+    """Decorate as ``functools.wraps`` does: the function stands in the closure."""
+
+    @functools.wraps(function)
+    def forward(*args, **options):
+        calls.append(function)
+        return function(*args, **options)
+
+    calls = forward.calls = []
+    return forward
+
+
+def hidden(function):
+    """Decorate by a function that has no closure of its own to copy."""
+    held = {"function": function}
+
+    @functools.wraps(function)
+    def forward(*args, **options):
+        return held["function"](*args, **options)
+
+    return forward
+
+
+@pytest.mark.parametrize("decorator", [copied, hidden], ids=lambda f: f.__name__)
+def test_a_forward_is_taken_over_under_its_decorators(decorator, monkeypatch):
+    model = model_of("qwen3")
+    layer = type(model.model.layers[0].self_attn)
+    before = step(model)
+    decorated = decorator(decorator(layer.forward))
+    monkeypatch.setattr(layer, "forward", decorated)
+    report = patch(model)
+    if decorator is copied:
+        assert {"rotary", "qk_norm"} <= report.taken.keys()
+        calls = decorated.calls
+        calls.clear()
+        check(step(model), before, model, "left")
+        assert len(calls) == 2  # the decorator's work is done in each of two layers
+    else:
+        assert report.left["rotary"] == "a decorator of its forward cannot be copied"
+        assert "qk_norm" not in report.taken
+        check(step(model), before, model, "left")
 
 
 def test_a_report_is_a_table():

@@ -84,13 +84,17 @@ def test_checkpointed_layers_give_the_same_bits(family, reentrant):
 
 
 @quiet
-def test_a_cache_is_not_written_twice_by_layers_that_are_checkpointed():
-    model = model_of("llama")
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_cache_is_not_written_by_layers_that_are_checkpointed(use_cache):
+    model, cache = model_of("llama"), transformers.DynamicCache()
     plain = step(model)
     patch(model)
     model.gradient_checkpointing_enable()
-    loss = model(**texts("left") | {"use_cache": True}).loss
+    options = {"past_key_values": cache, "use_cache": use_cache}
+    loss = model(**texts("left") | options).loss
+    loss.backward()
     torch.testing.assert_close(loss.detach(), plain["loss"])
+    assert cache.get_seq_length() == 0
 
 
 def test_a_deep_copy_computes_with_its_own_weights_and_is_unpatched_alone():

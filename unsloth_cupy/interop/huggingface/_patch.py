@@ -202,7 +202,10 @@ class _Patching:
         try:
             for module in self.model.modules():
                 if "rotary" in self.parts and _rotary.named(module) and own_forward(module):
-                    notes[module] = _rotary.record(self.changes, module)
+                    try:
+                        notes[module] = _rotary.record(self.changes, module)
+                    except Refused as error:
+                        self.leave("rotary", module, error)
             self.texts.run(self.model)
         finally:
             self.changes.since(count)

@@ -19,7 +19,7 @@ from ...errors import ShapeError
 from ..torch import qk_norm_rope
 from ._changes import HOOKED, Changes, own_forward, place_of
 from ._modules import eps_of
-from ._rotary import Way, named
+from ._rotary import Way, decorated_as, named
 from ._trials import Call, Refused, Texts, draw, near
 
 Forward = Callable[..., Any]
@@ -90,8 +90,9 @@ def _is_bare(norm: Any) -> bool:
 
 def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward:
     """Return a layer's forward that hands queries and keys to a function as they are."""
-    plain: Any = type(module).forward
-    function, rotary = _source(plain), named(module) or ""
+    forward: Any = type(module).forward
+    plain = inspect.unwrap(forward)
+    function, rotary = _source(forward, plain), named(module) or ""
     asked = {rotary: 1, **dict.fromkeys(names, 1)}
     nodes = [*ast.walk(function)]
     used = [getattr(node, "attr", getattr(node, "id", None)) for node in nodes]
@@ -102,23 +103,30 @@ def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward
     scope = plain.__globals__ | {rotary: turn}
     del scope["__name__"]  # by which torch.compile would look the globals of the module up
     write(f"forward of {type(module).__name__}", ast.unparse(function), scope)
-    made: Forward = scope[function.name]
-    return made
+    return decorated_as(forward, scope[function.name])
 
 
-def _source(plain: Any) -> ast.FunctionDef:
-    """Return the definition of a forward that stands by itself, without annotations."""
+def _source(forward: Any, plain: Any) -> ast.FunctionDef:
+    """Return the definition of a forward, without its decorators and annotations."""
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
     except OSError:
         raise Refused("its source is not there") from None
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list or plain.__closure__:
-        raise Refused("its forward is wrapped")
+    if not isinstance(function, ast.FunctionDef) or plain.__closure__:
+        raise Refused("its forward is not a function of its module")
+    if len(function.decorator_list) > _decorators(forward):
+        raise Refused("a decorator of its forward cannot be copied")
+    function.decorator_list = []
     for node in ast.walk(function):
         if isinstance(node, ast.arg):
             node.annotation = None
     function.returns = None
     return function
+
+
+def _decorators(forward: Any) -> int:
+    """Return how many decorators of a function name the function that they call."""
+    return 1 + _decorators(forward.__wrapped__) if hasattr(forward, "__wrapped__") else 0
 
 
 class _Writer(ast.NodeTransformer):

@@ -13,6 +13,7 @@ from ._trials import Call, Refused, Texts, near
 ATTENTION, MLP = "self_attn", "mlp"
 BEFORE = {"input_layernorm", "post_attention_layernorm", ATTENTION, MLP}
 CHECKPOINTS_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)  # 5.0 does so around it
+CACHES = ("cache", "past_key_values", "layer_past")  # names of one argument, by release and layer
 AROUND = BEFORE | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
@@ -64,7 +65,8 @@ def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> C
     def forward(self: Any, hidden_states: Any, **given: Any) -> Any:
         if not _checkpoints(self):
             return added(self, hidden_states, **given)
-        if given.get("use_cache") or given.get("past_key_values") is not None:
+        cached = any(given.get(name) is not None for name in CACHES)
+        if cached or given.get("use_cache"):
             return type(self).forward(self, hidden_states, **given)  # warns, and goes without
         return self._gradient_checkpointing_func(partial(added, self, **given), hidden_states)
 

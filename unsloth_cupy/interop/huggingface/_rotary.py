@@ -24,8 +24,8 @@ Way = Callable[..., Any]  # of an op, then what a model hands to its function
 
 
 def named(module: nn.Module) -> str | None:
-    """Return the name by which a module's forward calls the function."""
-    forward = type(module).forward
+    """Return the name by which a module's forward, under its decorators, calls the function."""
+    forward: Any = inspect.unwrap(type(module).forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     known = [name for name in NAMES if name in names and name in forward.__globals__]
     return known[0] if len(known) == 1 else None
@@ -33,13 +33,35 @@ def named(module: nn.Module) -> str | None:
 
 def with_function(forward: Any, name: str | None, function: Turn) -> Callable[..., Any]:
     """Return a forward that calls another function to turn queries and keys."""
-    scope = forward.__globals__ | {name: function}
+    plain = inspect.unwrap(forward)
+    scope = plain.__globals__ | {name: function}
     del scope["__name__"]  # by which torch.compile would look the globals of the module up
-    code = forward.__code__.replace()  # what is compiled for the other is not looked up for this
-    made: Any = types.FunctionType(
-        code, scope, "forward", forward.__defaults__, forward.__closure__
+    code = plain.__code__.replace()  # what is compiled for the other is not looked up for this
+    made: Any = types.FunctionType(code, scope, "forward", plain.__defaults__, plain.__closure__)
+    made.__kwdefaults__, made.__signature__ = plain.__kwdefaults__, inspect.signature(plain)
+    return decorated_as(forward, made)
+
+
+def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
+    """Return a function under copies of the decorators of a forward; raise Refused for others.
+
+    A decorator made with ``functools.wraps`` names the function that it calls, ``__wrapped__``, and
+    holds it in its closure, where the copy holds the other function.
+    """
+    if not hasattr(forward, "__wrapped__"):
+        decorated: Callable[..., Any] = plain
+        return decorated
+    inner, before = decorated_as(forward.__wrapped__, plain), forward.__wrapped__
+    cells = getattr(forward, "__closure__", None) or ()
+    closure = tuple(
+        types.CellType(inner) if cell.cell_contents is before else cell for cell in cells
     )
-    made.__kwdefaults__, made.__signature__ = forward.__kwdefaults__, inspect.signature(forward)
+    if closure == cells:
+        raise Refused("a decorator of its forward cannot be copied")
+    made: Any = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, "forward", forward.__defaults__, closure
+    )
+    made.__kwdefaults__, made.__wrapped__ = forward.__kwdefaults__, inner
     return made
 
 
@@ -52,7 +74,7 @@ def turning(forward: Any, name: str | None, way: Way) -> Callable[..., Any]:
 def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
     """Let a module note what it hands to the function; return the notes."""
     forward: Any = type(module).forward
-    function, notes = forward.__globals__[named(module)], []
+    function, notes = inspect.unwrap(forward).__globals__[named(module)], []
 
     def noting(*given: Any, **options: Any) -> Any:
         notes.append((function, given, options))

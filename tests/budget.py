@@ -1,11 +1,13 @@
-"""What kernels may take of an SM: ``[kernels]`` of ``costs.toml``, reviewed when it changes.
+"""The resources that each kernel may use on an SM: ``[kernels]`` of ``costs.toml``.
 
-    python -m tests.budget --write [KERNEL ...]      renews it, all or the lines of some kernels
+    python -m tests.budget --write [KERNEL ...]      rewrites all lines, or those of some kernels
 
-and the table of docs/performance.md, which has a row for every op with a kernel.
+It also rewrites the table of docs/performance.md, which has a row for every op with a kernel.
+Review the difference before you commit it.
 
-A line says what a variant takes, by architectures: registers of a thread, bytes of static and of
-dynamic shared memory, and the share of an SM's threads that can be resident, in percent.
+A line has the numbers of one variant of a kernel, by architecture: registers of a thread, bytes of
+static and of dynamic shared memory, and occupancy (the percentage of an SM's threads that can be
+resident).
 """
 
 import functools
@@ -28,23 +30,23 @@ from .variants import ARCHITECTURES, Variant, constants, variants
 
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
 HEAD = """\
-# What every variant of a kernel takes: registers of a thread, bytes of static and of dynamic shared
-# memory, occupancy in percent.  Written by python -m tests.budget --write; the reasons by hand.
+# The resources of every variant of a kernel: registers of a thread, bytes of static and of dynamic
+# shared memory, occupancy in percent.  python -m tests.budget --write writes all but the reasons.
 """
 REPORT = tuple(f"--ptxas-options={o}" for o in ("-v", "-warn-spills", "-warn-lmem-usage"))
-SILENCE = re.compile(  # what ptxas says where all is well
+SILENCE = re.compile(  # lines that ptxas also prints when nothing is wrong
     r"(ptxas info +: (\d+ bytes gmem|Compiling entry function|Function properties for|"
     r"Used \d+ registers|Compile time =|Overriding maximum register limit)|"
     r"ptxas +\. +\d+ bytes stack frame)"
 )
-# A thread gets registers by so many.  NVRTC does not give every run the same: of one source, 133,
-# 134 and 138 in 60 runs.
+# The hardware allocates a thread's registers in multiples of this.  NVRTC does not use the same
+# number in every run: 133, 134 and 138 for one source in 60 runs.
 REGISTER_UNIT = 8
 Lines = dict[str, dict[str, dict[str, list[int]]]]  # kernel, label, architecture: numbers
 
 
 class Resources(NamedTuple):
-    """What ptxas says of a kernel: bytes but for registers, and lines that are not routine."""
+    """ptxas's report on a kernel: registers, then bytes, and the lines that are not routine."""
 
     registers: int
     shared: int
@@ -54,7 +56,7 @@ class Resources(NamedTuple):
 
 
 def missing() -> str | None:
-    """Return why nothing can be compiled here, or None."""
+    """Return the reason why kernels cannot be compiled here, or None."""
     try:
         compiler_version()
     except (ImportError, RuntimeError) as error:
@@ -63,7 +65,7 @@ def missing() -> str | None:
 
 
 def cubin(source: str, options: tuple[str, ...], arch: str) -> tuple[bytes, str]:
-    """Compile as cupy.RawModule does on a device of this architecture; return ptxas's log too."""
+    """Compile as cupy.RawModule does for this architecture; return the cubin and ptxas's log."""
     return binary.compiled(source, int(arch), REPORT, options)
 
 
@@ -73,20 +75,20 @@ def compiler_version() -> str:
 
 
 def read_log(log: str) -> dict[str, Resources]:
-    """Return the resources of every kernel that ptxas speaks of, and what it complains of."""
-    found = binary.read_log(log)
+    """Return the resources of every kernel in a log of ptxas, and the warnings about it."""
+    reported = binary.read_log(log)
     lines = [line for line in log.replace("\0", "").splitlines() if line.strip()]
     lines = [line for line in lines if not SILENCE.match(line)]
     by_kernel = {}
-    for name, used in found.items():
-        others = [f"'{other}'" for other in found if other != name]
+    for name, used in reported.items():
+        others = [f"'{other}'" for other in reported if other != name]
         own = (line for line in lines if not any(other in line for other in others))
         by_kernel[name] = Resources(*used, tuple(own))
     return by_kernel
 
 
 def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
-    """Return the sources that a text includes, and those that they include."""
+    """Return the sources that a text includes, directly or through other sources."""
     for name in re.findall(r'^#include "([^"]+)"', text, re.M):
         if name not in seen:
             seen[name] = (source_root() / name).read_text()
@@ -94,12 +96,12 @@ def _closure(text: str, seen: dict[str, str]) -> dict[str, str]:
     return seen
 
 
-def told(source: str, options: Iterable[str], arch: str, *more: Any) -> bytes:
-    """Return all that the binary of a translation unit is made of: what is kept is found by it."""
+def cache_key(source: str, options: Iterable[str], arch: str, *more: Any) -> bytes:
+    """Return all that determines the binary of a translation unit: the key of cached results."""
     unit = re.sub(r"^// kernels_cu \w+\n", "", source)  # the digest of all sources
-    found = [compiler_version(), arch, *more, unit, sorted(_closure(unit, {}).items())]
-    found.append([option for option in options if not option.startswith("-I")])
-    return json.dumps(found).encode()
+    parts = [compiler_version(), arch, *more, unit, sorted(_closure(unit, {}).items())]
+    parts.append([option for option in options if not option.startswith("-I")])
+    return json.dumps(parts).encode()
 
 
 @functools.cache
@@ -108,24 +110,24 @@ def _read(log: Path) -> dict[str, Resources]:
 
 
 def resources(launch: Launch, arch: str) -> Resources:
-    """Return what the kernel of a launch takes; kept by what its source includes."""
+    """Return the resources of the kernel of a launch; cached by the sources that it includes."""
 
     def build(folder: Path) -> Path:
         log = folder / "log"
         log.write_text(cubin(launch.source, launch.options, arch)[1])
         return log
 
-    key = told(launch.source, launch.options, arch, REPORT)
+    key = cache_key(launch.source, launch.options, arch, REPORT)
     return _read(kept_file("ptxas", key, build, ".txt"))[launch.kernel]
 
 
 def kept(variant: Variant) -> bool:
-    """Say whether the table has a line for a variant: float16 takes what bfloat16 takes."""
+    """Return whether the table has a line for a variant: float16 uses the same as bfloat16."""
     return constants(variant.launch.source).get("T") != "__half"
 
 
 def numbers(variant: Variant) -> list[int]:
-    """Return what the table keeps of a variant."""
+    """Return the numbers of a variant in the table."""
     used, launch = resources(variant.launch, variant.arch), variant.launch
     shared = used.shared + launch.shared
     share = binary.occupancy(int(variant.arch), used.registers, shared, launch.threads)
@@ -133,22 +135,22 @@ def numbers(variant: Variant) -> list[int]:
 
 
 def read() -> tuple[dict[str, Any], Lines]:
-    """Return the head of the part, and its numbers by kernel, variant and architecture."""
+    """Return the header of ``[kernels]``, and its numbers by kernel, variant and architecture."""
     head = table.read("kernels")
     lines = {
         kernel: {
-            label: {arch: found for archs, found in by.items() for arch in archs.split()}
-            for label, by in several.items()
+            label: {arch: values for archs, values in by.items() for arch in archs.split()}
+            for label, by in labels.items()
         }
-        for kernel, several in head.pop("variants").items()
+        for kernel, labels in head.pop("variants").items()
     }
     return head, lines
 
 
 def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
-    """Return the lines of the part."""
+    """Yield the lines of ``[kernels]``."""
     yield HEAD + f'compiler = "{head["compiler"]}"'
-    yield "\n[kernels.reasons]  # why no more than half of an SM's threads are resident"
+    yield "\n[kernels.reasons]  # why only half of an SM's threads, or fewer, are resident"
     yield from table.reason_lines(head["reasons"])
     for kernel in sorted(lines):
         yield f"\n[kernels.variants.{kernel}]"
@@ -157,23 +159,23 @@ def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
 
 
 def write(kernels: Iterable[str] = ()) -> None:
-    """Renew the lines of these kernels, or all."""
+    """Rewrite the lines of these kernels, or all lines."""
     head, lines = read()
-    asked = [v for arch in ARCHITECTURES for v in variants(arch) if kept(v)]
-    known = {v.kernel for v in asked}
-    if strange := set(kernels) - known:
-        sys.exit(f"there is no kernel {strange}; choose from {sorted(known)}")
+    every = [v for arch in ARCHITECTURES for v in variants(arch) if kept(v)]
+    known = {v.kernel for v in every}
+    if unknown := set(kernels) - known:
+        sys.exit(f"there is no kernel {unknown}; choose from {sorted(known)}")
     chosen = set(kernels) or known
-    lines = {kernel: several for kernel, several in lines.items() if kernel in known - chosen}
+    lines = {kernel: labels for kernel, labels in lines.items() if kernel in known - chosen}
     head["compiler"] = compiler_version()
     with ThreadPoolExecutor(4) as pool:
-        wanted = [v for v in asked if v.kernel in chosen]
-        for variant, found in zip(wanted, pool.map(numbers, wanted), strict=True):
+        selected = [v for v in every if v.kernel in chosen]
+        for variant, values in zip(selected, pool.map(numbers, selected), strict=True):
             by = lines.setdefault(variant.kernel, {}).setdefault(variant.label, {})
-            by[variant.arch] = found
-    used = ((variant, resources(variant.launch, variant.arch)) for variant in wanted)
+            by[variant.arch] = values
+    used = ((variant, resources(variant.launch, variant.arch)) for variant in selected)
     if spilled := [str(variant) for variant, each in used if each.spilled or each.local]:
-        sys.exit(f"these use local memory, and nothing is written: {', '.join(spilled)}")
+        sys.exit(f"the table is not written, as these use local memory: {', '.join(spilled)}")
     table.replace("kernels", text(head, lines))
     report.renew(PAGE)
 

@@ -1,11 +1,12 @@
-"""Every kernel, compiled once by the oldest and by the newest NVRTC that is supported.
+"""Compile one variant of every kernel with the oldest and the newest supported NVRTC.
 
     python -m tests.compilers             installs both, each in an environment inside this one
-    python -m tests.compilers --here      tries the NVRTC of this environment
+    python -m tests.compilers --here      uses the NVRTC of this environment
 
-An environment has NVRTC and its headers, which must be of one version, and sees all other packages
-of the one that this runs in.  Architectures take turns.  What a compiler refuses is an error.
-Registers that it spills are only told, as ``costs.toml`` holds for one compiler.
+An environment has NVRTC and the headers of the same version; it shares all other packages with the
+environment that this program runs in.  Kernels alternate between the architectures.  A kernel that
+does not compile is an error; spilled registers are only reported, as ``costs.toml`` is valid for
+one compiler.
 """
 
 import subprocess
@@ -26,27 +27,27 @@ OLDEST, NEWEST = "12.0", "13.5"
 
 
 def wheels(version: str) -> list[str]:
-    """Return what pip is asked for: NVRTC, and the headers of the same version."""
+    """Return the requirements for pip: NVRTC, and the headers of the same version."""
     suffix = "-cu12" if version.startswith("12.") else ""
     return [f"nvidia-cuda-{part}{suffix}=={version}.*" for part in ("nvrtc", "runtime")]
 
 
 def environment(version: str) -> Path:
-    """Return the Python of an environment with this NVRTC, which is made once, inside this one."""
+    """Return the Python of an environment with this NVRTC; create it inside this one if needed."""
     folder = Path(sys.prefix) / f"nvrtc-{version}"
-    places = {"base": str(folder), "platbase": str(folder)}
-    site = Path(sysconfig.get_path("purelib", "venv", places))
-    made = site / "base.pth"  # written last
-    if not made.exists():
+    bases = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", bases))
+    link = site / "base.pth"  # written last, so that it marks a complete environment
+    if not link.exists():
         venv.create(folder, clear=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
         subprocess.run([*pip, *wheels(version)], check=True)
-        made.write_text(sysconfig.get_path("purelib") + "\n")
-    return Path(sysconfig.get_path("scripts", "venv", places)) / "python"
+        link.write_text(sysconfig.get_path("purelib") + "\n")
+    return Path(sysconfig.get_path("scripts", "venv", bases)) / "python"
 
 
-def elsewhere(version: str, module: str) -> int:
-    """Run a module as this process was asked to, with another NVRTC; return its exit status."""
+def run_with_nvrtc(version: str, module: str) -> int:
+    """Run a module with another NVRTC and this process's arguments; return its exit status."""
     command = [environment(version), "-m", module, *sys.argv[1:]]
     return subprocess.run(command, check=False).returncode
 
@@ -69,12 +70,12 @@ def headers() -> list[Path]:
 
 
 def inside(folder: Path) -> bool:
-    """Say whether a folder is one of this environment, not of a system toolkit."""
+    """Return whether a folder belongs to this environment, not to a system-wide CUDA toolkit."""
     return folder.resolve().is_relative_to(Path(sys.prefix).resolve())
 
 
-def refused(variant: Variant) -> str | None:
-    """Compile; return what NVRTC says where it does not, and print what is spilled."""
+def compile_error(variant: Variant) -> str | None:
+    """Compile a variant; return NVRTC's error, or None; print how many bytes it spills, if any."""
     launch = variant.launch
     try:
         log = budget.cubin(launch.source, launch.options, variant.arch)[1]
@@ -86,40 +87,40 @@ def refused(variant: Variant) -> str | None:
     return None
 
 
-def supported_options(several: Sequence[Variant], version: str) -> bool:
-    """Say whether a kernel is asked for with this NVRTC: a second -arch is new in 12.9."""
+def supported_options(variants: Sequence[Variant], version: str) -> bool:
+    """Return whether this NVRTC accepts the options of a kernel: a second -arch is new in 12.9."""
     newer = tuple(map(int, version.split("."))) >= NVRTC
-    return newer or "-arch=sm_90a" not in several[0].launch.options
+    return newer or "-arch=sm_90a" not in variants[0].launch.options
 
 
 def in_cluster(variant: Variant) -> bool:
-    """Say whether the blocks of a variant form clusters."""
+    """Return whether the blocks of a variant form clusters."""
     return int(constants(variant.launch.source).get("CLUSTER", 1)) > 1
 
 
 def try_here(wanted: str | None = None) -> None:
-    """Compile one variant of every kernel; exit with what does not compile."""
+    """Compile one variant of every kernel; exit with the errors of those that do not compile."""
     version, folders = budget.compiler_version(), headers()
     print(f"NVRTC {version}, headers in {', '.join(map(str, folders))}")
     if wanted and not (version == wanted and [*map(inside, folders)] == [True]):
-        sys.exit(f"NVRTC {wanted} and its headers should lie in {sys.prefix}")
+        sys.exit(f"NVRTC {wanted} and its headers should be installed in {sys.prefix}")
     archs = supported()
     chosen = []
     for number, kernel in enumerate(declared()):
-        several = of_kernel(kernel, archs[number % len(archs)]) or of_kernel(kernel, "90")
-        if supported_options(several, version):
-            chosen.append(several[number % len(several)])
-        if "90" in archs:  # instructions that blocks of a cluster have for themselves
+        variants = of_kernel(kernel, archs[number % len(archs)]) or of_kernel(kernel, "90")
+        if supported_options(variants, version):
+            chosen.append(variants[number % len(variants)])
+        if "90" in archs:  # some instructions occur in the blocks of a cluster only
             chosen += [v for v in of_kernel(kernel, "90") if in_cluster(v)][-1:]
     with ThreadPoolExecutor(2) as pool:
-        failures = [said for said in pool.map(refused, chosen) if said is not None]
+        failures = [error for error in pool.map(compile_error, chosen) if error is not None]
     print(f"{len(chosen) - len(failures)} of {len(chosen)} variants compile for {', '.join(archs)}")
     if failures:
         sys.exit("\n".join(failures))
 
 
 def try_all() -> None:
-    """Compile by the oldest and the newest NVRTC; exit with the first that fails."""
+    """Compile with the oldest and the newest NVRTC; exit with the status of the first failure."""
     for version in (OLDEST, NEWEST):
         command = [environment(version), "-m", "tests.compilers", "--here", version]
         done = subprocess.run(command, check=False)

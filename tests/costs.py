@@ -1,14 +1,17 @@
-"""What a call of an op costs, where no clock can be trusted: ``[calls]`` of ``costs.toml``.
+"""Costs of a call of each op that can be counted instead of timed: ``[calls]`` of ``costs.toml``.
 
-    python -m tests.costs --write "why it changed" [OP ...]     renews it, all or the lines of ops
+    python -m tests.costs --write "why it changed" [OP ...]     rewrites all lines, or those of ops
     python -m tests.costs --new      adds lines of new ops, and of new kernels to ``[kernels]``
 
-A line has, for an op with a kernel and arrays of bfloat16 of some hundreds of rows: launches,
-allocations and bytes allocated, by architectures; opcodes, the instructions of Python that the
-library runs in a call that is replayed; and moved, of smaller arrays on the emulator: sectors of
-global memory read and written, passes over shared memory for reads and writes; loops, the
-instructions of the loop that each kernel spends its time in, as SASS of an architecture.  What a
-kernel takes of an SM stands beside it, in ``[kernels]``.
+There is one line for each op with a kernel, called with bfloat16 arrays of some hundreds of rows:
+
+    80, 90    launches, allocations and bytes allocated, by architecture
+    opcodes   Python bytecode instructions that the library runs in a replayed call
+    moved     of smaller arrays, on the emulator: sectors of global memory read and written, passes
+              over shared memory for reads and for writes
+    loops     SASS instructions of each kernel's hot loop, by architecture
+
+``[kernels]`` of the same file has the resources of each kernel: see budget.py.
 """
 
 import json
@@ -31,7 +34,7 @@ from unsloth_cupy.profiling.explanation import Step
 from unsloth_cupy.profiling.shapes import DTYPES
 
 from . import budget, sass, table
-from .budget import compiler_version, told
+from .budget import cache_key, compiler_version
 from .cuda_on_cpu import Emulator
 from .cuda_on_cpu.build import kept_file
 from .cuda_on_cpu.traffic import counted
@@ -39,16 +42,16 @@ from .stand_in import gpu
 from .variants import declared
 
 ARCHITECTURES = ("80", "90")
-PYTHON = "{}.{}".format(*sys.version_info)  # each version has opcodes of its own
+PYTHON = "{}.{}".format(*sys.version_info)  # opcodes differ between versions
 LIBRARY = str(Path(unsloth_cupy.__file__).parent)
 SCALE = Scale(tokens=256, hidden=512, inner=1024, vocab=2048, heads=8, kv_heads=2, dim=64)
 TINY = Scale(tokens=32, hidden=128, inner=256, vocab=512, heads=4, kv_heads=2, dim=64)
-REPLAYED = 5  # the call that is counted; the second is recorded
+REPLAYED = 5  # the fifth call is counted; the second is recorded, later ones are replayed
 HEAD = """\
-# What a call of every op costs: launches, allocations, bytes by architectures; opcodes of Python;
+# The costs of a call of every op: launches, allocations and bytes, by architecture; Python opcodes;
 # sectors and passes; instructions of hot loops.  Written by python -m tests.costs --write WHY.
 """
-Lines = dict[str, dict[str, Any]]  # op, what: numbers
+Lines = dict[str, dict[str, Any]]  # op, name of the cost: numbers
 
 
 def with_kernels() -> list[str]:
@@ -57,31 +60,31 @@ def with_kernels() -> list[str]:
 
 
 def drawn(name: str, scale: Scale = SCALE) -> Call:
-    """Return a call of an op in bfloat16; in another dtype where its own are others."""
+    """Return a random call of an op in bfloat16; a cast's dy has the dtype that the op casts to."""
     call = draw(OPS[name], scale)
     if not name.startswith("cast_"):
         return call.cast(BFLOAT16)
     kind = DTYPES[name.removeprefix("cast_to_").removesuffix("_backward")]
-    given: dict[str, Any] = call.arrays
-    return call._replace(arrays={n: a.astype(kind) if n == "dy" else a for n, a in given.items()})
+    arrays: dict[str, Any] = call.arrays
+    return call._replace(arrays={n: a.astype(kind) if n == "dy" else a for n, a in arrays.items()})
 
 
 def steps_of(name: str, arch: str) -> Sequence[Step]:
-    """Return what a call does on an architecture."""
+    """Return the steps of a call on an architecture, as ``explain`` lists them."""
     call = drawn(name)
-    shown: Any = OPS[name]
-    return explain(shown, **call.arrays, **call.options, device=f"sm_{arch}").steps
+    op: Any = OPS[name]
+    return explain(op, **call.arrays, **call.options, device=f"sm_{arch}").steps
 
 
 def planned(name: str, arch: str) -> list[int]:
-    """Return launches, allocations and bytes of a call."""
+    """Return the numbers of launches, allocations and allocated bytes of a call."""
     steps = steps_of(name, arch)
     launches = sum(len(step.launches) for step in steps)
     return [launches, sum(s.arrays for s in steps), sum(s.allocated_bytes for s in steps)]
 
 
 def opcodes(name: str) -> int:
-    """Return the instructions of Python of a replayed call, without those of CuPy."""
+    """Return the Python opcodes that a replayed call runs, without those of CuPy."""
     with gpu("90") as machine:
         machine.strict = False
         call = drawn(name)
@@ -93,7 +96,7 @@ def opcodes(name: str) -> int:
 
 
 def traced(function: Callable[[], Any]) -> int:
-    """Return the instructions of the library that a function runs."""
+    """Return the number of the library's Python opcodes that a function runs."""
     count = 0
 
     def instruction(frame: Any, event: str, _: Any) -> Any:
@@ -118,7 +121,7 @@ def traced(function: Callable[[], Any]) -> int:
 
 
 def moved(name: str) -> list[int]:
-    """Return sectors read and written, and passes for reads and writes, on the emulator."""
+    """Return sectors read and written, and passes for reads and writes, counted on the emulator."""
     call = drawn(name, TINY).mapped(np.array)
     with counted() as traffic, using(Emulator()):
         call.run()
@@ -130,20 +133,20 @@ def moved(name: str) -> list[int]:
 
 
 def loops(name: str, arch: str) -> list[int]:
-    """Return the instructions of the hot loop of each kernel that a call starts; kept on disk."""
-    found = []
+    """Return the instructions of the hot loop of each kernel that a call launches; disk-cached."""
+    sizes = []
     for launch in (each for step in steps_of(name, arch) for each in step.launches):
         source, kernel = launch.source, launch.kernel
 
         def build(folder: Path, source: str = source, kernel: str = kernel) -> Path:
-            made, _ = binary.compiled(source, int(arch), ())
+            cubin, _ = binary.compiled(source, int(arch), ())
             size = folder / "size"
-            size.write_text(str(sass.hot_loop(sass.text_of(made, kernel))))
+            size.write_text(str(sass.hot_loop(sass.text_of(cubin, kernel))))
             return size
 
-        key = told(source, compiler_options(source), arch, kernel)
-        found.append(int(kept_file("loop", key, build, ".txt").read_text()))
-    return found
+        key = cache_key(source, compiler_options(source), arch, kernel)
+        sizes.append(int(kept_file("loop", key, build, ".txt").read_text()))
+    return sizes
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def read() -> tuple[dict[str, Any], Lines]:
-    """Return the head of the part, and its lines by op."""
+    """Return the header of ``[calls]``, and its lines by op."""
     head = table.read("calls")
     lines = {
         name: {
@@ -170,9 +173,9 @@ def read() -> tuple[dict[str, Any], Lines]:
 
 
 def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
-    """Return the lines of the part."""
+    """Yield the lines of ``[calls]``."""
     yield HEAD + f'python = "{head["python"]}"\ncompiler = "{head["compiler"]}"'
-    yield "\n[calls.reasons]  # of the last change"
+    yield "\n[calls.reasons]  # why a line last changed"
     yield from table.reason_lines(head["reasons"])
     yield "\n[calls.ops]"
     for name, line in sorted(lines.items(), key=table.order):
@@ -182,24 +185,24 @@ def text(head: dict[str, Any], lines: Lines) -> Iterator[str]:
 
 
 def write(why: str, names: Iterable[str] = ()) -> None:
-    """Renew the lines of these ops, or all, and say why of those that changed."""
+    """Rewrite the lines of these ops, or all; store the reason for each line that changed."""
     head, lines = read()
     known = with_kernels()
-    if strange := set(names) - {*known}:
-        sys.exit(f"there is no op {strange} with a kernel; choose from {known}")
+    if unknown := set(names) - {*known}:
+        sys.exit(f"there is no op {unknown} with a kernel; choose from {known}")
     for name in list(names) or known:
-        found = measured(name)
-        if name in lines and lines[name] != found:
+        line = measured(name)
+        if name in lines and lines[name] != line:
             head["reasons"][name] = why
-        lines[name] = found
+        lines[name] = line
     head |= {"python": PYTHON, "compiler": compiler_version()}
-    head["reasons"] = {name: said for name, said in head["reasons"].items() if name in known}
+    head["reasons"] = {name: reason for name, reason in head["reasons"].items() if name in known}
     lines = {name: line for name, line in lines.items() if name in known}
     table.replace("calls", text(head, lines))
 
 
 def add() -> None:
-    """Write the lines of kernels and of ops that have none."""
+    """Add lines for the kernels and ops that have none yet."""
     if kernels := {*declared()} - budget.read()[1].keys():
         budget.write(kernels)
     if ops := {*with_kernels()} - read()[1].keys():

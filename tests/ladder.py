@@ -1,10 +1,10 @@
-"""What each step of a kernel bought: the tables of docs/ladders.md.
+"""What each optimization of a kernel gains: the tables of docs/ladders.md.
 
-    python -m tests.ladder --write      renews them (the extras ``test`` and ``sass``)
+    python -m tests.ladder --write      rewrites them (needs the extras ``test`` and ``sass``)
 
-A rung is the kernel of the library, launched as if it had only some of its tricks: the source is
-the same, the constants are not.  Registers and instructions are those that NVRTC compiles, traffic
-is what an emulated run asks for.
+A rung is a kernel of the library with only some of its optimizations: the same source, launched
+with other constants.  Registers and instructions are those of the code that NVRTC compiles; memory
+traffic is counted in a run on the emulator.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ ARCHITECTURE = "90"
 
 
 class Ladder(NamedTuple):
-    """A kernel, the shapes of a call, its rungs by what they add, and the columns of its table."""
+    """A kernel, the shapes of a call, its rungs by what they add, the columns of its table."""
 
     name: str
     op: Any
     shapes: tuple[tuple[int, ...], ...]
     rungs: dict[str, Any]
-    patch: Callable[[Any], Any]  # what makes a launch one of a rung
+    patch: Callable[[Any], Any]  # turns a rung into the patch under which the op launches it
     columns: dict[str, Callable[[Variant, Traffic], str]]
 
 
@@ -62,28 +62,28 @@ def shared(variant: Variant, traffic: Traffic) -> str:
 
 
 def per_product(variant: Variant, traffic: Traffic) -> str:
-    """Return how many instructions the loop over keys has for each tensor-core product."""
+    """Return the instructions of the loop over keys, divided by its tensor-core products."""
     loop = sass.tile_loop(sass.disassembled(variant))
     return f"{loop.instructions / loop.products:.2f}"
 
 
 def requests(variant: Variant, traffic: Traffic) -> str:
-    """Return how often a warp asks for global memory."""
+    """Return the number of warps' requests to global memory."""
     return str(traffic.of("global").requests)
 
 
 def moved(variant: Variant, traffic: Traffic) -> str:
-    """Return the KiB of global memory that move: sectors of 32 bytes."""
+    """Return the KiB moved to and from global memory, in sectors of 32 bytes."""
     return str(traffic.of("global").moved // 32)
 
 
 def passes(variant: Variant, traffic: Traffic) -> str:
-    """Return the passes over shared memory that reads take."""
+    """Return the passes over shared memory that its reads need."""
     return str(traffic.of("shared", write=False).moved)
 
 
 def other_constants(changed: dict[str, Any]) -> Any:
-    """Return a patch: norms are launched with some constants changed."""
+    """Return a patch under which norms are launched with these constants changed."""
     plain = rows.constants
     return mock.patch.object(
         rows, "constants", lambda *args: Constants(**{**plain(*args), **changed})
@@ -92,7 +92,7 @@ def other_constants(changed: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def other_tiles(tiles: Tiles) -> Iterator[None]:
-    """Give attention's launch table these tiles alone, and the kernel that takes them the call."""
+    """Make these tiles the only row of attention's launch table, and the one that calls request."""
     start = mock.patch.object(_tiles, "start", Start(tiles.rows, tiles.threads))
     with start, mock.patch.dict(_tiles.FORWARD, {(80, 2, 64): (tiles,)}):
         _tiles.resolve.cache_clear()
@@ -144,9 +144,9 @@ LADDERS = (
 
 
 def row(ladder: Ladder, rung: str) -> str:
-    """Return the line of a rung."""
+    """Return the table line of a rung."""
     with ladder.patch(ladder.rungs[rung]):
-        ladder.op.routes.clear()  # of a launch without the patch
+        ladder.op.routes.clear()  # they were recorded without the patch
         with gpu(ARCHITECTURE) as machine:
             ladder.op(*(machine.array(shape, "bfloat16") for shape in ladder.shapes))
         with counted() as traffic, using(Emulator()):
@@ -159,7 +159,7 @@ def row(ladder: Ladder, rung: str) -> str:
 
 
 def table(ladder: Ladder) -> Iterator[str]:
-    """Return the lines of a ladder's table."""
+    """Yield the lines of a ladder's table."""
     yield f"| step | {' | '.join(ladder.columns)} |"
     yield "|---" * (1 + len(ladder.columns)) + "|"
     for rung in ladder.rungs:
@@ -167,7 +167,7 @@ def table(ladder: Ladder) -> Iterator[str]:
 
 
 def write() -> None:
-    """Renew the tables."""
+    """Rewrite the tables."""
     text = PAGE.read_text(encoding="utf-8")
     for ladder in LADDERS:
         begin, end = (f"<!-- {ladder.name}: {word} -->" for word in ("begin", "end"))

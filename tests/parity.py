@@ -1,11 +1,12 @@
-"""The one proof that every op passes: its gradient, its rounding, its kernels.
+"""The tests that every op passes: its gradient, its rounding, its kernels.
 
     class TestSwiglu(Parity):
         op = "swiglu"
         cases = [Case("odd", rows=[3], inner=13), Case("empty", rows=[0], inner=4)]
 
-``Parity`` proves a definition: finite differences, one rounding, any strides.  ``KernelParity``
-adds: kernels, forward and backward, on the CPU and on a GPU, agree with the definition.
+``Parity`` tests a definition: its gradient against finite differences, at most one rounding, any
+strides.  ``KernelParity`` adds that the kernels, forward and backward, on the CPU and on a GPU,
+agree with the definition:
 
     |kernel - exact| <= 2 * max|plain - exact| + 4 * eps(dtype) * max|exact|
 
@@ -29,16 +30,17 @@ from unsloth_cupy.core.signature import Operand, shape_of
 from unsloth_cupy.core.target import using
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-EPS |= {"int8": 0.0, "uint8": 0.0}  # codes are what plain arithmetic says
+EPS |= {"int8": 0.0, "uint8": 0.0}  # quantized codes must equal those of the plain definition
 Arrays = dict[str, np.ndarray | None]
 
 
 class Case:
-    """One call: sizes of axes, optional operands that are given, arrays drawn by hand, options.
+    """One call of an op: sizes of axes, optional operands to pass, special arrays, options.
 
-    ``arrays`` maps an operand to an array or to ``lambda rng: array``.  Options and sizes are
-    told apart by the op's signature.  ``gaps``: float arrays of several axes, and gradients, are
-    slices of wider ones.
+    ``given`` names the optional operands to pass.  ``arrays`` maps an operand to an array or to
+    ``lambda rng: array``; other operands are random.  The op's signature says which of the other
+    keywords are options and which are sizes of axes.  With ``gaps``, float arrays of several axes,
+    and gradients, are slices of wider arrays.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class Case:
         self.both = sizes_and_options
 
     def draw(self, op: Op, dtype: Any) -> Call:
-        """Return a call of read-only arrays; floats of the dtype, rounded to float16 before."""
+        """Return a call with read-only arrays; floats of the dtype hold values of float16."""
         rng = np.random.default_rng(0)
         drawn: Arrays = dict.fromkeys(op.names)
         for operand in op.contract.inputs:
             if operand.name in self.arrays:
-                made = self.arrays[operand.name]
-                array = np.asarray(made(rng) if callable(made) else made)
+                source = self.arrays[operand.name]
+                array = np.asarray(source(rng) if callable(source) else source)
             elif operand.optional and operand.name not in self.given:
                 continue
             else:
@@ -86,10 +88,10 @@ class Case:
 
 
 class Parity:
-    """Subclass with ``op``, the name of a forward op, and ``cases``.
+    """Tests of a definition: subclass with ``op``, the name of a forward op, and ``cases``.
 
-    One class of an op may say with which ``sizes`` of axes and which ``options`` variants.py calls
-    it, where a signature does not tell.
+    One class of an op may also list the ``sizes`` of axes and the ``options`` with which
+    variants.py calls the op, where its signature does not determine them.
     """
 
     op: str
@@ -98,49 +100,49 @@ class Parity:
     options: Sequence[dict[str, Any]]
 
     def test_gradient_matches_finite_differences(self, case: Case) -> None:
-        """Every differentiable input, in one random direction, through every output."""
+        """Each differentiable input's gradient, along one random direction, through all outputs."""
         op = OPS[self.op]
         assert op.backward is not None, f"{self.op} has no gradient: set this test to None"
         judge_gradient(case.draw(op, np.float64))
 
     @pytest.mark.parametrize("dtype", [np.dtype("float16"), BFLOAT16], ids=str)
     def test_rounds_once(self, case: Case, dtype: Any) -> None:
-        """In 16 bits a definition is off by one rounding and no more."""
+        """In 16 bits, the error of a definition is at most one rounding."""
         call = case.draw(OPS[self.op], dtype)
         exact = outputs_of(call.cast(np.float64))
         for name, plain in outputs_of(call).items():
             assert _error(plain, exact[name]) <= EPS[dtype.name] * _size(exact[name]), name
 
     def test_any_strides(self, case: Case) -> None:
-        """Reversed and Fortran-ordered arrays: another order of sums loses as little."""
+        """Reversed and Fortran-ordered arrays: a different order of sums is as accurate."""
         call = case.draw(OPS[self.op], np.float32)
         exact, plain = outputs_of(call.cast(np.float64)), outputs_of(call)
         for view in (_reversed, _fortran):
             within_rule(plain, exact, outputs_of(call.mapped(view)))
 
 
-another: Callable[..., Any] | None = None  # what makes a target in the place of the emulator
+other_target: Callable[..., Any] | None = None  # a class of targets to use instead of Emulator
 
 
 def judge_gradient(call: Call, least: float = 1e-300) -> None:
-    """Raise where a gradient of a float64 call is not the slope along a random direction.
+    """Raise if a gradient of a float64 call differs from the slope along a random direction.
 
-    A slope that is less than ``least`` is judged as if it were as much: differences of a loss near
-    1 tell no smaller ones.
+    The error is relative to the size of the slope, or to ``least`` if that is larger: finite
+    differences of a loss near 1 do not resolve smaller slopes.
     """
     op = call.op
     rng = np.random.default_rng(1)
-    made = outputs_of(call)
-    seeds = _seeds(op, made, rng)
+    forward = outputs_of(call)
+    seeds = _seeds(op, forward, rng)
 
     def loss(**moved: np.ndarray) -> float:
         outputs = outputs_of(call._replace(arrays=call.arrays | moved))
         return sum(
             float((seed * outputs[name[1:]])[np.isfinite(outputs[name[1:]])].sum())
-            for name, seed in seeds.items()  # the lse of a row without keys stays -inf
+            for name, seed in seeds.items()  # isfinite: the lse of a row without keys is -inf
         )
 
-    gradients = outputs_of(call.backward(made, seeds))
+    gradients = outputs_of(call.backward(forward, seeds))
     for operand in op.contract.inputs:
         name, value = operand.name, call.arrays[operand.name]
         if value is None or operand.kind not in DIFFERENTIABLE:
@@ -149,10 +151,10 @@ def judge_gradient(call: Call, least: float = 1e-300) -> None:
         assert (gradient.dtype, gradient.shape) == (value.dtype, value.shape), name
         direction = np.where(np.isfinite(value), rng.standard_normal(value.shape), 0)
         slopes = []
-        for step in (1e-4, 1e-5, 1e-6):  # truncation and rounding pull apart: one is small
+        for step in (1e-4, 1e-5, 1e-6):  # truncation shrinks with the step, rounding grows
             ahead, behind = (loss(**{name: value + s * step * direction}) for s in (1, -1))
             slopes.append((ahead - behind) / (2 * step))
-        slopes.append((100 * slopes[2] - slopes[1]) / 99)  # truncation goes with step**2
+        slopes.append((100 * slopes[2] - slopes[1]) / 99)  # truncation is proportional to step**2
         exact = float((gradient * direction).sum())
         size = np.abs(gradient * direction).sum()
         errors = [abs(slope - exact) / max(size, least) if size else abs(slope) for slope in slopes]
@@ -160,19 +162,20 @@ def judge_gradient(call: Call, least: float = 1e-300) -> None:
 
 
 def emulator(**machine: Any) -> AbstractContextManager[None]:
-    """Return a ``with`` block whose ops run their kernels on the CPU; skip where it cannot be."""
+    """Return a ``with`` block whose ops run their kernels on the CPU; skip if there is no g++."""
     from .cuda_on_cpu import Emulator, missing
 
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    return using((another or Emulator)(**machine))
+    return using((other_target or Emulator)(**machine))
 
 
 class KernelParity(Parity):
-    """A Parity whose op, and whose backward op, have kernels.
+    """Parity of an op that has a kernel, as may its backward op.
 
-    ``sides`` are those it judges; ``machine`` changes the emulated one: ``{"clusters": False}`` is
-    that before sm_90.  Calls are made in a ``context``, as an ``AttentionConfig`` is one.
+    ``sides`` lists which of the two are tested.  ``machine`` has arguments of the emulator:
+    ``{"clusters": False}`` is a GPU before sm_90.  Calls are made within ``context()``, which may
+    return an ``AttentionConfig(...).use()``.
     """
 
     sides: Sequence[str] = ("forward", "backward")
@@ -181,7 +184,7 @@ class KernelParity(Parity):
 
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
     def test_emulated_kernels(self, case: Case, dtype: Any) -> None:
-        """The kernels, run on the CPU, agree with the definition; two runs give equal bits."""
+        """The kernels, run on the CPU, agree with the definition; two runs are bitwise equal."""
         _compare_kernels(OPS[self.op], case, dtype, self._emulated, np.asarray, self.sides)
 
     def _emulated(self, function: Callable[[], Arrays]) -> Arrays:
@@ -197,7 +200,7 @@ class KernelParity(Parity):
 
     @pytest.mark.gpu
     def test_gpu_kernels_off_alignment(self) -> None:
-        """The same on a GPU, which takes no wide access to such an address."""
+        """The same on a GPU, with arrays at addresses that wide accesses must not use."""
         op, case, dtype = OPS[self.op], self.cases[0], KERNEL_DTYPES[0]
         shifted = lambda array: on_gpu(_shifted(array))  # noqa: E731
         with self.context():
@@ -205,9 +208,9 @@ class KernelParity(Parity):
 
 
 class KernelInPlace(KernelParity):
-    """A KernelParity of an op that writes over its arguments: nothing can ask for its gradient.
+    """KernelParity of an op that overwrites its arguments, and therefore has no gradient.
 
-    Its arguments are copied before each call, with the place where they lie.
+    The arguments are copied before each call, with their strides and alignment.
     """
 
     test_gradient_matches_finite_differences = None
@@ -215,7 +218,7 @@ class KernelInPlace(KernelParity):
 
 
 class KernelAlone(KernelParity):
-    """What a kernel does where its definition raises or a rule is too wide: see ``prove``."""
+    """Tests of a kernel that the definition cannot judge: it raises, or the rule is too wide."""
 
     cases = ()
     test_gradient_matches_finite_differences = None
@@ -225,7 +228,7 @@ class KernelAlone(KernelParity):
     test_gpu_kernels_off_alignment = None
 
     def prove(self, case: Case, dtype: Any) -> None:
-        """Raise unless the kernels, run by ops within ``emulator()``, do it."""
+        """Raise unless the kernels, which ops run within ``emulator()``, do what the class says."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -235,7 +238,7 @@ class KernelAlone(KernelParity):
 
 
 def on_gpu(array: np.ndarray) -> Any:
-    """Return an array of CuPy that lies as this one does: strides, and the place in its memory."""
+    """Return a CuPy array with the values, strides and offset in memory of a NumPy array."""
     import cupy
 
     array = np.asarray(array)
@@ -267,7 +270,7 @@ def judge_kernels(
     sides: Sequence[str] = KernelParity.sides,
     gaps: bool = False,
 ) -> None:
-    """Raise where the kernels of a call, or of its backward op, are off, or differ in two runs."""
+    """Raise if kernels of a call or its backward op are inaccurate or differ between two runs."""
     op, wide, there = call.op, call.cast(np.float64), call.mapped(place)
     exact, plain = outputs_of(wide), outputs_of(call)
     if "forward" in sides:
@@ -282,7 +285,7 @@ def judge_kernels(
     wide, call, there = (
         wide.backward(exact, wide_seeds),
         call.backward(plain, seeds),
-        there.backward(*({n: place(a) for n, a in made.items()} for made in (plain, seeds_there))),
+        there.backward(*({n: place(a) for n, a in each.items()} for each in (plain, seeds_there))),
     )
     exact, plain = outputs_of(wide), outputs_of(call)
     first, second = (run(lambda: outputs_of(there)) for _ in range(2))
@@ -291,13 +294,15 @@ def judge_kernels(
 
 
 def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays) -> None:
-    """Raise where a kernel is farther from the exact result than plain computation allows."""
+    """Raise if a kernel's error exceeds the bound that the module's docstring gives."""
     for name, array in kernel.items():
-        found = np.asarray(array.get() if hasattr(array, "get") else array)
-        assert found.dtype == plain[name].dtype, name
-        eps = EPS[found.dtype.name]
+        actual = np.asarray(array.get() if hasattr(array, "get") else array)
+        assert actual.dtype == plain[name].dtype, name
+        eps = EPS[actual.dtype.name]
         budget = 2 * _error(plain[name], exact[name]) + 4 * eps * _size(exact[name])
-        assert _error(found, exact[name]) <= budget, f"{name}: {_worst(found, exact[name], budget)}"
+        assert _error(actual, exact[name]) <= budget, (
+            f"{name}: {_worst(actual, exact[name], budget)}"
+        )
 
 
 def _equal_bits(first: Arrays, second: Arrays) -> None:
@@ -306,7 +311,7 @@ def _equal_bits(first: Arrays, second: Arrays) -> None:
 
 
 def outputs_of(call: Call) -> Arrays:
-    """Return the results by name; and of an op that changes its arrays, these too."""
+    """Return the results by name, including the arrays that an in-place op changes."""
     if not call.op.__name__.endswith("_"):
         return call.run()
     call = call.mapped(_copied)
@@ -316,7 +321,7 @@ def outputs_of(call: Call) -> Arrays:
 
 
 def launched(name: str, *arrays: Any, **more: Any) -> Any:
-    """Return what the launch of an op does, which nobody has checked the call for."""
+    """Launch an op's kernels without checking the arguments; return the results."""
     op = OPS[name]
     options = {key: value for key, value in more.items() if key in op.options}
     by_name = {key: array for key, array in more.items() if key not in op.options}
@@ -324,7 +329,7 @@ def launched(name: str, *arrays: Any, **more: Any) -> Any:
 
 
 def _copied(array: np.ndarray) -> np.ndarray:
-    """Return a copy that lies as the array does: strides, and the place between 16 bytes."""
+    """Return a copy with the same strides and the same address modulo 16 bytes."""
     extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
     if not array.size or min(array.strides, default=0) < 0:
         return array.copy()
@@ -337,40 +342,40 @@ def _copied(array: np.ndarray) -> np.ndarray:
 
 def _seeds(op: Op, outputs: Arrays, rng: np.random.Generator) -> Arrays:
     """Return a random gradient for every output whose gradient the backward op takes."""
-    taken = [o for o in op.contract.outputs if "d" + o.name in op.backward.names]
-    taken = [o for o in taken if o.name in outputs]  # one that is absent has none
+    present = [o for o in op.contract.outputs if "d" + o.name in op.backward.names]
+    present = [o for o in present if o.name in outputs]  # optional outputs may be absent
     return {
         "d" + o.name: rng.standard_normal(outputs[o.name].shape).astype(outputs[o.name].dtype)
-        for o in taken
+        for o in present
     }
 
 
-def _error(found: Any, exact: Any) -> float:
+def _error(actual: Any, exact: Any) -> float:
     """Return the largest difference; infinities must be equal, and nothing may be NaN."""
-    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
-    assert not np.isnan(found).any(), _first(np.isnan(found), "NaN")
+    actual, exact = np.asarray(actual, np.float64), np.asarray(exact, np.float64)
+    assert not np.isnan(actual).any(), _first(np.isnan(actual), "NaN")
     assert not np.isnan(exact).any()
     finite = np.isfinite(exact)
-    assert (found[~finite] == exact[~finite]).all(), _first(
-        ~finite & (found != exact), "no such infinity"
+    assert (actual[~finite] == exact[~finite]).all(), _first(
+        ~finite & (actual != exact), "not the expected infinity"
     )
-    error = np.subtract(found, exact, where=finite, out=np.zeros(exact.shape))
+    error = np.subtract(actual, exact, where=finite, out=np.zeros(exact.shape))
     return float(np.abs(error).max(initial=0))
 
 
 def _first(wrong: np.ndarray, what: str) -> str:
-    """Say how many elements are wrong, and where the first is."""
+    """Return a message: how many elements are wrong, and the index of the first."""
     at = tuple(int(axis[0]) for axis in np.nonzero(np.atleast_1d(wrong)))
     return f"{wrong.sum()} of {wrong.size} are {what}, the first at {at}"
 
 
-def _worst(found: Any, exact: Any, budget: float) -> str:
-    """Say how many elements are off, and where the worst is."""
-    found, exact = np.atleast_1d(np.asarray(found, np.float64), np.asarray(exact, np.float64))
-    off = np.subtract(found, exact, where=np.isfinite(exact), out=np.zeros(exact.shape))
+def _worst(actual: Any, exact: Any, budget: float) -> str:
+    """Return a message: how many elements exceed the budget, and which one is the worst."""
+    actual, exact = np.atleast_1d(np.asarray(actual, np.float64), np.asarray(exact, np.float64))
+    off = np.subtract(actual, exact, where=np.isfinite(exact), out=np.zeros(exact.shape))
     at = tuple(map(int, np.unravel_index(np.abs(off).argmax(), off.shape)))
-    told = _first(np.abs(off) > budget, f"off by more than {budget:.3g}")
-    return f"{told}; the worst at {at} is {found[at]:.9g}, not {exact[at]:.9g}"
+    first = _first(np.abs(off) > budget, f"off by more than {budget:.3g}")
+    return f"{first}; the worst at {at} is {actual[at]:.9g}, not {exact[at]:.9g}"
 
 
 def _shifted(array: np.ndarray) -> np.ndarray:
@@ -380,49 +385,48 @@ def _shifted(array: np.ndarray) -> np.ndarray:
 
 
 def sparse(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Return zeros whose pages cost nothing until they are written: of terabytes, if need be."""
+    """Return zeros, possibly terabytes, whose pages take no memory until they are written."""
     dtype = np.dtype(dtype)
     size, no_reserve = math.prod(shape) * dtype.itemsize, 0x4000
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     except OSError as error:
-        pytest.skip(f"this machine maps no {size >> 30} GiB: {error}")
+        pytest.skip(f"this machine cannot map {size >> 30} GiB: {error}")
     return np.ndarray(shape, dtype, memory)
 
 
 def compare_far(name: str, row: int, blocks: int = 8, **sizes_and_options: Any) -> None:
-    """Run the last blocks of a kernel over more than 2^31 elements; judge its last three rows.
+    """Run the last blocks of a kernel on more than 2^31 elements; compare its last three rows.
 
-    The op's leading axis is so long that its rows of ``row`` elements fill such an array.
+    Rows have ``row`` elements, and the leading axis has as many rows as that takes.
     """
     op, last = OPS[name], 3
     rows = 2**31 // row + last
     case = Case("far", **{"rows": [last], "axes": [last, row], "batch": last}, **sizes_and_options)
     call = case.draw(op, np.dtype("float16"))
 
-    def leads(operand: Operand) -> bool:
+    def has_rows(operand: Operand) -> bool:
         return bool(operand.axes) and operand.axes[0] in ("*rows", "*axes", "batch")
 
     far = dict(call.arrays)
     for operand in op.contract.inputs:
         few = call.arrays[operand.name]
-        if few is not None and leads(operand):
+        if few is not None and has_rows(operand):
             array = far[operand.name] = sparse((rows, *few.shape[1:]), few.dtype)
             array[-last:] = few
             array.flags.writeable = False
     with emulator(last=blocks):
-        found = outputs_of(call._replace(arrays=far))
-    ends = {
-        o.name: found[o.name][-last:] for o in op.contract.outputs if o.name in found and leads(o)
-    }
+        outputs = outputs_of(call._replace(arrays=far))
+    present = [o for o in op.contract.outputs if o.name in outputs]
+    ends = {o.name: outputs[o.name][-last:] for o in present if has_rows(o)}
     assert any(
-        array.size > 2**31 for array in (*far.values(), *found.values()) if array is not None
+        array.size > 2**31 for array in (*far.values(), *outputs.values()) if array is not None
     )
     within_rule(outputs_of(call), outputs_of(call.cast(np.float64)), ends)
 
 
 def _between_gaps(array: np.ndarray) -> np.ndarray:
-    """Return the same numbers in an array whose last two axes are slices of longer ones."""
+    """Return the same values in an array whose last two axes are slices of longer axes."""
     if array.ndim < 2:
         return array
     longer = [n + 8 if axis >= array.ndim - 2 else n for axis, n in enumerate(array.shape)]

@@ -1,6 +1,6 @@
-"""PTX: what NVRTC makes of a translation unit, and its text as statements with their places.
+"""Compile a translation unit to PTX with NVRTC, and parse the text into statements.
 
-``tests/ptx_on_cpu`` executes it; ``tests/compiled`` reads what no run shows.
+``tests/ptx_on_cpu`` executes PTX; ``tests/compiled`` checks in its text what no run shows.
 """
 
 import functools
@@ -19,32 +19,34 @@ TOKEN = re.compile(
     | (?P<open> \{) | (?P<close> \}) | (?P<instruction> [^;]+); | \Z)""",
     re.X,
 )
-# The C++ type as which an instruction reads a register; and its bytes.
+# The C++ type with which an instruction of each PTX type reads a register, and the type's bytes.
 WIDTH = {f"{k}{n}": f"{k}{n}".replace("b", "u") for k in "bus" for n in (8, 16, 32, 64)} | {
     **{"pred": "bool", "f32": "f32", "f64": "f64", "f32x2": "u64"},
     **dict.fromkeys(("f16", "bf16", "e4m3x2", "e5m2x2"), "u16"),
     **dict.fromkeys(("tf32", "f16x2", "bf16x2"), "u32"),
 }
 SIZE = {"bool": 1, **{f"{k}{n}": n // 8 for k in "usf" for n in (8, 16, 32, 64)}}
-Place = tuple[str, int]  # "ptx.cuh:61 in tile.cuh", 113: of inlined code the caller too
+# A source location: file and line.  Inlined code names the caller too:
+# ("ptx.cuh:61 in tile.cuh", 113).
+Place = tuple[str, int]
 
 
 class UnknownError(Exception):
-    """An instruction, or a form of one, that is not translated."""
+    """An instruction, or a form of one, that is not supported."""
 
 
 class Piece(NamedTuple):
-    """A bracket, label, declaration or instruction, and where it stands."""
+    """A bracket, label, declaration or instruction, with its location."""
 
     kind: str
     text: str
-    line: int
-    place: Place
-    blocks: tuple[int, ...]  # by number, from the outermost
+    line: int  # of the PTX
+    place: Place  # of the CUDA source
+    blocks: tuple[int, ...]  # numbers of the { } around it, from the outermost
 
 
 class Body(NamedTuple):
-    """A function: its parameters in order, those that it returns first, and what it does."""
+    """A function: its parameters in order, results first, and its statements."""
 
     name: str
     entry: bool
@@ -77,38 +79,38 @@ def _unit(
     from cupy._core.core import assemble_cupy_compiler_options
     from cupy.cuda import compiler
 
-    # CuPy's own: -ftz and the execution space of RawModule, and the architecture
+    # as CuPy passes them: -ftz and the execution space of RawModule, and the architecture
     own = ("-ftz=true", "-default-device", f"--gpu-architecture=compute_{arch}", "-lineinfo")
     fused = () if fuse else ("-fmad=false",)
-    given = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
-    asked = (template,) if template else None
-    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=asked, method="ptx")
-    text, names = program.compile(assemble_cupy_compiler_options(given))
+    options = (*(f"-I{folder}" for folder in folders), *compiler_options(), *own, *fused)
+    templates = (template,) if template else None
+    program = compiler._NVRTCProgram(source, "unit.cu", name_expressions=templates, method="ptx")
+    text, names = program.compile(assemble_cupy_compiler_options(options))
     text = text.decode() if isinstance(text, bytes) else text
     return text.rstrip("\0"), names[template] if template else ""
 
 
 def operands(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    found, depth = [""], 0
+    """Split a text at the commas outside of brackets."""
+    split, depth = [""], 0
     for c in text:
         depth += (c in "{[(") - (c in "}])")
         if c == "," and not depth:
-            found.append("")
+            split.append("")
         else:
-            found[-1] += c
-    return [each.strip() for each in found] if text.strip() else []
+            split[-1] += c
+    return [each.strip() for each in split] if text.strip() else []
 
 
 def several(text: str) -> list[str]:
-    """Return the parts of {a, b}, or what stands alone."""
+    """Return the elements of a vector operand {a, b}, or a single operand as a list."""
     return operands(text.strip()[1:-1]) if text.startswith("{") else [text]
 
 
 def places(text: str) -> Callable[[str], Place]:
-    """Return what reads a .loc, one after the other: of inlined code with the places of callers."""
+    """Return a function that reads a .loc; call it in order, as inlined code refers to callers."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"]*)"', text, re.M))
-    chains: dict[tuple[str | Any, ...], tuple[Any, ...]] = {}  # of calls, by place and column
+    chains: dict[tuple[str | Any, ...], tuple[Any, ...]] = {}  # callers, by location and column
 
     def place(loc: str) -> Place:
         here, _, caller = loc.partition("inlined_at")
@@ -122,28 +124,28 @@ def places(text: str) -> Callable[[str], Place]:
 
 
 def instruction(text: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return the guard, with its !, the words between dots, and the operands."""
-    found = re.match(r"(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.S)
-    if found is None:
+    """Return an instruction's guard with its !, the parts of its name, and its operands."""
+    match = re.match(r"(?:@(!?%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.S)
+    if match is None:
         raise UnknownError(text)
-    return found[1] or "", (*found[2].split("."),), (*operands(found[3]),)
+    return match[1] or "", (*match[2].split("."),), (*operands(match[3]),)
 
 
 def head(text: str) -> Body:
-    """Read .entry name(parameters), or .func (results) name(parameters)."""
-    found = re.match(r".*?\.(entry|func)\s*(?:\(([^)]*)\)\s*)?([\w$]+)\s*(?:\(([^)]*)\))?", text)
-    if found is None:
+    """Parse .entry name(parameters), or .func (results) name(parameters)."""
+    match = re.match(r".*?\.(entry|func)\s*(?:\(([^)]*)\)\s*)?([\w$]+)\s*(?:\(([^)]*)\))?", text)
+    if match is None:
         raise UnknownError(text)
-    kind, results, name, given = found.groups(default="")
-    names = [p.split()[-1].partition("[")[0] for p in operands(f"{results},{given}".strip(", "))]
+    kind, results, name, inputs = match.groups(default="")
+    names = [p.split()[-1].partition("[")[0] for p in operands(f"{results},{inputs}".strip(", "))]
     sides = re.search(r"\.reqnctapercluster\s+([\d, ]+)", text)
-    several = [*map(int, sides[1].split(",") if sides else ()), 1, 1, 1]
-    return Body(name, kind == "entry", (*names,), (*several[:3],), [])
+    cluster = [*map(int, sides[1].split(",") if sides else ()), 1, 1, 1]
+    return Body(name, kind == "entry", (*names,), (*cluster[:3],), [])
 
 
 def functions(text: str) -> tuple[list[str], list[Body]]:
-    """Return what a module declares outside of functions, and its functions."""
-    declared, found, blocks = list[str](), list[Body](), list[int]()
+    """Return a module's declarations outside of functions, and its functions."""
+    declared, bodies, blocks = list[str](), list[Body](), list[int]()
     read, place, count, line, last = places(text), ("?", 0), 0, 1, 0
     text = re.sub(r"//[^\n]*", "", text)
     for token in TOKEN.finditer(text):
@@ -152,21 +154,21 @@ def functions(text: str) -> tuple[list[str], list[Body]]:
             continue
         start = token.start(kind)
         line, last = line + text.count("\n", last, start), start
-        said = token[kind].strip()
+        statement = token[kind].strip()
         if kind == "loc":
-            place = read(said)
+            place = read(statement)
         elif kind == "head":
             if not token["prototype"]:
-                found.append(head(said))
+                bodies.append(head(statement))
                 count = -1
         elif not blocks and kind != "open":
-            declared.append(said)
+            declared.append(statement)
         else:
             if kind == "open":
                 count += 1
                 blocks.append(count)
-            kind = "declaration" if said.startswith(".") else kind
-            found[-1].pieces.append(Piece(kind, said, line, place, (*blocks,)))
+            kind = "declaration" if statement.startswith(".") else kind
+            bodies[-1].pieces.append(Piece(kind, statement, line, place, (*blocks,)))
             if kind == "close":
                 blocks.pop()
-    return declared, found
+    return declared, bodies

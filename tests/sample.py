@@ -1,9 +1,9 @@
-"""Which part of its long lists of cases a run takes: a sample that the commit draws, or all.
+"""Choose which of the long lists of test cases a run takes: a sample, or all of them.
 
-    pytest --sample all      all of them
-    pytest --day 17          the sample of this number
+    pytest --sample all      all cases
+    pytest --day 17          the sample with this number; the default is the number of commits
 
-The head of a report names the sample, so that another run can take it again.
+The header of pytest's report names the sample, so that another run can repeat it.
 """
 
 import subprocess
@@ -15,20 +15,20 @@ T = TypeVar("T")
 
 
 class Sample:
-    """What the options of pytest say; conftest.py sets it before a test module is imported."""
+    """The sample chosen by pytest's options; conftest.py sets it before it imports test modules."""
 
     day = 0
     all = False
 
     @classmethod
-    def one_in(cls, runs: int, several: Iterable[T]) -> list[T]:
-        """Return every so manieth of several, others in the next run; or all."""
-        listed = list(several)
+    def one_in(cls, runs: int, cases: Iterable[T]) -> list[T]:
+        """Return one case in every ``runs``, others on the next day; or all cases."""
+        listed = list(cases)
         return listed if cls.all else listed[cls.day % runs :: runs]
 
 
 def commits() -> int:
-    """Return the number of commits: the next one draws another sample; 0 where there is no git."""
+    """Return the number of commits, which numbers the sample; 0 without a git repository."""
     command = ["git", "-C", Path(__file__).parent, "rev-list", "--count", "HEAD"]
     try:
         return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)

@@ -1,6 +1,6 @@
-"""The instructions of compiled kernels, as nvdisasm shows them (the extra ``sass`` has it).
+"""Count the SASS instructions of compiled kernels with nvdisasm (from the extra ``sass``).
 
-python -m tests.sass --write      renews what docs/performance.md says of attention's loops
+python -m tests.sass --write      rewrites the table of attention's loops in docs/performance.md
 """
 
 import functools
@@ -26,34 +26,34 @@ LOOPS = ("attention_forward", "attention_backward", "attention_decode")
 
 
 SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
-SUMS = ("bit_gradient",)  # kernels that read float32 beside what their constants name
+SUMS = ("bit_gradient",)  # kernels that read float32 beside the types that their constants name
 
 
 class Loop(NamedTuple):
-    """A loop of a kernel: all its instructions, and those that are products of tensor cores."""
+    """A loop of a kernel: the number of its instructions, and of those its tensor-core products."""
 
     instructions: int
     products: int
 
 
 def whole(variant: Variant) -> bool:
-    """Say whether a variant accesses 16 bytes at a time: addresses and its row allow it."""
-    given = constants(variant.launch.source)
-    size = SIZES[given.get("T", "float")]
-    if given.get("RAGGED") == "true" and int(given["COLUMNS"]) * size < 16:
-        return False  # all accesses are cut
-    if "false" in (given.get("WIDE"), given.get("X_WIDE")):
+    """Return whether a variant accesses 16 bytes at a time: addresses and row length allow it."""
+    values = constants(variant.launch.source)
+    size = SIZES[values.get("T", "float")]
+    if values.get("RAGGED") == "true" and int(values["COLUMNS"]) * size < 16:
+        return False  # every access is a part of 16 bytes
+    if "false" in (values.get("WIDE"), values.get("X_WIDE")):
         return False
-    return int(given.get("LANES", 16 // size)) * size == 16
+    return int(values.get("LANES", 16 // size)) * size == 16
 
 
 def alignment(variant: Variant) -> int:
-    """Return the bytes of which addresses are multiples, by what a launch gives: 16 if whole."""
-    given = constants(variant.launch.source)
-    sizes = [SIZES[given[name]] for name in "TUG" if given.get(name) in SIZES]
+    """Return the alignment of a launch's addresses in bytes: 16 if the variant is ``whole``."""
+    values = constants(variant.launch.source)
+    sizes = [SIZES[values[name]] for name in "TUG" if values.get(name) in SIZES]
     sizes += [SIZES["float"]] * (variant.kernel in SUMS)
-    taken = int(given.get("LANES", 1)) * max(sizes, default=4)
-    return 16 if whole(variant) else min(taken, 16)
+    access = int(values.get("LANES", 1)) * max(sizes, default=4)
+    return 16 if whole(variant) else min(access, 16)
 
 
 @functools.cache
@@ -67,13 +67,13 @@ def nvdisasm() -> Path:
 
 
 def disassembled(variant: Variant) -> str:
-    """Return the text of a variant's kernel."""
-    made, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
-    return text_of(made, variant.kernel)
+    """Return the SASS of a variant's kernel."""
+    cubin, _ = budget.cubin(variant.launch.source, variant.launch.options, variant.arch)
+    return text_of(cubin, variant.kernel)
 
 
 def text_of(binary: bytes, kernel: str) -> str:
-    """Return the text of a kernel of a cubin."""
+    """Return the SASS of one kernel of a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "unit.cubin"
         cubin.write_bytes(binary)
@@ -85,49 +85,50 @@ def text_of(binary: bytes, kernel: str) -> str:
 
 
 def instructions(text: str) -> list[str]:
-    """Return the instructions, with their modifiers and without their operands."""
+    """Return the names of the instructions, with modifiers and without operands."""
     return re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)", text, re.M)
 
 
 def bodies(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the loops, from a label to a branch back to it: where each begins, and its body."""
-    begins, so_far = dict[str, int](), list[str]()
+    """Yield each loop, from a label to a branch back to it: where it begins, and its body."""
+    begins, names = dict[str, int](), list[str]()
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
-            begins[label[1]] = len(so_far)
-        so_far += instructions(line)
+            begins[label[1]] = len(names)
+        names += instructions(line)
         branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
         if branch and branch[1] in begins:
-            yield begins[branch[1]], so_far[begins[branch[1]] :]
+            yield begins[branch[1]], names[begins[branch[1]] :]
 
 
 def count(pattern: str, names: list[str]) -> int:
-    """Return how many instructions have a name that begins like this."""
+    """Return how many of the instruction names start with the pattern."""
     return sum(bool(re.match(pattern, name)) for name in names)
 
 
 def loops(text: str) -> list[Loop]:
-    """Return the size of each loop, and its products."""
+    """Return the loops of a kernel's SASS."""
     return [Loop(len(body), count(PRODUCT, body)) for _, body in bodies(text)]
 
 
 def hot_loop(text: str) -> int:
-    """Return the instructions of the loop that a kernel spends its time in.
+    """Return the number of instructions of the loop that a kernel spends its time in.
 
-    That is the shortest of those with most products; where nothing is multiplied, the innermost one
-    with most accesses to memory; where there is no loop, the whole kernel.
+    That is the shortest loop among those with the most tensor-core products; without products, the
+    innermost loop with the most memory accesses; without a loop, the whole kernel.
     """
-    found = [(begin, body) for begin, body in bodies(text) if {*body} != {"BRA"}]  # behind the end
-    if not found:
+    # a loop of BRA alone is the padding behind the last EXIT
+    candidates = [(begin, body) for begin, body in bodies(text) if {*body} != {"BRA"}]
+    if not candidates:
         return len([name for name in instructions(text) if not re.match("NOP|BRA$", name)])
-    if not any(count(ANY_PRODUCT, body) for _, body in found):
-        spans = [(begin, begin + len(body)) for begin, body in found]
-        found = [
+    if not any(count(ANY_PRODUCT, body) for _, body in candidates):
+        spans = [(begin, begin + len(body)) for begin, body in candidates]
+        candidates = [
             each
-            for each, (begin, end) in zip(found, spans, strict=True)
+            for each, (begin, end) in zip(candidates, spans, strict=True)
             if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in spans)
         ]
-    parts = ((count(ANY_PRODUCT, body), count(ACCESS, body), body) for _, body in found)
+    parts = ((count(ANY_PRODUCT, body), count(ACCESS, body), body) for _, body in candidates)
     return -max(
         (products, accesses if not products else 0, -len(body))
         for products, accesses, body in parts
@@ -135,28 +136,28 @@ def hot_loop(text: str) -> int:
 
 
 def tile_loop(text: str) -> Loop:
-    """Return the shortest of the loops with most products: what a warp does for each tile."""
+    """Return the shortest of the loops with the most products: a warp's work for one tile."""
     return max(loops(text), key=lambda loop: (loop.products, -loop.instructions))
 
 
 def rows(arch: str) -> Iterator[str]:
-    """Return the lines of the table for an architecture."""
+    """Yield the lines of the table for an architecture."""
     for kernel in LOOPS:
         for variant in of_kernel(kernel, arch):
             known = PLAIN.fullmatch(variant.label)
             if known is None or known[2] not in ("64", "128"):
                 continue
-            given = constants(variant.launch.source)
-            by = {"true": " by keys", "false": " by queries"}.get(given.get("BY_KEYS", ""), "")
+            values = constants(variant.launch.source)
+            by = {"true": " by keys", "false": " by queries"}.get(values.get("BY_KEYS", ""), "")
             registers, _, _, share = budget.numbers(variant)
             loop = tile_loop(disassembled(variant))
             cells = [f"sm_{arch}", f"`{kernel}`{by}", known[2], variant.launch.threads // 32]
-            cells += [given.get("TILE") or given["TILE_KEYS"], registers, f"{share} %", *loop]
+            cells += [values.get("TILE") or values["TILE_KEYS"], registers, f"{share} %", *loop]
             yield f"| {' | '.join(map(str, cells))} |"
 
 
 def write() -> None:
-    """Renew the table."""
+    """Rewrite the table."""
     text = budget.PAGE.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     lines = [

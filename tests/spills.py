@@ -1,10 +1,10 @@
-"""Which calls of attention on warpgroups have a kernel that spills, of every pair of options.
+"""List the attention kernels on warpgroups that spill registers, over every pair of options.
 
-    python -m tests.spills                   by the NVRTC of this environment
-    python -m tests.spills --nvrtc 13.5      by another one, which is installed beside it
-    python -m tests.spills packed 128        of the calls whose names have these words
+    python -m tests.spills                   with the NVRTC of this environment
+    python -m tests.spills --nvrtc 13.5      with another one, which is installed if needed
+    python -m tests.spills packed 128        only calls whose names contain these words
 
-Heads of 64 to 256 columns, forward and backward, in one launch and in two.
+It covers heads of 64 to 256 columns, forward and backward, the backward in one launch and in two.
 """
 
 import argparse
@@ -23,39 +23,39 @@ from unsloth_cupy import (
 )
 
 from . import budget
-from .compilers import elsewhere
+from .compilers import run_with_nvrtc
 from .stand_in import Launch, Machine, gpu
-from .taken import ROWS, given, pairs
+from .taken import ROWS, call_options, pairs
 
 DIMS = (64, 96, 128, 192, 256)
 
 
 def call(machine: Machine, dim: int, names: set[str]) -> None:
     """Call attention with some options, forward and backward."""
-    options = given(machine, *names)
+    options = call_options(machine, *names)
     q = machine.array((ROWS, 2, dim) if "packed" in names else (1, ROWS, 2, dim), "bfloat16")
     if "packed" in names:
         lengths = options.pop("offsets")
         limits = {"max_queries": ROWS, "max_keys": ROWS}
-        found = attention_varlen_forward(q, q, q, *lengths, **limits, **options)
-        attention_varlen_backward(found[0], q, q, q, *lengths, *found, **limits, **options)
+        outputs = attention_varlen_forward(q, q, q, *lengths, **limits, **options)
+        attention_varlen_backward(outputs[0], q, q, q, *lengths, *outputs, **limits, **options)
     else:
-        found = attention_forward(q, q, q, **options)
-        attention_backward(found[0], q, q, q, *found, **options)
+        outputs = attention_forward(q, q, q, **options)
+        attention_backward(outputs[0], q, q, q, *outputs, **options)
 
 
-def asked(first: int = 0, every: int = 1) -> Iterator[tuple[Launch, str]]:
-    """Return what calls launch on warpgroups, each once, with a name for reports."""
+def launches(first: int = 0, every: int = 1) -> Iterator[tuple[Launch, str]]:
+    """Yield the distinct launches of kernels on warpgroups, each with a name for reports."""
     seen = set()
     calls = itertools.product(DIMS, (False, True), ((), *pairs()))
-    for dim, one_pass, several in itertools.islice(calls, first, None, every):
+    for dim, one_pass, names in itertools.islice(calls, first, None, every):
         with AttentionConfig(warpgroups=True, one_pass=one_pass).use(), gpu("90") as machine:
-            call(machine, dim, {*several})
+            call(machine, dim, {*names})
             for launch in machine.launches:
                 key = launch.source, launch.threads
                 if launch.kernel.endswith("_sm90") and key not in seen:
                     seen.add(key)
-                    yield launch, f"{launch.kernel} {' '.join([str(dim), *sorted({*several})])}"
+                    yield launch, f"{launch.kernel} {' '.join([str(dim), *sorted({*names})])}"
 
 
 def spilled(launch: Launch) -> int:
@@ -65,12 +65,12 @@ def spilled(launch: Launch) -> int:
 
 
 def main(words: list[str]) -> None:
-    """Compile those whose names have these words; exit with those that spill."""
-    several = [(launch, name) for launch, name in asked() if all(word in name for word in words)]
+    """Compile the kernels whose names contain these words; exit with those that spill."""
+    named = [(launch, name) for launch, name in launches() if all(word in name for word in words)]
     with ThreadPoolExecutor(2) as pool:
-        found = zip(pool.map(spilled, (launch for launch, _ in several)), several, strict=True)
-        wrong = [f"{name}: {count} bytes" for count, (_, name) in found if count]
-    print(f"NVRTC {budget.compiler_version()}: {len(several)} kernels, {len(wrong)} spill")
+        sizes = zip(pool.map(spilled, (launch for launch, _ in named)), named, strict=True)
+        wrong = [f"{name}: {count} bytes" for count, (_, name) in sizes if count]
+    print(f"NVRTC {budget.compiler_version()}: {len(named)} kernels, {len(wrong)} spill")
     if wrong:
         sys.exit("\n".join(wrong))
 
@@ -78,8 +78,8 @@ def main(words: list[str]) -> None:
 if __name__ == "__main__":
     command = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     command.add_argument("words", nargs="*")
-    command.add_argument("--nvrtc", help="12.0, 13.5, ...: of another version, which is installed")
-    asked_for = command.parse_args()
-    if asked_for.nvrtc and asked_for.nvrtc != budget.compiler_version():
-        sys.exit(elsewhere(asked_for.nvrtc, "tests.spills"))
-    main(asked_for.words)
+    command.add_argument("--nvrtc", help="12.0, 13.5, ...: the version to use")
+    arguments = command.parse_args()
+    if arguments.nvrtc and arguments.nvrtc != budget.compiler_version():
+        sys.exit(run_with_nvrtc(arguments.nvrtc, "tests.spills"))
+    main(arguments.words)

@@ -1,9 +1,9 @@
-"""What ops cost, in one table, ``costs.toml``: two parts, each of a program that leaves the other.
+"""Read and write ``costs.toml``, which has two parts, each written by its own program.
 
-``[calls]``    what a call of an op does            python -m tests.costs --write WHY [OP ...]
-``[kernels]``  what a kernel takes of an SM         python -m tests.budget --write [KERNEL ...]
+``[calls]``    the costs of a call of an op         python -m tests.costs --write WHY [OP ...]
+``[kernels]``  the resources of a kernel on an SM   python -m tests.budget --write [KERNEL ...]
 
-``python -m tests.costs --new`` adds what is new to both.
+``python -m tests.costs --new`` adds the lines of new ops and kernels to both parts.
 """
 
 import json
@@ -20,18 +20,18 @@ PARTS = "calls", "kernels"
 
 
 def texts() -> dict[str, str]:
-    """Return the text of each part, under its heading."""
-    found = re.split(rf"^\[({'|'.join(PARTS)})\]$", FILE.read_text(encoding="utf-8"), flags=re.M)
-    return {name: text.strip() for name, text in zip(found[1::2], found[2::2], strict=True)}
+    """Return the text of each part without its heading."""
+    split = re.split(rf"^\[({'|'.join(PARTS)})\]$", FILE.read_text(encoding="utf-8"), flags=re.M)
+    return {name: text.strip() for name, text in zip(split[1::2], split[2::2], strict=True)}
 
 
 def read(part: str) -> dict[str, Any]:
-    """Return what a part holds."""
+    """Return the values of a part."""
     return dict(tomllib.loads(FILE.read_text(encoding="utf-8"))[part])
 
 
 def replace(part: str, lines: Iterable[str]) -> None:
-    """Replace a part, and leave the other to the letter; the file is whole at any time."""
+    """Replace a part and keep the other byte for byte; a reader never sees a partial file."""
     whole = texts() | {part: "\n".join(lines)}
     with written_beside(FILE) as partial:
         text = "\n".join(f"[{name}]\n{whole[name]}\n" for name in PARTS)
@@ -39,18 +39,18 @@ def replace(part: str, lines: Iterable[str]) -> None:
 
 
 def order(line: tuple[str, Any]) -> list[Any]:
-    """Return what sorts lines by their words, and numbers in them by size."""
+    """Return a sort key: words alphabetically, numbers in them by value."""
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", line[0])]
 
 
 def by_architecture(by: dict[str, list[int]]) -> list[str]:
-    """Return numbers as the table keeps them: those of several architectures once."""
+    """Return numbers as the table writes them: equal ones of several architectures once."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for arch in sorted(by, key=int):
         groups.setdefault(tuple(by[arch]), []).append(arch)
-    return [f'"{" ".join(archs)}" = {list(found)}' for found, archs in groups.items()]
+    return [f'"{" ".join(archs)}" = {list(values)}' for values, archs in groups.items()]
 
 
 def reason_lines(reasons: dict[str, str]) -> list[str]:
-    """Return reasons as the table keeps them."""
+    """Return reasons as the table writes them."""
     return [f"{name} = {json.dumps(why)}" for name, why in sorted(reasons.items())]

@@ -1,6 +1,6 @@
-"""Which calls of attention take the kernels on warpgroups, asked of every option and every pair.
+"""The attention calls that use the kernels on warpgroups, for every option and pair of options.
 
-python -m tests.taken --write           renews the table of docs/guide/attention.md
+python -m tests.taken --write           rewrites the table of docs/guide/attention.md
 """
 
 import itertools
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`softcap`": {"softcap": 3.0},
     "`dropout`": {"dropout": 0.5, "seed": 1},
 }
-NO_PAIR = (  # of one call
+NO_PAIR = (  # options that one call cannot have together
     {"`window=(n, None)`", "`window=(n, m)`"},
     {"packed", "`key_lengths`"},
     {"packed", "`query_start`"},
@@ -45,48 +45,48 @@ NO_PAIR = (  # of one call
 
 
 def pairs() -> Iterator[tuple[str, str]]:
-    """Return every option, beside itself, and every pair of them."""
-    several = itertools.combinations_with_replacement(OPTIONS, 2)
-    return (pair for pair in several if {*pair} not in NO_PAIR)
+    """Yield every pair of options that a call can have, and each option paired with itself."""
+    both = itertools.combinations_with_replacement(OPTIONS, 2)
+    return (pair for pair in both if {*pair} not in NO_PAIR)
 
 
-def given(machine: Machine, *names: str) -> dict[str, Any]:
-    """Return options as a call takes them."""
-    found: dict[str, Any] = {}
+def call_options(machine: Machine, *names: str) -> dict[str, Any]:
+    """Return the keyword arguments that these options add to a call."""
+    options: dict[str, Any] = {}
     for name, value in ((n, v) for each in names for n, v in OPTIONS[each].items()):
         shaped = type(value) is tuple and type(value[0]) is tuple
-        made = machine.array(*value) if shaped else value
-        found[name] = (made, made) if name == "offsets" else made
-    return found
+        argument = machine.array(*value) if shaped else value
+        options[name] = (argument, argument) if name == "offsets" else argument
+    return options
 
 
 def taken(machine: Machine, dim: int, *names: str) -> tuple[bool, bool, bool]:
-    """Say whether forward, backward, and backward in one launch, run on warpgroups."""
-    found = given(machine, *names)
-    batch = () if "offsets" in found else (1,)
+    """Return whether forward, backward, and backward in one launch run on warpgroups."""
+    options = call_options(machine, *names)
+    batch = () if "offsets" in options else (1,)
     q = machine.array((*batch, ROWS, 2, dim), "bfloat16")
-    call = kernel_options(q, q, Options(**found))
+    call = kernel_options(q, q, Options(**options))
     assert call is not None
     back = takes_backward(q, q, call)
     return takes(q, q, call) is not None, back is not None, bool(back and back.one_pass)
 
 
 def widest(machine: Machine, *names: str) -> tuple[int, ...]:
-    """Return up to which head dim each of them does, from 64 on; 0 where none."""
+    """Return the largest head dim that each of the three takes, counted from 64; 0 for none."""
     answers = np.array([taken(machine, dim, *names) for dim in WIDTHS]).T
-    found = []
+    largest = []
     for each in answers:
         dims = [dim for dim, yes in zip(WIDTHS, each, strict=True) if yes]
         assert dims == [*range(64, max(dims, default=0) + 1, 8)], names
-        found.append(max(dims, default=0))
-    return tuple(found)
+        largest.append(max(dims, default=0))
+    return tuple(largest)
 
 
 def rows() -> Iterator[str]:
-    """Return the lines of the table: a pair stands once, an option alone where it meets itself."""
-    there = [*pairs()]
+    """Yield the lines of the table: each pair once, each option alone on the diagonal."""
+    every = [*pairs()]
     with AttentionConfig(warpgroups=True, one_pass=True).use(), gpu("90") as machine:
-        cells = {pair: " ".join(str(n or "-") for n in widest(machine, *{*pair})) for pair in there}
+        cells = {pair: " ".join(str(n or "-") for n in widest(machine, *{*pair})) for pair in every}
         yield f"| none | {' '.join(map(str, widest(machine)))} |{'  |' * (len(OPTIONS) - 1)}"
     for name in OPTIONS:
         line = (cells.get((other, name), "") for other in OPTIONS)
@@ -94,7 +94,7 @@ def rows() -> Iterator[str]:
 
 
 def columns() -> str:
-    """Return the head of the table."""
+    """Return the header of the table."""
     return " | ".join(("with", *OPTIONS))
 
 

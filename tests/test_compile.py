@@ -130,7 +130,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
 def test_no_pair_of_attentions_options_spills_on_warpgroups() -> None:
     """A few of the calls of ``tests.spills``: by the number of the run, or all."""
     first, every = (0, 1) if Sample.all else (Sample.day % 199, 199)
-    several = [*spills.asked(first, every)]
+    several = [*spills.launches(first, every)]
     assert several
     assert [(name, size) for launch, name in several if (size := spills.spilled(launch))] == []
 

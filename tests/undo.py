@@ -1,7 +1,7 @@
-"""What a test changes of the library and of the process, undone: no test sees what ran before it.
+"""Undo what a test changes in the library and in the process, so that tests are independent.
 
-Found in the library, and not listed here: caches are what ``functools`` makes; variables are names
-in lower case, of a module or a class, as constants are in upper case.
+Nothing is listed here, all is found in the library: caches are those of ``functools``; variables
+are names of a module or a class in lower case, as constants are in upper case.
 """
 
 import functools
@@ -25,31 +25,31 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Name(NamedTuple):
-    """A name of a module or a class, and what it stands for."""
+    """A name of a module or a class, and its value."""
 
     owner: Any
     name: str
     value: Any
 
     def __str__(self) -> str:
-        """Return where it is."""
+        """Return the qualified name."""
         owner = self.owner
         where = f"{owner.__module__}." if isinstance(owner, type) else ""
         return f"{where}{owner.__name__}.{self.name}"
 
 
 def names() -> tuple[Name, ...]:
-    """Return every name of the library's modules and their classes."""
+    """Return every name in the library's modules and their classes."""
     return _known(len(sys.modules))[0]
 
 
 def caches() -> dict[str, Any]:
-    """Return every cache of the library, by where it is defined."""
+    """Return every cache of the library, by qualified name."""
     return _known(len(sys.modules))[1]
 
 
 def variables() -> tuple[Name, ...]:
-    """Return the names whose values change: what is neither a constant, nor code."""
+    """Return the names whose values may change: neither constants nor code."""
     return _known(len(sys.modules))[2]
 
 
@@ -62,9 +62,9 @@ def modules() -> list[str]:
 
 @functools.lru_cache(maxsize=4)
 def _known(loaded: int) -> tuple[tuple[Name, ...], dict[str, Any], tuple[Name, ...]]:
-    """Return names, caches and variables, anew where more modules are loaded.
+    """Return names, caches and variables; computed again when more modules are loaded.
 
-    All modules are, but for those that import another library, which takes seconds.
+    It imports all modules except those that import another library, which takes seconds.
     """
     for name in modules():
         if not name.endswith((".__main__", ".peers")) and ".interop." not in name:
@@ -72,13 +72,13 @@ def _known(loaded: int) -> tuple[tuple[Name, ...], dict[str, Any], tuple[Name, .
                 importlib.import_module(name)
     owners: list[Any] = []
     for module in [m for name, m in sys.modules.items() if name.startswith("unsloth_cupy")]:
-        held = [v for v in vars(module).values() if isinstance(v, type)]
-        owners += [module, *(v for v in held if v.__module__ == module.__name__)]
-    several = [Name(owner, *item) for owner in owners for item in vars(owner).items()]
-    found = tuple(n for n in several if not n.name.startswith("__"))
-    named = [n.value for n in found if hasattr(n.value, "cache_clear")]
-    held = {f"{cache.__module__}.{cache.__qualname__}": cache for cache in named}
-    return found, held, tuple(filter(_changes, found))
+        classes = [v for v in vars(module).values() if isinstance(v, type)]
+        owners += [module, *(v for v in classes if v.__module__ == module.__name__)]
+    every = [Name(owner, *item) for owner in owners for item in vars(owner).items()]
+    own = tuple(n for n in every if not n.name.startswith("__"))
+    functions = [n.value for n in own if hasattr(n.value, "cache_clear")]
+    caches = {f"{cache.__module__}.{cache.__qualname__}": cache for cache in functions}
+    return own, caches, tuple(filter(_changes, own))
 
 
 def _changes(n: Name) -> bool:
@@ -94,7 +94,7 @@ def _contains(kind: type[Any]) -> bool:
 
 
 def forget() -> None:
-    """Empty all caches, and the plans of ops: what a stand-in answered, what was compiled."""
+    """Empty all caches and the recorded plans of ops, which may be those of a stand-in GPU."""
     if threads._pool.cache_info().currsize:
         threads._pool().shutdown(wait=False)
     for cache in caches().values():
@@ -104,7 +104,7 @@ def forget() -> None:
 
 
 def _inside(container: Any) -> Any:
-    """Return what a container holds, by identity: arrays are not compared."""
+    """Return the identities of a container's items, as arrays cannot be compared by ``==``."""
     if isinstance(container, MutableMapping):
         return {key: id(value) for key, value in container.items()}
     return [*map(id, container)]
@@ -115,10 +115,10 @@ def _put_back(container: Any, before: Any) -> None:
     (container.extend if isinstance(container, MutableSequence) else container.update)(before)
 
 
-def _replaced(modules: dict[str, Any]) -> None:
-    """Put modules back where something else stands, or nothing; drop stand-ins of CuPy.
+def _restore_modules(modules: dict[str, Any]) -> None:
+    """Put replaced or removed modules back into ``sys.modules``; drop stand-ins of CuPy.
 
-    Modules that an import brought stay: half of a library, such as torch, is none.
+    Newly imported modules stay: a library such as torch does not work if some of it is removed.
     """
     for name in {*modules, *sys.modules}:
         now, before = sys.modules.get(name), modules.get(name)
@@ -129,7 +129,7 @@ def _replaced(modules: dict[str, Any]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without what pytest writes there before and after every test."""
+    """Return the environment variables, except the one that pytest sets for every test."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
@@ -139,11 +139,11 @@ def _imported(module: Any) -> bool:
 
 @contextmanager
 def undoing() -> Iterator[None]:
-    """Undo, at the end of a ``with`` block, what is changed in it; it starts with empty caches."""
-    forget()  # an import may have filled some
+    """Undo the changes of a ``with`` block at its end; the block starts with empty caches."""
+    forget()  # an import may have filled some caches
     now = [(owner, name, vars(owner)[name]) for owner, name, _ in variables()]
-    held = [OPS, *(value for *_, value in now if _contains(type(value)))]
-    copies = [container.copy() for container in held]
+    containers = [OPS, *(value for *_, value in now if _contains(type(value)))]
+    copies = [container.copy() for container in containers]
     loaded, environment = sys.modules.copy(), _environment()
     folder, errors = os.getcwd(), np.geterr()
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
@@ -153,12 +153,12 @@ def undoing() -> Iterator[None]:
         for owner, name, value in now:
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
-        for container, before in zip(held, copies, strict=True):
+        for container, before in zip(containers, copies, strict=True):
             if _inside(container) != _inside(before):
                 _put_back(container, before)
         forget()
         if sys.modules != loaded:
-            _replaced(loaded)
+            _restore_modules(loaded)
         for name in _environment().keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment.items() - _environment().items())

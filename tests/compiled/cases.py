@@ -107,7 +107,7 @@ def run(job: Job) -> Outcome:
     start, said = time.monotonic(), ""
     seen: set[str] = set()
     try:
-        with mock.patch.object(parity, "another", on(job.architecture)), watched(seen):
+        with mock.patch.object(parity, "other_target", on(job.architecture)), watched(seen):
             prove(job)
         if job.bits and not issubclass(job.proof, parity.KernelAlone):
             said = differences(job)

@@ -42,7 +42,7 @@ def launched(name: str, dim: int) -> tuple[set[str], set[str]]:
     """Return the kernels that a call with an option launches, forward and backward."""
     with gpu("90") as machine:
         q = machine.array((1, taken.ROWS, 2, dim), "bfloat16")
-        options: dict[str, Any] = taken.given(machine, name)
+        options: dict[str, Any] = taken.call_options(machine, name)
         out, lse = attention_forward(q, q, q, **options)
         forward = {launch.kernel for launch in machine.launches}
         machine.launches.clear()

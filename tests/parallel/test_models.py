@@ -58,7 +58,7 @@ def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
         model.to_torch()
     model.add_adapter(2, dropout=0.1)
     tokens = np.array([[3, 4]])
-    with pytest.raises(ConfigError, match="dropout is not divided"):
+    with pytest.raises(ConfigError, match="dropout is not supported"):
         model.loss_and_gradients(tokens, tokens, seed=1)
 
 

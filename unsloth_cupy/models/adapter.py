@@ -211,6 +211,7 @@ def create_adapter(
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
+    """Raise a ConfigError for an invalid option of ``create_adapter``."""
     for name, value, valid, cure in (
         ("rank", rank, is_integer(rank, 1), "1 or more"),
         ("alpha", alpha, alpha is None or (is_number(alpha) and alpha > 0), "a number above 0"),
@@ -224,8 +225,8 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any) -> None:
 def linear_layers(config: Config) -> dict[str, tuple[int, int]]:
     """Return the shape of the weight of each linear layer of the blocks, by the layer's name."""
     if config.bit_layers:
-        problem = "the layers of this model are rounded at every call, and learn themselves"
-        raise ConfigError(f"an adapter has no place: {problem}; train its weights")
+        problem = "its linear layers are rounded at every call, and are trained without adapters"
+        raise ConfigError(f"this model cannot have an adapter: {problem}; train its weights")
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in config.shapes().items()

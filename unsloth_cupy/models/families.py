@@ -1,4 +1,4 @@
-"""What each model family does its own way: the facts that a config.json leaves unsaid."""
+"""Properties of each model family that its config.json does not state, and default values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernor
 
 @dataclass(frozen=True)
 class Family:
-    """One model type.  ``defaults`` stand in for keys that a config.json may leave out.
+    """One model type.  ``defaults`` are the values of keys that a config.json may leave out.
 
     ``windows`` says which layers see only a window of keys: none, all, the late ones (from
     max_window_layers on), or most (all but every sliding_window_pattern-th).
@@ -30,11 +30,11 @@ class Family:
     norm_offset: float = 0.0
     scaled_embedding: bool = False
     query_key_norm: str | None = None
-    qkv_bias: bool | None = None  # None: as attention_bias says
+    qkv_bias: bool | None = None  # None: the value of attention_bias
     output_bias: bool | None = None
     fused: bool = False
     sub_norms: bool = False
-    obeys: tuple[str, ...] = ()  # keys that scale or cap scores and logits
+    obeys: tuple[str, ...] = ()  # keys, to scale or cap scores and logits, that it reads
 
 
 COMMON = {

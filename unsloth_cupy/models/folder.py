@@ -1,4 +1,4 @@
-"""Models from folders and from nothing: ``load`` and ``create``."""
+"""Models loaded from folders and models with random weights: ``load`` and ``create``."""
 
 import math
 import re
@@ -48,41 +48,41 @@ def load(
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
     Model types: llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3 (its language model), phi3,
-    olmo2, bitnet.  Every tensor's name, shape and dtype is checked before one is used; pickled
-    weights are never read and no code in a folder is ever run.
+    olmo2, bitnet.  The name, shape and dtype of every tensor are checked before any is used;
+    pickled weights are never read and no code in a folder is ever run.
 
     Parameters
     ----------
     folder : path
         Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
-        differ from config.json's, generation_config.json.  Or a folder of peft that names the
-        folder of its base model.
+        differ from config.json's, generation_config.json.  Or an adapter folder of peft that
+        names the folder of its base model.
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None or "cpu": NumPy.
     quantize : str, optional
         nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized as they are read, by
-        ``models.quantize``'s rules; None keeps what the folder holds, which may be what
-        transformers saved with bitsandbytes, or packed layers of BitNet.
+        ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
+        already: by transformers with bitsandbytes, or packed BitNet layers.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA).
-        What is stored in a dtype other than the model's is read as float32.  None takes the
-        adapter of the folder, if it is one of peft.
+        Tensors whose dtype cannot be combined with the model's are read as float32.  None loads
+        the adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional
-        Of ranks that divide the model among them, by heads, inner size and words; each reads its
-        part of the files alone; of columns of 4 bits, and of weights whose scales the part does
-        not tell, one whole at a time.  All ranks make the same calls of the model, and get the
-        numbers of one device; ``save`` writes it whole.
+        Ranks of tensor parallelism, which divide the model by heads, inner size and vocabulary.
+        Each reads only its part of the files; but columns of 4-bit weights, and weights whose
+        scales depend on other ranks' parts, one whole weight at a time.  All ranks make the same
+        calls, and get the results of one device; ``save`` writes the whole model.
     pipeline : Communicator, optional
-        Of ranks that divide the blocks: ``generate`` goes through all of them, and
-        ``models.stages`` through a step of training.
+        Ranks of pipeline parallelism, which divide the blocks: ``generate`` runs through all of
+        them; ``models.stages`` runs training steps.
     chunks : int
-        Parts of the blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
+        Chunks of blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
     parts : Communicator, optional
-        Of ranks that keep a part of each parameter, and read that alone, or whole rows of it; of
-        ternary weights, and of codes whose scales rows do not tell, one whole at a time.
-        ``parallel.Zero3(model, parts)`` trains it.
+        Ranks that each keep a part of every parameter, and read only that part or whole rows of
+        it; but ternary weights, and codes whose scales need more than these rows, one whole
+        weight at a time.  ``parallel.Zero3(model, parts)`` trains the model.
 
     Returns
     -------
@@ -91,10 +91,10 @@ def load(
     Raises
     ------
     ConfigError
-        A file is missing, broken or at odds with config.json; or the model does not divide among
-        the ranks.  The message names the cure.
+        A file is missing, broken or contradicts config.json; or the model cannot be divided among
+        the ranks.  The message says what to do.
     DeviceError
-        The device is not there; the message names those that are.
+        The device does not exist; the message names those that do.
     """
     path = path_of("load", folder)
     if not path.is_dir():
@@ -110,19 +110,19 @@ def load(
         cure = f"pass {' or '.join(inside[:3]) or 'a folder that holds one'}"
         raise ConfigError(f"load: {path / 'config.json'} is missing; {cure}")
     config, texts = read_config(path)
-    wanted = None if dtype is None else float_dtype("load", dtype)
+    chosen_dtype = None if dtype is None else float_dtype("load", dtype)
     division = _division(config, communicator, pipeline, chunks)
-    make = None if quantize is None else Quantizer("load", quantize, division)
-    keeps = None if parts is None else Parts(parts)
+    quantizer = None if quantize is None else Quantizer("load", quantize, division)
+    rank_parts = None if parts is None else Parts(parts)
     holds = bool if division is None else division.holds
     with on_device("load", device) as place:
-        keep = partial(_kept, place=place, make=make, division=division, parts=keeps)
-        homes, files = find_tensors(path, config)
-        parameters, layout = read_tensors(path, homes, files, wanted, keep, holds)
+        keep = partial(_kept, place=place, quantizer=quantizer, division=division, parts=rank_parts)
+        stored_in, files = find_tensors(path, config)
+        parameters, layout = read_tensors(path, stored_in, files, chosen_dtype, keep, holds)
         if division is not None and division.stages is not None:
-            division.stages.dtype = wanted or homes[EMBEDDING].dtype or FLOAT32
+            division.stages.dtype = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
         model = Transformer(division.config if division else config, parameters, texts, layout)
-        model.folder, model.division, model.parts = path, division, keeps
+        model.folder, model.division, model.parts = path, division, rank_parts
         if lora is not None:
             adapter = read_adapter(lora, config, model.table.dtype, place)
             model.adapter = divided_adapter(adapter, division)
@@ -134,44 +134,49 @@ def _kept(
     unread: Unread,
     *,
     place: Callable[[Any], Any],
-    make: Quantizer | None,
+    quantizer: Quantizer | None,
     division: Division | None,
     parts: Parts | None,
 ) -> Any:
-    """Return what a rank keeps of a parameter, where it is to be: no more is read than it takes."""
+    """Return what this rank keeps of a parameter, on its device; no more is read than needed."""
     home = unread.home
-    stored = home.kind is not None
-    if parts is not None and not stored and not (make and make.makes(name, home.shape)):
+    quantized = home.kind is not None
+    if (
+        parts is not None
+        and not quantized
+        and not (quantizer and quantizer.makes(name, home.shape))
+    ):
         own = unread.__getitem__ if division is None else partial(division.own, name, unread)
         shape = home.shape if division is None else division.shape(name)
         return place(parts.read(name, shape, own))
-    if parts is not None and division is None and (found := _by_rows(unread, place, make)):
-        return parts.read_quantized(home.shape, *found)
-    if division is None or (make is not None and make.wants_whole(name)):
+    if parts is not None and division is None and (by_rows := _by_rows(unread, place, quantizer)):
+        return parts.read_quantized(home.shape, *by_rows)
+    if division is None or (quantizer is not None and quantizer.wants_whole(name)):
         value = unread.whole()
     else:
         value = division.own(name, unread)
-    there = value.moved(place) if isinstance(value, Quantized) else place(value)
-    there = there if make is None else make(name, there)
-    return there if parts is None else parts.keep(name, there)
+    placed_value = value.moved(place) if isinstance(value, Quantized) else place(value)
+    placed_value = placed_value if quantizer is None else quantizer(name, placed_value)
+    return placed_value if parts is None else parts.keep(name, placed_value)
 
 
 def _by_rows(
-    unread: Unread, place: Callable[[Any], Any], make: Quantizer | None
+    unread: Unread, place: Callable[[Any], Any], quantizer: Quantizer | None
 ) -> tuple[int, Callable[[slice], Quantized]] | None:
-    """Return at multiples of how many rows a weight is made as the whole is, and what makes them.
+    """Return (step, read): ``read(rows)`` returns rows of a quantized weight.
 
-    None: rows alone do not tell their codes, or are not read alone.
+    At multiples of ``step`` rows, they are equal to those rows of the whole weight.  None: codes
+    of rows depend on other rows, or the file's rows cannot be read separately.
     """
     home = unread.home
-    if home.kind is None and make is not None:
-        return make.by_rows(unread.name, home.shape, lambda rows: place(unread[rows]))
-    step = None if home.kind is None or make is not None else unread.step()
+    if home.kind is None and quantizer is not None:
+        return quantizer.by_rows(unread.name, home.shape, lambda rows: place(unread[rows]))
+    step = None if home.kind is None or quantizer is not None else unread.step()
     return None if step is None else (step, lambda rows: unread.rows(rows).moved(place))
 
 
 def read_config(path: Path) -> tuple[Config, dict[str, Mapping[str, Any]]]:
-    """Return the config of a model's folder, and the files that say it; no weights are read."""
+    """Return the config of a model's folder, and the contents of its JSON files by name."""
     settle(path, "config.json")
     source = read_json(path / "config.json")
     try:
@@ -204,7 +209,7 @@ def create(
     """Return a model with random parameters.
 
     Matrices are drawn from a normal distribution with a standard deviation of the config's
-    ``initializer_range``; norms begin at 1, biases at 0.
+    ``initializer_range``; norm weights are 1, biases 0.
 
     Parameters
     ----------
@@ -222,9 +227,9 @@ def create(
     Raises
     ------
     ConfigError
-        The config or an option makes no sense.
+        The config or an option is invalid.
     DeviceError
-        The device is not there.
+        The device does not exist.
     """
     parsed, kind = parse(config), float_dtype("create", dtype)
     if type(seed) is not int or seed < 0:
@@ -232,7 +237,7 @@ def create(
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
     division = _division(parsed, communicator, pipeline, chunks)
     size //= (1 if communicator is None else communicator.size) * (parts.size if parts else 1)
-    keeps = None if parts is None else Parts(parts)
+    rank_parts = None if parts is None else Parts(parts)
     with on_device("create", device) as place:
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
@@ -250,10 +255,10 @@ def create(
                 )
                 array = array.astype(kind)
             own = place(array if division is None else division.own(name, array))
-            parameters[name] = own if keeps is None else keeps.keep(name, own)
-        here = parsed if division is None else division.config
-        model = Transformer(here, parameters, {"config.json": dict(text_config(config))})
-        model.division, model.parts = division, keeps
+            parameters[name] = own if rank_parts is None else rank_parts.keep(name, own)
+        own_config = parsed if division is None else division.config
+        model = Transformer(own_config, parameters, {"config.json": dict(text_config(config))})
+        model.division, model.parts = division, rank_parts
         if division is not None and division.stages is not None:
             division.stages.dtype = kind
         return model
@@ -262,7 +267,7 @@ def create(
 def _division(
     config: Config, communicator: Communicator | None, pipeline: Communicator | None, chunks: int
 ) -> Division | None:
-    """Return what this rank holds of a model; None where it holds all of it."""
+    """Return the division that says which part this rank holds; None if it holds the model."""
     if communicator is None and pipeline is None:
         return None
     stages = None if pipeline is None else Stages(config, pipeline, chunks)
@@ -271,13 +276,13 @@ def _division(
 
 @contextmanager
 def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
-    """Yield a function that puts an array on the device, while that device is the current one."""
+    """Make the device the current one, and yield a function that copies an array to it."""
     name = device if isinstance(device, str) else ""
     if device is None or name == "cpu":
         yield lambda array: array
         return
-    found = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if found is None:
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
         cure = "choose 'cpu' (NumPy, as None), 'cuda' or 'cuda:1'"
         raise ConfigError(f"{call}: device={device!r}; {cure}")
     try:
@@ -285,10 +290,10 @@ def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
     except ImportError:
         cure = "pip install 'unsloth-cupy[cuda12]', or leave device out"
         raise DeviceError(f"{call}: device={device!r} needs CuPy: {cure}") from None
-    count, number = gpu.count(), int(found[1] or 0)
+    count, number = gpu.count(), int(match[1] or 0)
     if number >= count:
-        there = " or ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(count))])
-        raise DeviceError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; choose {there}")
+        names = " or ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(count))])
+        raise DeviceError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; choose {names}")
     with cupy.cuda.Device(number):
         yield cupy.asarray
         cupy.cuda.get_current_stream().synchronize()  # any stream may read the parameters

@@ -1,8 +1,8 @@
-"""Generation: prompts in, tokens out, one step at a time through a KV cache.
+"""Generation: tokens that continue prompts, one step at a time through a KV cache.
 
-p = softmax(logits / temperature), cut to the top_k most likely tokens, then to the fewest
-whose share reaches top_p, then to those of at least min_p times the likeliest; the next token is
-where the running sum of p passes a uniform draw
+p = softmax(logits / temperature), restricted to the top_k most likely tokens, then to the fewest
+whose probabilities reach top_p, then to those of at least min_p times the most likely one; the
+next token is where the cumulative sum of p passes a uniform random number.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,13 @@ from .config import Config
 from .inputs import check
 from .network import Network
 
-Ahead = Callable[[Array, Array], Array]  # (tokens, which are real) on the host -> logits
+Ahead = Callable[[Array, Array], Array]  # (tokens, True where not padding) on the host -> logits
 
 
 @checked
 @dataclass(frozen=True)
 class Options:
-    """How to go on, as ``Transformer.generate`` describes it."""
+    """The options of ``Transformer.generate``, which describes them."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -52,27 +52,31 @@ class Options:
             self.min_new_tokens <= self.max_new_tokens,
             f"not exceed max_new_tokens={self.max_new_tokens}",
         )
-        warm = is_number(self.temperature) and 0 <= self.temperature < float("inf")
-        self._require("temperature", warm, "be a number, 0 (greedy) or more")
+        valid_temperature = is_number(self.temperature) and 0 <= self.temperature < float("inf")
+        self._require("temperature", valid_temperature, "be a number, 0 (greedy) or more")
         self._require(
             "top_k", self.top_k is None or is_integer(self.top_k, 1), "be 1 or more, or None"
         )
-        share = self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1)
-        self._require("top_p", share, "be in (0, 1], or None")
-        least = self.min_p is None or (is_number(self.min_p) and 0 <= self.min_p <= 1)
-        self._require("min_p", least, "be in [0, 1], or None")
+        valid_top_p = self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1)
+        self._require("top_p", valid_top_p, "be in (0, 1], or None")
+        valid_min_p = self.min_p is None or (is_number(self.min_p) and 0 <= self.min_p <= 1)
+        self._require("min_p", valid_min_p, "be in [0, 1], or None")
         penalty = self.repetition_penalty
-        fine = penalty is None or (is_number(penalty) and 0 < penalty < float("inf"))
-        self._require("repetition_penalty", fine, "be a number above 0, or None")
-        codes = self.cache_dtype is None or (self.cache_dtype == "int8" and self.cache is None)
-        self._require("cache_dtype", codes, "be 'int8', or None: beside a cache, which has its own")
-        drawn = self.temperature == 0 and self.seed is None
+        valid_penalty = penalty is None or (is_number(penalty) and 0 < penalty < float("inf"))
+        self._require("repetition_penalty", valid_penalty, "be a number above 0, or None")
+        supported = self.cache_dtype is None or (self.cache_dtype == "int8" and self.cache is None)
         self._require(
-            "seed", drawn or is_integer(self.seed, 0), "be an integer, as in seed=0, to draw"
+            "cache_dtype",
+            supported,
+            "be 'int8', or None: beside a cache, which has its own",
+        )
+        greedy = self.temperature == 0 and self.seed is None
+        self._require(
+            "seed", greedy or is_integer(self.seed, 0), "be an integer, as in seed=0, to draw"
         )
 
-    def _require(self, name: str, fine: bool, must: str) -> None:
-        if not fine:
+    def _require(self, name: str, valid: bool, must: str) -> None:
+        if not valid:
             raise ConfigError(f"{self.CALL}: {name}={getattr(self, name)!r} must {must}")
 
     def end_tokens(self, config: Config) -> Array:
@@ -91,7 +95,7 @@ class Options:
 
 
 def stream(model: Network, tokens: Array, mask: Array | None, options: Options) -> Iterator[Array]:
-    """Check everything, then return an iterator over the new tokens: (batch,) each."""
+    """Check all arguments, then return an iterator over the new tokens: (batch,) each."""
     ends = options.end_tokens(model.config)
     check(tokens, mask)
     cache, sequences = options.cache, options.sequences
@@ -106,17 +110,17 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     prompt, real = (np.take_along_axis(array, order, axis=1) for array in (prompt, real))
     most = options.max_new_tokens
     if cache is None:
-        room = len(prompt), prompt.shape[1] + most
-        ahead: Ahead = InOrder(model, tokens, *room, options.cache_dtype)
+        sizes = len(prompt), prompt.shape[1] + most
+        ahead: Ahead = InOrder(model, tokens, *sizes, options.cache_dtype)
         return _steps(model, tokens, prompt, real, ends, options, ahead)
     if sequences is not None:
         ahead = InPages(model, tokens, cache, sequences)
         return _steps(model, tokens, prompt, real, ends, options, ahead)
-    rooms = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # the last token is not stored
+    capacities = [int(n) + max(most - 1, 0) for n in real.sum(axis=1)]  # not the last token
 
     def freed_at_the_end() -> Iterator[Array]:
-        with new_sequences(cache, rooms) as own:
-            ahead = InPages(model, tokens, cache, own)
+        with new_sequences(cache, capacities) as new:
+            ahead = InPages(model, tokens, cache, new)
             yield from _steps(model, tokens, prompt, real, ends, options, ahead)
 
     return freed_at_the_end()
@@ -131,6 +135,7 @@ def _steps(
     options: Options,
     ahead: Ahead,
 ) -> Iterator[Array]:
+    """Yield the new tokens, (batch,) each, on the device of ``like``."""
     config, most = model.config, options.max_new_tokens
     batch = len(prompt)
     pad = config.pad_token
@@ -156,17 +161,17 @@ def _steps(
         chosen = _choose(logits, options, draws)
         shown_tokens = np.where(finished, pad, chosen).astype(like.dtype)
         yield on_device_of(shown_tokens, like)
-        # A pad token may lie outside the vocabulary: rows that ended go on with any other.
+        # Rows that ended go on with their chosen token: the pad token may exceed the vocabulary.
         past = np.concatenate([past, chosen[:, None].astype(like.dtype)], axis=1)
         seen = np.concatenate([seen, np.ones((batch, 1), bool)], axis=1)
         finished |= np.isin(chosen, ends)
 
 
 def _penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
-    """Make tokens that a row holds less likely, padding left out."""
+    """Make the tokens of each row less likely, in place; padding does not count."""
     for row, tokens, mask in zip(logits, past, real, strict=True):
-        held = np.unique(tokens[mask])
-        row[held] = np.where(row[held] < 0, row[held] * penalty, row[held] / penalty)
+        used = np.unique(tokens[mask])
+        row[used] = np.where(row[used] < 0, row[used] * penalty, row[used] / penalty)
 
 
 def _choose(logits: Array, options: Options, draws: list[np.random.Generator]) -> Array:
@@ -178,19 +183,19 @@ def _choose(logits: Array, options: Options, draws: list[np.random.Generator]) -
 
 
 def _draw(logits: Array, options: Options, uniform: float) -> int:
-    """Return the token at which the running sum of the kept probabilities passes uniform."""
+    """Return the token at which the cumulative sum of the kept probabilities passes uniform."""
     order = np.arange(logits.size)
     if options.top_k is not None or options.top_p is not None:
         order = np.argsort(-logits, kind="stable")[: options.top_k]
     kept = logits[order]
-    with np.errstate(over="ignore"):  # next to temperature 0
-        share = np.exp((kept - kept.max()) / options.temperature)
+    with np.errstate(over="ignore"):  # temperatures near 0
+        weights = np.exp((kept - kept.max()) / options.temperature)
     if options.top_p is not None:
-        running = share.cumsum()
-        share = share[: np.searchsorted(running, options.top_p * running[-1]) + 1]
+        cumulative = weights.cumsum()
+        weights = weights[: np.searchsorted(cumulative, options.top_p * cumulative[-1]) + 1]
     if options.min_p is not None:
-        share = np.where(share < options.min_p, 0, share)
-    running = share.cumsum()
-    index = np.searchsorted(running, uniform * running[-1], side="right")
-    last = np.searchsorted(running, running[-1])  # behind it are tokens without a share
+        weights = np.where(weights < options.min_p, 0, weights)
+    cumulative = weights.cumsum()
+    index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
+    last = np.searchsorted(cumulative, cumulative[-1])  # tokens after it have probability 0
     return int(order[min(index, last)])

@@ -1,4 +1,4 @@
-"""Tokens, masks and packed texts, checked before anything is computed, and where tokens stand."""
+"""Checks of tokens, masks and packed texts before a forward pass, and the tokens' positions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,17 +20,17 @@ from .config import Rope
 class Angles(NamedTuple):
     """The rotary embeddings of a model, by layer type."""
 
-    tables: Mapping[str, Callable[[int], tuple[Any, Any]]]  # cos and sin of so many positions
+    tables: Mapping[str, Callable[[int], tuple[Any, Any]]]  # number of positions -> cos and sin
     ropes: Mapping[str, Rope]
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call stand, as all its blocks take it."""
+    """Positions and mask of the tokens of a call, which all its blocks use."""
 
     tables: Mapping[str, tuple[Any, Any]]  # cos and sin, by layer type
     positions: Any  # (batch, tokens); None: the rows of the tables, in order
-    mask: Any  # (batch, 1, 1, keys) which keys are not padding; None: all
-    offsets: Any = None  # (texts + 1,) where texts start that share a row
+    mask: Any  # (batch, 1, 1, keys) True where keys are not padding; None: no padding
+    offsets: Any = None  # (texts + 1,) starts of the texts packed into a row
 
 
 def check(
@@ -43,13 +43,13 @@ def check(
 ) -> KVCache | PagedRows | None:
     """Raise unless tokens, mask and offsets are arrays that fit each other and the cache.
 
-    Return the cache as these rows use it.
+    Return the cache, as the ``PagedRows`` of these sequences if it is paged.
     """
-    given = {"tokens": tokens, "mask": mask, "offsets": offsets}
-    for name, array in given.items():
+    operands = {"tokens": tokens, "mask": mask, "offsets": offsets}
+    for name, array in operands.items():
         if array is not None or name == "tokens":
-            arrays.framework_of(array, f"Transformer: {name}")  # a number too is none
-    arrays.common("Transformer", [*given], [*given.values()])
+            arrays.framework_of(array, f"Transformer: {name}")  # raises for a number too
+    arrays.common("Transformer", [*operands], [*operands.values()])
     if not isinstance(checkpoints, CheckpointConfig | None):
         cure = "pass a CheckpointConfig, or None"
         raise ConfigError(f"Transformer: checkpoint is {checkpoints!r}; {cure}")
@@ -62,9 +62,9 @@ def check(
     held = cache.length if isinstance(cache, KVCache) else 0
     if isinstance(cache, KVCache):
         if cache.shape[0] != batch:
-            have = cache.shape[0]
-            problem = f"Transformer: tokens are {tokens.shape}, the cache has batch={have}"
-            raise ShapeError(problem, expected=(have, "tokens"), actual=tuple(tokens.shape))
+            cache_batch = cache.shape[0]
+            problem = f"Transformer: tokens are {tokens.shape}, the cache has batch={cache_batch}"
+            raise ShapeError(problem, expected=(cache_batch, "tokens"), actual=tuple(tokens.shape))
         cache.check_room(new)
     if offsets is not None:
         _check_offsets(tokens, offsets, mask, cache)
@@ -82,6 +82,7 @@ def check(
 
 
 def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
+    """Raise unless offsets are valid starts of packed texts, without a mask or a cache."""
     if mask is not None or cache is not None:
         other = "mask" if mask is not None else "cache"
         raise ConfigError(
@@ -92,15 +93,15 @@ def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
         raise ShapeError(problem, expected=("texts + 1",), actual=tuple(offsets.shape))
     if offsets.dtype not in KINDS["int"]:
         raise DTypeError(f"Transformer: offsets are {offsets.dtype}; they must be int32 or int64")
-    if isinstance(offsets, np.ndarray):  # a GPU is not asked: it waits
+    if isinstance(offsets, np.ndarray):  # on a GPU, reading the values would synchronise
         check_offsets("Transformer", "offsets", offsets, tokens.size)
 
 
 def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
-    """Return which keys are not padding, (batch, keys), or None where all are known to be real."""
+    """Return which keys are not padding, (batch, keys), or None if all are known not to be."""
     padded = cache is not None and cache.padded
     real = None if mask is None else mask != 0
-    if isinstance(real, np.ndarray) and real.all() and not padded:  # a GPU is not asked: it waits
+    if isinstance(real, np.ndarray) and real.all() and not padded:  # a GPU would synchronise here
         real = None
     return real if cache is None else cache.note(real, new)
 
@@ -108,7 +109,7 @@ def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
 def places(
     angles: Angles, tokens: Any, mask: Any, cache: KVCache | PagedRows | None, offsets: Any
 ) -> Places:
-    """Return where tokens stand: behind those of the cache, between padding, or in their texts."""
+    """Return the places of tokens: after those of the cache, without padding, or in their texts."""
     if offsets is not None:
         return _packed(angles, tokens.size, offsets)
     start, new = cache.length if cache is not None else 0, tokens.shape[1]
@@ -118,29 +119,29 @@ def places(
     else:
         real = real_keys(mask, cache, new)
     if real is not None:
-        counted = real.cumsum(axis=1)[:, start:] - 1
-        positions = counted * (counted > 0)
+        index = real.cumsum(axis=1)[:, start:] - 1
+        positions = index * (index > 0)
         if _by_length(angles):
             length = int(positions.max()) + 1 if positions.size else 1
     rows = slice(None) if positions is not None else slice(start, start + new)
-    found: dict[str, Any] = {
+    rows_of_tables: dict[str, Any] = {
         kind: tuple(table[rows] for table in tables(max(length, 1)))
         for kind, tables in angles.tables.items()
     }
-    return Places(found, positions, None if real is None else real[:, None, None, :])
+    return Places(rows_of_tables, positions, None if real is None else real[:, None, None, :])
 
 
 def _packed(angles: Angles, total: int, offsets: Any) -> Places:
-    """Return the places of texts that lie end to end: each begins at position 0."""
-    if _by_length(angles):  # each text has angles of its own: a row of the tables for each token
+    """Return the places of packed texts: each begins at position 0."""
+    if _by_length(angles):  # texts of different lengths have different angles: one row per token
         lengths = [n for n in np.diff(to_numpy(offsets)).tolist() if n]
-        found: dict[str, Any] = {}
+        by_kind: dict[str, Any] = {}
         for kind, tables in angles.tables.items():
             texts = [[table[:n] for table in tables(n)] for n in lengths]
-            found[kind] = tuple(np.concatenate(parts) for parts in zip(*texts, strict=True))
-        return Places(found if lengths else _tables(angles, 1), None, None, offsets)
-    every = np.arange(total, like=offsets)
-    positions = every - offsets[np.searchsorted(offsets[1:], every, side="right")]
+            by_kind[kind] = tuple(np.concatenate(parts) for parts in zip(*texts, strict=True))
+        return Places(by_kind if lengths else _tables(angles, 1), None, None, offsets)
+    index = np.arange(total, like=offsets)
+    positions = index - offsets[np.searchsorted(offsets[1:], index, side="right")]
     longest = int(np.diff(offsets).max(initial=1)) if isinstance(offsets, np.ndarray) else total
     return Places(_tables(angles, longest), positions[None], None, offsets)
 
@@ -150,5 +151,5 @@ def _tables(angles: Angles, length: int) -> dict[str, tuple[Any, Any]]:
 
 
 def _by_length(angles: Angles) -> bool:
-    """Say whether angles depend on how long a text is."""
+    """Return whether angles depend on the length of a text."""
     return any(rope.original is not None for rope in angles.ropes.values())

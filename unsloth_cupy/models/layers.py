@@ -1,8 +1,8 @@
-"""Which blocks of a model a rank of a pipeline holds.
+"""Which blocks of a model each rank of a pipeline holds.
 
     place = chunk * stages + stage          place p holds the p-th part of all blocks
 
-The first place has the embedding, the last one the norm, the head and the loss.
+The first place also has the embedding, the last one the norm, the head and the loss.
 """
 
 import re
@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..parallel.communicator import Communicator, SingleCommunicator, part
 from .config import Config
 
-STEP = 64  # columns of an MLP, where its inner size is a multiple of that
+STEP = 64  # the inner size of an MLP is divided in units of it, if it is a multiple
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -32,9 +32,9 @@ class Stages:
     layers : list of range
         The blocks of this rank, by chunk.
     ends : Communicator or None
-        The first and the last rank, where they hold the same embedding.
+        The first and the last rank, if both hold the embedding because it is also the head.
     dtype : dtype
-        Of what goes from stage to stage, which the weights of one need not tell.
+        Of the hidden states that stages pass on; weights of a single stage may have another.
 
     Raises
     ------
@@ -45,15 +45,15 @@ class Stages:
     def __init__(self, config: Config, comm: Communicator, chunks: int = 1) -> None:
         parts = comm.size * chunks
         if config.layers < parts:
-            of = f"{comm.size} stages" + f" of {chunks} chunks each" * (chunks > 1)
-            problem = f"{config.layers} layers are not enough for {of}"
+            stages = f"{comm.size} stages" + f" of {chunks} chunks each" * (chunks > 1)
+            problem = f"{config.layers} layers are not enough for {stages}"
             raise ConfigError(f"Stages: {problem}; use at most {config.layers} in all")
         self.comm, self.chunks = comm, chunks
-        of_all = SingleCommunicator()
-        of_all.size = parts
+        all_parts = SingleCommunicator()
+        all_parts.size = parts
         places = range(comm.rank, parts, comm.size)
-        every = (part(config.layers, of_all, place) for place in places)
-        self.layers = [range(each.start, each.stop) for each in every]
+        ranges = (part(config.layers, all_parts, place) for place in places)
+        self.layers = [range(blocks.start, blocks.stop) for blocks in ranges]
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         outer = comm.split(0 if self.first or self.last else 1)
         self.ends = outer if config.tied and comm.size > 1 and (self.first or self.last) else None
@@ -61,15 +61,15 @@ class Stages:
         self.dtype: np.dtype[Any] = FLOAT32
 
     def like(self, array: Array, shape: Sequence[int]) -> Array:
-        """Return a new array of what goes from stage to stage, where an array is."""
+        """Return a new array for the hidden states that stages pass on, where ``array`` is."""
         return np.empty_like(array, self.dtype, shape=shape)
 
     def ends_with(self, chunk: int) -> bool:
-        """Say whether the last block of all is in this chunk."""
+        """Return whether this chunk of this rank has the last block of the model."""
         return self.last and chunk == self.chunks - 1
 
     def holds(self, layer: int) -> bool:
-        """Say whether a block is in this rank."""
+        """Return whether this rank holds a block."""
         return any(layer in layers for layers in self.layers)
 
     def chunk_of(self, name: str) -> list[int]:
@@ -77,14 +77,14 @@ class Stages:
         number = re.search(r"model\.layers\.(\d+)\.", name)
         if number is not None:
             return [i for i, layers in enumerate(self.layers) if int(number[1]) in layers]
-        found = [0] if self.first and name == EMBEDDING else []
+        chunks = [0] if self.first and name == EMBEDDING else []
         if self.last and (name in (HEAD, NORM) or (self.tied and name == EMBEDDING)):
-            found.append(self.chunks - 1)
-        return found
+            chunks.append(self.chunks - 1)
+        return chunks
 
 
 def part_of_inner(inner: int, comm: Communicator, rank: int) -> slice:
-    """Return which part of the inner size of an MLP a rank holds: as even as can be, by STEP."""
+    """Return which part of the inner size of an MLP a rank holds: even parts, in units of STEP."""
     step = STEP if inner % STEP == 0 and inner >= STEP * comm.size else 1
-    where = part(inner // step, comm, rank)
-    return slice(where.start * step, where.stop * step)
+    units = part(inner // step, comm, rank)
+    return slice(units.start * step, units.stop * step)

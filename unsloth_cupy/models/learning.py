@@ -1,4 +1,4 @@
-"""The loss of a model, and its gradients: what ``Transformer`` has methods of."""
+"""The loss of a model and its gradients, for the methods of ``Transformer``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,9 +22,9 @@ def mean_loss(
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
     x = model.hidden(parameters, tokens, mask=mask, offsets=offsets, context=context)
     shifted = next_labels(tokens, labels, offsets)
-    own = own_tokens(context, shifted)
+    own_labels = own_tokens(context, shifted)
     head = head_weight(model.config, parameters)
-    losses = losses_of(model.config, x, head, own, model.division)
+    losses = losses_of(model.config, x, head, own_labels, model.division)
     return losses.sum(dtype=np.float64) / count_labels(shifted)
 
 
@@ -51,7 +51,7 @@ def loss_and_gradients(
             parameters, tokens, checkpoint, mask=mask, seed=seed, offsets=offsets, context=context
         )
         shifted = next_labels(tokens, labels, offsets)
-        by, own = count_labels(shifted) if count is None else count, own_tokens(context, shifted)
-        of, loss = loss_on_tape(model.config, parameters, x, own, by, scaler, model.division)
-        gradients = tape.gradients(of, [*watched.values()], release=True)
+        n, own = count_labels(shifted) if count is None else count, own_tokens(context, shifted)
+        root, loss = loss_on_tape(model.config, parameters, x, own, n, scaler, model.division)
+        gradients = tape.gradients(root, [*watched.values()], release=True)
     return loss, dict(zip(watched, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""A ``Transformer`` over the weights of a live model of transformers."""
+"""A ``Transformer`` that shares the weights of a transformers model in memory."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from .transformer import Transformer
 
 
 def from_torch(model: Any) -> Transformer:
-    """Return a ``Transformer`` over the weights of a live model of transformers.
+    """Return a ``Transformer`` that shares the weights of a transformers model in memory.
 
-    Nothing is copied: both see the same memory, so that a change in place shows in both.  An
-    optimizer that makes new arrays, as ``parameters[name] = array`` does, parts them.  Layers of
+    Nothing is copied, so that a change in place shows in both models.  They no longer share a
+    weight after it is replaced by a new array, as ``parameters[name] = array`` does.  Layers of
     bitsandbytes become an ``Nf4`` or ``Int8`` over their memory.
 
     Parameters
@@ -31,10 +31,10 @@ def from_torch(model: Any) -> Transformer:
     Raises
     ------
     FrameworkError
-        This is not a model of transformers, or its weights are where no op can read them.
+        This is not a model of transformers, or its weights are on a device that ops cannot read.
     ConfigError
-        Its type is not known, or its weights are not those of its config: quantized by others than
-        bitsandbytes, or with adapters, which ``merge_and_unload()`` makes part of them.
+        Its type is not supported, or its weights do not match its config: quantized by a library
+        other than bitsandbytes, or with adapters, which ``merge_and_unload()`` merges.
     """
     if not hasattr(model, "config") or not hasattr(model, "named_parameters"):
         raise FrameworkError(
@@ -55,22 +55,22 @@ def from_torch(model: Any) -> Transformer:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Return a config as config.json would hold it."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
+    """Return a transformers config as the dict that config.json would hold."""
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
 
 
 def _checked(
     config: Config, named: Mapping[str, Any], layers: Mapping[str, Any]
 ) -> dict[str, Array]:
-    """Return the memory of the weights that a config asks for, given the layers that have them."""
-    from .. import interop  # noqa: F401  # enters torch among the frameworks
+    """Return arrays over the weights that the config implies; raise for one that does not fit."""
+    from .. import interop  # noqa: F401  # registers torch in FRAMEWORKS
 
     shapes = config.shapes()
-    if strange := sorted(named.keys() - shapes.keys()) + sorted(shapes.keys() - named.keys()):
-        known = "does not belong to" if strange[0] in named else "is missing in"
+    if wrong_names := sorted(named.keys() - shapes.keys()) + sorted(shapes.keys() - named.keys()):
+        problem = "does not belong to" if wrong_names[0] in named else "is missing in"
         cure = "merge adapters (merge_and_unload) and pass the model with its head"
-        raise ConfigError(f"from_torch: {strange[0]} {known} a {config.model_type}; {cure}")
+        raise ConfigError(f"from_torch: {wrong_names[0]} {problem} a {config.model_type}; {cure}")
     arrays: dict[str, Array] = {}
     for name, shape in shapes.items():
         array: Any = _quantized(name, layers.get(name))
@@ -89,7 +89,7 @@ def _checked(
 
 
 def _dense(name: str, weight: Any) -> Any:
-    """Return the memory of a tensor."""
+    """Return an array over the memory of a tensor."""
     try:
         return FRAMEWORKS["torch"].adopt(weight)
     except (TypeError, RuntimeError, BufferError, NotImplementedError) as error:
@@ -98,7 +98,7 @@ def _dense(name: str, weight: Any) -> Any:
 
 
 def _quantized(name: str, layer: Any) -> Any:
-    """Return the weight of a layer of bitsandbytes, None for another layer."""
+    """Return the quantized weight of a layer of bitsandbytes; None for other layers."""
     from ..interop.quantized_layers import kind_of, weight_of
 
     try:

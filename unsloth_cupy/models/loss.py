@@ -1,4 +1,4 @@
-"""The loss of the next token: labels moved by one, the mean, and its gradient on a tape."""
+"""The next-token loss: labels shifted by one, their mean loss, and its gradient on a tape."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,15 +24,15 @@ IGNORE = -100  # the label of a token that does not count
 
 
 def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
-    """Return what each token is to predict: the label after it, or IGNORE at its text's end."""
-    arrays.framework_of(labels, "loss: labels")  # None and a number are none
+    """Return the label that each token predicts: the next one, or IGNORE at its text's end."""
+    arrays.framework_of(labels, "loss: labels")  # raises for None and for a number
     arrays.common("loss", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
         problem = f"loss: labels are {labels.shape}, tokens {tokens.shape}; make equal"
         raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(labels.shape))
     if labels.dtype.kind != "i":
         raise DTypeError(f"loss: labels are {labels.dtype}; they must be int32 or int64")
-    if offsets is not None:  # rows go on in each other, texts do not
+    if offsets is not None:  # a packed text may continue in the next row
         labels = labels.reshape(1, -1)
     shifted: Array = full_like(labels, IGNORE)
     shifted[:, :-1] = labels[:, 1:]
@@ -42,22 +42,22 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
 
 
 def count_labels(shifted: Array) -> Any:
-    """Return how many labels count, at least 1, without asking a GPU."""
+    """Return how many labels count, at least 1, without synchronising a GPU."""
     return (shifted != IGNORE).sum().clip(1)
 
 
-class Found(NamedTuple):
-    """A loss on a tape whose gradients were found with it: logits are made once, not twice."""
+class LossRecord(NamedTuple):
+    """A tape entry of a loss computed together with its gradients: logits are computed once."""
 
     values: dict[str, Any]
     inputs: dict[str, int]
     outputs: dict[str, int]
-    found: dict[str, Any]  # gradients of the inputs, for a gradient of 1 of the loss
+    gradients: dict[str, Any]  # of the inputs, for a gradient of 1 of the loss
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add what was found to the gradients of these inputs."""
+        """Add the stored gradients to those of these inputs."""
         for name, index in inputs.items():
-            grads[index] = add_up(grads.get(index), self.found[name])
+            grads[index] = add_up(grads.get(index), self.gradients[name])
 
 
 def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
@@ -68,18 +68,18 @@ def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
 def logits_of(
     config: Config, parameters: Mapping[str, Any], x: Array, division: Division | None = None
 ) -> Array:
-    """Return the logits of normed hidden states, of all words."""
+    """Return the logits of normalised hidden states, for the whole vocabulary."""
     logits, cap = linear(x, head_weight(config, parameters)), config.logit_softcap
     if division is not None:
         logits = division.comm.all_gather(logits, -1)
     if cap is None:
         return logits
-    wide = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
-    return (np.tanh(wide / cap) * cap).astype(logits.dtype, copy=False)
+    float_logits = logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)
+    return (np.tanh(float_logits / cap) * cap).astype(logits.dtype, copy=False)
 
 
 def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Division | None) -> Any:
-    """Return the loss of every label, of normed hidden states and the weight of the head."""
+    """Return the loss of every label, from normalised hidden states and the head's weight."""
     options: dict[str, Any] = {"ignore": IGNORE, "softcap": config.logit_softcap}
     if division is None:
         return linear_cross_entropy(x, head, shifted, **options)
@@ -97,9 +97,10 @@ def loss_on_tape(
     scaler: LossScaler | None,
     division: Division | None = None,
 ) -> tuple[Var, Any]:
-    """Return (Var to differentiate, loss): the sum over labels by count, scaled in the Var.
+    """Return (Var to differentiate, loss): the sum of losses / count; the Var's is scaled.
 
-    The gradient of a mean is known before the losses are, which is what saves a product.
+    The gradient of a mean does not depend on the losses, so loss and gradients are computed in one
+    pass, which saves one matrix product.
     """
     if scaler is not None and not isinstance(scaler, LossScaler):
         raise ConfigError(f"loss_and_gradients(scaler={scaler!r}): pass a LossScaler, or None")
@@ -107,27 +108,27 @@ def loss_on_tape(
         raise ConfigError(f"loss_and_gradients(count={count!r}): pass how many labels, 1 or more")
     tape, head = x.tape, head_weight(config, parameters)
     values = {"x": x.value, "weight": getattr(head, "value", head)}
-    wide = np.promote_types(x.dtype, FLOAT32)
-    share = (np.ones_like(x.value, wide, shape=shifted.shape) / count).astype(wide)
-    share = share if scaler is None else scaler.scale(share)
+    sum_type = np.promote_types(x.dtype, FLOAT32)
+    dloss = (np.ones_like(x.value, sum_type, shape=shifted.shape) / count).astype(sum_type)
+    dloss = dloss if scaler is None else scaler.scale(dloss)
     inputs = {name: var.index for name, var in (("x", x), ("weight", head)) if type(var) is Var}
     if division is None:
         losses, dx, dweight = tape.run(
             linear_cross_entropy_gradients,
-            [*values.values(), shifted, share],
+            [*values.values(), shifted, dloss],
             {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
         )
-    else:  # no op makes both passes there: a tape of its own does
+    else:  # no op does both passes across ranks: a separate tape does
         own = Tape()
-        given = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
-        of_all = losses_of(config, given["x"], given["weight"], shifted, division)
-        token = take_gradients.set(None)  # who takes those of the whole step takes none of these
+        own_values = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
+        losses_var = losses_of(config, own_values["x"], own_values["weight"], shifted, division)
+        token = take_gradients.set(None)  # callbacks of the whole step must not see these
         try:
-            found = own.gradients(of_all, [given[name] for name in inputs], share)
+            own_gradients = own.gradients(losses_var, [own_values[name] for name in inputs], dloss)
         finally:
             take_gradients.reset(token)
-        made = dict(zip(inputs, found, strict=True))
-        losses, dx, dweight = of_all.value, made.get("x"), made.get("weight")
-    of = Var(np.zeros_like(losses, shape=()), tape)  # its place on the tape matters, not its number
-    tape.note(Found(values, inputs, {"loss": of.index}, {"x": dx, "weight": dweight}))
-    return of, losses.sum(dtype=np.float64) / count
+        by_name = dict(zip(inputs, own_gradients, strict=True))
+        losses, dx, dweight = losses_var.value, by_name.get("x"), by_name.get("weight")
+    root = Var(np.zeros_like(losses, shape=()), tape)  # only its place on the tape is used
+    tape.note(LossRecord(values, inputs, {"loss": root.index}, {"x": dx, "weight": dweight}))
+    return root, losses.sum(dtype=np.float64) / count

@@ -1,4 +1,4 @@
-"""Multi-head attention with weights of its own: ``attention_layer`` as an object.
+"""Multi-head attention as an object that holds the weights of an ``attention_layer``.
 
 layer = MultiHeadAttention(512, 8, seed=0)
 y = layer(x)                                    (batch, tokens, hidden) in and out
@@ -20,49 +20,49 @@ from ..machine import check_bytes
 from ..placement import home_of, placed
 from .attention_layer import attention_layer
 
-PARTS = ("q", "k", "v", "o")  # of the projections
+PARTS = ("q", "k", "v", "o")  # names of the projections
 
 
 @checked
 class MultiHeadAttention:
-    """Attention of tokens over each other, between projections.
+    """Self-attention between linear projections.
 
     Parameters
     ----------
     hidden : int
-        Size of a token, in and out.
+        Size of a token's vector, of the input and the output.
     heads : int
-        Query heads.
+        Number of query heads.
     kv_heads : int, optional
-        Heads of keys and values, which divide the heads; where absent as many as heads.
+        Number of key/value heads, which divides heads; None: heads.
     dim : int, optional
-        Size of a head; where absent hidden / heads.
+        Size of a head; None: hidden / heads.
     bias : bool
-        Whether the projections have biases, which begin at 0.
+        Whether the projections have biases, which are 0 at first.
     rope : tuple of two arrays, optional
-        cos and sin of the positions, as ``rope_tables`` returns them; None: nothing is turned.
+        cos and sin of the positions, as ``rope_tables`` returns them; None: no rotation.
     dtype : dtype or its name
         float16, bfloat16, float32 or float64.
     seed : int
-        Of the weights: normal, with variance 1 / inputs.
+        Seed of the weights: normal, with variance 1 / inputs.
     like : array, optional
-        The parameters live where this array lives; NumPy where absent.
+        The parameters are on the device of this array; None: NumPy.
 
     Attributes
     ----------
     parameters : dict of str to array
         ``q_proj.weight``, ``q_proj.bias`` and so on, for q, k, v and o: (outputs, inputs) and
-        (outputs,).  Replace or change them in place: every call reads them anew.
+        (outputs,).  Replace or change them in place: every call reads them again.
 
     Raises
     ------
     ConfigError
-        Sizes do not fit each other, or another option makes no sense.
+        Sizes do not fit each other, or another option is invalid.
 
     Notes
     -----
-    With the causal option off it computes what torch.nn.MultiheadAttention does of one sequence,
-    whose weights ``load`` takes.  Vaswani and others, Attention Is All You Need, 2017.
+    With causal=False it computes what torch.nn.MultiheadAttention computes for one sequence;
+    ``load`` reads the weights of that layer.  Vaswani and others, Attention Is All You Need, 2017.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class MultiHeadAttention:
         self.hidden, self.heads, self.kv_heads = hidden, heads, kv_heads
         self.dim = hidden // heads if dim is None else dim
         self.rope: tuple[Array, ...] = () if rope is None else tuple(rope)
-        place, rng = home_of("MultiHeadAttention", like), np.random.default_rng(seed)
+        like_place, rng = home_of("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
-        drawn_as = FLOATS[-1].itemsize  # on the host, one after the other
+        itemsize = FLOATS[-1].itemsize  # on the host, one after the other
         check_bytes(
-            f"MultiHeadAttention({hidden}, {heads})", drawn_as * max(map(math.prod, shapes))
+            f"MultiHeadAttention({hidden}, {heads})", itemsize * max(map(math.prod, shapes))
         )
         self.parameters: dict[str, Array] = {}
         for part, (outputs, inputs) in zip(PARTS, shapes, strict=True):
-            drawn = rng.standard_normal((outputs, inputs)) * inputs**-0.5
-            made = {"weight": drawn, **({"bias": np.zeros(outputs)} if bias else {})}
-            for kind, array in made.items():
-                parameter = placed(array.astype(self.dtype), place)
+            values = rng.standard_normal((outputs, inputs)) * inputs**-0.5
+            initial = {"weight": values, **({"bias": np.zeros(outputs)} if bias else {})}
+            for kind, array in initial.items():
+                parameter = placed(array.astype(self.dtype), like_place)
                 self.parameters[f"{part}_proj.{kind}"] = parameter
 
     def __call__(
@@ -120,17 +120,17 @@ class MultiHeadAttention:
         sequences: Sequence[int] | None = None,
         **options: Any,
     ) -> Array:
-        """Return the attention of the tokens of x over each other and over those of a cache.
+        """Return the attention of the tokens of x to each other and to those of a cache.
 
         Parameters
         ----------
         x : (batch, tokens, hidden) float
-            Tokens, of the dtype of the parameters; a Var of a tape where its gradient is wanted.
+            Tokens, of the dtype of the parameters; a Var of a tape if its gradient is needed.
         positions : (tokens,) or (batch, tokens) int, optional
             As in ``attention_layer``.
         parameters : mapping of str to array, optional
-            What is computed with in place of the layer's own of these names: Vars of a tape where
-            gradients are wanted.
+            Used instead of the layer's own parameters of these names, such as Vars of a tape if
+            their gradients are needed.
         causal, cache, layer, sequences
             As in ``attention_layer``.
         **options
@@ -143,42 +143,43 @@ class MultiHeadAttention:
         Raises
         ------
         ConfigError
-            parameters hold another name, or an option makes no sense.
+            parameters has an unknown name, or an option is invalid.
         ShapeError, DTypeError, GradientError, DeviceMemoryError
             As in ``attention_layer``.
         """
-        given = {} if parameters is None else dict(parameters)
-        self._check_names("parameters", given.keys() - self.parameters.keys(), "has no")
-        found: dict[str, Any] = {**self.parameters, **given}
-        options |= {f"{part}_bias": found.get(f"{part}_proj.bias") for part in PARTS}
+        replaced = {} if parameters is None else dict(parameters)
+        self._check_names("parameters", replaced.keys() - self.parameters.keys(), "has no")
+        used: dict[str, Any] = {**self.parameters, **replaced}
+        options |= {f"{part}_bias": used.get(f"{part}_proj.bias") for part in PARTS}
         options |= {"causal": causal, "cache": cache, "layer": layer, "sequences": sequences}
         cos, sin = self.rope or (None, None)
-        q, k, v, o = (found[f"{part}_proj.weight"] for part in PARTS)
+        q, k, v, o = (used[f"{part}_proj.weight"] for part in PARTS)
         return attention_layer(x, q, k, v, o, cos, sin, positions, heads=self.heads, **options)
 
     def load(self, weights: Mapping[str, Array], prefix: str = "") -> None:
-        """Write weights into the parameters, all of them or none.
+        """Copy weights into the parameters, all of them or none.
 
         Parameters
         ----------
         weights : mapping of str to array
-            Of the names of ``parameters``; or of those of torch.nn.MultiheadAttention, whose
-            ``in_proj_weight`` and ``in_proj_bias`` hold q, k and v one under the other.  Arrays of
-            the library of the parameters; they are rounded to their dtype.
+            With the names of ``parameters``; or those of torch.nn.MultiheadAttention, whose
+            ``in_proj_weight`` and ``in_proj_bias`` are q, k and v stacked.  Arrays are of the
+            library of the parameters, and are rounded to the parameters' dtype.
         prefix : str
-            Before each name, such as ``model.layers.0.self_attn.``; other names are passed over.
+            Comes before each name, such as ``model.layers.0.self_attn.``; names without it are
+            ignored.
 
         Raises
         ------
         ConfigError
-            A name is missing, or there is a strange one behind the prefix.
+            A name is missing, or a name after the prefix is unknown.
         ShapeError, DTypeError, FrameworkError
-            An array does not fit; the parameters are left as they were.
+            An array does not fit; the parameters are unchanged.
         """
-        found = {n.removeprefix(prefix): a for n, a in weights.items() if n.startswith(prefix)}
+        named = {n.removeprefix(prefix): a for n, a in weights.items() if n.startswith(prefix)}
         for kind in ("weight", "bias"):
             rows = [len(self.parameters[f"{part}_proj.weight"]) for part in "qkv"]
-            if (whole := found.pop(f"in_proj_{kind}", None)) is not None:
+            if (whole := named.pop(f"in_proj_{kind}", None)) is not None:
                 if whole.shape[0] != sum(rows):
                     cure = f"q, k and v have {' + '.join(map(str, rows))}"
                     shape = tuple(whole.shape)
@@ -186,20 +187,20 @@ class MultiHeadAttention:
                     raise ShapeError(problem, expected=(sum(rows), *shape[1:]), actual=shape)
                 parts = np.cumsum([0, *rows]).tolist()
                 for part, start, stop in zip("qkv", parts, parts[1:], strict=False):
-                    found[f"{part}_proj.{kind}"] = whole[start:stop]
-            if f"out_proj.{kind}" in found:
-                found[f"o_proj.{kind}"] = found.pop(f"out_proj.{kind}")
-        self._check_names("load", self.parameters.keys() - found.keys(), "misses")
-        self._check_names("load", found.keys() - self.parameters.keys(), "has no")
+                    named[f"{part}_proj.{kind}"] = whole[start:stop]
+            if f"out_proj.{kind}" in named:
+                named[f"o_proj.{kind}"] = named.pop(f"out_proj.{kind}")
+        self._check_names("load", self.parameters.keys() - named.keys(), "misses")
+        self._check_names("load", named.keys() - self.parameters.keys(), "has no")
         for name, array in self.parameters.items():
-            arrays.common("MultiHeadAttention.load", ("the layer", name), (array, found[name]))
-            if tuple(found[name].shape) != array.shape:
-                shape = tuple(found[name].shape)
+            arrays.common("MultiHeadAttention.load", ("the layer", name), (array, named[name]))
+            if tuple(named[name].shape) != array.shape:
+                shape = tuple(named[name].shape)
                 problem = f"load: {prefix}{name} is {shape}; it must be {array.shape}"
                 raise ShapeError(problem, expected=array.shape, actual=shape)
-            float_dtype(f"MultiHeadAttention.load: {name}", found[name].dtype)
+            float_dtype(f"MultiHeadAttention.load: {name}", named[name].dtype)
         for name, array in self.parameters.items():
-            array[...] = arrays.rounded(found[name], array.dtype)
+            array[...] = arrays.rounded(named[name], array.dtype)
 
     def _check_names(self, call: str, wrong: Any, what: str) -> None:
         if wrong:
@@ -210,6 +211,6 @@ class MultiHeadAttention:
             )
 
 
-def _require(fine: bool, name: str, value: Any, cure: str) -> None:
-    if not fine:
+def _require(valid: bool, name: str, value: Any, cure: str) -> None:
+    if not valid:
         raise ConfigError(f"MultiHeadAttention({name}={value!r}): {cure}")

@@ -1,4 +1,4 @@
-"""The network itself: its parameters, the angles of its positions, from tokens to logits."""
+"""The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,31 +31,32 @@ class Network:
     Attributes
     ----------
     config : Config
-        The block, as facts.
+        Sizes and settings of the model.
     parameters : dict of str to array
-        Replace or change them in place: every call reads them anew.
+        Replace or change them in place: every call reads them again.
     adapter : Adapter or None
-        What is added to linear layers; the parameters are then frozen.
+        Low-rank weights added to linear layers; the parameters are then frozen.
     chunked_mlp : bool
-        Whether ``swiglu_mlp`` is the MLPs: by chunks of rows, and once more on the way back.  Off
-        at first.  Calls raise a ConfigError where an MLP has another activation, or more inside.
+        Whether ``swiglu_mlp`` computes the MLPs: by chunks of rows, recomputed in backward.  False
+        at first.  Calls raise a ConfigError for an MLP with another activation, a norm or biases.
     division : Division or None
-        Which part of a model this is that is divided among ranks; config and parameters are then
-        those of this rank, and all ranks make the same calls.
+        Which part of the model this rank holds, if ranks divide it; config and parameters are
+        then this rank's, and all ranks must make the same calls.
     context : Communicator or None
         Ranks that divide the tokens of each row: ``loss`` and ``loss_and_gradients`` take whole
-        rows in all of them, and return this rank's share, which adds up over ranks.
+        rows in all of them, and return this rank's term of a sum over ranks.
     context_attention : str
-        How they attend: ring, keys and values go around, or ulysses, each has some of the heads.
+        Attention with a context: "ring" passes keys and values around, with "ulysses" each rank
+        has some of the heads.
     parts : Parts or None
-        What parameters are that ``load(folder, parts=comm)`` read a part of, until a Zero3 is made
-        of the model.
+        The parts of parameters that ``load(folder, parts=comm)`` has read, until a Zero3 takes
+        over the model.
     gather : callable or None
-        Makes parameters whole of which each rank keeps a part: those of a block while it runs.
+        Returns whole parameters from the parts that ranks keep, for one block at a time.
     """
 
-    texts: Mapping[str, Mapping[str, Any]]  # files of its folder: config.json and others
-    folder: Path | None = None  # that load read it from
+    texts: Mapping[str, Mapping[str, Any]]  # JSON files of its folder: config.json and others
+    folder: Path | None = None  # where load read it
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
@@ -66,34 +67,34 @@ class Network:
         self.parts: Parts | None = None
         self.gather: Gather | None = None
         self.chunked_mlp = False
-        self._turn()
+        self._make_tables()
 
-    def _turn(self) -> None:
-        """Make the tables of the rotary embeddings."""
-        here = arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
+    def _make_tables(self) -> None:
+        """Create the tables of the rotary embeddings."""
+        like = arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
         ropes = sorted(self.config.ropes.items())
-        self.tables = {kind: rope_rows(rope, here) for kind, rope in ropes}
+        self.tables = {kind: rope_rows(rope, like) for kind, rope in ropes}
         for tables in self.tables.values():
-            tables(1)  # a broken rope_scaling shows now, not in the first call
+            tables(1)  # raises for an invalid rope_scaling now, not in the first call
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the tables out of pickles: they are made again."""
+        """Return the state without the tables, which unpickling creates again."""
         return {name: value for name, value in self.__dict__.items() if name != "tables"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._turn()
+        self._make_tables()
 
     @property
     def table(self) -> Array:
-        """The embedding of every token: (vocab, hidden); another weight where it has none."""
+        """The embedding table, (vocab, hidden); another weight if this rank has no embedding."""
         values = [*self.parameters.values()]
         first = next((value for value in values if not isinstance(value, Stored)), values[0])
         return self.parameters.get("model.embed_tokens.weight", first)
 
     @property
     def dtype(self) -> Any:
-        """What hidden states, keys and values are in."""
+        """The dtype of hidden states, keys and values."""
         stages = None if self.division is None else self.division.stages
         return self.table.dtype if stages is None else stages.dtype
 
@@ -102,18 +103,18 @@ class Network:
         parameters: Mapping[str, Any],
         tokens: Array,
         checkpoints: CheckpointConfig | None = None,
-        **given: Any,
+        **arguments: Any,
     ) -> Any:
-        """Return the normed output of the last block; parameters are arrays, or Vars of a tape.
+        """Return the normalised output of the last block; parameters are arrays or a tape's Vars.
 
-        What else is given is that of ``call``.  Texts that lie end to end are one row of it:
-        (1, tokens, hidden).  Where there is a context, its tokens alone are.
+        Further arguments are those of ``call``.  For packed texts the output is one row:
+        (1, tokens, hidden).  With a context it holds only this rank's tokens.
         """
         if self.division is not None and self.division.stages is not None:
             cure = "models.stages.ModelStage runs them with those of other ranks"
-            raise ConfigError(f"Transformer: some blocks are not in this rank; {cure}")
-        call = self.call(parameters, tokens, checkpoints=checkpoints, **given)
-        rows = tokens if given.get("offsets") is None else tokens.reshape(1, -1)
+            raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
+        call = self.call(parameters, tokens, checkpoints=checkpoints, **arguments)
+        rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
         own = own_tokens(call.context, rows)
         branch = embedded(self.config, parameters, own, self.division)
         branch, stream = blocks(call, branch, checkpoints)
@@ -131,8 +132,8 @@ class Network:
         sequences: Sequence[int] | None = None,
         context: Context | None = None,
     ) -> Call:
-        """Return what the blocks of a call share, or raise where its arguments do not fit."""
-        held = check(tokens, mask, cache, offsets, checkpoints, sequences)
+        """Return the inputs that all blocks of a call share; raise if arguments do not fit."""
+        rows = check(tokens, mask, cache, offsets, checkpoints, sequences)
         if cache is not None and len(cache.keys) != self.config.layers:
             layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
             problem = f"Transformer: the cache has {layers}; make one for this model"
@@ -141,33 +142,34 @@ class Network:
             raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
         if self.chunked_mlp:
             check_chunked(self.config, self.adapter)
-        here = places(Angles(self.tables, self.config.ropes), tokens, mask, held, offsets)
-        here = here if context is None else context.places(here)
+        where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
+        where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         return Call(
-            self.config, used, *here, held, self.adapter, seed, self.chunked_mlp,
+            self.config, used, *where, rows, self.adapter, seed, self.chunked_mlp,
             division=self.division, context=context, gather=self.gather,
         )  # fmt: skip
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters, of which those outside of the blocks are whole."""
+        """Return parameters in which those outside of the blocks are whole."""
         if self.parts is not None:
             cure = "make a Zero3(model, comm) of it"
-            raise ConfigError(f"Transformer: ranks keep parts of this model, none is whole; {cure}")
+            problem = "ranks keep parts of this model's weights, of which none is whole"
+            raise ConfigError(f"Transformer: {problem}; {cure}")
         if self.gather is None:
             return parameters
         outside = {name: value for name, value in parameters.items() if ".layers." not in name}
         return {**parameters, **self.gather(outside)}
 
     def used(self, parameters: Mapping[str, Any], seed: int | None) -> Mapping[str, Any]:
-        """Return parameters, those of an adapter among them, as the blocks take them."""
+        """Return parameters for the blocks, with those of an adapter, prepared for backward."""
         if self.adapter is not None:
             parameters = {**self.adapter.parameters, **parameters}
         if self.division is None:
             return parameters
         if self.adapter is not None and self.adapter.dropout and seed is not None:
             cure = "leave seed out"
-            raise ConfigError(f"Transformer: dropout is not divided among ranks; {cure}")
+            raise ConfigError(f"Transformer: dropout is not supported in a divided model; {cure}")
         return self.division.used(parameters)
 
     def to_torch(self) -> Any:
@@ -176,7 +178,7 @@ class Network:
         Raises
         ------
         ConfigError
-            There is an adapter, which would be lost; a weight is quantized, or in parts.
+            There is an adapter, which would be lost; or a weight is quantized or divided.
         """
         if self.division is not None:
             cure = "save(folder) writes it whole"
@@ -187,9 +189,9 @@ class Network:
         frozen = next((n for n, w in self.parameters.items() if isinstance(w, Stored)), None)
         if frozen is not None:
             cure = "save(folder) writes what transformers loads, and dequantize() gives an array"
-            raise ConfigError(f"to_torch: {frozen} is quantized, and no tensor; {cure}")
+            raise ConfigError(f"to_torch: {frozen} is quantized, which is not a tensor; {cure}")
         return to_torch(self.texts["config.json"], self.texts, self.parameters)
 
     def head(self, parameters: Mapping[str, Any], x: Array) -> Array:
-        """Return the logits of normed hidden states."""
+        """Return the logits of normalised hidden states."""
         return logits_of(self.config, parameters, x, self.division)

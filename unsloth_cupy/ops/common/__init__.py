@@ -1,1 +1,1 @@
-"""What the launches and definitions of several families share; no op lives here."""
+"""Code shared by the launches and definitions of several op families; it defines no op."""

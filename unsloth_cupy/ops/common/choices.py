@@ -1,4 +1,4 @@
-"""Options that are one of several names."""
+"""The check of an option whose value is one of several names."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,6 @@ from ...errors import ConfigError
 
 
 def check_choice(call: str, name: str, value: Any, known: Iterable[str]) -> None:
-    """Raise a ConfigError unless an option is one of the names that are known."""
+    """Raise ConfigError unless the value of an option is one of the known names."""
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{call}: {name}={value!r}; choose from {', '.join(known)}")

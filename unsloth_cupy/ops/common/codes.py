@@ -1,4 +1,4 @@
-"""Rows as integers of eight bits, and a scale a row: the definition that several ops share.
+"""Row-wise int8 quantization, one scale per row: the definition that several ops share.
 
 absmax = max |x|        codes = round(x * (127 / absmax))        scales = absmax / 127
 """
@@ -14,20 +14,21 @@ TINY = 2.0**-119  # 127 / TINY is finite in float32
 def quantized(
     x: Array, size: Array | None = None, outliers: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """Return codes, scales and absmax of rows, whose values count with such a size.
+    """Return codes, scales and absmax of the rows of x.
 
-    Columns that are ``outliers`` have codes of 0.  A row below TINY counts as 0; one that holds
-    NaN or infinity has codes of 0, and NaN for its scale.
+    ``size`` holds the magnitudes that absmax is taken of; None stands for ``abs(x)``.  Columns
+    marked in ``outliers`` get code 0.  A row whose absmax is below TINY counts as all zeros; a row
+    that holds NaN or infinity gets codes of 0 and a scale of NaN.
     """
     size = np.abs(x) if size is None else size
     kind = x.dtype.type
-    some = x.shape[-1] > 0
-    absmax = size.max(axis=-1) if some else np.zeros(x.shape[:-1], x.dtype, like=x)
-    broken = ~(absmax <= np.finfo(x.dtype).max)
+    has_columns = x.shape[-1] > 0
+    absmax = size.max(axis=-1) if has_columns else np.zeros(x.shape[:-1], x.dtype, like=x)
+    not_finite = ~(absmax <= np.finfo(x.dtype).max)
     absmax = np.where(absmax < kind(TINY), kind(0), absmax)
-    none = broken | (absmax == 0)
-    factor = np.where(none, kind(0), kind(127) / np.where(none, kind(1), absmax))
-    hidden = broken[..., None] if outliers is None else broken[..., None] | outliers
-    codes = np.rint(np.where(hidden, kind(0), x) * factor[..., None])
-    absmax = np.where(broken, kind(np.nan), absmax)
+    no_factor = not_finite | (absmax == 0)
+    factor = np.where(no_factor, kind(0), kind(127) / np.where(no_factor, kind(1), absmax))
+    masked = not_finite[..., None] if outliers is None else not_finite[..., None] | outliers
+    codes = np.rint(np.where(masked, kind(0), x) * factor[..., None])
+    absmax = np.where(not_finite, kind(np.nan), absmax)
     return codes.astype(INT8), absmax / kind(127), absmax

@@ -1,4 +1,4 @@
-"""Sums over rows, in float32 and in a fixed order."""
+"""Sums of the rows of a matrix (column sums), in float32 and in a fixed order."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from ...core.target import target_of
 
 
 def row_sum(rows: Array, dtype: Any) -> Array:
-    """Return the sum of the rows of a matrix, rounded once to a dtype."""
+    """Return the sum of all rows of a matrix, rounded once to ``dtype``."""
     if rows.dtype not in KERNEL_DTYPES or target_of(rows) is None or not rows.size:
         wide = np.promote_types(rows.dtype, FLOAT32)
         return rows.sum(axis=0, dtype=wide).astype(dtype, copy=False)
@@ -23,12 +23,12 @@ def row_sum(rows: Array, dtype: Any) -> Array:
 
 
 def column_sums(rows: Array, first: Array, second: Array | None) -> None:
-    """Write the sums of rows[0], and of rows[1], over their rows."""
-    results, count, columns = rows.shape
+    """Write the column sums of rows[0] to first and, unless it is None, of rows[1] to second."""
+    matrices, count, columns = rows.shape
     chosen = _constants(rows.dtype, first.dtype, (first if second is None else second).dtype)
     kernel = load("column_sum.cu", "column_sum", rows, chosen)
     warps = min(32, -(-count // 2))  # a warp adds at least 2 rows
-    kernel[(-(-columns // 32), results), 32 * warps](rows, first, second, count, columns)
+    kernel[(-(-columns // 32), matrices), 32 * warps](rows, first, second, count, columns)
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Counters by which blocks of a kernel tell who of them is last, kept from launch to launch.
+"""Counters with which the blocks of a kernel detect the last one to finish, reused by launches.
 
-Such a kernel finds zeros and leaves zeros.  What is launched on one stream runs in turn, so that a
-stream of a device needs one array.  A graph may run beside the stream that it was captured from: it
-makes zeros of its own, each time.
+Such a kernel expects zeros and leaves zeros.  Launches on one stream run one after another, so one
+array for each stream of a device is enough.  A graph may run at the same time as the stream that it
+was captured from, so each capture gets its own array, which every replay fills with zeros.
 """
 
 import threading
@@ -16,38 +16,40 @@ from ...core.stand_in import StandIn
 from ...placement import PER_THREAD
 
 UINT32 = np.dtype("uint32")
-KEPT = 32  # streams; the oldest is forgotten, and makes new zeros should it come back
-LEGACY = 1  # address of the default stream, as 0 is: it is never captured, and may not be asked
-_kept: dict[tuple[int, int, int], Any] = {}  # by device, stream and, where each has one, thread
+KEPT = 32  # streams; the oldest is dropped, and gets new zeros if it launches again
+LEGACY = 1  # handle of the default stream, as is 0: never captured, and must not be queried
+_kept: dict[tuple[int, int, int], Any] = {}  # by device, stream, and thread (per-thread streams)
 _lock = threading.Lock()
 
 
 def counters(count: int, like: Any) -> Array:
-    """Return ``count`` zeros, or more, of uint32 where ``like`` lives, for one launch."""
+    """Return at least ``count`` uint32 zeros on the device of ``like``, for one launch."""
     form, new = ((count,), UINT32), _on_host if like.__class__ is np.ndarray else _of_stream
-    made: Array = like.empty(*form, new) if isinstance(like, StandIn) else new(*form)
-    return made
+    zeros: Array = like.empty(*form, new) if isinstance(like, StandIn) else new(*form)
+    return zeros
 
 
 def _on_host(shape: tuple[int], dtype: Any) -> Any:
+    """Return new zeros of NumPy."""
     return np.zeros(shape, dtype)
 
 
 def _of_stream(shape: tuple[int], dtype: Any) -> Any:
+    """Return the zeros of the current stream; new ones while it is being captured."""
     cupy = gpu.cupy()
     runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
     if stream > LEGACY and runtime.streamIsCapturing(stream):
         return cupy.zeros(shape, dtype)
-    place = runtime.getDevice(), stream, threading.get_ident() if stream == PER_THREAD else 0
-    found = _kept.get(place)
-    if found is None or found.size < shape[0]:
+    key = runtime.getDevice(), stream, threading.get_ident() if stream == PER_THREAD else 0
+    zeros = _kept.get(key)
+    if zeros is None or zeros.size < shape[0]:
         try:
-            with cupy.cuda.using_allocator(None):  # a pool could not give back what lies around it
-                found = cupy.zeros(shape, dtype)
-        except RuntimeError:  # of CUDA: the pool holds all memory, and may have some to spare
-            found = cupy.zeros(shape, dtype)
+            with cupy.cuda.using_allocator(None):  # in a pool it would pin a whole chunk
+                zeros = cupy.zeros(shape, dtype)
+        except RuntimeError:  # from CUDA: the pool holds all memory, but some of it may be unused
+            zeros = cupy.zeros(shape, dtype)
         with _lock:
-            _kept[place] = found
+            _kept[key] = zeros
             while len(_kept) > KEPT:
                 del _kept[next(iter(_kept))]
-    return found
+    return zeros

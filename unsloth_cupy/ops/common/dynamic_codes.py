@@ -1,9 +1,9 @@
-"""Blocks of 256 values as codes of 8 bits and one float32: the format of bitsandbytes' states.
+"""Blocks of 256 values as 8-bit codes and one float32 scale: bitsandbytes' optimizer state format.
 
-value = map[code] * scale, where scale is the largest size in the block and the code is the one
-whose map value lies nearest to value / scale.  In decade i of a map, 0.1 .. 1 times 10**(i - 6)
-for i = 0 .. 6, there are 2**i values of either sign, or 2**(i + 1) where none are negative, each in
-the middle of an equal share; beside them a map has 0 and 1.
+value = map[code] * scale, where scale is the largest absolute value of the block and the code is
+the one whose map value is nearest to value / scale.  Decade i of a map, 0.1 .. 1 times 10**(i - 6)
+for i = 0 .. 6, is cut into 2**i equal intervals for each sign, or 2**(i + 1) in a map without
+negative values; the map holds the middle of each interval, and 0 and 1.
 
 Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-wise Quantization, 2022.
 """
@@ -17,20 +17,20 @@ from ...core.dtypes import Array
 from ...placement import placed
 
 BLOCK = 256
-TINY = np.finfo(np.float32).tiny  # below it float32 has no reciprocal: as good as 0
-LARGE = 1 / TINY  # beyond it reciprocals are below TINY
+TINY = np.finfo(np.float32).tiny  # smaller scales count as 0: their reciprocals can overflow
+LARGE = 1 / TINY  # the reciprocal of a larger number is below TINY
 
 
 @cache
 def dynamic_map(signed: bool) -> Array:
-    """Return the 256 float32 values, ascending; a code is a place among them."""
+    """Return the 256 float32 values in ascending order; a code is an index into them."""
     values, tenth = [0.0, 1.0], np.float32(0.1)
     for decade in range(7):
         cells = (1 if signed else 2) << decade
-        step, place = float((1 - tenth) / np.float32(cells)), np.arange(cells + 1)
-        # counted from the nearer end: with that rounding the format has been published
-        ahead, behind = float(tenth) + step * place, 1 - step * place[::-1]
-        bounds = np.where(place < (cells + 1) // 2, ahead, behind).astype(np.float32)
+        step, index = float((1 - tenth) / np.float32(cells)), np.arange(cells + 1)
+        # from the nearer end of the decade: the published format has this rounding
+        from_low, from_high = float(tenth) + step * index, 1 - step * index[::-1]
+        bounds = np.where(index < (cells + 1) // 2, from_low, from_high).astype(np.float32)
         middles = (bounds[:-1] + bounds[1:]) / np.float32(2) * np.float32(10.0 ** (decade - 6))
         values += [*middles, *(-middles if signed else [])]
     return np.sort(np.array(values, np.float32))
@@ -38,16 +38,16 @@ def dynamic_map(signed: bool) -> Array:
 
 @cache
 def midpoints(signed: bool) -> Array:
-    """Return the 255 values half-way between a code and the next."""
+    """Return the 255 midpoints between the values of neighbouring codes."""
     values = dynamic_map(signed)
     return (values[:-1] + values[1:]) * np.float32(0.5)
 
 
 @cache
 def _nearest(signed: bool) -> tuple[Array, Array]:
-    """Return by the upper 16 bits of a float32 its code, and the value beyond which it is the next.
+    """Return two tables by the upper 16 bits of a float32: code, and bound to the next code.
 
-    No two midpoints share these bits, so a look and a comparison find what a binary search would.
+    No two midpoints share these bits, so a lookup and a comparison replace a binary search.
     """
     middles, upper = midpoints(signed), np.arange(1 << 16, dtype=np.uint32) << 16
     ends = np.sort([upper.view(np.float32), (upper | 0xFFFF).view(np.float32)], axis=0)
@@ -58,23 +58,26 @@ def _nearest(signed: bool) -> tuple[Array, Array]:
 
 
 def tables(like: Any) -> Array:
-    """Return what the kernel reads: map and midpoints of both kinds, (4, 256), by like's side."""
-    both = [
+    """Return the kernel's tables, (4, 256): signed map, its midpoints, and the same unsigned.
+
+    They are on the device of ``like``.
+    """
+    stacked = [
         row
         for signed in (True, False)
         for row in (dynamic_map(signed), np.append(midpoints(signed), np.float32(1)))
     ]
-    return placed(np.stack(both), like)
+    return placed(np.stack(stacked), like)
 
 
 def decode(codes: Any, scale: Any, *, signed: bool) -> Array:
-    """Return the float32 values of flat codes."""
+    """Return the float32 values of a 1-D array of codes."""
     values: Any = placed(dynamic_map(signed), codes)[codes]
     return values * _spread(scale, codes.size)
 
 
 def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
-    """Return flat float32 values as codes, and the scale of every block."""
+    """Return the codes of a 1-D float32 array, and the scale of every block."""
     blocks = -(-values.size // BLOCK)
     padded = np.zeros_like(values, shape=blocks * BLOCK)
     padded[: values.size] = np.abs(values)
@@ -90,4 +93,5 @@ def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
 
 
 def _spread(scale: Any, size: int) -> Any:
+    """Return the scale of each of ``size`` values."""
     return np.repeat(scale, BLOCK)[:size]

@@ -1,4 +1,4 @@
-"""How kernels that go element by element are launched."""
+"""The launch of elementwise kernels."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,10 +16,10 @@ THREADS = 256
 
 @cache
 def constants(dtype: Any, lanes: int, **more: Any) -> Constants:
-    """Return the constants of such a kernel.
+    """Return the constants of an elementwise kernel.
 
-    256 threads with one access of every array: 32 KB of each array are in flight on an SM, where
-    13 KB in all keep an H200's memory busy.
+    256 threads with one access to every array: 32 KB of each array are in flight on an SM; 13 KB
+    in total are enough to keep an H200's memory busy.
     """
     return Constants(T=dtype, LANES=lanes, THREADS=THREADS, **more)
 
@@ -32,29 +32,30 @@ def launch_rows(
     *scalars: float,
     **more: Any,
 ) -> None:
-    """Run a kernel whose parameters are operands and results, where they lie, and scalars.
+    """Run a kernel whose parameters are operands, results and scalars.
 
-    Results must be packed, or have a row layout together with the operands.
+    Results must be contiguous, or share a row layout with the operands; operands without such a
+    layout are copied into contiguous arrays.  ``more`` are further constants of the kernel.
     """
     lead = results[0]
-    go = walk(*operands, *results)
-    chosen = constants(lead.dtype, go.lanes, STRIDED=go.strided, **more)
+    plan = walk(*operands, *results)
+    chosen = constants(lead.dtype, plan.lanes, STRIDED=plan.strided, **more)
     kernel = load(file, name, operands[0], chosen)
-    kernel[go.tiles, THREADS](*go.arrays, go.rows, *scalars)
+    kernel[plan.tiles, THREADS](*plan.arrays, plan.rows, *scalars)
 
 
 class Walk(NamedTuple):
-    """Arrays of one shape where they lie, and how threads go over them, a tile a block."""
+    """Arrays of one shape, and how threads traverse them; a block takes one tile."""
 
     arrays: Sequence[Any]
     rows: dict[str, Any]  # the struct Rows of rows.cuh
-    lanes: int  # 16 bytes of the widest dtype, or what the addresses are multiples of
-    strided: bool
+    lanes: int  # values of an access: 16 bytes of the widest dtype, fewer if alignment requires it
+    strided: bool  # some array is not contiguous
     tiles: int
 
 
 def walk(*arrays: Any) -> Walk:
-    """Return how to go over arrays, which are packed if they have no row layout together."""
+    """Return how to traverse arrays; they are made contiguous if they share no row layout."""
     shape, size = arrays[-1].shape, arrays[-1].size
     columns, layout = size, RowLayout(1, ())
     if not has_row_layout(*arrays):
@@ -74,10 +75,12 @@ def walk(*arrays: Any) -> Walk:
 
 
 def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) -> Op[..., Any]:
-    """Give an op a kernel that goes element by element, and return the op.
+    """Give an op an elementwise kernel, and return the op.
 
-    The kernel, of the op's name, takes operands, then results, then options, but for those that
-    are its constants.  Results are new, or lie over operands: see ``in_place.written_over``.
+    The kernel has the op's name unless ``kernel`` names another.  Its parameters are operands, then
+    results, then options; ``constants`` maps a constant of the kernel to the option that it holds,
+    which is then not a parameter.  Results are new arrays, or are written over operands: see
+    ``in_place.written_over``.
     """
     over, kernel = op.facts.get("over", ()), kernel or op.__name__.removesuffix("_over_")
     places = [op.names.index(name) for name in over]
@@ -90,7 +93,7 @@ def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) 
         elif not has_row_layout(*arrays):
             arrays = [a if i in places else packed(a) for i, a in enumerate(arrays)]
             if not has_row_layout(*arrays):
-                return no_kernel("rows of the arrays lie with no one stride")
+                return no_kernel("the arrays have no common row layout")
         scalars = [value for name, value in options.items() if name not in fixed]
         chosen = {constant: options[name] for constant, name in constants.items()}
         launch_rows(file, kernel, arrays, results, *scalars, **chosen)

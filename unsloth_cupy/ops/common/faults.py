@@ -1,7 +1,8 @@
-"""What kernels met that no host could look at before: a label outside the vocabulary, say.
+"""Errors in the data of a GPU, such as a label outside the vocabulary, which kernels report.
 
-A launch does not wait for its kernel, so a wrong number cannot raise where it is passed.  The
-kernel gives NaN there and writes down where it was; ``check_errors`` reads that and raises.
+A launch does not wait for its kernel, so the call that passes a wrong number cannot raise.  The
+kernel writes NaN to that row of the result and records its position; ``check_errors`` reads the
+record and raises.
 """
 
 from typing import Any, NamedTuple
@@ -14,89 +15,90 @@ from ...core.replay import lasting
 from ...core.stand_in import StandIn
 from ...errors import RangeError
 
-WORDS = 4  # as faults.cuh lays them out
+WORDS = 4  # of a record: reporter, row, number and end of the valid range; see faults.cuh
 
 
 class Reporter(NamedTuple):
-    """Who may report: an operand of an op, the axis that it selects from, and what else it may be.
-
-    Ops that share a kernel share a reporter.
-    """
+    """An operand of an op that a kernel checks; ops that share a kernel share a reporter."""
 
     op: str
     operand: str
-    axis: str
-    otherwise: str = ""
+    axis: str  # the axis that the operand's numbers index
+    otherwise: str = ""  # other numbers that are valid, for the message
 
 
 _reporters: list[Reporter] = []
-_records: dict[int | None, Any] = {}  # of the host, None, and of every GPU by number
+_records: dict[int | None, Any] = {}  # by number of the GPU; the host's by None
 
 
 def reporter(op: str, operand: str, axis: str, otherwise: str = "") -> int:
-    """Return the number by which a kernel names itself; call it once, when a module is imported."""
+    """Return the number that a kernel reports with; call it once, when a module is imported."""
     _reporters.append(Reporter(op, operand, axis, otherwise))
     return len(_reporters)
 
 
 def record(like: Any) -> Array:
-    """Return the words that kernels report to where ``like`` lives.
+    """Return the words that kernels on the device of ``like`` report to.
 
-    They are allocated once for each device, and zero before any stream can ask for them.
+    They are allocated once for each device, and are zero before any stream can use them.
     """
     like = like.form if isinstance(like, StandIn) else like
     device = None if isinstance(like, np.ndarray) else like.device.id
-    found: Array | None = _records.get(device)
-    if found is None:
-        found = _records.setdefault(device, _new(like))
-        lasting.append(found)
-    return found
+    words: Array | None = _records.get(device)
+    if words is None:
+        words = _records.setdefault(device, _new(like))
+        lasting.append(words)
+    return words
 
 
 def _new(like: Any) -> Any:
+    """Return a new record of zeros on the device of ``like``."""
     if isinstance(like, np.ndarray):
         return np.zeros(WORDS, np.int64)
     with gpu.at(like), gpu.cupy().cuda.Stream(non_blocking=True) as side:
         words = gpu.cupy().zeros(WORDS, np.int64)
-        side.synchronize()  # of this stream alone: the one that asks may be captured
+        side.synchronize()  # this stream alone: the current stream may be under capture
     return words
 
 
 def check_errors() -> None:
-    """Wait for all kernels and raise for what the first of them reported since the last call.
+    """Wait for all kernels, and raise the first error that one reported since the last call.
 
     Call it where the program reads a result anyway, such as a loss: waiting costs nothing there.
-    What was reported is forgotten, so the next call raises for what comes after.
+    The report is cleared, so the next call raises only for later errors.
 
     Raises
     ------
     RangeError
         A label of ``cross_entropy`` or ``linear_cross_entropy``, or a token of ``embedding``, was
-        outside the vocabulary, or a position of an op that turns heads outside
-        the tables.  The message names op, row and number.
+        outside the vocabulary, or a position of a rotary op (``rope`` and its variants) was outside
+        the tables.  The message names the op, the row and the number.
     """
     for device, words in [*_records.items()]:
-        found = _taken(words) if device is None else _taken_from(device, words)
-        if found[0]:
-            who, (place, number, end) = _reporters[found[0] - 1], found[1:]
-            problem = _explain(who, place, number, end)
+        report = _take(words) if device is None else _take_from(device, words)
+        if report[0]:
+            who, (row, number, end) = _reporters[report[0] - 1], report[1:]
+            problem = _explain(who, row, number, end)
             raise RangeError(problem, expected=range(end), actual=number)
 
 
-def _taken(words: Any) -> list[int]:
-    found: list[int] = words.tolist()
+def _take(words: Any) -> list[int]:
+    """Return the words of a record as a list, and clear the record."""
+    report: list[int] = words.tolist()
     words[...] = 0
-    return found
+    return report
 
 
-def _taken_from(device: int, words: Any) -> list[int]:
-    with gpu.cupy().cuda.Device(device) as there:
-        there.synchronize()  # every stream: any of them may have been launched on
-        return _taken(words)
+def _take_from(device: int, words: Any) -> list[int]:
+    """Wait for all work on a GPU, then return its record and clear it."""
+    with gpu.cupy().cuda.Device(device) as active:
+        active.synchronize()  # all streams: a kernel may have run on any of them
+        return _take(words)
 
 
-def _explain(who: Reporter, place: int, number: int, end: int) -> str:
+def _explain(who: Reporter, row: int, number: int, end: int) -> str:
+    """Return the message of a report."""
     return (
-        f"{who.op}: {who.operand} holds {number} in row {place}; it must be in 0 .. {end - 1}, the"
+        f"{who.op}: {who.operand} holds {number} in row {row}; it must be in 0 .. {end - 1}, the"
         f" {who.axis} axis{who.otherwise}. Results of that row are NaN"
     )

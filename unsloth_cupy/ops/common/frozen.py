@@ -1,4 +1,4 @@
-"""Which gradients a backward op computes, where a weight may be quantized and so frozen."""
+"""Which gradients a backward op computes; a quantized weight is frozen and has none."""
 
 from collections.abc import Set
 from typing import Any
@@ -10,7 +10,7 @@ from ...errors import GradientError
 def asked_of(wanted: Set[str] | None, **operands: Any) -> set[str]:
     """Return the names of the operands whose gradients are to be computed.
 
-    ``wanted`` names them; None stands for all that are there and are not quantized.
+    ``wanted`` names them; None stands for every operand that is present and not quantized.
 
     Raises
     ------

@@ -1,10 +1,10 @@
-"""Matrix products, accumulated in float32: by cuBLAS where CuPy's arrays live, else by NumPy.
+"""Matrix products, accumulated in float32: by cuBLAS for arrays of CuPy, else by NumPy.
 
     gemm(x, weight.T)                       a new array of their dtype, rounded once
-    gemm(dy.T, x, out=dweight, add=True)    dweight += dy.T x, and no array of its size beside it
+    gemm(dy.T, x, out=dweight, add=True)    dweight += dy.T x, without a second array of its size
 
-A transposed view is a flag of the product, not a copy.  cuBLAS is called directly, with CuPy's
-handle: CuPy's own call refuses to be captured into a graph, which cuBLAS does not.
+A transposed view becomes a flag of the product, not a copy.  cuBLAS is called directly, with CuPy's
+handle: CuPy's own call cannot be captured into a graph, cuBLAS can.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from ...core.stand_in import is_planned
 from ...errors import DTypeError, KernelError, ShapeError
 from .steps import representative_steps
 
-BLOCK_BYTES = 8 * 2**20  # of a 16-bit operand that is widened at a time, where NumPy computes
-SUM_BYTES = 2**20  # of a product that waits to be added
-BLOCK = 64  # rows or columns of either, at least
+BLOCK_BYTES = 8 * 2**20  # NumPy: size of the part of a 16-bit operand that is widened at a time
+SUM_BYTES = 2**20  # NumPy: size of the part of a product that is computed, then added to out
+BLOCK = 64  # least rows or columns of either part
 
-# of cuBLAS: dtypes, and the dtype of the sums: CUBLAS_COMPUTE_32F and _64F, with its scalars
+# cuBLAS's numbers of dtypes, and of compute types (CUBLAS_COMPUTE_32F, _64F) with their scalars
 DTYPES = {FLOATS[0]: 2, FLOATS[1]: 14, FLOATS[2]: 0, FLOATS[3]: 1}
 COMPUTE = {True: (68, ctypes.c_float), False: (70, ctypes.c_double)}
 KEEP, TRANSPOSE, ANY_ALGORITHM = 0, 1, -1
@@ -40,12 +40,12 @@ def gemm(
     Parameters
     ----------
     a, b : (m, k) and (k, n), or (batch, m, k) and (batch, k, n); one may lack batch
-        Of one dtype on a GPU; where NumPy computes, float32 may meet a 16-bit float.  b may be a
-        quantized weight or its transpose, of any dtype.
+        Of one dtype on a GPU; on the host, one may be float32 and the other a 16-bit float.  b may
+        be a quantized weight or its transpose, of any dtype.
     out : (m, n) or (batch, m, n), optional
-        Where the product goes: of the operands' dtype, or of float32.
+        Receives the product; of the operands' dtype, or of float32.
     dtype : optional
-        Of a new array; the operands' where absent.
+        The dtype of a new array; None for the operands'.
     add : bool
         Add the product to what out holds, in float32, and round once.
     """
@@ -55,9 +55,9 @@ def gemm(
     if out is None:
         out = empty((*batch, m, n), a.dtype if dtype is None else dtype, like=a)
     if b.shape[-2] != k or out.shape != (*batch, m, n):
-        wanted = (*batch, m, n)
+        expected = (*batch, m, n)
         problem = f"gemm: {a.shape} @ {b.shape} does not make {out.shape}"
-        raise ShapeError(problem, expected=wanted, actual=tuple(out.shape))
+        raise ShapeError(problem, expected=expected, actual=tuple(out.shape))
     if 0 in out.shape:
         return out
     if k == 0:
@@ -77,17 +77,19 @@ def gemm(
 
 # ---- NumPy --------------------------------------------------------------------------------------
 def _by_numpy(a: Array, b: Array, out: Array, add: bool) -> None:
+    """Write or add a product of two matrices to out; 16-bit operands are widened in parts."""
     wide = np.promote_types(np.promote_types(a.dtype, b.dtype), FLOAT32)
     if a.dtype == b.dtype == out.dtype == wide:
         _wide(a, b, out, add)
         return
     rows, columns = steps(a.shape[0], b.shape[1], a.shape[1], wide.itemsize)
     for left in representative_steps(a, range(0, b.shape[1], columns)):
-        beside = np.s_[:, left : left + columns]
-        _by_rows(a, b[beside].astype(wide, copy=False), out[beside], rows, add)
+        part = np.s_[:, left : left + columns]
+        _by_rows(a, b[part].astype(wide, copy=False), out[part], rows, add)
 
 
 def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
+    """Write or add a product with a wide b to out; ``step`` rows of a are widened at a time."""
     for top in representative_steps(a, range(0, len(a), step)):
         part = slice(top, top + step)
         rows = a[part].astype(b.dtype, copy=False)
@@ -99,17 +101,18 @@ def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
             product += out[part]
         with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
             out[part] = product
-        del rows, product  # before the next ones are made
+        del rows, product  # frees them before the next part is allocated
 
 
 def _wide(a: Array, b: Array, out: Array, add: bool) -> None:
+    """Write or add a product to out, all three of one dtype, float32 or float64."""
     if not add:
         np.matmul(a, b, out=out)
         return
     step = max(BLOCK, SUM_BYTES // (out.shape[1] * out.itemsize))
     for top in representative_steps(a, range(0, len(a), step)):
         part = slice(top, top + step)
-        out[part] += a[part] @ b  # NumPy's products cannot add: one of few rows waits
+        out[part] += a[part] @ b  # NumPy's matmul cannot accumulate: few rows, a small temporary
 
 
 def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:
@@ -120,16 +123,16 @@ def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:
 
 # ---- cuBLAS -------------------------------------------------------------------------------------
 class Layout(NamedTuple):
-    """How a matrix lies: its array, its flag, and elements from a row or column to the next."""
+    """The arguments that describe a matrix to cuBLAS; strides count elements."""
 
     array: Any
-    flag: int
-    stride: int
+    flag: int  # KEEP or TRANSPOSE
+    stride: int  # the leading dimension: from a row or column to the next
     batch_stride: int
 
 
 def _layout(x: Any) -> Layout:
-    """Return how cuBLAS reads x.T, as it goes by columns; x is copied if neither axis is dense."""
+    """Return x.T for cuBLAS, which is column-major; x is copied if neither axis is dense."""
     (rows, columns), size = x.shape[-2:], x.itemsize
     down, right = (stride // size for stride in x.strides[-2:])
     batch = x.strides[0] // size if x.ndim == 3 and x.shape[0] > 1 else 0
@@ -141,12 +144,13 @@ def _layout(x: Any) -> Layout:
 
 
 def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
+    """Write or add a product, single or batched, to out by cuBLAS."""
     if a.dtype != b.dtype:
         raise DTypeError(f"gemm: a is {a.dtype} and b is {b.dtype}; cast one to the other")
-    home = _layout(out)
-    if home.array is not out or home.flag == TRANSPOSE:
-        made = gemm(a, b, dtype=out.dtype)
-        out[...] = out + made if add else made
+    target = _layout(out)
+    if target.array is not out or target.flag == TRANSPOSE:
+        product = gemm(a, b, dtype=out.dtype)
+        out[...] = out + product if add else product
         return
     left, right = _layout(b), _layout(a)  # out.T = b.T a.T
     if is_planned(out):
@@ -158,20 +162,20 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool) -> None:
     for each in (left, right):
         arguments += [each.array.data.ptr, DTYPES[a.dtype], each.stride]
         arguments += [each.batch_stride] * strided
-    arguments += [ctypes.byref(scalar(add)), out.data.ptr, DTYPES[out.dtype], home.stride]
-    arguments += [home.batch_stride, batch] if strided else []
+    arguments += [ctypes.byref(scalar(add)), out.data.ptr, DTYPES[out.dtype], target.stride]
+    arguments += [target.batch_stride, batch] if strided else []
     library = cublas()
     call = library.cublasGemmStridedBatchedEx if strided else library.cublasGemmEx
     with gpu.at(out):
         handle, mode = _handle(library)
         status = call(handle, *arguments, compute, ANY_ALGORITHM)
-        library.cublasSetMathMode(handle, mode)  # CuPy's own products count on it
+        library.cublasSetMathMode(handle, mode)  # CuPy's own products rely on the old mode
     if status:
         raise KernelError(f"gemm: cuBLAS gave status {status} for {a.shape} @ {b.shape}")
 
 
 def _handle(library: Any) -> tuple[int, int]:
-    """Return CuPy's handle of this thread and device, on the current stream, and its old mode."""
+    """Set CuPy's handle of this thread and device up, and return it and its old math mode."""
     cuda = gpu.cupy().cuda
     handle: int = cuda.device.get_cublas_handle()
     stream, mode = cuda.get_current_stream().ptr, ctypes.c_int()
@@ -180,7 +184,7 @@ def _handle(library: Any) -> tuple[int, int]:
         or library.cublasGetMathMode(handle, ctypes.byref(mode))
         or library.cublasSetMathMode(handle, FULL_PRECISION)
     ):
-        raise KernelError("gemm: cuBLAS takes neither the stream nor the mode; is the GPU lost?")
+        raise KernelError("gemm: cuBLAS rejects the stream or the math mode; is the GPU lost?")
     return handle, mode.value
 
 
@@ -188,14 +192,14 @@ def _handle(library: Any) -> tuple[int, int]:
 def cublas() -> Any:
     """Return the cuBLAS that CuPy loads."""
     libraries = importlib.import_module("cupy_backends.cuda.libs")
-    loaded = libraries.cublas  # to ask for it finds it in wheels too; an import of it would not
-    library = ctypes.CDLL(loaded.__file__)  # its dependencies are searched too
+    loaded = libraries.cublas  # attribute access finds it in wheels too; an import would not
+    library = ctypes.CDLL(loaded.__file__)  # symbols are looked up in its dependencies too
     declare(library)
     return library
 
 
 def declare(library: Any) -> None:
-    """Say what the five functions take: addresses and integers."""
+    """Declare the argument types of the five functions: addresses and integers."""
     pointer, number, distance = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     matrix = [pointer, number, number]  # address, dtype, elements between columns
     head, tail = [pointer, *[number] * 5, pointer], [number, number]

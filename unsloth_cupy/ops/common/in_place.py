@@ -1,7 +1,7 @@
-"""Ops that write over their arguments, and what they ask of them.
+"""In-place ops, which write results over their arguments, and the checks of those arguments.
 
-f_over_ = written_over(f, "x")       the op, for whose kernel nothing is checked
-f_ = in_place(f_over_)               what callers know
+f_over_ = written_over(f, "x")       the op, without these checks
+f_ = in_place(f_over_)               the public function, which checks
 """
 
 import inspect
@@ -18,28 +18,28 @@ from ...errors import ConfigError, GradientError
 
 
 def check_changeable(call: str, otherwise: str, **arrays: Any) -> None:
-    """Raise for an array that a tape remembers, or that is read-only; otherwise: what to call."""
+    """Raise if an array is on a tape or read-only; ``otherwise`` is the cure in the message."""
     for name, array in arrays.items():
         if isinstance(array, Traced):
-            raise GradientError(f"{call}: {name} is on a tape; {otherwise}, which leaves it")
-        never = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
+            raise GradientError(f"{call}: {name} is on a tape; {otherwise}, which leaves it as is")
+        frozen = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
         if isinstance(array, np.ndarray):
-            never = not array.flags.writeable
-        if never or not hasattr(array, "__setitem__"):
+            frozen = not array.flags.writeable
+        if frozen or not hasattr(array, "__setitem__"):
             raise ConfigError(f"{call}: {name} is read-only; {otherwise}, or pass a copy")
 
 
 def check_apart(call: str, **arrays: Any) -> None:
-    """Raise for two arrays in the same memory, of which the second would be read after a write."""
+    """Raise if two arrays share memory: the second would be read after a write to the first."""
     for (one, a), (other, b) in itertools.combinations(arrays.items(), 2):
         if _same_memory(a, b):
             raise ConfigError(f"{call}: {one} and {other} lie in the same memory; copy one")
 
 
 def check_unshifted(call: str, changed: dict[str, Any], read: dict[str, Any]) -> None:
-    """Raise where what is read lies over what is changed, but for each element over itself.
+    """Raise if an array that is read overlaps one that is changed, unless they coincide exactly.
 
-    Threads would read what others have written.
+    Threads would read elements that other threads have already overwritten.
     """
     for (one, a), (other, b) in itertools.product(changed.items(), read.items()):
         if _same_memory(a, b) and _form(a) != _form(b):
@@ -47,18 +47,19 @@ def check_unshifted(call: str, changed: dict[str, Any], read: dict[str, Any]) ->
 
 
 def _form(array: Any) -> tuple[Any, ...]:
+    """Return a key that two arrays share only if they coincide element by element."""
     return _start(array), array.shape, array.strides, array.dtype
 
 
 def _start(array: Any) -> int | None:
-    """Return the address of an array of NumPy or CuPy."""
+    """Return the address of an array of NumPy or CuPy; None for another."""
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     return getattr(getattr(array, "data", None), "ptr", None)
 
 
 def _same_memory(a: Any, b: Any) -> bool:
-    """Say whether elements are shared."""
+    """Return whether two arrays share an element."""
     one, other = _start(a), _start(b)
     if one is None or other is None or not a.size * b.size:
         return False
@@ -68,16 +69,16 @@ def _same_memory(a: Any, b: Any) -> bool:
 
 
 def _shadow(array: Any) -> Any:
-    """Return an array of NumPy that lies where this one does, never to be read."""
+    """Return an array of NumPy with the address and layout of this one; it must never be read."""
     if isinstance(array, np.ndarray):
         return array
-    lies = {"shape": array.shape, "strides": array.strides, "data": (array.data.ptr, False)}
-    facts = lies | {"typestr": array.dtype.str, "version": 3}
-    return np.asarray(SimpleNamespace(__array_interface__=facts))
+    layout = {"shape": array.shape, "strides": array.strides, "data": (array.data.ptr, False)}
+    interface = layout | {"typestr": array.dtype.str, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _extent(array: Any) -> tuple[int, int]:
-    """Return the address of the first byte of an array, and that after the last."""
+    """Return the address of the first byte of an array, and the address after its last byte."""
     steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
     start = _start(array) or 0
     last = start + sum(step for step in steps if step > 0) + array.itemsize
@@ -85,29 +86,32 @@ def _extent(array: Any) -> tuple[int, int]:
 
 
 def overlapping(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of two arrays that share an element, or twice that of one that does so."""
-    held = {name: a for name, a in arrays.items() if a.size and not is_planned(a)}
-    lies = sorted((*_extent(array), name) for name, array in held.items())
-    before: list[tuple[int, str]] = []  # arrays that end after the next one begins
-    for first, last, name in lies:
-        if last - first < held[name].nbytes:
+    """Return the names of two arrays that share an element; one name twice if it overlaps itself.
+
+    None if no element is shared.
+    """
+    real = {name: a for name, a in arrays.items() if a.size and not is_planned(a)}
+    extents = sorted((*_extent(array), name) for name, array in real.items())
+    active: list[tuple[int, str]] = []  # arrays that end after the next one begins
+    for first, last, name in extents:
+        if last - first < real[name].nbytes:
             return name, name
-        before = [(end, other) for end, other in before if end > first]
-        for _, other in before:
-            if _same_memory(held[name], held[other]):
+        active = [(end, other) for end, other in active if end > first]
+        for _, other in active:
+            if _same_memory(real[name], real[other]):
                 one, two = sorted((name, other), key=[*arrays].index)
                 return one, two
-        before.append((last, name))
+        active.append((last, name))
     return None
 
 
 def in_one_piece(*arrays: Any) -> bool:
-    """Say whether a kernel can write over all arrays from end to end."""
+    """Return whether all arrays are contiguous, so that a kernel can treat each as one row."""
     return all(array.flags.c_contiguous for array in arrays)
 
 
 def written_over(op: Op[..., Any], *names: str) -> Op[..., Any]:
-    """Return an op that writes the results of another over its operands of these names."""
+    """Return an op that computes ``op`` and writes its results over the operands ``names``."""
 
     def definition(**operands: Any) -> Any:
         results: Any = op(**operands)
@@ -120,12 +124,13 @@ def written_over(op: Op[..., Any], *names: str) -> Op[..., Any]:
     definition.__module__ = op.definition.__module__
     definition.__doc__ = f"Write ``{op.__name__}`` over {' and '.join(names)}, and return them."
     definition.__signature__ = inspect.signature(op.definition)  # type: ignore[attr-defined]
-    reason = "it changes what a tape would remember"  # a widened copy would take the results
+    reason = "it changes arrays that a tape would save"
+    # not widened: the results would go to the widened copy
     return Op(op.signature, definition, widen=False, no_gradient=reason, over=names)
 
 
 def in_place(op: Op[..., Any]) -> Callable[..., Any]:
-    """Return the function of an op that is ``written_over``: it checks and returns its operands."""
+    """Return the public function of a ``written_over`` op: it checks operands and returns them."""
     of, names = op.__name__.removesuffix("_over_"), op.facts["over"]
 
     def function(*arrays: Any, **more: Any) -> Any:
@@ -146,6 +151,7 @@ def in_place(op: Op[..., Any]) -> Callable[..., Any]:
 
 
 def _document(op: Op[..., Any], of: str, names: tuple[str, ...]) -> str:
+    """Return the docstring of an in-place function."""
     form = lambda o: f"({', '.join(o.axes)}) {o.kind}{', optional' * o.optional}"  # noqa: E731
     operands = [
         f"{', '.join(o.name for o in alike)} : {shape}"
@@ -153,14 +159,14 @@ def _document(op: Op[..., Any], of: str, names: tuple[str, ...]) -> str:
     ]
     both, either, options = " and ".join(names), " or ".join(names), ", ".join(sorted(op.options))
     shared = f", {both} share memory" if len(names) > 1 else ""
-    shared += ", or another array lies partly over what is changed"
+    shared += f", or another array partly overlaps {either}"
     lines = [
-        *(f"Write ``{of}`` over {both}: no array is allocated.", ""),
-        *("Parameters", "----------", *operands, f"    The results lie over {both}."),
+        *(f"Write the results of ``{of}`` over {both}; no array is allocated.", ""),
+        *("Parameters", "----------", *operands, f"    The results are written over {both}."),
         *([options, f"    As in ``{of}``."] if options else []),
         *("", "Returns", "-------", f"{', '.join(names)} : the arguments themselves", ""),
         *("Raises", "------", "ConfigError", f"    {either} cannot be written to{shared}."),
-        *("GradientError", f"    {either} is on a tape, whose record a change would falsify."),
-        *("RangeError, ShapeError, DTypeError", f"    As ``{of}``; nothing is then changed."),
+        *("GradientError", f"    {either} is on a tape; a change would falsify its record."),
+        *("RangeError, ShapeError, DTypeError", f"    As ``{of}``; no array is then changed."),
     ]
     return "\n".join(lines)

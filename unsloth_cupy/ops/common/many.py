@@ -1,4 +1,4 @@
-"""Many tensors in one launch: the tables that common/many.cuh reads."""
+"""One launch over many tensors: the tables that common/many.cuh reads."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,32 +12,32 @@ from ...core.source import Constants
 from ...core.target import target_of
 from ...placement import placed
 
-CHUNK, THREADS = 8192, 256
+CHUNK, THREADS = 8192, 256  # elements of a tensor that one block takes; threads of a block
 
 
 class Addresses(np.ndarray[Any, Any]):
-    """Numbers of which some are addresses: ``places`` has the arrays at them, by position."""
+    """Integers, some of which are addresses; ``places`` maps their positions to the arrays."""
 
     places: dict[int, Array]
 
 
 class Table(NamedTuple):
-    """What a launch needs to know of its tensors."""
+    """The tables of a launch over many tensors, and the constants that go with them."""
 
-    tensors: Any  # a record of int64 for every tensor, where the tensors live
-    owners: Any  # int32 of every chunk: its tensor
+    tensors: Any  # (tensors, fields) int64, a record for each tensor, on the tensors' device
+    owners: Any  # (chunks) int32, the number of each chunk's tensor
     chunks: int
     fields: tuple[str, ...]  # of a record
-    kinds: int  # a bit for every kind there is
+    kinds: int  # a bit for every kind that occurs
     lanes: int  # values of one access
 
     def constants(self, **more: int) -> Constants:
-        """Return the constants of a kernel that reads it."""
+        """Return the constants of a kernel that reads the table."""
         return _constants(self.fields, self.kinds, self.lanes, **more)
 
 
 def launchable(arrays: Sequence[Array]) -> bool:
-    """Say whether kernels may take all these arrays together, as they lie."""
+    """Return whether one launch can take all these arrays without copies."""
     return any(a.size for a in arrays) and all(
         a.dtype in KERNEL_DTYPES and a.flags.c_contiguous and target_of(a) is not None
         for a in arrays
@@ -45,14 +45,15 @@ def launchable(arrays: Sequence[Array]) -> bool:
 
 
 def address(array: Any) -> int:
-    """Return where the elements of an array begin."""
+    """Return the address of the first element of an array."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -> Table:
-    """Return the table of tensors whose arrays stand, by field, in columns; upload it once.
+    """Return the table of tensors, on their device; the upload happens here, once.
 
-    The first column has an array of every tensor; its size is the tensor's.
+    ``columns`` maps a field to its array in each tensor, None where a tensor has none.  The first
+    column has an array for every tensor, of the tensor's size.  ``kinds`` are their kinds.
     """
     lead: Any = next(iter(columns.values()))
     counts = [-(-array.size // CHUNK) for array in lead]
@@ -77,16 +78,16 @@ def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -
     bits = 0
     for kind in kinds:
         bits |= 1 << kind
-    sent = placed(tensors, lead[0]), placed(owners, lead[0])
-    return Table(*sent, len(owners), fields, bits, width)
+    uploaded = placed(tensors, lead[0]), placed(owners, lead[0])
+    return Table(*uploaded, len(owners), fields, bits, width)
 
 
 @cache
 def _constants(fields: tuple[str, ...], kinds: int, width: int, **more: int) -> Constants:
-    """Return the constants of such a kernel; a field's is its place in a record.
+    """Return the constants of a kernel; that of a field is its position in a record.
 
-    256 threads with eight values of every array: 16 KB of each float32 array are in flight in a
-    block, where 13 KB in all of an SM keep an H200's memory busy.
+    256 threads with eight values of every array: a block has 8 KB of each float32 array in flight;
+    13 KB in total on an SM are enough to keep an H200's memory busy.
     """
     places = {field.upper(): place for place, field in enumerate(fields)}
     sizes = {"FIELDS": len(fields), "CHUNK": CHUNK, "THREADS": THREADS, "LANES": width}

@@ -1,4 +1,4 @@
-"""A number in the place of an array of integers, which the signature of an op lets pass."""
+"""The check for a number passed as an array of integers, which the signature of an op accepts."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from ...errors import DTypeError
 
 
 def refuse_number(call: str, name: str, value: Any) -> None:
-    """Raise DTypeError for a Python int: a kernel reads an array, and a backward op its shape."""
+    """Raise DTypeError for a Python int: a kernel needs an array, and a backward op its shape."""
     if isinstance(value, int):
         raise DTypeError(f"{call}: {name} is the number {value}; pass np.array({value})")

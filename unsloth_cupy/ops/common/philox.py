@@ -1,7 +1,7 @@
 """Random bits that depend on a seed and a position, and on nothing else: Philox4x32-10.
 
-A counter of four 32-bit words and a key of two give four random words.  A position thus has its
-own bits, whatever walks the array, in whatever tiles and order.
+A counter of four 32-bit words and a key of two words give four random words.  Each position thus
+has its own bits, which do not depend on the tiles or the order in which a kernel visits the array.
 
 Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
 """
@@ -14,7 +14,7 @@ from ...core.dtypes import Array
 from ...errors import ConfigError
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what a round adds to the key
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key in each round
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 
@@ -38,8 +38,8 @@ def words(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Array, Array, 
 def kept(seed: int, dropout: float, rows: tuple[Any, Any, Any], start: int, stop: int) -> Array:
     """Return True where dropout keeps an element, for the columns start .. stop of each row.
 
-    ``rows`` are three integer arrays that broadcast against each other: what numbers a row, for
-    instance (batch, head, query).  Column j takes word j % 4 of the counter (*rows, j // 4).  An
+    ``rows`` are three integer arrays that broadcast against each other and number a row, for
+    instance (batch, head, query).  Column j uses word j % 4 of the counter (*rows, j // 4).  An
     element is kept with probability 1 - dropout.
     """
     a, b, c = (index.astype(np.uint64)[..., None] for index in rows)
@@ -50,7 +50,7 @@ def kept(seed: int, dropout: float, rows: tuple[Any, Any, Any], start: int, stop
 
 
 def check(call: str, dropout: float, seed: int | None) -> None:
-    """Raise ConfigError unless dropout is a probability below 1 that comes with a seed."""
+    """Raise ConfigError unless dropout is a probability below 1 and, if not 0, has a seed."""
     if not 0 <= dropout < 1:
         raise ConfigError(f"{call}: dropout={dropout} must be at least 0 and below 1")
     if dropout and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):

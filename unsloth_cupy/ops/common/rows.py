@@ -1,15 +1,15 @@
-"""How threads share rows that a kernel reduces along."""
+"""How many threads share a row in kernels that reduce along rows."""
 
 
 def spread(wanted: int, clusters: bool) -> tuple[int, int]:
-    """Return how many threads of a block share a row that wants so many, and how many blocks do.
+    """Return threads per block and blocks that share a row, for a number of threads wanted.
 
-    Clusters of blocks begin with sm_90.
+    ``clusters``: the GPU has clusters of blocks, sm_90 or later.
 
-    <= 32            a power of two of threads; several rows a block, no barrier
-    <= 512           the block takes a row
-    beyond, sm_90    2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads
-    beyond, before   1024 threads
+    wanted <= 32          a power of two of threads; several rows per block, no barrier
+    wanted <= 512         one block per row
+    more, sm_90           2, 4 or 8 blocks of 512 threads in a cluster; then 8 of 1024 threads
+    more, before sm_90    one block of 1024 threads
     """
     if wanted <= 32:
         return 1 << (wanted - 1).bit_length(), 1
@@ -19,18 +19,18 @@ def spread(wanted: int, clusters: bool) -> tuple[int, int]:
 
 
 def held_rows(columns: int, most: int, lanes: int, clusters: bool) -> dict[str, int]:
-    """Return the constants of rows that threads hold, each ``most`` values of one.
+    """Return the constants of a kernel that holds rows in registers, ``most`` values per thread.
 
     A thread takes 16 values of a row: two 16-byte accesses of 16-bit dtypes in flight, four of
-    float32.  Where a block of 512 threads does not do, they take ``most``.
+    float32.  If a block of 512 threads is then too small, a thread takes up to ``most``.
 
-        columns <= 512     a power of two of threads a row, several rows a block: no barrier
-        columns <= 8192    the block takes a row; 512 threads take up to 512 * most
-        beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads, which take
-                           8192 * most
-        beyond, before     1024 threads: 1024 * most
-        else               rows are read twice; the cluster is there so that fewer of them are
-                           under way at a time, and they lie in L2 yet
+        columns <= 512       a power of two of threads per row, several rows per block: no barrier
+        columns <= 8192      one block per row; 512 threads take up to 512 * most
+        more, sm_90          2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads, which take
+                             8192 * most
+        more, before sm_90   1024 threads: 1024 * most
+        longer rows          are read twice; with a cluster fewer rows are in work at a time, and
+                             they are still in L2 when they are read again
     """
     wanted = max(min(512, -(-columns // 16)), -(-columns // most))
     row_threads, cluster = spread(wanted, clusters)

@@ -1,15 +1,18 @@
-"""Work of kernels that belong to no op, told by name to whoever watches ops."""
+"""Named spans around kernel work that belongs to no op, for profilers that watch ops."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
-watchers: tuple[Any, ...] = ()  # with span(name, like, moved), which returns a context
+watchers: tuple[Any, ...] = ()  # objects whose span(name, like, bytes) returns a context manager
 
 
 def span(name: str, like: Any, moved: Callable[[], int]) -> AbstractContextManager[Any]:
-    """Return what is around work on the device of an array: nothing while nobody watches."""
+    """Return a context for work on the device of ``like``, in the spans of all watchers.
+
+    ``moved`` returns the bytes that the work moves; it is not called without watchers.
+    """
     if not watchers:
         return NOTHING
     stack, count = ExitStack(), moved()

@@ -1,13 +1,13 @@
-"""How a strided array lies, as kernels are told.
+"""The layouts of strided arrays, in the forms in which kernels take them.
 
-    row_layout       rows of a slice, or of its heads: of arrays together      layouts of rows.cuh
-    head_strides     heads of q, k or v in one wider array                     from token and head
-    token_strides    tokens of whole heads, in any order of batch and token    from batch and token
-    batch_stride     the first tokens of a longer array, such as a cache       tokens of a batch
-    broadcast_strides    packed arrays, of which some axes are shared
+    row_layout       rows of slices, or of their heads, common to several arrays    see rows.cuh
+    head_strides     heads of q, k or v in one wider array              strides of token and head
+    token_strides    whole heads, batch and token in any order          strides of batch and token
+    batch_stride     the first tokens of a longer array, as a cache     tokens from batch to batch
+    broadcast_strides    contiguous arrays, some axes broadcast         strides of all axes
 
-Strides count values.  What lies otherwise is packed; arrays with gaps come as flat views of all
-that they span, for a kernel gets no more than an address.
+Strides count values.  An array of any other layout is copied into a contiguous one.  An array with
+gaps becomes a 1-D view of all memory that it spans, since a kernel takes only an address.
 """
 
 import math
@@ -20,7 +20,7 @@ from ...core import gpu
 from ...core.arrays import lanes, packed
 from ...core.stand_in import StandIn
 
-MOST = 5  # arrays whose rows lie in one order
+MOST = 5  # arrays in one row layout
 
 
 class RowLayout(NamedTuple):
@@ -30,19 +30,19 @@ class RowLayout(NamedTuple):
     strides: tuple[int, ...]  # outer and step of each array
 
     def alignment(self, columns: int) -> int:
-        """Return a number whose powers of two all rows start at multiples of."""
+        """Return a number; each power of two that divides it also divides all starts of rows."""
         for stride in self.strides:
             columns |= stride
         return columns
 
     def struct(self) -> dict[str, Any]:
-        """Return it as a kernel takes it: see the struct Layouts of rows.cuh."""
+        """Return the struct Layouts of rows.cuh."""
         strides = self.strides + (0,) * (2 * MOST - len(self.strides))
         return {"inner": self.inner, "outer": strides[::2], "step": strides[1::2]}
 
 
 def row_layout(*arrays: Any) -> tuple[Sequence[Any], RowLayout]:
-    """Return arrays for a kernel to walk, and where their rows lie; None stays what it is."""
+    """Return arrays for a kernel, and their common row layout; an array may be None."""
     rows, columns = arrays[0].size // arrays[0].shape[-1], arrays[0].shape[-1]
     if all(a is None or a.flags.c_contiguous for a in arrays):
         return arrays, RowLayout(rows, (0, columns) * len(arrays))
@@ -57,7 +57,7 @@ def row_layout(*arrays: Any) -> tuple[Sequence[Any], RowLayout]:
 
 
 def has_row_layout(*arrays: Any) -> bool:
-    """Say whether the rows of all these arrays lie in one such order."""
+    """Return whether one row layout describes all these arrays."""
     present = [array for array in arrays if array is not None]
     if all(array.flags.c_contiguous for array in present):
         return True
@@ -67,7 +67,10 @@ def has_row_layout(*arrays: Any) -> bool:
 
 
 def _row_axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return length and strides of the fewest axes that number the rows of all these arrays."""
+    """Return length and strides of the fewest axes that enumerate the rows of all these arrays.
+
+    Three axes, more than a row layout has, if a kernel cannot read the rows at all.
+    """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for axis, length in enumerate(arrays[0].shape[:-1]):
         strides = tuple(a.strides[axis] // a.itemsize for a in arrays)
@@ -85,9 +88,10 @@ def _row_axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int,
 
 
 def head_strides(x: Any) -> tuple[int, int] | None:
-    """Return the strides of (batch, tokens, heads, dim) from token and from head to the next.
+    """Return the strides of token and head in an array (batch, tokens, heads, dim).
 
-    None where values of a head are apart, or tokens do not follow evenly.
+    None if the values of a head are not contiguous, or the stride of tokens changes between
+    batches.
     """
     batch, tokens, _, dim = x.shape
     size = x.itemsize
@@ -100,7 +104,7 @@ def head_strides(x: Any) -> tuple[int, int] | None:
 
 
 def with_head_strides(x: Any) -> tuple[Any, tuple[int, int]]:
-    """Return x for a kernel, packed where it has no head strides, and these."""
+    """Return x and its head strides for a kernel; x is made contiguous if it has none."""
     heads, dim = x.shape[2:]
     if not x.flags.c_contiguous and (strides := head_strides(x)) is not None:
         return spanned(x), strides
@@ -108,64 +112,65 @@ def with_head_strides(x: Any) -> tuple[Any, tuple[int, int]]:
 
 
 def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
-    """Return (batch, tokens, heads, dim) for a kernel, and its strides from batch and token."""
+    """Return (batch, tokens, heads, dim) for a kernel, and its strides of batch and token."""
     size, (tokens, heads, dim) = x.itemsize, x.shape[1:]
     strides = x.strides[2:] == (dim * size, size) and _in_values(x.strides[:2], size)
-    if x.flags.c_contiguous or not strides:  # NumPy says nothing of axes of 1
+    if x.flags.c_contiguous or not strides:  # NumPy's strides of axes of length 1 are arbitrary
         return packed(x), (tokens * heads * dim, heads * dim)
     return spanned(x), strides
 
 
 def batch_stride(k: Any, v: Any) -> tuple[Any, Any, int]:
-    """Return k and v for a kernel, and how many tokens lie from a batch to the next, in both.
+    """Return k and v for a kernel, and their common distance of batches, in tokens.
 
     Both can be copied 16 bytes at a time.
     """
-    apart = _room(k)
-    if apart is None or apart != _room(v):
+    distance = _batch_tokens(k)
+    if distance is None or distance != _batch_tokens(v):
         k, v = in_chunks(packed(k), packed(v))
         return k, v, k.shape[-3]
     k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
-    return k, v, apart
+    return k, v, distance
 
 
-def _room(array: Any) -> int | None:
-    """Return the tokens of a batch of the array that this is a part of; None where it is none."""
+def _batch_tokens(array: Any) -> int | None:
+    """Return the distance between two batches in tokens; None for any other layout."""
     if not _in_chunks(array):
         return None
     if array.flags.c_contiguous:
         return int(array.shape[-3])
     size, (heads, dim) = array.itemsize, array.shape[2:]
     token = heads * dim * size
-    apart, more = divmod(array.strides[0], token)
-    side_by_side = array.strides[1:] == (token, dim * size, size)
-    return apart if side_by_side and apart >= array.shape[1] and not more else None
+    tokens, rest = divmod(array.strides[0], token)
+    contiguous = array.strides[1:] == (token, dim * size, size)
+    return tokens if contiguous and tokens >= array.shape[1] and not rest else None
 
 
 def in_chunks(*arrays: Any) -> tuple[Any, ...]:
-    """Return arrays that can be copied 16 bytes at a time, themselves where that is so."""
+    """Return arrays that can be copied 16 bytes at a time; those that cannot are copied first."""
     return tuple(a if _in_chunks(a) else a.copy() for a in arrays)
 
 
 def _in_chunks(array: Any) -> bool:
+    """Return whether an array can be copied 16 bytes at a time."""
     return lanes(16, array) * array.itemsize == 16
 
 
 def broadcast_strides(array: Any, axes: int = 4) -> tuple[int, ...]:
-    """Return the strides of the last axes of a packed array, or None; 0 where it is broadcast."""
+    """Return the last strides of a contiguous array; 0 for broadcast axes, and for None."""
     shape = () if array is None else array.shape
     shape = (1,) * (axes - len(shape)) + shape
     return tuple(0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape))
 
 
 def _in_values(strides: tuple[int, ...], size: int) -> Any:
-    """Return strides by the size of a value; None where one goes back, or between values."""
+    """Return strides in values; None if one is negative or not a multiple of the value's size."""
     whole = all(stride >= 0 and stride % size == 0 for stride in strides)
     return tuple(stride // size for stride in strides) if whole else None
 
 
 def spanned(array: Any) -> Any:
-    """Return the memory from the first to the last element of an array as one axis."""
+    """Return a 1-D view of the memory from the first to the last element of an array."""
     extent = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
     size = extent // array.itemsize + 1
     if isinstance(array, StandIn):

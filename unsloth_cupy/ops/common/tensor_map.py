@@ -1,10 +1,10 @@
-"""Tensor maps: what TMA, the copy engine of sm_90, is told of an array.
+"""Tensor maps: the descriptors of arrays for TMA, the copy engine of sm_90.
 
     kernel = with_maps(load("x_sm90.cu", "x", a, constants), a, ((64, 1, 128, 1),))
     kernel[blocks, threads](a, out)              the kernel's first parameter is a TensorMap
 
-A map says where an array begins and how it lies, and which box of it one copy brings: 128 bytes
-of the innermost axis, under the 128-byte swizzle.  The driver encodes it, once for each address; a
+A map holds the address and layout of an array, and the box of it that one copy transfers: 128 bytes
+of the innermost axis, with the 128-byte swizzle.  The driver encodes it, once for each address; a
 replayed launch looks the address up, and a captured graph holds the map, as it holds addresses.
 """
 
@@ -31,24 +31,24 @@ Box = tuple[int, ...]  # values of each axis, innermost first
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion of cuda.h
 TYPES = {np.dtype("float16"): 6, BFLOAT16: 9}
 SWIZZLE_128B, L2_256B, NOTHING = 3, 3, 0
-BYTES, ALIGNED = 128, 64  # of a map
-NVRTC = (12, 9)  # the first that takes -arch=sm_90a before CuPy's own -arch
-KEPT = 4096  # maps, and arrays in other forms; a process has far fewer alive
+BYTES, ALIGNED = 128, 64  # size and alignment of a map
+NVRTC = (12, 9)  # the first version that accepts -arch=sm_90a before CuPy's own -arch
+KEPT = 4096  # entries of each cache; a process has far fewer such arrays alive
 
 
 @functools.cache
 def encoder() -> Callable[..., int] | None:
-    """Return cuTensorMapEncodeTiled of the driver, None where there is none or it is older."""
+    """Return the driver's cuTensorMapEncodeTiled; None without a driver, or with one too old."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        found = driver.cuTensorMapEncodeTiled
+        function = driver.cuTensorMapEncodeTiled
     except (OSError, AttributeError):
         return None
-    return found  # Form has its arguments as objects of C
+    return function  # no argtypes: Form passes ctypes objects
 
 
 def available(like: Any) -> bool:
-    """Say whether kernels get tensor maps, and sm_90a, where an array lives."""
+    """Return whether kernels on the device of ``like`` can have tensor maps and sm_90a."""
     target = target_of(like)
     if target is None or hasattr(target, "tensor_map"):
         return target is not None
@@ -56,27 +56,27 @@ def available(like: Any) -> bool:
 
 
 def mappable(array: Any) -> Any:
-    """Return an array whose innermost axis TMA can copy, itself where that is so.
+    """Return the array if TMA can copy it, else a copy that it can.
 
-    Values lie side by side; an address and all strides are multiples of 16 bytes.
+    The innermost axis is contiguous; the address and all other strides are multiples of 16 bytes.
     """
-    lie = zip(array.shape[:-1], array.strides[:-1], strict=True)
-    even = all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in lie)
-    whole = even and (array.strides[-1] == array.itemsize)
-    (found,) = in_chunks(array if whole else packed(array))
-    return found
+    axes = zip(array.shape[:-1], array.strides[:-1], strict=True)
+    aligned = all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in axes)
+    whole = aligned and (array.strides[-1] == array.itemsize)
+    (result,) = in_chunks(array if whole else packed(array))
+    return result
 
 
 class Form:
-    """Arrays of one shape, one dtype and one layout, and the box that a copy brings of them."""
+    """The encoder of the maps of all arrays with one shape, layout, dtype and box."""
 
     def __init__(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, box: Box
     ) -> None:
         rank, size = len(box), dtype.itemsize
-        lead = rank - len(shape)  # axes of one that the box has and the array has not
+        lead = rank - len(shape)  # axes of length 1 that the box has beyond the array's
         sizes = (*(1,) * lead, *shape)[::-1]
-        row = sizes[0] * size  # that neighbours of an axis of one are said to lie apart
+        row = sizes[0] * size  # the stride, in bytes, that axes of length 1 get
         steps = [
             row if n == 1 else stride
             for n, stride in zip(sizes[1:], (*(0,) * lead, *strides)[-2::-1], strict=True)
@@ -86,7 +86,7 @@ class Form:
         first = -ctypes.addressof(room) % ALIGNED
         self.map = (ctypes.c_char * BYTES).from_buffer(room, first)
         self.address, number = ctypes.c_void_p(), ctypes.c_int
-        self.arguments = (  # made once: to make them takes longer than to call
+        self.arguments = (  # created once: creating them takes longer than the call
             *(ctypes.byref(self.map), number(TYPES[dtype]), ctypes.c_uint32(rank), self.address),
             (ctypes.c_uint64 * rank)(*sizes),
             (ctypes.c_uint64 * (rank - 1))(*steps),
@@ -100,14 +100,14 @@ class Form:
         """Return the map of the array at an address, as a scalar."""
         call = encoder()
         if call is None:
-            raise KernelError(f"{self.what}: the driver has none; update it to CUDA 12 or later")
+            raise KernelError(f"{self.what}: the driver has no such call; update it to CUDA 12")
         with self.lock:
             self.address.value = address
             error = call(*self.arguments)
-            made = np.void(self.map.raw)
+            encoded = np.void(self.map.raw)
         if error:
             raise KernelError(f"{self.what}, at {address:#x}: CUDA error {error}")
-        return made
+        return encoded
 
 
 form_of = functools.lru_cache(maxsize=KEPT)(Form)
@@ -115,7 +115,7 @@ _maps: dict[tuple[Any, ...], Any] = {}
 
 
 def map_of(ready: Callable[[Any], Any], box: Box, array: Any) -> Any:
-    """Return the map of an array of CuPy as a launch hands it over; the same one while it lives."""
+    """Return the map of an array of CuPy as a kernel argument, from a cache by address and form."""
     address = array.data.ptr
     key = address, box, array.shape, array.strides, array.dtype
     try:
@@ -123,29 +123,30 @@ def map_of(ready: Callable[[Any], Any], box: Box, array: Any) -> Any:
     except KeyError:
         if len(_maps) >= KEPT:
             _maps.clear()
-    _maps[key] = made = ready(form_of(array.shape, array.strides, array.dtype, box).encode(address))
-    return made
+    form = form_of(array.shape, array.strides, array.dtype, box)
+    _maps[key] = argument = ready(form.encode(address))
+    return argument
 
 
 @functools.lru_cache(maxsize=KEPT)
 def _with_maps(kernel: Kernel, target: Any, boxes: tuple[Box, ...]) -> Kernel:
-    made, start, count = copy.copy(kernel), kernel.launch, len(boxes)
+    result, start, count = copy.copy(kernel), kernel.launch, len(boxes)
     own = getattr(target, "tensor_map", None)
-    makes = [functools.partial(own or functools.partial(map_of, kernel.ready), b) for b in boxes]
+    encode = [functools.partial(own or functools.partial(map_of, kernel.ready), b) for b in boxes]
 
     def launch(grid: Any, block: Any, args: Sequence[Any], shared: int) -> None:
-        maps = [make(array) for make, array in zip(makes, args[:count], strict=True)]
+        maps = [each(array) for each, array in zip(encode, args[:count], strict=True)]
         start(grid, block, (*maps, *args[count:]), shared)
 
-    made.launch = launch
-    made.casts = [(index, cast) for index, cast in kernel.casts if index >= count]
-    return made
+    result.launch = launch
+    result.casts = [(index, cast) for index, cast in kernel.casts if index >= count]
+    return result
 
 
 def with_maps(kernel: Kernel, like: Any, boxes: tuple[Box, ...]) -> Kernel:
-    """Return a kernel whose first arguments are arrays, of which it gets tensor maps.
+    """Return a kernel whose first arguments, one for each box, are passed as tensor maps.
 
-    There is a box for each; axes that it has and the array has not are of one, outermost.
+    If a box has more axes than its array, the missing outermost axes have length 1.
     """
     target: Any = target_of(like)
     return _with_maps(kernel, target, boxes)

@@ -1,4 +1,4 @@
-"""Work shared among the threads of a host: NumPy lets go of the interpreter while it computes."""
+"""Work shared among threads of the host: NumPy releases Python's GIL while it computes."""
 
 import contextvars
 import functools
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @functools.cache
 def count() -> int:
-    """Return how many threads may compute: OMP_NUM_THREADS, or the cores of this process."""
+    """Return how many threads to use: OMP_NUM_THREADS, or the cores available to this process."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted):
         return int(wanted)
@@ -26,13 +26,13 @@ def _pool() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork leaves the threads behind
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no such threads
 
 
 def each(work: Callable[[T], None], items: Iterable[T]) -> None:
-    """Call work on every item, in any order, the calling thread included; then return.
+    """Call work on every item, in any order, in this and other threads; then return.
 
-    Results are those of a plain loop as long as no two items write to one place.
+    The results are those of a plain loop as long as no two items write to the same memory.
     """
     queue = deque(items)
 
@@ -44,7 +44,7 @@ def each(work: Callable[[T], None], items: Iterable[T]) -> None:
                 return
             work(item)
 
-    helpers = [  # with np.errstate, and whatever else is set for this thread
+    helpers = [  # each with a copy of this thread's context, such as np.errstate
         _pool().submit(contextvars.copy_context().run, drain)
         for _ in range(min(count(), len(queue)) - 1)
     ]

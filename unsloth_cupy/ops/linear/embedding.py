@@ -1,4 +1,4 @@
-"""Rows of a table, selected by token.
+"""The embedding of tokens: rows of a table, selected by token.
 
 x[t] = weight[tokens[t]]
 """
@@ -43,8 +43,8 @@ def embedding(tokens: Array, weight: Array) -> Array:
     Raises
     ------
     RangeError
-        A token lies outside the vocabulary.  On a GPU, whose tokens nobody reads, its row is NaN,
-        and the next ``check_errors()`` raises.
+        A token is outside the vocabulary.  On a GPU the host does not read the tokens: the row of
+        such a token is NaN, and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -70,8 +70,8 @@ def _check(call: str, tokens: Array) -> None:
 def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
     """Return the constants of embedding.cu.
 
-    One vector a thread, so blocks may be small.  CHUNK is about the square root of how often the
-    most frequent token occurs: neither a chunk nor the chunks of a token take long.
+    One vector per thread, so blocks may be small.  CHUNK is about the square root of how often the
+    most frequent token occurs, so both a chunk and the list of a token's chunks stay short.
     """
     return Constants(T=weight, I=tokens, HIDDEN=hidden, LANES=lanes, THREADS=128, CHUNK=64)
 
@@ -92,11 +92,11 @@ def _launch(tokens: Array, weight: Array) -> Array:
 
 @embedding.gradient
 def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
-    """Return the gradient of weight: to each row, the sum over its tokens, in their order."""
+    """Return None and dweight: each row is the sum of dx over its tokens, in their order."""
     vocab, hidden = weight.shape
     if not dx.size:
         return None, np.zeros_like(dx, shape=weight.shape)
-    # That sum is a product with a sparse matrix: row v has a one for each token equal to v.
+    # This sum is a product with a sparse matrix: row v has a one for each token equal to v.
     # A stable sort fixes the order of the additions, so two runs give equal bits.
     selected = tokens.ravel()
     order = np.argsort(selected, kind="stable")

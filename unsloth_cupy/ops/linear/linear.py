@@ -20,11 +20,9 @@ from ..common.gemm import gemm
 
 @op(
     "x(*rows, inputs), weight(outputs, inputs): weight, bias?(outputs): param -> y(*rows, outputs)",
-    widen=False,
+    widen=False,  # products take 16-bit operands as they are
     torch=lambda nn, t, o: nn.linear(t["x"], t["weight"]),
-    operations=lambda a: (
-        2 * a["x"].size * a["weight"].shape[0]
-    ),  # products take 16-bit operands as they are
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Multiply each row by a weight: ``y = x @ weight.T + bias``.
@@ -34,7 +32,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     x : (*rows, inputs) float
         Rows; any number of leading axes.
     weight : (outputs, inputs) float, or a quantized weight
-        As checkpoints store it.  A quantized one is frozen, and never dequantized as a whole.
+        In the layout of checkpoints.  A quantized weight is frozen; it is dequantized in parts,
+        never as a whole.
     bias : (outputs,) dtype of x or float32, optional
         Added to each row.
 
@@ -61,7 +60,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     shape = math.prod(x.shape[:-1]), len(weight)
     y = empty(shape, x.dtype if bias is None else np.promote_types(x.dtype, bias.dtype), like=x)
     if bias is not None:
-        y[...] = bias  # what the product is added to, in float32
+        y[...] = bias  # the product is added to it, in float32
     gemm(flat(x), weight.T, out=y, add=bias is not None)
     return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], len(weight))
 
@@ -72,18 +71,18 @@ def linear_backward(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
     rows, dx, dweight, dbias = flat(dy), None, None, None
-    asked = asked_of(wanted, x=x, weight=weight, bias=bias)
-    if "x" in asked:
+    needed = asked_of(wanted, x=x, weight=weight, bias=bias)
+    if "x" in needed:
         dx = gemm(rows, weight).reshape(x.shape)
-    if "weight" in asked:
+    if "weight" in needed:
         dweight = gemm(rows.T, flat(x))
-    if bias is not None and "bias" in asked:
+    if bias is not None and "bias" in needed:
         dbias = row_sum(rows, bias.dtype)
     return dx, dweight, dbias
 
 
 def linear_as(call: str, x: Array, weight: Any, bias: Array | None) -> Array:
-    """Call ``linear`` for a function of one kind of weight, whose name an error then bears."""
+    """Call ``linear``; its errors name the function ``call``, which takes one kind of weight."""
     try:
         return linear(x, weight, bias)
     except UnslothCupyError as error:
@@ -92,7 +91,7 @@ def linear_as(call: str, x: Array, weight: Any, bias: Array | None) -> Array:
 
 
 def flat(x: Array) -> Array:
-    """Return x as a matrix of its rows: one product then serves all leading axes."""
+    """Return x as a matrix of its rows, so that one product computes all leading axes."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

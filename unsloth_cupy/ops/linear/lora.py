@@ -3,8 +3,8 @@
 y = factor * (x weight^T + scale * low b^T) + bias        low = dropout(x) a^T
 factor = magnitude / norm of each row of (weight + scale * b a)        DoRA; 1 without magnitude
 
-Hu et al., LoRA, 2021; Kalajdzievski, rsLoRA, 2023 (a choice of scale); Liu et al., DoRA, 2024,
-whose section 4.3 takes the norm for a constant in the backward pass, as is done here.
+Hu et al., LoRA, 2021; Kalajdzievski, rsLoRA, 2023 (a choice of scale); Liu et al., DoRA, 2024.
+As in section 4.3 of the DoRA paper, the norm is a constant in the backward pass.
 """
 
 from collections.abc import Set
@@ -19,7 +19,7 @@ from ..common.frozen import asked_of
 from ..common.gemm import gemm
 from ._lora_gradients import rank_gradients
 from .linear import flat
-from .lora_merge import factor_of, times, wide_of
+from .lora_merge import factor_of, sum_dtype, times
 
 
 def lora_linear(
@@ -34,10 +34,10 @@ def lora_linear(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Array:
-    """Multiply rows by a weight and by a low-rank addition to it, which is never formed.
+    """Multiply rows by a weight and its low-rank update, whose product is never formed.
 
     ``y = x @ weight.T + scale * (dropout(x) @ a.T) @ b.T + bias``.  With a magnitude (DoRA) the
-    rows of ``weight + scale * b @ a`` have that norm:
+    rows of ``weight + scale * b @ a`` are scaled to that norm:
     ``y = magnitude / norm * (x @ weight.T + scale * (x @ a.T) @ b.T) + bias``.
 
     Parameters
@@ -45,23 +45,25 @@ def lora_linear(
     x : (*rows, inputs) float
         Rows; any number of leading axes.
     weight : (outputs, inputs) float, or a quantized weight
-        The base, as checkpoints store it; off a tape it is frozen, and costs no gradient.
+        The base weight, in the layout of checkpoints.  If it is not on the tape, it is frozen, and
+        no gradient is computed for it.
     a : (rank, inputs) dtype of x or float32
-        Into the low rank.
+        The projection down to the low rank.
     b : (outputs, rank) dtype of x or float32
-        Out of it.
+        The projection up from the low rank.
     scale : float
         ``alpha / rank``, or ``alpha / sqrt(rank)`` for rsLoRA.
     bias : (outputs,) dtype of x or float32, optional
         Added to each row.
     magnitude : (outputs,) dtype of x or float32, optional
-        DoRA's norm of each row.  With dropout, the weight meets x whole once, and the share that
-        the magnitude adds to it meets the x that was dropped, as in peft.
+        DoRA's norm of each row.  With dropout, as in peft, the base term ``x @ weight.T`` uses all
+        of x, and the change of it by the magnitude, ``(factor - 1) * dropout(x) @ weight.T``, uses
+        x after dropout.
     dropout : float
-        Share of the elements of x that the adapter does not see; the others grow by
-        ``1 / (1 - dropout)``.
+        Probability that dropout zeroes an element of the adapter's x; the other elements are
+        multiplied by ``1 / (1 - dropout)``.
     seed : int
-        Of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
+        The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
 
     Returns
     -------
@@ -70,7 +72,7 @@ def lora_linear(
     Raises
     ------
     ConfigError
-        dropout is not a share, or comes without a seed.
+        dropout is not in [0, 1), or has no seed.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -114,11 +116,11 @@ def lora_linear_forward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return y as lora_linear does, given DoRA's factor; and ``low``, for the backward op."""
+    """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op."""
     rows = flat(x)
-    seen = _dropped(rows, dropout, seed)
-    low = gemm(seen, a.astype(x.dtype, copy=False).T)
-    y = raised(rows, seen, weight, low, b, bias, factor, scale)
+    dropped = _dropout(rows, dropout, seed)
+    low = gemm(dropped, a.astype(x.dtype, copy=False).T)
+    y = adapted(rows, dropped, weight, low, b, bias, factor, scale)
     return y.reshape(*x.shape[:-1], len(weight)), low.reshape(*x.shape[:-1], len(a))
 
 
@@ -143,35 +145,35 @@ def lora_linear_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
-    rows, down = flat(x), flat(dy)
-    seen = _dropped(rows, dropout, seed)
-    asked = asked_of(wanted, x=x, weight=weight, a=a, b=b, bias=bias, factor=factor)
-    made, up, db, dbias, dfactor = raised_gradients(
-        down, seen, weight, flat(low), b, bias, factor, scale, asked
+    rows, dy_rows = flat(x), flat(dy)
+    dropped = _dropout(rows, dropout, seed)
+    needed = asked_of(wanted, x=x, weight=weight, a=a, b=b, bias=bias, factor=factor)
+    dproduct, up, db, dbias, dfactor = adapted_gradients(
+        dy_rows, dropped, weight, flat(low), b, bias, factor, scale, needed
     )
     if dlow is not None:
         up += flat(dlow)
-    whole = factor is None or seen is rows  # all of weight meets rows as they are
+    whole = factor is None or dropped is rows  # weight multiplies rows without dropout only
     dx = dweight = da = None
-    if "x" in asked:
+    if "x" in needed:
         dx = gemm(up, a.astype(x.dtype, copy=False))
         if not whole:
-            gemm(made - down, weight, out=dx, add=True)
-        dx = _dropped(dx, dropout, seed)
-        gemm(made if whole else down, weight, out=dx, add=True)
+            gemm(dproduct - dy_rows, weight, out=dx, add=True)
+        dx = _dropout(dx, dropout, seed)
+        gemm(dproduct if whole else dy_rows, weight, out=dx, add=True)
         dx = dx.reshape(x.shape)
-    if "weight" in asked:
-        dweight = gemm(made.T, rows if whole else seen)
+    if "weight" in needed:
+        dweight = gemm(dproduct.T, rows if whole else dropped)
         if not whole:
-            gemm(down.T, rows - seen, out=dweight, add=True)
-    if "a" in asked:
-        da = gemm(up.T, seen, dtype=a.dtype)
+            gemm(dy_rows.T, rows - dropped, out=dweight, add=True)
+    if "a" in needed:
+        da = gemm(up.T, dropped, dtype=a.dtype)
     return dx, dweight, da, db, dbias, dfactor
 
 
-def raised(
+def adapted(
     rows: Array,
-    seen: Array,
+    dropped: Array,
     weight: Array,
     low: Array,
     b: Array,
@@ -179,49 +181,49 @@ def raised(
     factor: Array | None,
     scale: float,
 ) -> Array:
-    """Return y of rows, of which the adapter saw ``seen`` and made ``low``."""
-    y = gemm(rows if factor is None else seen, weight.T)
+    """Return y of rows; ``dropped`` are the rows after dropout, and ``low = dropped @ a.T``."""
+    y = gemm(rows if factor is None else dropped, weight.T)
     gemm(low, times(b, scale, rows.dtype).T, out=y, add=True)
     if factor is not None:
         y = times(y, factor)
-        if seen is not rows:
-            gemm(rows - seen, weight.T, out=y, add=True)
+        if dropped is not rows:
+            gemm(rows - dropped, weight.T, out=y, add=True)
     if bias is not None:
-        y = (y + bias.astype(wide_of(y))).astype(y.dtype, copy=False)
+        y = (y + bias.astype(sum_dtype(y))).astype(y.dtype, copy=False)
     return y
 
 
-def raised_gradients(
-    down: Array,
-    seen: Array,
+def adapted_gradients(
+    dy_rows: Array,
+    dropped: Array,
     weight: Array,
     low: Array,
     b: Array,
     bias: Array | None,
     factor: Array | None,
     scale: float,
-    asked: Set[str],
+    needed: Set[str],
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
-    """Return gradients, from that of y: of what factor scales, low, b, bias and factor."""
-    made = down if factor is None else times(down, factor)
+    """Return the gradients of the product that factor scales, and of low, b, bias and factor."""
+    dproduct = dy_rows if factor is None else times(dy_rows, factor)
     dbias = dfactor = None
     up, db = rank_gradients(
-        made, times(b, scale, seen.dtype), low, b.dtype if "b" in asked else None
+        dproduct, times(b, scale, dropped.dtype), low, b.dtype if "b" in needed else None
     )
     if db is not None:
         db = times(db, scale)
-    if bias is not None and "bias" in asked:
-        dbias = row_sum(down, bias.dtype)
-    if factor is not None and "factor" in asked:
-        y = gemm(seen, weight.T, dtype=wide_of(seen))
-        gemm(low, times(b, scale, seen.dtype).T, out=y, add=True)
-        y *= down
+    if bias is not None and "bias" in needed:
+        dbias = row_sum(dy_rows, bias.dtype)
+    if factor is not None and "factor" in needed:
+        y = gemm(dropped, weight.T, dtype=sum_dtype(dropped))
+        gemm(low, times(b, scale, dropped.dtype).T, out=y, add=True)
+        y *= dy_rows
         dfactor = row_sum(y, factor.dtype)
-    return made, up, db, dbias, dfactor
+    return dproduct, up, db, dbias, dfactor
 
 
-def _dropped(rows: Array, dropout: float, seed: int | None) -> Array:
-    """Return rows without the elements that dropout takes; rows themselves where it takes none."""
+def _dropout(rows: Array, dropout: float, seed: int | None) -> Array:
+    """Return the rows after dropout; the same array if dropout is 0."""
     if not dropout:
         return rows
     number = np.arange(len(rows), like=rows)
@@ -229,6 +231,6 @@ def _dropped(rows: Array, dropout: float, seed: int | None) -> Array:
     return times(rows * kept, 1 / (1 - dropout))
 
 
-lora_linear_backward.facts["operations"] = lambda a: (  # less those of the rank
+lora_linear_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

@@ -1,9 +1,10 @@
 """Linear layers of the same x, each with a low-rank adapter: q, k and v, or gate and up.
 
-low = x [a; a2; a3]^T                                 one product reads x for all of them
-y = factor * (x weight^T + scale * low b^T) + bias    of each, as in lora_linear
+low = x [a; a2; a3]^T                                 one product, which reads x once for all layers
+y = factor * (x weight^T + scale * low b^T) + bias    for each layer, as in lora_linear
 
-On the way back one product of ``[dlow, dlow2, dlow3]`` gives all gradients of a, another dx.
+In the backward pass, one product of ``[dlow, dlow2, dlow3]`` gives the gradients of every a, and
+another gives dx.
 """
 
 from collections.abc import Sequence, Set
@@ -17,14 +18,14 @@ from ...errors import ConfigError
 from ..common.frozen import asked_of
 from ..common.gemm import gemm
 from .linear import flat
-from .lora import raised, raised_gradients
-from .lora_merge import factor_of, wide_of
+from .lora import adapted, adapted_gradients
+from .lora_merge import factor_of, sum_dtype
 
-TOGETHER = 3  # layers whose adapters lora_down takes
+TOGETHER = 3  # most layers of one call of lora_down
 
 
 class LoraLayer(NamedTuple):
-    """One of the layers: operands and scale of ``lora_linear``."""
+    """One layer: the operands and the scale of ``lora_linear``."""
 
     weight: Array
     a: Array
@@ -35,28 +36,29 @@ class LoraLayer(NamedTuple):
 
 
 def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
-    """Return ``lora_linear`` of x by each layer; their adapters share the pass over x.
+    """Return ``lora_linear`` of x for each layer; the adapters share one pass over x.
 
-    There is no dropout.  With it each adapter has a mask of its own, as in peft, and so an x of its
-    own: the three are not columns of one product ``x [a; a2; a3]^T``.  A product of cuBLAS reads x
-    as it lies and draws no masks, so it would read three masked copies, and on the way back ``da``
-    and ``dx`` would meet the masks again: ``lora_linear`` layer by layer reads no more than that.
+    There is no dropout.  With dropout each adapter would have its own mask, as in peft, and so its
+    own x: the three would not be columns of one product ``x [a; a2; a3]^T``.  cuBLAS cannot apply
+    masks, so it would read three masked copies, and the backward pass would need the masks again
+    for ``da`` and ``dx``: ``lora_linear``, layer by layer, reads no more than that.
 
     Parameters
     ----------
     x : (*rows, inputs) float
         Rows; any number of leading axes.
     layers : sequence of LoraLayer
-        Of (weight, a, b, scale, bias, magnitude), as ``lora_linear`` takes them.
+        Each (weight, a, b, scale, bias, magnitude), the arguments of ``lora_linear``.
 
     Returns
     -------
     ys : list of (*rows, outputs) float
+        The output of each layer.
 
     Raises
     ------
     ConfigError
-        layers is not a sequence of such.
+        layers is not a sequence of LoraLayer.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -71,15 +73,15 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     >>> alone = lora_linear(x, weight, a, b, scale=0.5)
     >>> np.testing.assert_allclose(first, alone, rtol=1e-5, atol=1e-5)
     """
-    given: Any = layers
-    each_is_one = isinstance(given, tuple | list) and all(isinstance(n, tuple) for n in given)
-    if not each_is_one or any(not 3 <= len(n) <= len(LoraLayer._fields) for n in given):
+    checked: Any = layers
+    tuples = isinstance(checked, tuple | list) and all(isinstance(n, tuple) for n in checked)
+    if not tuples or any(not 3 <= len(n) <= len(LoraLayer._fields) for n in checked):
         raise ConfigError("lora_linears: pass LoraLayer(weight, a, b, ...) of each, in a list")
     ys = []
     for first in range(0, len(layers), TOGETHER):
-        some = [LoraLayer(*layer) for layer in layers[first : first + TOGETHER]]
-        lows: Any = lora_down(x, *(layer.a for layer in some))
-        for layer, low in zip(some, lows, strict=False):
+        group = [LoraLayer(*layer) for layer in layers[first : first + TOGETHER]]
+        lows: Any = lora_down(x, *(layer.a for layer in group))
+        for layer, low in zip(group, lows, strict=False):
             weight, a, b, scale, bias, magnitude = layer
             factor = factor_of("lora_linears", weight, a, b, scale, magnitude)
             ys.append(lora_up(x, weight, low, b, bias, factor, scale=scale))
@@ -94,7 +96,7 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
 def lora_down(
     x: Array, a: Array, a2: Array | None = None, a3: Array | None = None
 ) -> tuple[Array | None, ...]:
-    """Return ``x @ a.T`` for each a: parts of one product; None for an a that is absent."""
+    """Return ``x @ a.T`` for each a, as parts of one product; None for an absent a."""
     low = gemm(flat(x), _stacked([a, a2, a3], x.dtype).T)
     parts = _split(low.reshape(*x.shape[:-1], low.shape[1]), [a, a2, a3])
     return tuple(parts)
@@ -114,20 +116,20 @@ def lora_down_backward(
 ) -> tuple[Array | None, ...]:
     """Return the gradients of x and of each a; None for those that are not ``wanted``."""
     rows, factors = flat(x), [a, a2, a3]
-    asked = {"x", "a", "a2", "a3"} if wanted is None else wanted
-    ups = [
-        np.zeros_like(x, shape=(len(rows), len(each))) if up is None else flat(up)
-        for up, each in zip((dlow, dlow2, dlow3), factors, strict=True)
-        if each is not None
+    needed = {"x", "a", "a2", "a3"} if wanted is None else wanted
+    dlows = [
+        np.zeros_like(x, shape=(len(rows), len(factor))) if columns is None else flat(columns)
+        for columns, factor in zip((dlow, dlow2, dlow3), factors, strict=True)
+        if factor is not None
     ]
-    up = ups[0] if len(ups) == 1 else np.concatenate(ups, axis=1)
+    columns = dlows[0] if len(dlows) == 1 else np.concatenate(dlows, axis=1)
     dx, das = None, [None] * TOGETHER
-    if "x" in asked:
-        dx = gemm(up, _stacked(factors, x.dtype)).reshape(x.shape)
-    if asked & {"a", "a2", "a3"}:
-        parts = _split(gemm(up.T, rows, dtype=wide_of(x)).T, factors)
+    if "x" in needed:
+        dx = gemm(columns, _stacked(factors, x.dtype)).reshape(x.shape)
+    if needed & {"a", "a2", "a3"}:
+        parts = _split(gemm(columns.T, rows, dtype=sum_dtype(x)).T, factors)
         das = [
-            None if each is None or name not in asked else part.T.astype(each.dtype, copy=False)
+            None if each is None or name not in needed else part.T.astype(each.dtype, copy=False)
             for part, each, name in zip(parts, factors, ("a", "a2", "a3"), strict=True)
         ]
     return dx, *das
@@ -137,7 +139,7 @@ def lora_down_backward(
     "x(*rows, inputs), weight(outputs, inputs): weight, low(*rows, rank),"
     " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs)",
     widen=False,
-    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],  # less those of the rank
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],  # without those of the low rank
 )
 def lora_up(
     x: Array,
@@ -149,9 +151,9 @@ def lora_up(
     *,
     scale: float = 1.0,
 ) -> Array:
-    """Return y of one layer, as lora_linear does, given its low and DoRA's factor."""
+    """Return y of one layer of lora_linear, from its low and DoRA's factor."""
     rows = flat(x)
-    y = raised(rows, rows, weight, flat(low), b, bias, factor, scale)
+    y = adapted(rows, rows, weight, flat(low), b, bias, factor, scale)
     return y.reshape(*x.shape[:-1], len(weight))
 
 
@@ -169,24 +171,24 @@ def lora_up_backward(
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
-    asked = asked_of(wanted, x=x, weight=weight, low=low, b=b, bias=bias, factor=factor)
-    rows, down = flat(x), flat(dy)
-    made, up, db, dbias, dfactor = raised_gradients(
-        down, rows, weight, flat(low), b, bias, factor, scale, asked
+    needed = asked_of(wanted, x=x, weight=weight, low=low, b=b, bias=bias, factor=factor)
+    rows, dy_rows = flat(x), flat(dy)
+    dproduct, up, db, dbias, dfactor = adapted_gradients(
+        dy_rows, rows, weight, flat(low), b, bias, factor, scale, needed
     )
-    dx = gemm(made, weight).reshape(x.shape) if "x" in asked else None
-    dweight = gemm(made.T, rows) if "weight" in asked else None
+    dx = gemm(dproduct, weight).reshape(x.shape) if "x" in needed else None
+    dweight = gemm(dproduct.T, rows) if "weight" in needed else None
     return dx, dweight, up.reshape(low.shape), db, dbias, dfactor
 
 
 def _stacked(factors: Sequence[Array | None], dtype: Any) -> Array:
-    """Return the rows of all that are there as one matrix."""
-    given = [each.astype(dtype, copy=False) for each in factors if each is not None]
-    return given[0] if len(given) == 1 else np.concatenate(given)
+    """Return the rows of all factors that are present as one matrix."""
+    present = [each.astype(dtype, copy=False) for each in factors if each is not None]
+    return present[0] if len(present) == 1 else np.concatenate(present)
 
 
 def _split(columns: Array, factors: Sequence[Array | None]) -> list[Any]:
-    """Return views of the columns that belong to each; None for one that is absent."""
+    """Return a view of the columns of each factor; None for a factor that is absent."""
     parts: list[Any] = []
     start = 0
     for each in factors:
@@ -196,6 +198,6 @@ def _split(columns: Array, factors: Sequence[Array | None]) -> list[Any]:
     return parts
 
 
-lora_up_backward.facts["operations"] = lambda a: (  # less those of the rank
+lora_up_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

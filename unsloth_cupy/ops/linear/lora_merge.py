@@ -1,7 +1,7 @@
-"""The weight that a base and its low-rank adapter are together, and DoRA's norms of its rows.
+"""The merged weight of a base and its low-rank adapter, and DoRA's norms of the merged rows.
 
 merged = factor * (weight + scale * b a)        factor = magnitude / norm; 1 without magnitude
-norm = sqrt(sum((weight + scale * b a)**2)), by rows
+norm = sqrt(sum((weight + scale * b a)**2)), for each row
 
 Hu et al., LoRA, 2021.  Liu et al., DoRA, 2024.
 """
@@ -22,14 +22,14 @@ from ..elements.cast import cast
     "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param,"
     " magnitude?(outputs): param -> merged(outputs, inputs)",
     widen=False,
-    no_gradient="it ends the training of an adapter",  # products take 16-bit operands as they are
+    no_gradient="adapters are merged after training",  # products take 16-bit operands as they are
 )
 def lora_merge(
     weight: Array, a: Array, b: Array, *, magnitude: Array | None = None, scale: float = 1.0
 ) -> Array:
-    """Return ``weight + scale * b @ a``, its rows scaled to magnitude's norms where given.
+    """Return ``weight + scale * b @ a``, its rows scaled to the norms in magnitude, if passed.
 
-    A linear layer with it gives what ``lora_linear`` gives with the parts.
+    ``linear`` with the merged weight computes the same as ``lora_linear`` with the parts.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def lora_merge(
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     """
-    wide = wide_of(weight)
+    wide = sum_dtype(weight)
     merged = weight.astype(wide)
     gemm(times(b, scale, wide), a.astype(wide, copy=False), out=merged, add=True)
     if magnitude is not None:
@@ -59,12 +59,12 @@ def lora_merge(
     "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param"
     " -> norm(outputs): stat",
     widen=False,
-    no_gradient="they are constants to DoRA",
+    no_gradient="DoRA takes the norms as constants",
     constant=True,
 )
 def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
     """Return the norm of each row of ``weight + scale * b @ a``."""
-    wide, (outputs, inputs) = wide_of(weight), weight.shape
+    wide, (outputs, inputs) = sum_dtype(weight), weight.shape
     norms = empty((outputs,), wide, like=weight)
     if not weight.size:
         norms[...] = 0
@@ -80,7 +80,7 @@ def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array
 
 @op("magnitude(outputs), norm(outputs): table -> factor(outputs)", autocast="float32")
 def dora_factor(magnitude: Array, norm: Array) -> Array:
-    """Return ``magnitude / norm``: what DoRA scales each column of y by; 0 for a row of zeros."""
+    """Return ``magnitude / norm``, DoRA's factor of each column of y; 0 where the norm is 0."""
     return magnitude * _inverse(norm)
 
 
@@ -94,33 +94,35 @@ def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: A
     """Return DoRA's factor, on a tape if magnitude is; None without a magnitude."""
     if magnitude is None:
         return None
-    given, rows = getattr(magnitude, "shape", None), tuple(weight.shape[:1])
-    if given is not None and tuple(given) != rows:
-        problem = f"magnitude has shape {tuple(given)}; it must be {rows}"
+    shape, rows = getattr(magnitude, "shape", None), tuple(weight.shape[:1])
+    if shape is not None and tuple(shape) != rows:
+        problem = f"magnitude has shape {tuple(shape)}; it must be {rows}"
         cure = "a number for each row of weight"
-        raise ShapeError(f"{call}: {problem}, {cure}", expected=rows, actual=tuple(given))
+        raise ShapeError(f"{call}: {problem}, {cure}", expected=rows, actual=tuple(shape))
     base: Any = _plain(weight)
     if isinstance(base, Stored):
-        base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch's begin with its name
+        base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch.float16: float16
     norms: Any = row_norms(base, _plain(a), _plain(b), scale=scale)
     narrow = str(getattr(magnitude, "dtype", "")).endswith("float32")
     return dora_factor(magnitude, cast(norms, "float32") if narrow else norms)
 
 
-def wide_of(array: Any) -> Any:
-    """Return the dtype that sums of an array have."""
+def sum_dtype(array: Any) -> Any:
+    """Return the dtype in which elements of an array are summed: float32, or a wider own dtype."""
     return np.promote_types(array.dtype, FLOAT32)
 
 
 def times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
     """Return the product, computed in float32 and rounded once."""
-    made = array.astype(wide_of(array), copy=False) * factor
-    return made.astype(array.dtype if dtype is None else dtype, copy=False)
+    product = array.astype(sum_dtype(array), copy=False) * factor
+    return product.astype(array.dtype if dtype is None else dtype, copy=False)
 
 
 def _plain(array: Any) -> Any:
+    """Return the array of a variable on a tape; any other array itself."""
     return array.value if isinstance(array, Traced) else array
 
 
 def _inverse(norm: Array) -> Array:
+    """Return 1 / norm; 0 where norm is 0."""
     return np.where(norm > 0, 1, 0) / np.where(norm > 0, norm, 1)

@@ -17,9 +17,9 @@ from ..common.gemm import gemm
     operations=lambda a: 2 * a["a"].size * a["b"].shape[-1],
 )
 def matmul(a: Array, b: Array) -> Array:
-    """Multiply matrices: ``c = a @ b``.
+    """Multiply matrices, one pair or a batch of pairs: ``c = a @ b``.
 
-    ``linear`` multiplies rows by one weight.
+    For rows times one weight, use ``linear``.
 
     Parameters
     ----------
@@ -57,6 +57,7 @@ def matmul_backward(
 
 
 def _batched(a: Array, b: Array) -> Array:
+    """Return a @ b; all batch axes are flattened into one."""
     batch = a.shape[:-2]
     if not batch:
         return gemm(a, b)

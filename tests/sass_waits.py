@@ -1,10 +1,12 @@
-"""That a compiled kernel waits for what it copies before it reads it, on every path of its SASS.
+"""Check on every path of a kernel's SASS that it waits for its copies before it reads them.
 
-    unwaited(text)        the reads to which a path leads that waits for no copy
-    waited_in_sass(text)  how many waits stand before what warpgroups do, which PTX says too
+    unwaited(text)        the reads that some path reaches without a wait for the copy
+    waited_in_sass(text)  the number of waits before each operation of warpgroups, which must equal
+                          that in the PTX (waited_in_ptx)
 
-Two branches by one predicate, or by one comparison of what nothing writes in between, go one way.
-A walk along the paths keeps of what is known only what a later branch may ask.
+Two branches on the same predicate, or on the same comparison of registers that nothing writes in
+between, go the same way.  A walk along the paths remembers only the comparisons that a later branch
+may test.
 """
 
 import re
@@ -16,18 +18,19 @@ from typing import NamedTuple
 from .compiled.uniform import lines
 from .ptx import Compiled, functions
 
-# What copies into shared memory; what asks for a new copy; what waits for one; what reads it.
-WAYS = {
+# Methods of copying into shared memory, each with the instructions that copy, that request a new
+# copy, that wait for a copy, and that read the copied data.
+METHODS = {
     "cp.async": (r"LDGSTS", r"LDGSTS", r"DEPBAR\.LE", r"LDS\b|LDSM"),
     "TMA": (r"UTMALDG", r"SYNCS\.ARRIVE", r"SYNCS\.PHASECHK", r"HGMMA"),
 }
-ENDS = r"EXIT|RET|KILL"  # where they stand without a predicate, nothing follows; so too BRA
-NAMES = re.compile(r"\b(?:UR|R|UP|P)\d+\b")  # of registers and predicates
+ENDS = r"EXIT|RET|KILL"  # without a predicate, no instruction follows them; nor does one follow BRA
+NAMES = re.compile(r"\b(?:UR|R|UP|P)\d+\b")  # registers and predicates
 PREDICATES = {f"{kind}{n}" for kind in ("P", "UP") for n in range(8)}
 
 
 class Step(NamedTuple):
-    """An instruction: name, operands, the numbers of those that may come next, guard."""
+    """An instruction: name, operands, the numbers of its possible successors, guard."""
 
     name: str
     operands: str
@@ -41,35 +44,35 @@ class Step(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Registers of the result."""
+        """The number of registers of the result."""
         if sums := re.match(r"HGMMA\.64x(\d+)", self.name):
             return int(sums[1]) // 2
         if re.match("U?SHF", self.name):
-            return 1  # of two
+            return 1  # one, although the name may contain 64: it shifts a pair
         if "128" in self.name or self.name.startswith("LDSM"):
             return 4
         return 2 if re.search("64|WIDE|CS2R", self.name) else 1
 
     @property
     def writes(self) -> set[str]:
-        """Registers and predicates that it may write."""
+        """The registers and predicates that the instruction may write."""
         if self.name.startswith("R2P"):
             return PREDICATES
         ops = self.parts
         carries = 1
         while carries < len(ops) and re.fullmatch(r"U?P[T\d]", ops[carries]):
-            carries += 1  # of a sum, behind it
+            carries += 1  # the carry predicates of an addition follow its result
         own = ops[: 2 if re.fullmatch(r"U?P[T\d]", ops[0]) else carries]
-        found = {op for op in own if op in PREDICATES}
+        written = {op for op in own if op in PREDICATES}
         for kind, first in (m.groups() for op in own if (m := re.fullmatch(r"(U?R)(\d+)", op))):
-            found |= {f"{kind}{int(first) + i}" for i in range(self.size)}
-        return found
+            written |= {f"{kind}{int(first) + i}" for i in range(self.size)}
+        return written
 
     @property
-    def makes(self) -> tuple[str, str] | None:
-        """A predicate that it writes, with the comparison, or the predicate, that it then holds.
+    def defines(self) -> tuple[str, str] | None:
+        """A predicate that it writes, and the comparison or predicate that it sets it to.
 
-        It holds the opposite behind an exclamation mark.
+        An exclamation mark before the latter negates it.
         """
         ops = self.parts
         if self.guard or "64" in self.name:
@@ -83,7 +86,7 @@ class Step(NamedTuple):
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Two registers, the second of which it copies into the first, or none."""
+        """The destination and source register of a plain copy; empty for other instructions."""
         ops = self.parts
         if self.name.startswith("IMAD") and ops[1:3] == ["RZ", "RZ"]:
             ops = [ops[0], *ops[3:]]
@@ -91,54 +94,66 @@ class Step(NamedTuple):
         return (*ops,) if one and len(ops) == 2 and all(map(NAMES.fullmatch, ops)) else ()
 
     @property
-    def asks(self) -> str:
-        """The predicate by which it branches, or nothing."""
+    def tests(self) -> str:
+        """The predicate on which it branches; empty if it does not branch on one."""
         own = self.name == "BRA" and re.fullmatch(r"`\([^)]*\)\s*", self.operands)
         return self.guard.lstrip("!") if own else ""
 
 
 class Known(NamedTuple):
-    """What holds on a path: what predicates compare, and which comparisons, or predicates, hold."""
+    """What is known on a path.
+
+    ``means`` has predicates with the comparisons that they stand for; ``holds`` has comparisons, or
+    predicates, with their truth.
+    """
 
     means: frozenset[tuple[str, str]] = frozenset()
     holds: frozenset[tuple[str, bool]] = frozenset()
 
     def after(self, step: Step, gone: Collection[str], same: Mapping[str, str]) -> "Known":
-        """Return what holds behind an instruction that writes, makes a comparison, or copies."""
-        means, made = dict(self.means), step.makes
+        """Return what is known after an instruction.
+
+        ``gone`` are the predicates and comparisons that it makes unknown; ``same`` maps comparisons
+        of a register that it copies to the same comparisons of the copy.
+        """
+        means, defined = dict(self.means), step.defines
         kept = {p: t for p, t in means.items() if p not in gone and t.lstrip("!") not in gone}
-        if made is not None:
-            sign, of = "!" * made[1].startswith("!"), made[1].lstrip("!")
-            kept[made[0]] = f"{sign}{means.get(of, of)}".removeprefix("!!")
+        if defined is not None:
+            sign, of = "!" * defined[1].startswith("!"), defined[1].lstrip("!")
+            kept[defined[0]] = f"{sign}{means.get(of, of)}".removeprefix("!!")
         holds = {each for each in self.holds if each[0] not in gone}
-        holds |= {(same[text], so) for text, so in self.holds if text in same}
+        holds |= {(same[text], true) for text, true in self.holds if text in same}
         return Known(frozenset(kept.items()), frozenset(holds))
 
     def answers(self, step: Step, jumps: bool) -> set[tuple[str, bool]]:
-        """Return what holds of predicates and comparisons where a branch is taken, or not."""
-        own, so = dict(self.means).get(step.asks, step.asks), jumps != (step.guard[0] == "!")
-        text, so = own.lstrip("!"), so != own.startswith("!")
-        same = {(p, so != t.startswith("!")) for p, t in self.means if t.lstrip("!") == text}
-        return {(text, so), *same}
+        """Return the truth of predicates and comparisons if a branch jumps, or does not."""
+        own, true = dict(self.means).get(step.tests, step.tests), jumps != (step.guard[0] == "!")
+        text, true = own.lstrip("!"), true != own.startswith("!")
+        same = {(p, true != t.startswith("!")) for p, t in self.means if t.lstrip("!") == text}
+        return {(text, true), *same}
 
     def taken(self, step: Step, jumps: bool) -> "Known | None":
-        """Return what holds where a branch is taken, or not; None if it cannot be so."""
-        if not step.asks:
+        """Return what is known if a branch jumps, or does not; None if that is a contradiction."""
+        if not step.tests:
             return self
         answers = self.answers(step, jumps)
-        if any((text, not so) in self.holds for text, so in answers):
+        if any((text, not true) in self.holds for text, true in answers):
             return None
         return self._replace(holds=self.holds | answers)
 
     def only(self, live: Collection[str], watched: Collection[str]) -> "Known":
-        """Return what a later branch may ask, of what is watched."""
+        """Return the part that a later branch may test and that is watched."""
         means = (each for each in self.means if each[0] in live and each[1].lstrip("!") in watched)
         holds = (each for each in self.holds if each[0] in live and each[0] in watched)
         return Known(frozenset(means), frozenset(holds))
 
 
 class State(NamedTuple):
-    """Where a walk is, what it knows, whether there is a new copy, how often the read has run."""
+    """A state of a walk.
+
+    It has the instruction, what is known, whether a new copy was requested since the last read, and
+    how often the read has run after such a request.
+    """
 
     number: int
     known: Known
@@ -147,45 +162,45 @@ class State(NamedTuple):
 
 
 class Kernel:
-    """The instructions of a kernel with the paths between them."""
+    """The instructions of a kernel, and the paths between them."""
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
 
     @classmethod
     def of(cls, text: str) -> "Kernel":
-        """Read a text of nvdisasm; instructions under @!PT never run."""
-        found, labels = list[tuple[str, str, str]](), dict[str, int]()
+        """Parse the output of nvdisasm; instructions under @!PT never run and become NOP."""
+        lines, labels = list[tuple[str, str, str]](), dict[str, int]()
         for line in text.splitlines():
             if label := re.match(r"\s*([.$\w]+):", line):
-                labels[label[1]] = len(found)
+                labels[label[1]] = len(lines)
             elif m := re.match(r"\s*/\*\w+\*/\s+(?:@(!?\w+) )?([A-Z][\w.]*)\s*([^;]*);", line):
-                found.append((m[1] or "", m[2], m[3]))
-        made = []
-        for number, (guard, name, operands) in enumerate(found):
+                lines.append((m[1] or "", m[2], m[3]))
+        steps = []
+        for number, (guard, name, operands) in enumerate(lines):
             jump = re.match(r"BRA|CALL|JMP|WARPSYNC\.COLLECTIVE", name)
             to = [labels[t] for t in re.findall(r"`\(([^)]*)\)", operands) if jump and t in labels]
             sure = name.startswith("BRA") and re.fullmatch(r"`\([^)]*\)\s*", operands)
             ends = not guard and (sure or re.match(ENDS, name))
-            to += [] if ends or number + 1 == len(found) else [number + 1]
-            made.append(Step("NOP" if guard == "!PT" else name, operands, (*to,), guard))
-        return cls(made)
+            to += [] if ends or number + 1 == len(lines) else [number + 1]
+            steps.append(Step("NOP" if guard == "!PT" else name, operands, (*to,), guard))
+        return cls(steps)
 
     def named(self, pattern: str) -> list[int]:
-        """Return the numbers of the instructions whose name begins like this."""
+        """Return the numbers of the instructions whose names start with the pattern."""
         return [n for n, step in enumerate(self.steps) if re.match(pattern, step.name)]
 
     @cached_property
     def texts(self) -> dict[str, set[str]]:
-        """Of each comparison, and each predicate that a branch asks, what must not be written."""
-        texts = {m[1].lstrip("!") for step in self.steps if (m := step.makes) is not None}
-        texts |= {step.asks for step in self.steps if step.asks}
+        """The comparisons, and the predicates that branches test, with the registers in them."""
+        texts = {m[1].lstrip("!") for step in self.steps if (m := step.defines) is not None}
+        texts |= {step.tests for step in self.steps if step.tests}
         return {text: {text, *NAMES.findall(text)} for text in texts}
 
     @cached_property
     def gone(self) -> list[set[str]]:
-        """What an instruction makes unknown: predicates, and comparisons of what it writes."""
-        every = set().union(*self.texts.values(), (s.makes[0] for s in self.steps if s.makes))
+        """For each instruction: the predicates and comparisons that its writes make unknown."""
+        every = set().union(*self.texts.values(), (s.defines[0] for s in self.steps if s.defines))
         writes = [step.writes & every for step in self.steps]
         return [
             own | {text for text, of in self.texts.items() if own and not own.isdisjoint(of)}
@@ -194,22 +209,22 @@ class Kernel:
 
     @cached_property
     def same(self) -> list[dict[str, str]]:
-        """Of an instruction that copies, comparisons of the source and the same of the result."""
-        found = list[dict[str, str]]()
+        """For each instruction: comparisons of the register that it copies, and of the copy."""
+        maps = list[dict[str, str]]()
         for step in self.steps:
             to, source = step.copies or ("", "")
             texts = (text for text, of in self.texts.items() if source in of and to not in of)
             pairs = ((text, re.sub(rf"\b{source}\b", to, text)) for text in texts)
-            found.append({text: other for text, other in pairs if other in self.texts})
-        return found
+            maps.append({text: other for text, other in pairs if other in self.texts})
+        return maps
 
     @cached_property
     def live(self) -> list[set[str]]:
-        """What a branch behind an instruction, or itself, may ask: predicates and comparisons."""
-        means = dict[str, set[str]]()  # of predicates, anywhere
-        for predicate, text in (made for step in self.steps if (made := step.makes) is not None):
+        """For each instruction: what it, or a branch after it, may test."""
+        means = dict[str, set[str]]()  # all that a predicate may stand for, anywhere in the kernel
+        for predicate, text in (pair for s in self.steps if (pair := s.defines) is not None):
             means.setdefault(predicate, {predicate}).add(text.lstrip("!"))
-        for _ in means:  # copies of copies
+        for _ in means:  # predicates may be copies of copies
             for texts in means.values():
                 texts |= {each for text in [*texts] for each in means.get(text, ())}
         before = list[list[int]]([] for _ in self.steps)
@@ -217,8 +232,8 @@ class Kernel:
         for number, step in enumerate(self.steps):
             for to in step.follow:
                 before[to].append(number)
-            own = {step.asks, *means.get(step.asks, ())} - {""}
-            live.append(own | {step.makes[1].lstrip("!")} if step.makes is not None else own)
+            own = {step.tests, *means.get(step.tests, ())} - {""}
+            live.append(own | {step.defines[1].lstrip("!")} if step.defines is not None else own)
             left += [number] if live[number] else []
         while left:
             number = left.pop()
@@ -231,20 +246,20 @@ class Kernel:
         return live
 
     def reached(self, starts: Iterable[int], stop: Collection[int]) -> set[int]:
-        """Return the instructions that may run from some on, with none before them that stops."""
-        found, left = set[int](), [*starts]
+        """Return the instructions that paths from ``starts`` reach without passing a ``stop``."""
+        visited, left = set[int](), [*starts]
         while left:
             number = left.pop()
-            if number not in found and number not in stop:
-                found.add(number)
+            if number not in visited and number not in stop:
+                visited.add(number)
                 left += self.steps[number].follow
-        return found
+        return visited
 
     def late(self, read: int, again: set[int], waits: Collection[int], ahead: int) -> bool:
-        """Say whether a read may run more than ``ahead`` times behind a new copy, with no wait.
+        """Return whether a read may run more than ``ahead`` times after a new copy, without a wait.
 
-        At first a walk asks no branch; where the path that it finds contradicts itself, the next
-        walk watches what the path contradicts itself in.
+        The first walk ignores the conditions of branches.  If the path that it finds contradicts
+        itself, the next walk also watches the comparisons that contradict each other.
         """
         watched = set[str]()
         while (path := self.path(read, again, waits, ahead, watched)) is not None:
@@ -261,11 +276,11 @@ class Kernel:
         ahead: int,
         watched: Collection[str],
     ) -> list[int] | None:
-        """Return a path on which a read runs so often behind a new copy, with no wait, or None.
+        """Return a path on which a read runs that often after a new copy without a wait, or None.
 
-        Of instructions that follow each other and that nothing depends on, it has the first.
+        Of consecutive instructions that change nothing, the path has only the first.
         """
-        seen = dict[State, tuple[State | None, int]]()  # the state before, and how it went on
+        seen = dict[State, tuple[State | None, int]]()  # the state before, and the next instruction
         left: list[tuple[int, Known, bool, int, State | None]] = [
             (to, Known(), False, 0, None) for to in self.steps[read].follow
         ]
@@ -287,10 +302,10 @@ class Kernel:
             copied = number in again or (copied and number != read)
             step = self.steps[number]
             for to in step.follow:
-                way = known.taken(step, to != number + 1)
-                if way is not None:
-                    held = way.after(step, self.gone[number], self.same[number])
-                    left.append((to, held, copied, count, state))
+                branch = known.taken(step, to != number + 1)
+                if branch is not None:
+                    then = branch.after(step, self.gone[number], self.same[number])
+                    left.append((to, then, copied, count, state))
         else:
             return None
         path = list[int]()
@@ -301,34 +316,34 @@ class Kernel:
         return path[::-1]
 
     def contradiction(self, path: list[int]) -> set[str]:
-        """Return what a path holds to be so and not so, with what that follows from; or nothing."""
+        """Return the comparisons in which a path contradicts itself, and their copies, if any."""
         known = Known()
         for number, to in pairwise(path):
             at = number
-            while not self.steps[at].asks and self.steps[at].follow == (at + 1,) and at + 1 != to:
+            while not self.steps[at].tests and self.steps[at].follow == (at + 1,) and at + 1 != to:
                 known = known.after(self.steps[at], self.gone[at], self.same[at])
                 at += 1
             step = self.steps[at]
-            way = known.taken(step, to != at + 1)
-            if way is None:
-                found = {text for text, _ in known.answers(step, to != at + 1)}
-                while more := {t for s in self.same for t, o in s.items() if o in found} - found:
-                    found |= more
-                return found
-            known = way.after(step, self.gone[at], self.same[at])
+            branch = known.taken(step, to != at + 1)
+            if branch is None:
+                texts = {text for text, _ in known.answers(step, to != at + 1)}
+                while more := {t for s in self.same for t, o in s.items() if o in texts} - texts:
+                    texts |= more
+                return texts
+            known = branch.after(step, self.gone[at], self.same[at])
         return set()
 
     @cached_property
     def passed(self) -> list[bool]:
-        """Whether an instruction changes nothing of what is known, and the next one follows."""
+        """For each instruction: whether it changes nothing that is known and goes to the next."""
         return [
             step.follow == (number + 1,)
-            and not (self.gone[number] or self.same[number] or step.makes)
+            and not (self.gone[number] or self.same[number] or step.defines)
             for number, step in enumerate(self.steps)
         ]
 
     def firsts(self, reads: list[int], again: set[int]) -> list[int]:
-        """Return the first read of each row of instructions without branches."""
+        """Return the first read of each basic block, and the first after each new copy in it."""
         begins = {to for n, step in enumerate(self.steps) for to in step.follow if to != n + 1}
         begins |= again | {n + 1 for n, s in enumerate(self.steps) if s.follow != (n + 1,)}
         pairs = zip([-1, *reads], reads, strict=False)
@@ -340,36 +355,37 @@ class Kernel:
 
 
 def unwaited(text: str, ahead: int = 0) -> list[str]:
-    """Return the reads of copied data to which a path leads that waits for no copy.
+    """Return the reads of copied data that some path reaches without a wait for the copy.
 
-    Two kinds of path: from the kernel's begin, for cp.async by way of a copy, and around a loop
-    that copies and reads, or that lets another warp copy; in between, a read may be of what an
-    earlier turn waited for.  A kernel that waits ``ahead``, for the next turn, reads once more.  A
-    wait that leaves as many groups of copies on their way as the kernel has is none.
+    There are two kinds of paths: from the kernel's start (for cp.async, through a copy), and around
+    a loop that copies and reads, or that lets another warp copy; elsewhere, a read may be of data
+    that an earlier iteration waited for.  A kernel that waits ``ahead`` (1: for the data of the
+    next iteration) may read that many times more.  A wait that leaves as many groups of copies
+    pending as the kernel has does not count.
     """
-    kernel, found = Kernel.of(text), list[str]()
+    kernel, unsafe = Kernel.of(text), list[str]()
     groups = len(kernel.named("LDGDEPBAR$"))
-    for way, (copy, again, wait, read) in WAYS.items():
+    for method, (copy, again, wait, read) in METHODS.items():
         copies, more = kernel.named(copy), {*kernel.named(again)}
         reads = kernel.named(read) if copies else []
         waits = {n for n in kernel.named(wait) if not leaves(kernel.steps[n]) >= groups > 0}
         begin = kernel.reached([0], waits)
-        if copies and way == "cp.async":
+        if copies and method == "cp.async":
             begin = kernel.reached(begin.intersection(copies), waits)
         late = {n for n in kernel.firsts(reads, more) if kernel.late(n, more, waits, ahead)}
         steps = [kernel.steps[n] for n in reads if n in begin | late]
-        found += [f"{way}: {step.name} {step.operands.strip()}" for step in steps]
-    return found
+        unsafe += [f"{method}: {step.name} {step.operands.strip()}" for step in steps]
+    return unsafe
 
 
 def leaves(step: Step) -> int:
-    """Return how many groups of cp.async a wait leaves on their way; of others -1."""
-    found = re.fullmatch(r"SB0, (0x\w+)\s*", step.operands)
-    return int(found[1], 16) if found and step.name == "DEPBAR.LE" else -1
+    """Return how many groups of cp.async a wait leaves pending; -1 for other instructions."""
+    match = re.fullmatch(r"SB0, (0x\w+)\s*", step.operands)
+    return int(match[1], 16) if match and step.name == "DEPBAR.LE" else -1
 
 
-# ---- as PTX has them ----------------------------------------------------------------------------
-# What comes behind waits, and waits, of warpgroups: as SASS has them, and as PTX has.
+# ---- compared with PTX --------------------------------------------------------------------------
+# Operations of warpgroups that come after waits, then the waits: patterns for SASS, and for PTX.
 BEHIND = {
     r"HGMMA": r"wgmma\.mma_async",
     r"UTMALDG": r"cp\.async\.bulk\.tensor",
@@ -380,14 +396,14 @@ BEFORE = {
     r"SYNCS\.PHASECHK": r"mbarrier\.try_wait",
     r"WARPGROUP\.DEPBAR": r"wgmma\.wait_group",
 }
-ALONE = r"U"  # TMA is told by a loop over the lanes that ask for it, which PTX does not have
+ALONE = r"U"  # TMA's: SASS issues them in a loop over the requesting lanes, which PTX does not have
 Waits = dict[str, list[tuple[int, ...]]]
 
 
 def passed(follow: Sequence[Sequence[int]], starts: Iterable[int], waits: int) -> list[int]:
-    """Return which waits, as bits, every path from some instructions to each one has passed.
+    """Return for each instruction, as bits, the waits on every path to it from ``starts``.
 
-    Where no path leads, all bits are set.
+    All bits are set for an instruction that no path reaches.
     """
     into, left = [-1] * len(follow), [*starts]
     for number in left:
@@ -403,10 +419,11 @@ def passed(follow: Sequence[Sequence[int]], starts: Iterable[int], waits: int) -
 
 
 def waited(names: Sequence[str], follow: Sequence[Sequence[int]], language: int) -> Waits:
-    """Return how many waits of each kind come before a product, a copy or an arrival.
+    """Return how many waits of each kind come before each product, copy and arrival.
 
-    On every path since the kernel's begin; and since that instruction itself, but for TMA's, -1
-    where no loop leads back to it.  Language is 0 for SASS, 1 for PTX.
+    They are counted on every path from the kernel's start; then, except for TMA's instructions, on
+    every path from the instruction back to itself: -1 where no loop leads back.  Language is 0 for
+    SASS, 1 for PTX.
     """
 
     def bits(pattern: str) -> int:
@@ -416,9 +433,9 @@ def waited(names: Sequence[str], follow: Sequence[Sequence[int]], language: int)
     first = passed(follow, [0], sum(kinds))
 
     def counts(number: int, alone: bool) -> tuple[int, ...]:
-        ways = [first[number]]
-        ways += [] if alone else [passed(follow, follow[number], sum(kinds))[number]]
-        return tuple((w & kind).bit_count() if w >= 0 else -1 for w in ways for kind in kinds)
+        masks = [first[number]]
+        masks += [] if alone else [passed(follow, follow[number], sum(kinds))[number]]
+        return tuple((m & kind).bit_count() if m >= 0 else -1 for m in masks for kind in kinds)
 
     return {
         pair[0]: sorted(
@@ -431,13 +448,13 @@ def waited(names: Sequence[str], follow: Sequence[Sequence[int]], language: int)
 
 
 def waited_in_sass(text: str) -> Waits:
-    """Return what ``waited`` says of a text of nvdisasm."""
+    """Return ``waited`` for the output of nvdisasm."""
     steps = Kernel.of(text).steps
     return waited([step.name for step in steps], [step.follow for step in steps], 0)
 
 
-def waited_in_ptx(made: Compiled) -> Waits:
-    """Return what ``waited`` says of a kernel's PTX."""
-    body = next(body for body in functions(made.text)[1] if body.name == made.entry)
-    several = lines(body)
-    return waited([".".join(line.words) for line in several], [x.follow for x in several], 1)
+def waited_in_ptx(compiled: Compiled) -> Waits:
+    """Return ``waited`` for a kernel's PTX."""
+    body = next(body for body in functions(compiled.text)[1] if body.name == compiled.entry)
+    parsed = lines(body)
+    return waited([".".join(line.words) for line in parsed], [x.follow for x in parsed], 1)

@@ -1,12 +1,13 @@
-"""CuPy without a GPU: arrays that nobody may read, launches that are written down and not run.
+"""A stand-in for CuPy without a GPU: it records launches and does not run them.
 
     with gpu("90") as machine:
         rms_norm(machine.array((4, 4096), "bfloat16"), machine.array((4096,), "bfloat16"))
-    machine.launches[0].source                   what cupy.RawModule got
+    machine.launches[0].source                   the source that cupy.RawModule got
 
-The library's own launch code runs, from ``import cupy`` on.  A value that it reads on the host
-raises ``HostReadError``, as that would stall a GPU; an array that it sends there raises
-``HostWriteError``, as a graph would send it again and again; both would end the capture of a graph.
+The library's own launch code runs, from ``import cupy`` on.  Reading an array's value on the host
+raises ``HostReadError``, as it would stall a GPU; sending a host array to the GPU raises
+``HostWriteError``, as a graph would send the same values in every replay.  Both would end the
+capture of a graph.
 """
 
 import ctypes
@@ -35,11 +36,10 @@ from unsloth_cupy.ops.common import counters, faults, gemm, tensor_map
 from unsloth_cupy.ops.optimizers import gradients
 
 from . import table
-from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError
-from .stand_in_devices import faces as faces_of
+from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError, cuda_names
 
-# Of an SM: threads, blocks, bytes of shared memory; all have 65,536 registers.  Then the bytes of
-# shared memory of a block, and the SMs of the largest GPU.
+# By compute capability: threads, blocks and bytes of shared memory of an SM (every SM has 65,536
+# registers), the most bytes of shared memory of a block, and the SMs of the largest GPU.
 LIMITS = {
     "80": (2048, 32, 164 << 10, 163 << 10, 108),
     "86": (1536, 16, 100 << 10, 99 << 10, 84),
@@ -48,9 +48,10 @@ LIMITS = {
     "100": (2048, 32, 228 << 10, 227 << 10, 148),
     "120": (1536, 24, 100 << 10, 99 << 10, 170),
 }
-CLUSTER_LAUNCH = 120  # of cudaDeviceAttr; CuPy has no name for it
-GRAIN = 512  # bytes: CuPy's pool rounds up to them
-WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}  # sizes are values
+CLUSTER_LAUNCH = 120  # cudaDevAttrClusterLaunch, for which CuPy has no name
+GRAIN = 512  # bytes: CuPy's pool rounds sizes up to a multiple of it
+# Functions whose result has a size that depends on values, for which the host waits.
+WAITS = {"argwhere", "bincount", "flatnonzero", "nonzero", "repeat", "unique"}
 METHODS = {
     *("all", "argmax", "astype", "clip", "copy", "cumsum", "fill", "max", "mean", "min", "ravel"),
     *("reshape", "sum", "swapaxes", "transpose", "view"),
@@ -62,31 +63,31 @@ REAL = importlib.import_module("cupy") if importlib.util.find_spec("cupy") else 
 
 @functools.cache
 def _signature(path: str) -> str:
-    """Return what a function of CuPy takes, by its name there."""
-    made = functools.reduce(getattr, path.split("."), REAL)
+    """Return the signature of CuPy's function with this path, as text."""
+    function = functools.reduce(getattr, path.split("."), REAL)
     try:
-        return str(inspect.signature(made))
-    except (TypeError, ValueError):  # it is compiled, and says so in words
-        return (made.__doc__ or "").partition("\n")[0]
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):  # compiled functions have it in the docstring's first line
+        return (function.__doc__ or "").partition("\n")[0]
 
 
-def _check(path: str, given: Any) -> None:
-    """Raise where CuPy would, as it has no such function or parameter."""
-    lacking = [word for word in given if REAL and not re.search(rf"\b{word}\b", _signature(path))]
-    if lacking:
-        raise TypeError(f"{path} of CuPy takes no {', '.join(lacking)}")
+def _check(path: str, keywords: Any) -> None:
+    """Raise if CuPy, where it is installed, has no such function or no such parameters."""
+    unknown = [k for k in keywords if REAL and not re.search(rf"\b{k}\b", _signature(path))]
+    if unknown:
+        raise TypeError(f"CuPy's {path} has no parameter {', '.join(unknown)}")
 
 
 class HostReadError(AssertionError):
-    """The host asked for a value, and would wait for the GPU."""
+    """The host reads a value, for which it would wait for the GPU."""
 
 
 class HostWriteError(AssertionError):
-    """The host sent values, which capture into a graph does not allow."""
+    """The host sends values to the GPU, which capture into a graph does not allow."""
 
 
 class Launch(NamedTuple):
-    """One kernel and how it is launched."""
+    """One launch of a kernel."""
 
     kernel: str
     source: str
@@ -102,65 +103,66 @@ class Launch(NamedTuple):
 
 
 class Machine:
-    """A GPU, or several, that note what they are asked to do."""
+    """One GPU or several, and a record of the work that they are asked to do."""
 
     def __init__(self, capability: str, clusters: bool, devices: int = 1) -> None:
         self.capability, self.clusters = capability, clusters
         numbers = [int(capability)] if devices == 1 else [*range(devices)]
         self.gpus, self.room = Gpus(numbers, capability), 1 << 40  # bytes
         self.launches: list[Launch] = []
-        self.functions: list[str] = []  # of CuPy, for what the launches do not compute themselves
-        self.products: list[str] = []  # that cuBLAS is asked for
-        self.held = self.peak = 0
-        self.compiler = (12, 9)  # NVRTC
+        self.functions: list[str] = []  # CuPy's functions that computed a new array
+        self.products: list[str] = []  # the names of the cuBLAS functions that were called
+        self.held = self.peak = 0  # bytes allocated now, and at most
+        self.compiler = (12, 9)  # version of NVRTC
         self.maps = Driver()
-        self.strict = True  # False: values may be read and sent, as before a capture
+        self.strict = True  # False: the host may read and send values, as outside of a capture
 
     def array(self, shape: Any, dtype: Any, shift: int = 0, device: Any = None) -> "Array":
-        """Return a new array of zeros, which starts so many elements after an aligned address.
+        """Return a new array of zeros, which starts ``shift`` elements after an aligned address.
 
-        It is there already, for every stream of its GPU: the current one, or that of this number.
+        It lies on the current GPU, or the one with this number, whose streams may all use it at
+        once, as no work on a stream creates it.
         """
-        made = self.new(shape, dtype, shift)
-        made.memory.made = None
-        made.memory.device = made.memory.device if device is None else device
-        return made
+        array = self.new(shape, dtype, shift)
+        array.memory.written = None
+        array.memory.device = array.memory.device if device is None else device
+        return array
 
     def new(self, shape: Any, dtype: Any, shift: int = 0) -> "Array":
-        """Return the same as CuPy makes it, on the current stream."""
+        """Return a new array of zeros, which the current stream creates, as in CuPy."""
         dtype = BFLOAT16 if str(dtype) == "bfloat16" else np.dtype(dtype)
-        room = np.zeros(shift + int(np.prod(shape, dtype=np.int64)), dtype)
-        values = room[shift:].reshape(shape)
+        buffer = np.zeros(shift + int(np.prod(shape, dtype=np.int64)), dtype)
+        values = buffer[shift:].reshape(shape)
         return Array(shape, dtype, of=values, memory=Memory(self, shape, dtype))
 
     def sent(self, values: Any) -> "Array":
-        """Return the same as CuPy sends it, on the current stream."""
+        """Return host values that the current stream copies to the GPU, as in CuPy."""
         if self.strict or self.gpus.stream.capturing:
-            raise HostWriteError(f"{values.dtype} {values.shape} of the host")
-        made = self.new(values.shape, values.dtype)
-        made.values[...] = values
-        return made
+            raise HostWriteError(f"the host sends an array: {values.dtype} {values.shape}")
+        array = self.new(values.shape, values.dtype)
+        array.values[...] = values
+        return array
 
     def place(self, values: Any, device: Any = None) -> "Array":
-        """Return a copy of NumPy's values on this machine."""
-        made = self.array(values.shape, values.dtype, device=device)
-        made.values[...] = values
-        return made
+        """Return an array with NumPy's values, without the checks of ``sent``."""
+        array = self.array(values.shape, values.dtype, device=device)
+        array.values[...] = values
+        return array
 
 
 class Memory:
-    """What one array, and its views, hold of a machine."""
+    """The device memory that an array and its views share."""
 
     def __init__(self, machine: Machine, shape: Any, dtype: Any) -> None:
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         self.machine, self.size = machine, -(-size // GRAIN) * GRAIN
         if machine.held + self.size > machine.room:
-            self.size = 0  # it takes nothing, and gives nothing back
+            self.size = 0  # nothing is allocated, so that __del__ frees nothing
             raise OutOfMemoryError(
                 f"Out of memory allocating {size:,} bytes (allocated so far: {machine.held:,}"
                 " bytes)."
             )
-        self.device, self.made = machine.gpus.current, machine.gpus.work("an allocation", ())
+        self.device, self.written = machine.gpus.current, machine.gpus.work("an allocation", ())
         machine.held += self.size
         machine.peak = max(machine.peak, machine.held)
 
@@ -169,15 +171,15 @@ class Memory:
 
 
 def _waits(*_: Any, **__: Any) -> NoReturn:
-    raise HostReadError("the host waits for the device")
+    raise HostReadError("the host waits for the GPU")
 
 
 def _reads(name: str) -> Callable[..., Any]:
-    """Return the method of an array that reads it on the host."""
+    """Return a method of this name, which reads an array on the host."""
 
     def read(array: "Array", *args: Any, **more: Any) -> Any:
         if array.memory.machine.strict:
-            raise HostReadError(f"{name} of {array!r}: a value is read on the host")
+            raise HostReadError(f"{name} of {array!r} reads its values on the host")
         array.memory.machine.gpus.work(name, [array.memory])
         return getattr(array.values, name)(*args, **more)
 
@@ -185,7 +187,7 @@ def _reads(name: str) -> Callable[..., Any]:
 
 
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
-    """What stands for an array of CuPy; its values are its own affair."""
+    """A stand-in for an array of CuPy; its values are NumPy's, and launches do not write them."""
 
     __array__, __bool__, __complex__ = map(_reads, ("__array__", "__bool__", "__complex__"))
     __float__, __index__, __int__ = map(_reads, ("__float__", "__index__", "__int__"))
@@ -240,19 +242,19 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         parts = index if isinstance(index, tuple) else (index,)
         masks = any(isinstance(p, Array) and p.dtype == np.bool_ for p in parts)
         if masks and self.memory.machine.strict:
-            raise HostReadError("a mask selects, and the size of what it selects is a value")
+            raise HostReadError("indexing by a mask: the size of the result is a value")
         if any(isinstance(p, Array) for p in parts):
             self._worked("getitem", (self, *parts))
         elif ... not in parts:
-            parts = (*parts, ...)  # one value, or none, is a view too
-        found = self.values[self._inside(parts)]
+            parts = (*parts, ...)  # then NumPy returns a view of one value too, not a scalar
+        selected = self.values[self._inside(parts)]
         if not any(isinstance(p, Array | list) for p in parts):
-            return Array(found.shape, found.dtype, of=found, memory=self.memory)
-        return self._wrapped(found, "getitem")
+            return Array(selected.shape, selected.dtype, of=selected, memory=self.memory)
+        return self._wrapped(selected, "getitem")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
-        self.memory.made = self._worked("setitem", (self, value, *parts))
+        self.memory.written = self._worked("setitem", (self, value, *parts))
         self.values[self._inside(index)] = self._inside(value)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
@@ -261,50 +263,53 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_function__(self, function: Any, _: Any, args: Any, more: Any) -> Any:
         _check(".".join([*function.__module__.split(".")[1:], function.__name__]), more)
         if function.__name__ in WAITS and self.memory.machine.strict:
-            raise HostReadError(f"np.{function.__name__} gives as many values as it finds")
+            raise HostReadError(f"np.{function.__name__}: the size of the result is a value")
         return self._own(function, args, more)
 
     def _own(self, function: Callable[..., Any], args: Any, more: dict[str, Any]) -> Any:
-        """Compute with the values, as CuPy does with its own functions."""
+        """Apply a function of CuPy's own to the values."""
         with np.errstate(all="ignore"):
-            made = function(*self._inside(args), **self._inside(more))
-        given = [self, *args, *more.values(), *more.get("out", ())]
-        if not isinstance(made, np.ndarray) or not np.may_share_memory(made, self.values):
-            self._worked(function.__name__, given)
-        elif any(isinstance(old, Array) and made is old.values for old in more.get("out", ())):
-            self.memory.made = self._worked(function.__name__, given)
+            result = function(*self._inside(args), **self._inside(more))
+        operands = [self, *args, *more.values(), *more.get("out", ())]
+        if not isinstance(result, np.ndarray) or not np.may_share_memory(result, self.values):
+            self._worked(function.__name__, operands)
+        elif any(isinstance(old, Array) and result is old.values for old in more.get("out", ())):
+            self.memory.written = self._worked(function.__name__, operands)
         for old in (*args, *more.get("out", ())):
-            if isinstance(old, Array) and made is old.values:
-                return old  # changed in place, or nothing to change
-        return self._wrapped(made, function.__name__)
+            if isinstance(old, Array) and result is old.values:
+                return old  # the function changed it in place, or returned it as it was
+        return self._wrapped(result, function.__name__)
 
-    def _worked(self, what: str, given: Any) -> Any:
-        arrays = [a for part in given for a in (part if isinstance(part, list | tuple) else [part])]
-        memories = [a.memory for a in arrays if isinstance(a, Array)]
+    def _worked(self, what: str, operands: Any) -> Any:
+        """Record work of the current stream on these operands."""
+        nested = (part if isinstance(part, list | tuple) else [part] for part in operands)
+        memories = [a.memory for each in nested for a in each if isinstance(a, Array)]
         return self.memory.machine.gpus.work(what, memories)
 
-    def _inside(self, given: Any) -> Any:
-        if isinstance(given, Array):
-            return given.values
-        if isinstance(given, np.ndarray) and given.ndim and self.memory.machine.strict:
-            raise HostWriteError(f"{given.dtype} {given.shape} of the host")
-        if isinstance(given, list | tuple):
-            return type(given)(map(self._inside, given))
-        if isinstance(given, dict):
-            return {name: self._inside(value) for name, value in given.items()}
-        return given
+    def _inside(self, value: Any) -> Any:
+        """Return the values of an array, or of all arrays in a container."""
+        if isinstance(value, Array):
+            return value.values
+        if isinstance(value, np.ndarray) and value.ndim and self.memory.machine.strict:
+            raise HostWriteError(f"the host sends an array: {value.dtype} {value.shape}")
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._inside, value))
+        if isinstance(value, dict):
+            return {name: self._inside(each) for name, each in value.items()}
+        return value
 
-    def _wrapped(self, made: Any, by: str = "") -> Any:
-        if isinstance(made, list | tuple):
-            return type(made)(self._wrapped(each, by) for each in made)
-        if not isinstance(made, np.ndarray | np.generic):
-            return made
-        made = np.asarray(made)
-        if np.may_share_memory(made, self.values):
-            return Array(made.shape, made.dtype, of=made, memory=self.memory)
+    def _wrapped(self, result: Any, by: str = "") -> Any:
+        """Return a function's result as an Array, with this array's memory if it is a view."""
+        if isinstance(result, list | tuple):
+            return type(result)(self._wrapped(each, by) for each in result)
+        if not isinstance(result, np.ndarray | np.generic):
+            return result
+        result = np.asarray(result)
+        if np.may_share_memory(result, self.values):
+            return Array(result.shape, result.dtype, of=result, memory=self.memory)
         self.memory.machine.functions.append(by)
-        memory = Memory(self.memory.machine, made.shape, made.dtype)
-        return Array(made.shape, made.dtype, of=made, memory=memory)
+        memory = Memory(self.memory.machine, result.shape, result.dtype)
+        return Array(result.shape, result.dtype, of=result, memory=memory)
 
 
 Array.__module__ = "cupy"
@@ -312,15 +317,15 @@ Array.__module__ = "cupy"
 
 @functools.cache
 def static_memory() -> dict[str, int]:
-    """Return the most bytes of static shared memory that a variant of each kernel takes."""
+    """Return the static shared memory of each kernel, in bytes: that of its largest variant."""
     return {
-        kernel: max(numbers[1] for by in several.values() for numbers in by.values())
-        for kernel, several in table.read("kernels")["variants"].items()
+        kernel: max(numbers[1] for by in labels.values() for numbers in by.values())
+        for kernel, labels in table.read("kernels")["variants"].items()
     }
 
 
 class Function:
-    """A kernel of a module: a launch is a note."""
+    """A kernel of a module; calling it records the launch."""
 
     def __init__(
         self, name: str, source: str, options: tuple[str, ...], limit: int, device: int = 0
@@ -328,41 +333,41 @@ class Function:
         self.about, self._device = (name, source, options), device
         self.num_regs = 40
         self.shared_size_bytes, self.limit = static_memory().get(name, 0), limit
-        self._leave = (48 << 10) - self.shared_size_bytes
+        self._allowed = (48 << 10) - self.shared_size_bytes
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
-        """Bytes of dynamic shared memory that a launch may ask for beside the static ones."""
-        return self._leave
+        """Bytes of dynamic shared memory that a launch may have besides the static ones."""
+        return self._allowed
 
     @max_dynamic_shared_size_bytes.setter
-    def max_dynamic_shared_size_bytes(self, leave: int) -> None:
-        self._check(leave, self.limit - self.shared_size_bytes)
-        self._leave = leave
+    def max_dynamic_shared_size_bytes(self, size: int) -> None:
+        self._check(size, self.limit - self.shared_size_bytes)
+        self._allowed = size
 
     def _check(self, shared: int, most: int) -> None:
         if shared > most:
             raise AssertionError(
-                f"{self.about[0]}: {shared} bytes of dynamic shared memory beside"
-                f" {self.shared_size_bytes} of static; leave is for {most}"
+                f"{self.about[0]}: {shared} bytes of dynamic shared memory besides"
+                f" {self.shared_size_bytes} static ones; at most {most} are allowed"
             )
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
-        self._check(shared_mem, self._leave)
+        self._check(shared_mem, self._allowed)
         if any(isinstance(arg, np.ndarray) and arg.ndim for arg in args):
-            raise HostWriteError(f"{self.about[0]}: an array of the host is an argument")
+            raise HostWriteError(f"{self.about[0]}: an argument is an array of the host")
         if not all(type(arg) is Array or isinstance(arg, np.generic) for arg in args):
-            raise TypeError(f"{self.about[0]}: {args} are not arguments of a kernel")
-        made = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
+            raise TypeError(f"{self.about[0]}: a kernel cannot take the arguments {args}")
+        launch = Launch(*self.about, tuple(grid), tuple(block), shared_mem)
         machine = sys.modules["cupy"].machine
         if self._device != machine.gpus.current:
-            raise WrongDeviceError(f"{self.about[0]}: a kernel of GPU {self._device}")
+            raise WrongDeviceError(f"{self.about[0]}: the kernel was loaded on GPU {self._device}")
         machine.gpus.work(self.about[0], [arg.memory for arg in args if type(arg) is Array])
-        machine.launches.append(made)
+        machine.launches.append(launch)
 
 
 def _modules(machine: Machine) -> dict[str, types.ModuleType]:
-    """Return CuPy, as far as the library asks for it."""
+    """Return stand-ins for CuPy's modules, with those of its names that the library uses."""
 
     class RawModule:
         def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
@@ -395,8 +400,8 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
     like = lambda array, dtype=None: machine.new(array.shape, dtype or array.dtype)  # noqa: E731
     asarray = lambda values: values if type(values) is Array else machine.sent(values)  # noqa: E731
     view = np.lib.stride_tricks.as_strided
-    strided = lambda array, *how: array._wrapped(view(array.values, *how))  # noqa: E731
-    faces = {
+    strided = lambda array, *args: array._wrapped(view(array.values, *args))  # noqa: E731
+    contents = {
         "cupy": {
             "machine": machine,
             "ndarray": Array,
@@ -407,7 +412,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             "asnumpy": _waits,
             "get_default_memory_pool": lambda: machine.gpus.pool,
         },
-        "cupy.cuda": {"is_available": lambda: True, **faces_of(machine.gpus)},
+        "cupy.cuda": {"is_available": lambda: True, **cuda_names(machine.gpus)},
         "cupy.cuda.device": {"get_cublas_handle": lambda: 0},
         "cupy.cuda.runtime": runtime,
         "cupy.lib": {},
@@ -421,40 +426,40 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "cupy._core": {},
         "cupy._core._scalar": {"CScalar": lambda scalar: scalar},
     }
-    made = {name: types.ModuleType(name) for name in faces}
-    for name, face in faces.items():
-        vars(made[name]).update(face)
+    modules = {name: types.ModuleType(name) for name in contents}
+    for name, attributes_of_module in contents.items():
+        vars(modules[name]).update(attributes_of_module)
         parent, _, last = name.rpartition(".")
         if parent:
-            setattr(made[parent], last, made[name])
-    return made
+            setattr(modules[parent], last, modules[name])
+    return modules
 
 
 class Cublas:
-    """A product is a note."""
+    """A stand-in for cuBLAS that records the names of products."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        def noted(*_: Any) -> int:
+        def record(*_: Any) -> int:
             if "Gemm" in name:
                 self.machine.products.append(name)
             return 0
 
-        return noted
+        return record
 
 
 class Driver:
-    """cuTensorMapEncodeTiled: it demands what the driver does, and keeps what it was asked for."""
+    """A stand-in for cuTensorMapEncodeTiled: the driver's checks, and a record of all requests."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
 
-    def __call__(self, to: Any, *given: Any) -> int:
-        dtype, rank, address, *rest = (getattr(one, "value", one) for one in given)
+    def __call__(self, to: Any, *args: Any) -> int:
+        dtype, rank, address, *rest = (getattr(one, "value", one) for one in args)
         sizes, strides, box, steps, interleave, swizzle, promotion, fill = rest
-        asked = {
+        request = {
             "dtype": dtype,
             "address": address,
             "sizes": [*sizes],
@@ -470,8 +475,8 @@ class Driver:
         fits &= all(0 < side <= 256 for side in box) and box[0] * 2 <= 128
         if not fits or [*steps] != [1] * rank:
             return 1  # CUDA_ERROR_INVALID_VALUE
-        self.asked.append(asked)
-        ctypes.memset(place, len(self.asked) % 256, 128)
+        self.requests.append(request)
+        ctypes.memset(place, len(self.requests) % 256, 128)
         return 0
 
 
@@ -479,23 +484,23 @@ class Driver:
 def gpu(
     capability: str = "90", clusters: bool | None = None, devices: int = 1
 ) -> Iterator[Machine]:
-    """Put a machine in the place of CuPy inside a ``with`` block; clusters begin with sm_90.
+    """Replace CuPy by a stand-in inside a ``with`` block; from sm_90 on it has clusters by default.
 
-    The number of one GPU is its compute capability, so that what is kept by device keeps
-    capabilities apart from each other and from real GPUs.  Several are numbered from 0.
+    A single GPU has its compute capability as its number, so that what the library caches by
+    device is not shared between capabilities or with real GPUs.  Several are numbered from 0.
     """
     machine = Machine(capability, int(capability) >= 90 if clusters is None else clusters, devices)
-    made = _modules(machine)
-    before = {name: sys.modules.get(name) for name in made}
-    sys.modules.update(made)
-    found, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
+    modules = _modules(machine)
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    cublas, gemm.cublas = gemm.cublas, lambda: Cublas(machine)
     encoder = tensor_map.encoder
     tensor_map.encoder = functools.wraps(encoder)(functools.cache(lambda: machine.maps))
     tensor_map._maps.clear()
-    folder, cache.folder = cache.folder, lambda: Path(os.devnull)  # none is kept
+    folder, cache.folder = cache.folder, lambda: Path(os.devnull)  # no binary is cached
     records = dict(faults._records)
     for op in OPS.values():
-        op.routes.clear()  # what was recorded on another machine
+        op.routes.clear()  # they were recorded on another machine
     gradients.tables.clear()
     counters._kept.clear()
     if devices > 1:
@@ -505,7 +510,7 @@ def gpu(
     finally:
         if devices > 1:
             _forget_devices()
-        gemm.cublas, tensor_map.encoder, cache.folder = found, encoder, folder
+        gemm.cublas, tensor_map.encoder, cache.folder = cublas, encoder, folder
         tensor_map._maps.clear()  # addresses of a machine that is gone
         gradients.tables.clear()  # addresses of a machine that is gone
         counters._kept.clear()
@@ -519,6 +524,6 @@ def gpu(
 
 
 def _forget_devices() -> None:
-    """Let go of what is kept by the number of a device: others have it too."""
+    """Clear what is cached by a device's number, as other machines use the same numbers."""
     core_kernel._kernel.cache_clear()
     core_gpu.limits_of.cache_clear()

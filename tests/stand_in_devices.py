@@ -1,11 +1,11 @@
-"""The GPUs of the stand-in: which of them is current, and which work comes after which.
+"""The GPUs of the stand-in: the current device, its streams, and the order of their work.
 
 Work on an array raises
 
-    WrongDeviceError    it lies on another GPU than the current one, or the kernel is another's
-    UnorderedError      another stream made it, and nothing waits for that stream
+    WrongDeviceError    if the array, or the kernel, is on another GPU than the current one
+    UnorderedError      if another stream wrote the array, and nothing waits for that stream
 
-as a GPU would read other memory, or memory that is not written yet.
+because a real GPU would read other memory, or memory that is not written yet.
 """
 
 import threading
@@ -13,29 +13,29 @@ from typing import Any
 
 
 class WrongDeviceError(AssertionError):
-    """Work on one GPU, arrays on another."""
+    """Work on one GPU uses an array or a kernel of another one."""
 
 
 class UnorderedError(AssertionError):
-    """An array is used before the stream that makes it is waited for."""
+    """An array is used without waiting for the stream that writes it."""
 
 
 class OutOfMemoryError(MemoryError):
-    """What CuPy raises; ``machine.room`` says when."""
+    """CuPy's error for more bytes than the GPU has: more than ``machine.room`` here."""
 
 
-Clock = dict[tuple[int, int], int]  # how much of each stream's work, by device and address
+Clock = dict[tuple[int, int], int]  # the number of finished tasks of each stream, by its key
 
 
 class Gpus:
-    """Some GPUs, of which one is current for each thread, with a current stream of each."""
+    """The GPUs: each thread has a current GPU, and a current stream for each GPU."""
 
     def __init__(self, numbers: list[int], capability: str) -> None:
         self.numbers, self.capability = numbers, capability
         self.thread = threading.local()
-        self.host: Clock = {}  # what the host has waited for
+        self.host: Clock = {}  # the work that the host has waited for
         self.addresses = iter(range(1 << 12, 1 << 40, 16))
-        self.made: dict[int, Stream] = {}  # by address
+        self.by_address: dict[int, Stream] = {}
         self.pool = Pool(self)
         self.null = {number: Stream(self, number, 0) for number in numbers}
 
@@ -64,31 +64,31 @@ class Gpus:
 
     def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
         """Stand for ``runtime.memcpyAsync``."""
-        if stream and self.made[stream].device_id != self.current:
-            raise WrongDeviceError("a copy by the stream of another GPU")
+        if stream and self.by_address[stream].device_id != self.current:
+            raise WrongDeviceError("a copy on a stream of another GPU")
 
     def captures(self, stream: int) -> bool:
         """Stand for ``runtime.streamIsCapturing``."""
-        return self.made[stream].capturing
+        return self.by_address[stream].capturing
 
     def work(self, what: str, memories: Any) -> "tuple[tuple[int, int], int]":
-        """Do work on memories where it is done now, and return when that was."""
+        """Add work on memories to the current stream; return the stream's key and its new time."""
         stream = self.stream
         for memory in memories:
             if memory.device != self.current:
-                on = f"on GPU {self.current}, an array on {memory.device}"
-                raise WrongDeviceError(f"{what}: {on}")
-            if memory.made is not None:
-                maker, time = memory.made
-                known = max(stream.after.get(maker, 0), self.host.get(maker, 0))
-                if maker != stream.key and known < time:
-                    raise UnorderedError(f"{what}: a stream reads what another one still makes")
+                where = f"work on GPU {self.current} uses an array on GPU {memory.device}"
+                raise WrongDeviceError(f"{what}: {where}")
+            if memory.written is not None:
+                writer, time = memory.written
+                known = max(stream.after.get(writer, 0), self.host.get(writer, 0))
+                if writer != stream.key and known < time:
+                    raise UnorderedError(f"{what}: a stream reads what another one still writes")
         stream.time += 1
         return stream.key, stream.time
 
 
 class Pool:
-    """CuPy's pool of memory, as far as it is asked for limits and sums."""
+    """A stand-in for CuPy's memory pool, with its limits and sums only."""
 
     def __init__(self, gpus: Gpus) -> None:
         self.gpus, self.limits = gpus, dict.fromkeys(gpus.numbers, 0)
@@ -106,7 +106,7 @@ class Pool:
 
 
 class Stream:
-    """Work in order, after whatever events it has waited for."""
+    """A stream: a count of the work on it, and a clock of the events that it has waited for."""
 
     def __init__(self, gpus: Gpus, device: int, address: int) -> None:
         self.gpus, self.device_id, self.ptr = gpus, device, address
@@ -147,7 +147,7 @@ class Stream:
 
 
 class Event:
-    """A place in the work of a stream; the work before it is done."""
+    """A point in the work of a stream; the work before it is always done."""
 
     done = True
 
@@ -156,19 +156,19 @@ class Event:
 
 
 class Graph:
-    """What was captured on a GPU."""
+    """A graph captured on a GPU."""
 
     def __init__(self, gpus: Gpus, device: int) -> None:
         self.gpus, self.device, self.launched = gpus, device, 0
 
     def launch(self) -> None:
         if self.gpus.current != self.device:
-            raise WrongDeviceError("a graph of another GPU")
+            raise WrongDeviceError("the graph belongs to another GPU")
         self.launched += 1
 
 
-def faces(gpus: Gpus) -> dict[str, Any]:
-    """Return what stands in ``cupy.cuda``."""
+def cuda_names(gpus: Gpus) -> dict[str, Any]:
+    """Return the names of ``cupy.cuda`` that concern devices, streams and memory."""
 
     class Device:
         def __init__(self, number: int | None = None) -> None:
@@ -198,9 +198,9 @@ def faces(gpus: Gpus) -> dict[str, Any]:
                 gpus.stream.synchronize()
 
     def stream(non_blocking: bool = False) -> Stream:
-        made = Stream(gpus, gpus.current, next(gpus.addresses))
-        gpus.made[made.ptr] = made
-        return made
+        new = Stream(gpus, gpus.current, next(gpus.addresses))
+        gpus.by_address[new.ptr] = new
+        return new
 
     class MemoryPool:
         malloc = None

@@ -1,11 +1,11 @@
-"""Random calls of every op for hypothesis, derived from signatures.
+"""Hypothesis strategies: random calls of every op, derived from its signature.
 
     @given(calls(OPS["softmax"]))
     def test_it(call: Call) -> None: ...
 
-Sizes of axes from 0 on, dtypes, how arrays lie and optional operands come from the signature; a
-table below has the values of options, and the few arrays whose values have a meaning.  ``broken``
-draws calls that are wrong in one thing.
+The signature determines sizes of axes (from 0 on), dtypes, memory layouts and optional operands;
+tables below have the values of options, and of the few arrays whose values are not arbitrary.
+``broken`` draws calls with one wrong argument.
 """
 
 import inspect
@@ -25,14 +25,16 @@ from unsloth_cupy.ops.quantized._planes import WORD, marks_of
 from unsloth_cupy.ops.quantized.nf4_dequantize import SCALES, double_absmax
 
 PUBLIC = frozenset(dir(unsloth_cupy))
-MOST = 5  # the size of an axis
-TILE = 128  # tokens of a bit of a block mask
+MOST = 5  # the largest size of an axis
+TILE = 128  # tokens of one element of a block mask
 Draw = Callable[[Any], Any]
-Sizes = dict[str, Any]  # of axes; options that follow from them; "given": operands, there or not
+# Sizes of axes and options that depend on them; "given" maps optional operands to whether to pass
+# them.
+Sizes = dict[str, Any]
 
 
 # ---- sizes --------------------------------------------------------------------------------------
-LENGTHS: Mapping[str, Sequence[int]] = {  # of axes that are no free number
+LENGTHS: Mapping[str, Sequence[int]] = {  # axes whose sizes are not arbitrary
     "dim": (2, 4, 8, 16),
     "value_dim": (1, 3, 8, 16),
     "page": (1, 2, 16),
@@ -51,7 +53,7 @@ SIZE = st.one_of(st.integers(1, MOST), st.integers(0, 1))
 
 
 def _sizes(draw: Draw, op: Op) -> Sizes:
-    """Return a size for every axis that inputs have."""
+    """Draw a size for every axis of the inputs."""
     sizes: Sizes = {}
     for operand in op.contract.inputs:
         for axis in operand.axes:
@@ -102,14 +104,15 @@ def _pages_or_rows(draw: Draw, sizes: Sizes) -> None:
 
 
 def _groups(draw: Draw, sizes: Sizes, columns: int) -> None:
-    """Have a scale for each group of columns, or one for all."""
+    """Draw the number of scales: one for each group of columns, or one for all."""
     sizes["group"] = draw(st.sampled_from((WORD, 2 * WORD, 128)))
-    several = draw(st.booleans()) and columns
-    sizes["groups"] = -(-columns // sizes["group"]) if several else 1
+    many = draw(st.booleans()) and columns
+    sizes["groups"] = -(-columns // sizes["group"]) if many else 1
 
 
 def _planes(draw: Draw, sizes: Sizes) -> None:
-    sizes["inputs"] = draw(st.sampled_from((*LENGTHS["inputs"], 300, 520)))  # parts that are marked
+    # 300 and 520 columns have more than one bit of marks, which cover 256 columns each
+    sizes["inputs"] = draw(st.sampled_from((*LENGTHS["inputs"], 300, 520)))
     sizes["bytes"] = -(-sizes["inputs"] // 32) * 4
     _groups(draw, sizes, sizes["inputs"])
 
@@ -123,7 +126,7 @@ def _part_of_planes(draw: Draw, sizes: Sizes) -> None:
 
 
 def _blocks(draw: Draw, sizes: Sizes) -> None:
-    """Keep a whole weight in blocks of 4 bits, whose absmax are in 8 bits at times."""
+    """Draw the sizes of a weight in blocks of 4-bit codes, sometimes with absmax in 8 bits."""
     double, block = draw(st.booleans()), draw(st.sampled_from((32, 64, 256)))
     values = (sizes.get("top", 0) + sizes["outputs"]) * sizes["columns"]
     sizes["given"], sizes["block"] = {"absmax_codes": double}, block
@@ -166,7 +169,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
 
 # ---- arrays -------------------------------------------------------------------------------------
 def _offsets(tokens: str, most: str) -> Callable[..., Any]:
-    def made(rng: Any, shape: Any, sizes: Sizes) -> Any:
+    def offsets_of(rng: Any, shape: Any, sizes: Sizes) -> Any:
         if shape[0] == 1:  # no sequence, and so no token
             sizes[tokens] = sizes[most] = 0
             return np.zeros(1, int)
@@ -175,7 +178,7 @@ def _offsets(tokens: str, most: str) -> Callable[..., Any]:
         sizes[most] = int(np.diff(offsets).max()) + int(rng.integers(0, 3))
         return offsets
 
-    return made
+    return offsets_of
 
 
 def _pages(rng: Any, shape: Any, sizes: Sizes) -> Any:
@@ -195,7 +198,7 @@ def _starts(rng: Any, shape: Any, sizes: Sizes) -> Any:
 def _codes(rng: Any, shape: Any, sizes: Sizes) -> Any:
     plus, minus = rng.integers(0, 256, (2, shape[0], shape[2]), np.uint8)
     plus[rng.random(len(plus)) < 0.3] = 0
-    minus &= plus[:, ::-1]  # rows of zeros among them
+    minus &= plus[:, ::-1]  # so that some rows are all zeros
     return np.stack([plus, minus & ~plus], 1)
 
 
@@ -230,7 +233,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     **dict.fromkeys(("log.x", "divide.b", "power.x", "sum.x", "mean.x"), _positive),
     "absmax_codes": lambda rng, shape, sizes: rng.integers(0, 256, shape, np.uint8),
 }
-DERIVED: Mapping[str, Callable[[Any], Any]] = {  # operands that say what another one holds
+DERIVED: Mapping[str, Callable[[Any], Any]] = {  # operands that are computed from another one
     "marks": lambda arrays: marks_of(arrays["planes"]),
 }
 
@@ -267,7 +270,7 @@ LAYOUTS = (_packed_in_c, _fortran, _gaps, _reversed, _off_alignment)
 
 
 def _shape(draw: Draw, operand: Operand, sizes: Sizes) -> tuple[int, ...]:
-    """Return a shape that the operand may have: what may be absent or 1 is, at times."""
+    """Draw a shape that the operand may have: axes that may be absent or 1 sometimes are."""
     shape: list[int] = []
     leading = True
     for axis in operand.axes:
@@ -276,10 +279,10 @@ def _shape(draw: Draw, operand: Operand, sizes: Sizes) -> tuple[int, ...]:
         if operator == "?" and draw(st.booleans()):
             continue
         if operator == "|":
-            how = draw(st.sampled_from(("whole", "one", "absent")))
-            if how == "absent" and leading and not shape:
+            choice = draw(st.sampled_from(("whole", "one", "absent")))
+            if choice == "absent" and leading and not shape:
                 continue
-            size = 1 if how == "one" else size
+            size = 1 if choice == "one" else size
         leading = False
         shape.extend(size if isinstance(size, tuple) else [size])
     return tuple(shape)
@@ -287,13 +290,13 @@ def _shape(draw: Draw, operand: Operand, sizes: Sizes) -> tuple[int, ...]:
 
 def _array(draw: Draw, op: Op, operand: Operand, sizes: Sizes, dtype: Any, rng: Any) -> Any:
     shape = _shape(draw, operand, sizes)
-    made = VALUES.get(f"{op.__name__}.{operand.name}", VALUES.get(operand.name))
+    values = VALUES.get(f"{op.__name__}.{operand.name}", VALUES.get(operand.name))
     choices = allowed(operand.kind, dtype)
     chosen = choices[draw(st.integers(0, len(choices) - 1))]
     if "half" in operand.axes:  # cos and sin share a dtype
         chosen = sizes.setdefault("dtype of tables", chosen)
-    if made is not None:
-        array = made(rng, shape, sizes)
+    if values is not None:
+        array = values(rng, shape, sizes)
     elif operand.kind == "bool":
         array = rng.random(shape) < 0.7
     elif operand.kind in ("code", "byte"):
@@ -303,7 +306,7 @@ def _array(draw: Draw, op: Op, operand: Operand, sizes: Sizes, dtype: Any, rng: 
     else:
         array = rng.standard_normal(shape)
     array = np.asarray(array)
-    if chosen in FLOATS:  # numbers that every dtype holds
+    if chosen in FLOATS:  # values that every float dtype can hold, up to one rounding
         array = array.astype(np.float16)
     array = draw(st.sampled_from(LAYOUTS))(array.astype(chosen))
     array.flags.writeable = False
@@ -393,38 +396,38 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "max_keys": _most("max_keys"),
     "wanted": _some(None),
 }
-FOLLOW = {"block", "column", "columns", "group", "row", "start"}  # options that sizes decide
+FOLLOW = {"block", "column", "columns", "group", "row", "start"}  # options that sizes determine
 
 
 def _options(draw: Draw, op: Op, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     parameters = inspect.signature(op.definition).parameters
     for name in sorted(op.options):
-        made = OPTIONS.get(f"{op.__name__}.{name}", OPTIONS.get(name))
-        given = parameters[name].default is inspect.Parameter.empty or draw(st.booleans())
+        value = OPTIONS.get(f"{op.__name__}.{name}", OPTIONS.get(name))
+        passed = parameters[name].default is inspect.Parameter.empty or draw(st.booleans())
         if name in FOLLOW & sizes.keys():
-            found[name] = sizes[name]
+            options[name] = sizes[name]
         elif isinstance(parameters[name].default, bool):
-            found[name] = draw(st.booleans())
-        elif given:
-            assert made is not None, f"{op.__name__}: give {name} a line in OPTIONS"
-            found[name] = made(draw, sizes, arrays)
-    if found.get("dropout"):
-        found["seed"] = OPTIONS["seed"](draw, sizes, arrays)
-    return found
+            options[name] = draw(st.booleans())
+        elif passed:
+            assert value is not None, f"{op.__name__}: add a line for {name} to OPTIONS"
+            options[name] = value(draw, sizes, arrays)
+    if options.get("dropout"):
+        options["seed"] = OPTIONS["seed"](draw, sizes, arrays)
+    return options
 
 
 @st.composite
 def calls(draw: Draw, op: Op, dtypes: Sequence[Any] = FLOATS) -> Call:
-    """Draw a call that the signature allows, of read-only arrays."""
+    """Draw a valid call with read-only arrays."""
     dtype = draw(st.sampled_from(dtypes))
     sizes = _sizes(draw, op)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     inputs = sorted(op.contract.inputs, key=lambda o: not o.name.endswith("_offsets"))
     for operand in inputs:
-        decided = sizes.get("given", {}).get(operand.name)
-        if operand.optional and not (draw(st.booleans()) if decided is None else decided):
+        passed = sizes.get("given", {}).get(operand.name)
+        if operand.optional and not (draw(st.booleans()) if passed is None else passed):
             continue
         if operand.name in DERIVED:
             arrays[operand.name] = DERIVED[operand.name](arrays)
@@ -433,7 +436,7 @@ def calls(draw: Draw, op: Op, dtypes: Sequence[Any] = FLOATS) -> Call:
     return Call(op, arrays, _options(draw, op, sizes, arrays))
 
 
-# ---- calls that are wrong -----------------------------------------------------------------------
+# ---- wrong calls --------------------------------------------------------------------------------
 STRANGE_DTYPES = ("complex64", "int16", "uint32", "bool", "float64", "float16", ">f4", "U3", "O")
 STRANGE_OPTIONS = (
     *(-1, 0, 3, 2**40, -0.5, 1.5, float("nan"), float("inf"), True, None, "x", (), (1, 2), [3]),
@@ -442,13 +445,12 @@ STRANGE_OPTIONS = (
 
 @st.composite
 def broken(draw: Draw, op: Op) -> Call:
-    """Draw a call of which one array or one option is another than it should be."""
+    """Draw a call with one array or one option replaced, usually by an invalid one."""
     call = draw(calls(op))
-    given = [name for name, array in call.arrays.items() if array is not None]
-    options = (
-        sorted(op.options) if op.__name__ in PUBLIC else []
-    )  # others are called by the library
-    at = draw(st.sampled_from([*given, *options]))
+    passed = [name for name, array in call.arrays.items() if array is not None]
+    # only the library calls ops that are not public, with options that it has checked
+    options = sorted(op.options) if op.__name__ in PUBLIC else []
+    at = draw(st.sampled_from([*passed, *options]))
     if at in options:
         value = draw(st.sampled_from(STRANGE_OPTIONS))
         return call._replace(options=call.options | {at: value})
@@ -472,7 +474,7 @@ def _of(array: Any, name: str) -> Any:
 
 
 def _filled(array: Any, value: int) -> Any:
-    """Return the array, of integers all the same one."""
+    """Return an array of integers filled with this value; other arrays as they are."""
     return np.full_like(array, value) if array.dtype.kind == "i" and array.itemsize > 1 else array
 
 

@@ -36,7 +36,7 @@ from .sample import Sample
 from .stand_in import LIMITS, gpu, static_memory
 from .variants import (
     ARCHITECTURES,
-    Asked,
+    Form,
     Variant,
     call,
     constants,
@@ -394,7 +394,7 @@ def test_no_kernel_divides_by_a_constant(kernel: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_far_angles_are_exact_where_columns_are_no_power_of_two(arch: str) -> None:
     """At position 131072 an exponent that is rounded twice is 0.004 rad off."""
-    form = Asked({"heads": 4, "kv_heads": 2, "dim": 96, "half": 48}, (), BFLOAT16, False, {})
+    form = Form({"heads": 4, "kv_heads": 2, "dim": 96, "half": 48}, (), BFLOAT16, False, {})
     with gpu(arch) as machine:
         call(OPS["apply_rotary_embedding_forward"], form, machine).run()
         (launch,) = machine.launches

@@ -38,7 +38,7 @@ from unsloth_cupy.ops.norms import rows as norms_rows
 
 from .parity import outputs_of, within_rule
 from .stand_in import GRAIN, LIMITS, METHODS, Function, HostReadError, HostWriteError, Launch, gpu
-from .variants import Asked, constants, turned
+from .variants import Form, backward_call, constants
 from .variants import call as call_of_zeros
 
 SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
@@ -356,10 +356,10 @@ def test_cupy_has_every_name_that_the_stand_in_has() -> None:
 def test_clusters_are_launched_where_the_device_takes_them(name: str, clusters: bool) -> None:
     """The device says so itself: a capability from 9.0 on does not."""
     sizes = {"columns": 65536} if name == "softmax" else {"hidden": 65536}
-    form = Asked(sizes, (), BFLOAT16, False, {})
+    form = Form(sizes, (), BFLOAT16, False, {})
     with gpu("90", clusters) as machine:
         forward = call_of_zeros(OPS[name], form, machine)
-        turned(forward, forward.run(), machine, form).launches()
+        backward_call(forward, forward.run(), machine, form).launches()
         found = {constants(each.source).get("CLUSTER", "1") != "1" for each in machine.launches}
     assert (True in found) == clusters
 
@@ -417,12 +417,12 @@ def test_static_and_dynamic_memory_fit_together(name: str, arch: str) -> None:
     asked = set()
     for size in sizes:
         axes = {axis: size, "value_dim": size, "queries": 1} if axis == "dim" else {axis: size}
-        form = Asked(axes, optional, dtype, False, {})
+        form = Form(axes, optional, dtype, False, {})
         with gpu(arch) as machine:
             forward = call_of_zeros(OPS[name], form, machine)
             outputs = forward.run()
             if axis == "hidden":
-                turned(forward, outputs, machine, form).launches()
+                backward_call(forward, outputs, machine, form).launches()
             asked |= {launch.shared for launch in machine.launches}
     assert asked >= {*sizes.values()}, "the table asks for other amounts than calls do"
 
@@ -455,12 +455,12 @@ def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
     found: dict[tuple[str, str], Launch] = {}
     for scale in timing.DEVICE_SCALES:
         with gpu(capability) as machine:
-            form = Asked(sizes(scale), (), dtype, False, {})
+            form = Form(sizes(scale), (), dtype, False, {})
             call = call_of_zeros(OPS[name], form, machine)
             outputs = call.run()
             backward = call.op.backward
             if backward is not None and backward.launch is not None:
-                turned(call, outputs, machine, form).launches()
+                backward_call(call, outputs, machine, form).launches()
             found |= {(launch.kernel, launch.source): launch for launch in machine.launches}
     return [*found.values()]
 

@@ -1,16 +1,17 @@
-"""What a tile of attention costs a warpgroup of Hopper, counted from its instructions.
+"""Predict the time of an attention tile on a Hopper warpgroup by counting its instructions.
 
-python -m tests.warpgroups --write      renews the tables of docs/performance.md
+python -m tests.warpgroups --write      rewrites the tables of docs/performance.md
 
-A quarter of an SM has one warp of every warpgroup.  It issues an instruction a cycle, and its pipes
-take what the CUDA C++ Programming Guide says (throughput of native arithmetic instructions, 9.0): a
-warp of FMAs 1 cycle, of comparisons, integers and conversions 2, of exp2 8.  Four quarters multiply
-together: 4,096 operations a cycle, of 989 TFLOP/s at 1.83 GHz and 132 SMs (H100 data sheet).
-Shared memory gives or takes 128 bytes a cycle of an SM, 4 of each of 32 banks: operands that are
-not in registers, and what TMA lays down.
+A quarter of an SM runs one warp of every warpgroup.  It issues one instruction a cycle.  The CUDA
+C++ Programming Guide (throughput of native arithmetic instructions, 9.0) has the throughput of its
+pipes: a warp of FMAs takes 1 cycle; of comparisons, integers and conversions 2; of exp2 8.  The
+tensor cores of the four quarters compute 4,096 operations a cycle, which is 989 TFLOP/s at 1.83 GHz
+and 132 SMs (H100 data sheet).  Shared memory reads or writes 128 bytes a cycle for an SM, 4 in each
+of 32 banks: operands that are not in registers, and what TMA writes.
 
     bound     the busiest pipe is never idle
-    estimate  beside products, a share of the other instructions shows: the one that a peer shows
+    estimate  each instruction that is not a product delays the products by a fraction of a cycle:
+              the fraction that a peer's measured time shows
 """
 
 import functools
@@ -42,9 +43,9 @@ class Tile(NamedTuple):
     """The instructions of a warp for a tile of 64 queries, by name, and its products."""
 
     counts: Counter[str]
-    shapes: Counter[int]  # columns of m64nNk16
-    kept: Counter[int]  # of them, those whose first operand lies in registers
-    moved: int  # other bytes of shared memory: a warpgroup's share of what TMA brings
+    shapes: Counter[int]  # products m64nNk16, by N
+    kept: Counter[int]  # of these, the ones whose first operand is in registers
+    moved: int  # other bytes of shared memory: a warpgroup's share of what TMA copies
 
     @property
     def operations(self) -> int:
@@ -66,7 +67,7 @@ class Tile(NamedTuple):
 
     @property
     def operands(self) -> int:
-        """Return the bytes that products read in shared memory: 16 values of 64 rows, of N rows."""
+        """Return the bytes of shared memory that products read: 16 values of 64 and of N rows."""
         first = sum(ROWS * 32 * (count - self.kept[n]) for n, count in self.shapes.items())
         return first + sum(n * 32 * count for n, count in self.shapes.items())
 
@@ -76,12 +77,12 @@ class Tile(NamedTuple):
 
 
 def peer(**counts: int) -> Counter[str]:
-    """Return the instructions of a kernel that is not here."""
+    """Return the instruction counts of a kernel that is not part of this repository."""
     return Counter(counts)
 
 
 # The forward kernels of head dim 128 and 64 that cudnn-frontend publishes as source, in
-# generated/sdpa/sm90/prefill/full_seqlens, compiled by NVRTC 12.9 for sm_90a and counted alike.
+# generated/sdpa/sm90/prefill/full_seqlens, compiled by NVRTC 12.9 for sm_90a, counted the same way.
 SHARED = {"FADD": 130, "FMNMX": 68, "MUFU": 66, "SEL": 64, "ISETP": 35, "F2FP": 32, "UISETP": 9}
 SHARED |= {"IADD3": 7, "SYNCS": 6, "BRA": 6, "WARPGROUP": 4, "SHFL": 4, "BAR": 4, "USEL": 3}
 SHARED |= {"ULOP3": 2, "PLOP3": 2, "FSETP": 2, "FSEL": 2, "FFMA": 2, "ULEA": 1, "USHF": 1}
@@ -105,26 +106,26 @@ MEASURED = 691.0
 
 
 def exposed() -> float:
-    """Return the cycles that the peer loses for each instruction beside its products."""
+    """Return the cycles that the peer loses for each instruction that is not a product."""
     tile = PEERS[128]
     products = tile.cycles()["products"]
     return (products * PEAK / MEASURED - products) / (tile.counts.total() - tile.counts["HGMMA"])
 
 
 def shown(tile: Tile) -> float:
-    """Return the cycles of a tile that loses as many for an instruction as the peer's."""
+    """Return the cycles of a tile that loses as many for each other instruction as the peer."""
     cycles = tile.cycles()
     beside = tile.counts.total() - tile.counts["HGMMA"]
     return max(cycles["products"] + exposed() * beside, *cycles.values())
 
 
 def estimate(tile: Tile) -> float:
-    """Return the TFLOP/s of such a tile."""
+    """Return the TFLOP/s of a tile by ``shown``."""
     return tile.speed(shown(tile))
 
 
 def variant(dim: int, causal: bool = False) -> Variant:
-    """Return what a call in bfloat16 launches."""
+    """Return the variant that a call in bfloat16 launches."""
     with gpu("90") as machine, AttentionConfig(warpgroups=True).use():
         q, k = (machine.array((1, 1024, heads, dim), "bfloat16") for heads in (4, 2))
         attention_forward(q, k, k, causal=causal)
@@ -134,46 +135,46 @@ def variant(dim: int, causal: bool = False) -> Variant:
 
 
 def variants_back(dim: int, one_pass: bool = False) -> list[Variant]:
-    """Return what its backward pass launches: what owns queries, what owns keys; or one of both."""
+    """Return the variants of its backward pass: one by queries and one by keys, or one pass."""
     with gpu("90") as machine, AttentionConfig(warpgroups=True, one_pass=one_pass).use():
         q, k = (machine.array((1, 1024, heads, dim), "bfloat16") for heads in (4, 2))
         out, lse = attention_forward(q, k, k)
         machine.launches.clear()
         attention_backward(out, q, k, k, out, lse)
-        found = [launch for launch in machine.launches if launch.kernel == BACK]
-    assert len(found) == 2 - one_pass
-    return [Variant(BACK, f"dim={dim}", "90", launch) for launch in found]
+        launches = [launch for launch in machine.launches if launch.kernel == BACK]
+    assert len(launches) == 2 - one_pass
+    return [Variant(BACK, f"dim={dim}", "90", launch) for launch in launches]
 
 
 @functools.cache
 def disassembled(dim: int, causal: bool = False) -> str:
-    """Return the text of the kernel for a head dim."""
+    """Return the SASS of the forward kernel for a head dim."""
     return sass.disassembled(variant(dim, causal))
 
 
 def forward(dim: int, causal: bool = False) -> tuple[Tile, int]:
-    """Return what its warps do for a tile."""
+    """Return the tile of the forward kernel, and its seldom instructions: see ``tile_of``."""
     return tile_of(disassembled(dim, causal), constants(variant(dim, causal).launch.source))
 
 
 @functools.cache
 def backward(dim: int, one_pass: bool = False) -> tuple[tuple[dict[str, str], Tile, int, int], ...]:
-    """Return the same of its backward pass: constants, tile, more instructions, registers."""
-    found = []
+    """Return constants, tile, seldom instructions and registers of each backward kernel."""
+    kernels = []
     for own in variants_back(dim, one_pass):
-        said = constants(own.launch.source)
-        found.append((said, *tile_of(sass.disassembled(own), said), budget.numbers(own)[0]))
-    return tuple(found)
+        values = constants(own.launch.source)
+        kernels.append((values, *tile_of(sass.disassembled(own), values), budget.numbers(own)[0]))
+    return tuple(kernels)
 
 
 def busy(tile: Tile) -> dict[str, float]:
-    """Return which per cent of the estimate's cycles a pipe is busy."""
+    """Return the percentage of the estimate's cycles in which each pipe is busy."""
     return {pipe: 100 * n / shown(tile) for pipe, n in tile.cycles().items()}
 
 
 def loop(text: str) -> list[str]:
-    """Return the lines of the shortest loop with products: tiles of which nothing is hidden."""
-    lines, begins, found = text.splitlines(), dict[str, int](), list[list[str]]()
+    """Return the lines of the shortest loop with products: the one for tiles without a mask."""
+    lines, begins, loops = text.splitlines(), dict[str, int](), list[list[str]]()
     for number, line in enumerate(lines):
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             begins[label[1]] = number
@@ -181,12 +182,12 @@ def loop(text: str) -> list[str]:
         if branch and branch[1] in begins:
             body = lines[begins[branch[1]] : number + 1]
             products = [name for name in sass.instructions("\n".join(body)) if "HGMMA" in name]
-            found += [body] * (len(products) > 1)
-    return min(found, key=len)
+            loops += [body] * (len(products) > 1)
+    return min(loops, key=len)
 
 
 def seldom(body: list[str]) -> tuple[list[str], list[str]]:
-    """Return the lines of a loop without those of its longest detour, and these: the rescaling."""
+    """Split a loop into the lines that always run and its longest branch: the rescaling."""
     best = 0, 0
     for number, line in enumerate(body):
         branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
@@ -195,23 +196,23 @@ def seldom(body: list[str]) -> tuple[list[str], list[str]]:
     return body[: best[0]] + body[best[1] :], body[best[0] : best[1]]
 
 
-def tile_of(text: str, said: dict[str, str]) -> tuple[Tile, int]:
-    """Return what a warp does for a tile, and how many instructions more where a maximum grows."""
-    body, detour = seldom(loop(text))
-    names, more = (sass.instructions("\n".join(part)) for part in (body, detour))
-    found = re.findall(r"HGMMA\.64x(\d+)x16\.\S+ R\d+, (R\d+)?", "\n".join(body))
-    shapes = Counter(int(n) for n, _ in found)
-    kept = Counter(int(n) for n, register in found if register)
-    row = sum(-(-int(said[name]) // 64) * 128 for name in ("DIM", "VALUE_DIM"))
-    brought = int(said["TILE"]) * row // int(said["CONSUMERS"])
-    if said.get("TURNS") == "true":  # ds is written; a half of dq is written, and read by TMA
-        brought += ROWS * (ROWS * 2 + 2 * 4 * (32 if said["DIM"] == "64" else 64))
+def tile_of(text: str, values: dict[str, str]) -> tuple[Tile, int]:
+    """Return the work of a warp for a tile, and the extra instructions when a maximum grows."""
+    body, branch = seldom(loop(text))
+    names, more = (sass.instructions("\n".join(part)) for part in (body, branch))
+    products = re.findall(r"HGMMA\.64x(\d+)x16\.\S+ R\d+, (R\d+)?", "\n".join(body))
+    shapes = Counter(int(n) for n, _ in products)
+    kept = Counter(int(n) for n, register in products if register)
+    row = sum(-(-int(values[name]) // 64) * 128 for name in ("DIM", "VALUE_DIM"))
+    moved = int(values["TILE"]) * row // int(values["CONSUMERS"])
+    if values.get("TURNS") == "true":  # ds is written; half of dq is written, and read by TMA
+        moved += ROWS * (ROWS * 2 + 2 * 4 * (32 if values["DIM"] == "64" else 64))
     counts = Counter(name.partition(".")[0] for name in names)
-    return Tile(counts, shapes, kept, brought), len(more)
+    return Tile(counts, shapes, kept, moved), len(more)
 
 
 def rows() -> Iterator[str]:
-    """Return the lines of the table."""
+    """Yield the lines of the forward table."""
     for dim in (64, 128, 192, 256):
         own = variant(dim)
         text, registers = disassembled(dim), budget.numbers(own)[0]
@@ -223,17 +224,18 @@ def rows() -> Iterator[str]:
 
 
 def rows_back(dims: tuple[int, ...] = (64, 128)) -> Iterator[str]:
-    """Return the lines of the table of the backward pass."""
+    """Yield the lines of the backward table."""
     for dim in dims:
-        bound = likely = 0.0  # cycles of 64 x 64 pairs, in both launches
-        for said, tile, more, registers in backward(dim):
-            columns, cycles = int(said["TILE"]), tile.cycles()
+        bound = likely = 0.0  # cycles of 64 x 64 pairs, summed over both launches
+        for values, tile, more, registers in backward(dim):
+            columns, cycles = int(values["TILE"]), tile.cycles()
             bound += max(cycles.values()) * ROWS / columns
             likely += shown(tile) * ROWS / columns
-            owns = "keys" if said["BY_KEYS"] == "true" else "queries"
+            owns = "keys" if values["BY_KEYS"] == "true" else "queries"
             yield line_back(f"by {owns}", dim, columns, tile, more, registers, "-", "-")
-        wanted = 5 * 2 * ROWS * ROWS * dim / PER_CYCLE  # five products, of which two are made twice
-        speeds = (f"{PEAK * wanted / total:.0f}" for total in (bound, likely))
+        # five products; both launches compute two of them, which count once
+        useful = 5 * 2 * ROWS * ROWS * dim / PER_CYCLE
+        speeds = (f"{PEAK * useful / total:.0f}" for total in (bound, likely))
         yield f"| both | {dim} |{' - |' * 10} {' | '.join(speeds)} |"
         ((_, tile, more, registers),) = backward(dim, one_pass=True)
         bound, likely = tile.speed(max(tile.cycles().values())), estimate(tile)
@@ -244,7 +246,7 @@ def rows_back(dims: tuple[int, ...] = (64, 128)) -> Iterator[str]:
 def line_back(
     what: str, dim: int, columns: int, tile: Tile, more: int, registers: int, *speeds: str
 ) -> str:
-    """Return a line of the table of the backward pass."""
+    """Return a line of the backward table."""
     cells = [f"`{BACK}.cu` {what}", dim, f"64 x {columns}", shapes_of(tile)]
     cells += [tile.counts.total(), f"+{more}"]
     cells += [f"{tile.cycles()[pipe]:.0f}" for pipe in PIPES]
@@ -252,12 +254,12 @@ def line_back(
 
 
 def shapes_of(tile: Tile) -> str:
-    """Return the words for the products of a tile."""
+    """Return the products of a tile as text."""
     return ", ".join(f"{count} of n{columns}" for columns, count in sorted(tile.shapes.items()))
 
 
 def line(name: str, dim: int, tile: Tile, more: str, registers: str, copies: str) -> str:
-    """Return a line of the table."""
+    """Return a line of the forward table."""
     cycles = tile.cycles()
     cells = [name, dim, shapes_of(tile), tile.counts.total(), more]
     cells += [f"{cycles[pipe]:.0f}" for pipe in PIPES]
@@ -266,7 +268,7 @@ def line(name: str, dim: int, tile: Tile, more: str, registers: str, copies: str
 
 
 def put(name: str, columns: str, lines: Iterator[str], page: Path = budget.PAGE) -> None:
-    """Renew a table."""
+    """Rewrite the table of this name on a page."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(begin)], text[text.index(end) :]
@@ -276,7 +278,7 @@ def put(name: str, columns: str, lines: Iterator[str], page: Path = budget.PAGE)
 
 
 def write() -> None:
-    """Renew the tables."""
+    """Rewrite both tables."""
     cycles = "cycles of products | of FMA | of ALU | of exp2 | of shared memory | registers"
     speeds = "bound, predicted TFLOP/s | estimate, predicted TFLOP/s"
     first = "kernel | head dim | `HGMMA` | instructions | where a maximum grows"

@@ -1,1 +1,1 @@
-"""The ops, one module each: formula, definition, launch, backward."""
+"""The ops, one module each: formula, NumPy definition, kernel launch and backward."""

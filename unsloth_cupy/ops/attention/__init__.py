@@ -1,1 +1,1 @@
-"""Attention: whole, packed, in pages, and what remembers its keys and values."""
+"""Attention over dense batches, packed sequences and paged caches; appending to KV caches."""

@@ -1,8 +1,9 @@
-"""How the backward kernels of attention are launched.
+"""Launches of the backward kernels of attention.
 
-One launch takes delta; one owns keys (two where the sums of dk and dv do not fit into registers
-together), one owns queries, and one pairs of both where bias has a gradient for each.  What is
-summed over batches, heads or rows ends with a launch that adds in a fixed order.
+One launch computes delta.  In the next, each block owns keys (two launches where the accumulators
+of dk and dv do not fit into registers together); in another, it owns queries; in a third, pairs of
+both, if bias has a gradient for each pair.  Gradients that are summed over batches, heads or rows
+end with a launch that adds in a fixed order.
 """
 
 import math
@@ -21,7 +22,7 @@ from ._backward_hopper import OnePass, launch_on_warpgroups, launch_one_pass, ta
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, Options, kernel_options, refused
 
-PADDING = 128  # rows of stats come in multiples of every kernel's tiles
+PADDING = 128  # the number of rows of stats is a multiple of it, and so of every kernel's tile
 
 
 @cache
@@ -46,7 +47,7 @@ def delta_constants(
     offsets: Any = None,
     keep: tuple[bool, bool, bool] = (False, False, False),
 ) -> Constants:
-    """Return the constants of attention_delta.cu: of a row, a thread takes 16 bytes at a time."""
+    """Return the constants of attention_delta.cu; a thread reads 16 bytes of a row at a time."""
     chunks = -(-value_dim * dtype.itemsize // 16)
     return Constants(
         T=dtype,
@@ -77,9 +78,9 @@ def workspace(
     one_pass: OnePass | None = None,
     dim: int = 0,
 ) -> int:
-    """Return the bytes that backward takes beside its results: linear in queries and keys.
+    """Return the bytes that backward allocates besides its results: linear in queries and keys.
 
-    In one pass on warpgroups also dq in float32, of heads of so many columns.
+    The single warpgroup launch (``one_pass``) also needs dq in float32, for heads of dim columns.
     """
     of_bias = {"keys": keys, "queries": queries}.get(_summed(bias), 0)
     of_query = 3 if itemsize == 4 else 2
@@ -89,11 +90,12 @@ def workspace(
 
 
 def _padded(rows: int) -> int:
+    """Return rows rounded up to a multiple of PADDING."""
     return -(-rows // PADDING) * PADDING
 
 
 def _summed(bias: Any) -> str:
-    """Return whose rows hold the sums of a bias' gradient; "" where it has one for each pair."""
+    """Return "keys" or "queries": the rows that dbias is first summed by; "" for one per pair."""
     by_query, by_key = (step != 0 for step in broadcast_strides(bias)[2:])
     return "" if bias is None or (by_query and by_key) else "keys" if by_key else "queries"
 
@@ -109,10 +111,10 @@ def launch_backward(
     dlse: Array | None = None,
     **optional: Any,
 ) -> Any:
-    """Launch the backward kernels; NotImplemented for head dims that they have no tiles for.
+    """Launch the backward kernels; return NotImplemented for head dims without tiles.
 
-    With offsets the batch of masks, bias and alibi is that of the sequences, and no other array has
-    such an axis.
+    With offsets, the batch axis of mask, bias, block_mask and alibi counts sequences, and no other
+    array has a batch axis.
     """
     options = Options(**optional)
     bias, alibi, sinks, offsets = options.bias, options.alibi, options.sinks, options.offsets
@@ -127,35 +129,35 @@ def launch_backward(
     dout, q, k, v, out = in_chunks(dout, q, k, v, out)
     dq, dk, dv = (empty(a.shape, a.dtype, like=a) for a in (q, k, v))
     stats = _launch_delta(dout, out, lse, dlse, sinks, call.constants["FOLD"], q_offsets)
-    given, warpgroups = (q, k, v, dout, stats), takes_backward(q, v, call)
+    inputs, warpgroups = (q, k, v, dout, stats), takes_backward(q, v, call)
     numbers = {
         "options": call.numbers,
         "scale": call.scale,
         "stat_rows": stats.shape[-1],
-        "rests": _rests(stats),
+        "rests": _corrections_start(stats),
     }
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
         by_key = dx is not dq
         if warpgroups:
             on = warpgroups.of(by_key)
-            launch_on_warpgroups(on, by_key, given, (dx, dy, *sums), call, numbers)
+            launch_on_warpgroups(on, by_key, inputs, (dx, dy, *sums), call, numbers)
             return
-        made = zip(("DX", "DY", "SUM", "SLOPE"), (dx, dy, *sums), strict=True)
+        outputs = zip(("DX", "DY", "SUM", "SLOPE"), (dx, dy, *sums), strict=True)
         chosen = constants(
             own,
             **call.constants,
             BY_KEYS=by_key,
-            **{name: array is not None for name, array in made},
+            **{name: array is not None for name, array in outputs},
             STAGES=own.stages,
             PART=own.part,
             KEPT=own.kept,
         )
         kernel = load("attention_backward.cu", "attention_backward", q, chosen)
-        rows, of = (keys, kv_heads) if by_key else (queries, heads)
-        blocks = batch * of * (-(-rows // own.rows) + call.numbers["sequences"])
+        rows, row_heads = (keys, kv_heads) if by_key else (queries, heads)
+        blocks = batch * row_heads * (-(-rows // own.rows) + call.numbers["sequences"])
         kernel[blocks, 32 * own.warps, own.bytes(*shape)](
-            *(*given, dx, dy, *sums, *call.operands, numbers)
+            *(*inputs, dx, dy, *sums, *call.operands, numbers)
         )
 
     by, sums, slopes = _summed(bias), None, None
@@ -164,11 +166,11 @@ def launch_backward(
     )
     if by:
         sums = empty((batch, heads, keys if by == "keys" else queries), np.float32, like=q)
-        sums.fill(0)  # of keys that no query sees
+        sums.fill(0)  # no block writes the sums of keys that no query sees
     if alibi is not None:
         slopes = empty((batch, heads, queries), np.float32, like=q)
     if warpgroups and warpgroups.one_pass:
-        launch_one_pass(warpgroups.one_pass, given, (dq, dk, dv), call, numbers)
+        launch_one_pass(warpgroups.one_pass, inputs, (dq, dk, dv), call, numbers)
     else:
         launch(tiles.by_query, dq, None, sums if by == "queries" else None, slopes)
         together = (warpgroups or tiles).by_key.together
@@ -180,7 +182,7 @@ def launch_backward(
         keep = of_batch, of_heads, any(of_rows)
         _launch_sum(sums, dbias, keep, offsets=k_offsets if by == "keys" else q_offsets)
     elif bias is not None:
-        arguments = (*given, dbias, *call.operands, numbers, batch)
+        arguments = (*inputs, dbias, *call.operands, numbers, batch)
         _launch_pairs(tiles.by_pair, constants(tiles.by_pair, **call.constants), arguments)
     if alibi is not None:
         _launch_sum(slopes, dalibi, (alibi.ndim == 2, True, False), offsets=q_offsets)
@@ -198,14 +200,14 @@ def _launch_delta(
     fold: bool,
     offsets: Array | None,
 ) -> Array:
-    """Return (2, batch, heads, rows) stats: see attention_delta.cu; in float32 3, with rests."""
+    """Return stats (2, batch, heads, rows); 3 in float32, with corrections: attention_delta.cu."""
     queries, heads, value_dim = dout.shape[-3:]
     sequences = 0 if offsets is None else offsets.size - 1
     shape = math.prod(dout.shape[:-3]), heads, _padded(queries) + PADDING * sequences
     single = dout.dtype.itemsize == 4
     stats = empty((3 if single else 2, *shape), np.float32, like=dout)
-    of = None if offsets is None else offsets.dtype
-    chosen = delta_constants(dout.dtype, value_dim, fold, offsets=of)
+    offset_dtype = None if offsets is None else offsets.dtype
+    chosen = delta_constants(dout.dtype, value_dim, fold, offsets=offset_dtype)
     count, threads = math.prod(shape), chosen["THREADS"]
     kernel = load("attention_delta.cu", "attention_delta", dout, chosen)
     kernel[-(-count * chosen["ROW_THREADS"] // threads), threads](
@@ -215,12 +217,13 @@ def _launch_delta(
     return stats
 
 
-def _rests(stats: Array) -> int:
-    """Return where the rests of stats begin, 0 where there are none."""
+def _corrections_start(stats: Array) -> int:
+    """Return the index of the first correction in stats, 0 if there are none."""
     return 2 * math.prod(stats.shape[1:]) if stats.shape[0] == 3 else 0
 
 
 def _launch_pairs(own: Tiles, chosen: Constants, arguments: tuple[Any, ...]) -> None:
+    """Launch attention_bias.cu, which writes the gradient of a bias that has one per pair."""
     q, _, v, _, _, dbias, *_ = arguments
     rows, columns = dbias.shape[-2:]
     blocks = -(-rows // own.rows) * -(-columns // own.tile) * math.prod(dbias.shape[:-2])
@@ -237,21 +240,24 @@ def _launch_sum(
     fold: bool = True,
     offsets: Array | None = None,
 ) -> None:
-    """Sum (batch, heads, rows) over what is not kept; of stats, and their rests, for sinks.
+    """Sum (batch, heads, rows) over the axes that keep does not name, and write it to total.
 
-    With offsets, the rows of all batches lie end to end: as one, where both are summed.
+    With sinks, sums are the stats with their corrections.  With offsets, the rows of all sequences
+    lie end to end; without an axis of batch or rows to keep, they count as one batch.
     """
     batch, heads, rows = sums.shape[-3:]
     offsets = offsets if keep[0] or keep[2] else None
     kept_rows = rows if offsets is None else math.prod(total.shape[-2:])
     batch = batch if offsets is None else offsets.size - 1
-    of = None if offsets is None else offsets.dtype
-    sink = None if sinks is None else sinks.dtype
-    chosen = delta_constants(np.dtype("float32"), 8, fold, total.dtype, sink, of, keep)
+    offset_dtype = None if offsets is None else offsets.dtype
+    sink_dtype = None if sinks is None else sinks.dtype
+    chosen = delta_constants(
+        np.dtype("float32"), 8, fold, total.dtype, sink_dtype, offset_dtype, keep
+    )
     kernel = load("attention_delta.cu", "attention_sum", total, chosen)
     blocks = -(-kept_rows // chosen["THREADS"]) if keep[2] else 1
     blocks *= (batch if keep[0] else 1) * (heads if keep[1] else 1)
     kernel[blocks, chosen["THREADS"]](
-        *(sums, sinks, total, 0 if sinks is None else _rests(sums)),
+        *(sums, sinks, total, 0 if sinks is None else _corrections_start(sums)),
         *(batch, heads, rows, offsets, kept_rows),
     )

@@ -1,22 +1,23 @@
-"""Which calls of attention's backward pass run on warpgroups, and how those are launched.
+"""Backward pass of attention with warpgroup kernels: which calls take them, and their launches.
 
-attention_backward_sm90.cu takes a call, and attention_backward.cu takes the others, where the
-forward pass would run on warpgroups (see ``_hopper``) and, besides,
+attention_backward_sm90.cu runs a call if the forward pass would run on warpgroups (see ``_hopper``)
+and all of these hold; attention_backward.cu runs the others.
 
-    there are 64 keys or more      a warpgroup multiplies 64 rows, whether they are there or not
-    head dims are at most 192      rows of two warpgroups, and two stages, fill the memory; above
-                                   128 without bias and with one of mask, alibi and softcap at
-                                   most: more of them would spill
+    64 keys or more           a warpgroup multiplies 64 rows, however many are used
+    head dims up to 192       rows of two warpgroups and two stages fill the shared memory; above
+                              128 no bias, and at most one of mask, alibi and softcap: more of them
+                              would spill
 
-Two launches, of which one owns keys and one owns queries, make seven products: each sum has one
-owner, nobody waits, and no float32 sum of dq lies in memory.  One launch makes five, and adds up dq
-in turns.  That is taken where
+Two launches, one whose blocks own keys and one whose blocks own queries, compute seven products:
+every accumulator has one owner, no block waits for another, and dq needs no float32 buffer.  A
+single launch computes five products; its blocks take turns to add to dq.  It runs if
 
-    head dims are at most 128      sums of dk, dv and dq fill the registers
-    nothing changes scores         nor hides tiles of pairs: registers, and a turn for every tile
-    one thing hides pairs          above 64 columns: the future, what is further back, or lengths
-                                   and starts; two would spill the warps that load and add
-    it pays                        see ``pays``; an ``AttentionConfig`` may say yes or no
+    head dims up to 128       the accumulators of dk, dv and dq fill the registers
+    no option changes scores  or hides tiles (block_mask): registers, and a turn for every tile
+    one option hides pairs    at most, above 64 columns: a right bound (causal), a left bound
+                              (window), or lengths and starts; two would make the loading and
+                              accumulating warps spill
+    it is faster              see ``pays``; an ``AttentionConfig`` can decide instead
 
 bytes = (rows + stages * tile) * (panel(dim) + panel(value_dim)) + stats + barriers
 """
@@ -33,75 +34,79 @@ from ...core.source import Constants
 from ...core.target import limits
 from ..common.tensor_map import mappable, with_maps
 from . import _tiles
-from ._hopper import alone, takes
+from ._hopper import only_option, takes
 from ._options import TILE, KernelOptions
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
 FEWEST = 64  # keys
-one_pass: bool | None = None  # asked for, or not, where there is no AttentionConfig
+one_pass: bool | None = None  # whether the single launch is requested, without an AttentionConfig
 
 
 class Backward(Warpgroups):
-    """What a block of the backward kernel works on: it owns keys, or queries."""
+    """Tiles of a block of the backward kernel, which owns keys or queries."""
 
     def bytes(self, dim: int, value_dim: int) -> int:
-        """Return the shared memory of a block, with the stats that a block of keys reads."""
+        """Return the bytes of shared memory of a block, with the stats that a key block reads."""
         tiles = (self.rows + self.stages * self.tile) * row_bytes(dim, value_dim)
         return tiles + self.stages * self.tile * 8 + 8 * (9 + 2 * self.stages)
 
 
 class OnePass(Backward):
-    """What a block works on that owns keys and adds to dq in turns: of dq, half a tile each."""
+    """Tiles of a block of the single launch: it owns keys, and in its turn adds a tile to dq.
+
+    Each of its two warpgroups computes half the columns of that tile.
+    """
 
     def bytes(self, dim: int, value_dim: int) -> int:
-        """Return the shared memory of a block, with ds twice and a tile of dq."""
+        """Return the bytes of shared memory of a block, with two buffers of ds and a tile of dq."""
         return super().bytes(dim, value_dim) + 2 * self.rows * 128 + self.sums(dim)
 
     def sums(self, dim: int) -> int:
-        """Return the bytes of a tile of dq in float32: whole panels, of 64 columns or half one."""
+        """Return the bytes of a tile of dq in float32, with columns rounded up to panels of 64."""
         return self.tile * max(64, -(-dim // 64) * 64) * 4
 
     def beside(self, rows: int, dim: int) -> int:
-        """Return the bytes of dq in float32, of all heads' padded rows, and of the turns."""
+        """Return the bytes of dq in float32, for the padded rows of all heads, and of the turns."""
         tiles = rows // self.tile
         return tiles * self.sums(dim) + 4 * (1 + tiles)
 
 
 class Chosen(NamedTuple):
-    """Tiles of the kernels that own keys and queries; of the one that makes all in one pass."""
+    """Tiles of the launches whose blocks own keys and queries; of the single launch, if it runs."""
 
     by_key: Backward
     by_query: Backward
     one_pass: OnePass | None = None
 
     def of(self, by_key: bool) -> Backward:
-        """Return the tiles of the kernel that owns keys, or queries."""
+        """Return the tiles of the launch whose blocks own keys, or else queries."""
         return self.by_key if by_key else self.by_query
 
-    def eased(self) -> "Chosen":
-        """Return the same where sums of dk and dv leave registers to what loads."""
-        easier: dict[str, Any] = {"registers": EASED.registers, "producer": EASED.producer}
-        one_pass = self.one_pass and self.one_pass._replace(**easier)
-        return Chosen(self.by_key._replace(**easier), self.by_query, one_pass)
+    def with_producer_registers(self) -> "Chosen":
+        """Return the same tiles with registers moved from the multiplying to the loading warps."""
+        moved: dict[str, Any] = {"registers": BASE.registers, "producer": BASE.producer}
+        one_pass = self.one_pass and self.one_pass._replace(**moved)
+        return Chosen(self.by_key._replace(**moved), self.by_query, one_pass)
 
 
-# What loads has 40 registers where what multiplies can do without them: with 24 NVRTC 13.5 spills
-# in packed sequences, and NVRTC 12.9 in one pass with `causal`.
-EASED = Backward(2, 64, 4, registers=232, producer=40)
-# By the wider of dim and value_dim.  At 128 sums of dk and dv fill the registers: see `eased`.
+# Threads that load have 40 registers wherever those that multiply can spare them: with 24, NVRTC
+# 13.5 spills in packed sequences, and NVRTC 12.9 in the single launch with `causal`.
+BASE = Backward(2, 64, 4, registers=232, producer=40)
+# By the larger of dim and value_dim.  At 128 the accumulators of dk and dv fill the registers, so
+# by_key keeps all 240: see `with_producer_registers`.
 TABLE = {
-    64: Chosen(EASED, EASED._replace(tile=128)),  # 98, 164 KB
-    128: Chosen(Backward(2, 64, 4), EASED._replace(tile=96, stages=3)),  # 194, 210 KB
-    192: Chosen(EASED._replace(stages=2, together=False), EASED._replace(stages=2)),  # 193 KB
+    64: Chosen(BASE, BASE._replace(tile=128)),  # 98, 164 KB
+    128: Chosen(Backward(2, 64, 4), BASE._replace(tile=96, stages=3)),  # 194, 210 KB
+    192: Chosen(BASE._replace(stages=2, together=False), BASE._replace(stages=2)),  # 193 KB
 }
-# What comes between a product and exp2 needs registers too.
+# Options that change a score between its product and exp2 need registers too.
 CHANGED = {
-    64: Chosen(EASED, EASED),  # 98 KB
-    128: Chosen(EASED._replace(together=False), EASED),  # 194 KB
-    192: TABLE[192],  # `alone`
+    64: Chosen(BASE, BASE),  # 98 KB
+    128: Chosen(BASE._replace(together=False), BASE),  # 194 KB
+    192: TABLE[192],  # for one such option: see `only_option`
 }
-# In one pass, by the wider of them: queries of a stage are the columns of a panel.  The model of
-# tests/warpgroups.py says that two launches take SAVED more cycles.
+# Of the single launch, by the larger of dim and value_dim.  A stage has 64 queries: the columns of
+# a panel.  The model of tests/warpgroups.py says that two launches take SAVED more cycles.
 SAVED = 0.33
 ONE_PASS = {
     64: OnePass(2, 64, 4, registers=232, producer=40),  # 147 KB
@@ -110,107 +115,110 @@ ONE_PASS = {
 
 
 def takes_backward(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
-    """Return what blocks work on, None for calls of the other kernel."""
-    wide, said = max(q.shape[-1], v.shape[-1]), call.constants
+    """Return the tiles of a call that runs on warpgroups, None for other calls."""
+    wide, flags = max(q.shape[-1], v.shape[-1]), call.constants
     if v.shape[-3] < FEWEST or takes(q, v, call) is None:
         return None
     width = next((width for width in TABLE if wide <= width), 0)
-    plain = said["FOLD"] and not said["MASK"]
-    if width == 192 and not plain and not alone(said, "MASK", "ALIBI", "SOFTCAP"):
+    plain = flags["FOLD"] and not flags["MASK"]
+    if width == 192 and not plain and not only_option(flags, "MASK", "ALIBI", "SOFTCAP"):
         return None
-    found = (TABLE if plain else CHANGED).get(width)
-    if found and plain and takes_one_pass(q, v, call, width):
-        found = found._replace(one_pass=ONE_PASS[width])
-    if said["BLOCK_MASK"] and found and TILE % found.by_query.tile:
-        found = CHANGED[width]  # its tiles are those of block_mask
-    narrow = min(q.shape[-1], v.shape[-1]) <= 96  # then sums have 224 columns at most
-    return found.eased() if found and plain and width == 128 and narrow else found
+    tiles = (TABLE if plain else CHANGED).get(width)
+    if tiles and plain and takes_one_pass(q, v, call, width):
+        tiles = tiles._replace(one_pass=ONE_PASS[width])
+    if flags["BLOCK_MASK"] and tiles and TILE % tiles.by_query.tile:
+        tiles = CHANGED[width]  # its tiles divide those of block_mask
+    narrow = min(q.shape[-1], v.shape[-1]) <= 96  # accumulators have 224 columns at most
+    return tiles.with_producer_registers() if tiles and plain and width == 128 and narrow else tiles
 
 
 def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
-    """Say whether one launch makes dq, dk and dv: where it can and, if nobody says, should."""
+    """Return whether one launch computes dq, dk and dv: if requested or, by default, if faster."""
     start = _tiles.start
     wanted = one_pass if start is None else start.one_pass
-    said = call.constants
-    if width not in ONE_PASS or said["BLOCK_MASK"] or wanted is False:
+    flags = call.constants
+    if width not in ONE_PASS or flags["BLOCK_MASK"] or wanted is False:
         return False
-    hides = said["LEFT"] + said["RIGHT"] + (said["LENGTHS"] or said["STARTS"])
-    if width > 64 and hides > 1 and not said["VARLEN"]:
+    hides = flags["LEFT"] + flags["RIGHT"] + (flags["LENGTHS"] or flags["STARTS"])
+    if width > 64 and hides > 1 and not flags["VARLEN"]:
         return False
     return bool(wanted) or pays(ONE_PASS[width], q, v)
 
 
 def pays(own: OnePass, q: Array, v: Array) -> bool:
-    """Say whether a call is long enough for turns.
+    """Return whether the cycles that the single launch saves exceed those spent waiting for turns.
 
-    Blocks that begin together are one behind the other for as long as they run: the last of them by
-    a tile for every block of keys of a head before it.
+    Blocks that start together stay staggered for as long as they run: the last of them lags by one
+    tile for every earlier block of keys of the same head.
     """
     queries, heads = q.shape[-3:-1]
     keys, kv_heads = v.shape[-3:-1]
-    blocks, many = -(-keys // own.rows), math.prod(q.shape[:-3])
-    tiles = many * heads * blocks * -(-queries // own.tile) / limits(q).processors
-    behind = min(blocks, -(-limits(q).processors // (many * kv_heads)))
-    return tiles * SAVED > behind
+    blocks, batch = -(-keys // own.rows), math.prod(q.shape[:-3])
+    tiles = batch * heads * blocks * -(-queries // own.tile) / limits(q).processors
+    lag = min(blocks, -(-limits(q).processors // (batch * kv_heads)))
+    return tiles * SAVED > lag
 
 
 def launch_one_pass(
     own: OnePass,
-    given: tuple[Array, ...],
-    made: tuple[Array, Array, Array],
+    inputs: tuple[Array, ...],
+    outputs: tuple[Array, Array, Array],
     call: KernelOptions,
     numbers: dict[str, Any],
 ) -> None:
-    """Launch attention_backward_sm90.cu, with dq in turns, and what ends dq."""
-    q, *_, stats = given
-    dq, dk, dv = made
+    """Launch the kernel that adds to dq in turns, then attention_dq_sm90.cu, which finishes dq."""
+    q, *_, stats = inputs
+    dq, dk, dv = outputs
     tiles, dim = math.prod(stats.shape[1:]) // own.tile, q.shape[-1]
-    turns = empty((1 + tiles,), np.float32, like=q)  # whose bits are integers
+    turns = empty((1 + tiles,), np.float32, like=q)  # the kernel reads its bits as integers
     turns.fill(0)
     sums = empty((tiles, own.sums(dim) // 4), np.float32, like=q)
-    launch_on_warpgroups(own, True, given, (dk, dv, sums, turns), call, numbers)
+    launch_on_warpgroups(own, True, inputs, (dk, dv, sums, turns), call, numbers)
     offsets, sequences = call.operands[1], call.numbers["sequences"]
-    said = call.constants
-    chosen = Constants(T=q.dtype, DIM=dim, VARLEN=said["VARLEN"], P=said["P"])
+    flags = call.constants
+    chosen = Constants(T=q.dtype, DIM=dim, VARLEN=flags["VARLEN"], P=flags["P"])
     kernel = load("attention_dq_sm90.cu", "attention_dq_sm90", q, chosen)
     queries, heads = q.shape[-3:-1]
     kernel[tiles, 256](
         *(sums, turns, dq, numbers["scale"], heads, queries, stats.shape[-1]),
-        *(offsets if said["VARLEN"] else None, sequences),
+        *(offsets if flags["VARLEN"] else None, sequences),
     )
 
 
 def launch_on_warpgroups(
     own: Backward,
     by_key: bool,
-    given: tuple[Array, ...],
-    made: tuple[Array | None, ...],
+    inputs: tuple[Array, ...],
+    outputs: tuple[Array | None, ...],
     call: KernelOptions,
     numbers: dict[str, Any],
 ) -> None:
-    """Launch attention_backward_sm90.cu: of q, k, v, dout and stats, for dx, dy, sums, slopes.
+    """Launch attention_backward_sm90.cu on q, k, v, dout and stats; write dx, dy, sums, slopes.
 
-    In one pass the last two are sums of dq and turns.
+    In the single launch, the last two outputs are the sums of dq and the turns.
     """
-    *arrays, stats = given
+    *arrays, stats = inputs
     q, k, v, dout = map(mappable, arrays)
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
-    named = zip(("DX", "DY", "SUM", "SLOPE"), made, strict=True)
+    named = zip(("DX", "DY", "SUM", "SLOPE"), outputs, strict=True)
     flags = {name: array is not None for name, array in named}
     if turns := isinstance(own, OnePass):
         flags |= {"SUM": False, "SLOPE": False}
     flags["TURNS"] = turns
-    given_constants = constants(own, **call.constants, BY_KEYS=by_key, **flags)
+    chosen = constants(own, **call.constants, BY_KEYS=by_key, **flags)
     shared_by = heads // kv_heads
-    rows, of, passing = keys, kv_heads, queries * shared_by  # rows that pass by a head's
+    rows, row_heads, streamed = keys, kv_heads, queries * shared_by  # rows that a head streams
     pairs: tuple[Array, ...] = (k, v, q, dout)
     if not by_key:
-        rows, of, passing, pairs = queries, heads, keys, (q, dout, k, v)
-    blocks, every = -(-rows // own.rows) + call.numbers["sequences"], math.prod(q.shape[:-3]) * of
-    passing *= (dim + value_dim) * q.dtype.itemsize
-    order, shape = order_of(own, q, blocks, every, passing, 1 if by_key else shared_by)
-    kernel = load("attention_backward_sm90.cu", "attention_backward_sm90", q, given_constants)
+        rows, row_heads, streamed, pairs = queries, heads, keys, (q, dout, k, v)
+    blocks, all_heads = (
+        -(-rows // own.rows) + call.numbers["sequences"],
+        math.prod(q.shape[:-3]) * row_heads,
+    )
+    streamed *= (dim + value_dim) * q.dtype.itemsize
+    order, shape = order_of(own, q, blocks, all_heads, streamed, 1 if by_key else shared_by)
+    kernel = load("attention_backward_sm90.cu", "attention_backward_sm90", q, chosen)
     work = {"call": numbers, "order": order}
     with_maps(kernel, q, own.boxes(2, 2))[*shape, own.bytes(dim, value_dim)](
-        *(*pairs, stats, *made, *call.operands, work)
+        *(*pairs, stats, *outputs, *call.operands, work)
     )

@@ -1,4 +1,4 @@
-"""Which tiles the backward kernels of attention work on, by the device and the head dim.
+"""Tiles of the backward kernels of attention, by architecture, dtype size and head dim.
 
 bytes = (rows + stages * tile) * (row(dim) + row(value_dim))
 """
@@ -12,16 +12,20 @@ from ._tiles import Table, rows_of
 
 
 class Tiles(NamedTuple):
-    """What a block works on: its own rows, and a tile of the others that pass by."""
+    """Shape of a block's work: the rows it owns, and a tile of the rows that it streams.
+
+    x and y are the operands of scores and of values: k and v of a block that owns keys, q and dout
+    of one that owns queries.
+    """
 
     warps: int
-    warp_tiles: int
-    tile: int
+    warp_tiles: int  # tiles of 16 own rows per warp
+    tile: int  # rows of a stage
     stages: int = 2
     together: bool = True  # dk and dv in one launch
-    blocks: int = 1  # of an SM
-    options: int = ANY  # the most for which registers are left
-    kept: int = 0  # own rows that stay in registers: 1 those of x, 2 of x and y
+    blocks: int = 1  # per SM
+    options: int = ANY  # the highest level of options that the registers allow
+    kept: int = 0  # own rows that stay in registers: 1 those of x, 2 those of x and y
     part: int = 4  # rows of a tile that are summed first, in float32: 1, 2, 4 or 8
 
     @property
@@ -30,26 +34,26 @@ class Tiles(NamedTuple):
         return self.warps * self.warp_tiles * 16
 
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
-        """Return the shared memory of a block."""
+        """Return the bytes of shared memory of a block."""
         pair = row_bytes(dim, itemsize) + row_bytes(value_dim, itemsize)
         return (self.rows + self.stages * self.tile) * pair
 
 
-# Sums take 128 registers or more of a thread, so that 8 warps fill an SM; a warp of two tiles
-# halves what its products read from shared memory, which is what bounds them on sm_80 and sm_90;
-# own rows that stay in registers are read once.
+# Accumulators take 128 or more registers per thread, so 8 warps fill an SM.  Two tiles per warp
+# halve what its products read from shared memory, which bounds them on sm_80 and sm_90.  Own rows
+# that stay in registers are read once.
 KEYS: Table[Tiles] = {
     (80, 2, 64): (
-        Tiles(4, 2, 32, options=CAUSAL),  # 48 KB: anywhere, and twice on an SM
-        Tiles(8, 1, 32),  # options need registers
+        Tiles(4, 2, 32, options=CAUSAL),  # 48 KB: fits every GPU, and twice on an SM
+        Tiles(8, 1, 32),  # other options need registers
     ),
     (80, 2, 128): (
-        Tiles(8, 1, 32, options=CAUSAL, kept=1),  # 96 KB; v's, kept too, would spill
+        Tiles(8, 1, 32, options=CAUSAL, kept=1),  # 96 KB; keeping rows of v too would spill
         Tiles(8, 1, 16),  # 80 KB
         Tiles(4, 1, 16),  # 48 KB
     ),
     (80, 2, 256): (
-        Tiles(8, 1, 16, together=False),  # 160 KB; dk or dv alone takes 128 registers
+        Tiles(8, 1, 16, together=False),  # 160 KB; each of dk and dv takes 128 registers
         Tiles(4, 1, 16, together=False),  # 96 KB
         Tiles(2, 1, 16, 1, together=False),  # 48 KB
     ),
@@ -58,16 +62,16 @@ KEYS: Table[Tiles] = {
         Tiles(4, 1, 16, part=8),  # 48 KB
     ),
     (80, 4, 128): (
-        Tiles(4, 1, 16, together=False, part=8),  # 96 KB; both, and parts, would spill
+        Tiles(4, 1, 16, together=False, part=8),  # 96 KB; dk and dv with partial sums would spill
         Tiles(2, 1, 16, 1, together=False, part=8),  # 48 KB
     ),
     (80, 4, 256): (
-        Tiles(4, 1, 8, together=False, part=1),  # 160 KB; with parts, 128 sums would spill
+        Tiles(4, 1, 8, together=False, part=1),  # 160 KB; 128 sums and partial ones would spill
         Tiles(2, 1, 8, together=False, part=1),  # 96 KB
         Tiles(1, 1, 8, 1, together=False, part=1),  # 48 KB
     ),
-    # Products take longer here beside what they read, as in forward's table: a tile a warp feeds
-    # them, and 168 registers let 12 warps overlap; 8 a block, twice, would spill.
+    # Here products take longer than their reads, as in the forward table: one tile per warp keeps
+    # up, and 168 registers let 12 warps overlap.  Two blocks of 8 warps would spill.
     (86, 2, 64): (Tiles(4, 1, 32, blocks=3, options=CAUSAL),),  # 32 KB
 }
 QUERIES: Table[Tiles] = {
@@ -100,10 +104,10 @@ QUERIES: Table[Tiles] = {
         Tiles(2, 1, 8),  # 96 KB
         Tiles(1, 1, 8, 1),  # 48 KB
     ),
-    # One sum and 127 registers: 16 warps.
+    # One accumulator (dq) and 127 registers: 16 warps.
     (86, 2, 64): (Tiles(8, 1, 32, blocks=2, options=CAUSAL),),  # 48 KB
 }
-# One stage: several blocks of an SM, few warps each, hide each other's loads.
+# One stage: an SM runs several blocks of few warps, which hide each other's loads.
 PAIRS: Table[Tiles] = {
     (80, 2, 64): (Tiles(4, 1, 32, 1),),  # 24 KB
     (80, 2, 128): (Tiles(4, 1, 32, 1),),  # 48 KB
@@ -115,7 +119,7 @@ PAIRS: Table[Tiles] = {
 
 
 class Chosen(NamedTuple):
-    """Tiles of the kernels that own keys, queries, pairs of both."""
+    """Tiles of the launches whose blocks own keys, queries, and pairs of both."""
 
     by_key: Tiles
     by_query: Tiles
@@ -124,8 +128,8 @@ class Chosen(NamedTuple):
 
 @cache
 def resolve(itemsize: int, dim: int, value_dim: int, options: int, limits: Limits) -> Chosen | None:
-    """Return the best tiles that fit into the shared memory of a block; None where none do."""
-    found = [
+    """Return the best tiles that fit into the shared memory of a block; None if none do."""
+    chosen = [
         next(
             (
                 tiles
@@ -137,4 +141,4 @@ def resolve(itemsize: int, dim: int, value_dim: int, options: int, limits: Limit
         )
         for table in (KEYS, QUERIES, PAIRS)
     ]
-    return None if None in found else Chosen(*found)  # type: ignore[arg-type]
+    return None if None in chosen else Chosen(*chosen)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Which keys a query of attention sees, block by block.
+"""Blocks of scores for the NumPy definition of attention: which keys each run of queries sees.
 
-A block is some batches, some heads, a run of queries and the keys that these queries see.  With
-causal or a window, keys that no query of a block sees are not in it.  On a host with several
-cores, blocks run side by side.
+A block covers a range of batches, heads and consecutive queries, and the keys that these queries
+see.  With causal or a window, keys that no query of the block sees are left out.  On a host with
+several cores, blocks run in parallel.
 """
 
 import itertools
@@ -18,20 +18,20 @@ from ..common import threads
 from ._options import FARTHEST, TILE, Options
 from ._products import SINGLE
 
-HOST_SCORES = 2**17  # scores of a block: half a mebibyte, which a core's cache holds
-DEVICE_SCORES = 2**24  # few launches, 64 MiB
+HOST_SCORES = 2**17  # scores of a block: half a mebibyte, which fits into a core's cache
+DEVICE_SCORES = 2**24  # 64 MiB: large, so that there are few launches
 
 
 class Block(NamedTuple):
-    """A part of the scores."""
+    """The ranges of batches, heads, queries and keys that one block of scores covers."""
 
     batch: slice
     kv_heads: slice
     heads: slice
-    rows: slice  # of the queries
-    keys: Any  # a slice, or the numbers of the keys where block_mask leaves gaps
-    edges: tuple[slice, ...]  # columns, of keys, where causal, window or lengths hide some pairs
-    gaps: bool  # block_mask hides some pairs
+    rows: slice  # of queries
+    keys: Any  # a slice, or an array of key indices if block_mask leaves gaps
+    edges: tuple[slice, ...]  # key columns where causal, window or lengths hide some pairs
+    gaps: bool  # whether block_mask hides some pairs
 
 
 class Blocks:
@@ -55,10 +55,10 @@ class Blocks:
         self._choose_steps()
 
     def _place(self, key_lengths: Any, query_start: Any) -> None:
-        """Set the number of keys and the position of the first query, of all or of each batch.
+        """Set the number of keys and the position of the first query, shared or for each batch.
 
         On the host these numbers become Python integers, and keys that do not exist are never
-        read.  On a device nobody waits for them: keys that do not exist become zeros.
+        read.  On a device, reading them would wait for it: keys that do not exist become zeros.
         """
         self.length: Any = self.keys
         if key_lengths is not None:
@@ -79,9 +79,9 @@ class Blocks:
         self.each_batch = not (isinstance(self.start, int) and isinstance(self.length, int))
 
     def _choose_steps(self) -> None:
-        """Set how many batches, kv heads and queries a block takes."""
+        """Set how many batches, kv heads and queries a block covers."""
         depth = max(self.q.shape[3], self.v.shape[3], 1)
-        rows = 64 if depth <= TILE else 32  # less is slow, more cuts the keys too small
+        rows = 64 if depth <= TILE else 32  # fewer are slow, more leave too narrow runs of keys
         self.width: int | None = max(8, SINGLE // (rows * depth))
         rows = max(1, rows >> (self.group - 1).bit_length()) if self.on_host else TILE
         near = self.left is not None and self.right is not None
@@ -93,13 +93,13 @@ class Blocks:
         self.steps = (1 if alone else max(1, room // kv_heads), kv_heads, rows)
 
     def walk(
-        self, step: Callable[[Block], None], *, in_order: bool = False, alone: bool = False
+        self, step: Callable[[Block], None], *, in_order: bool = False, serial: bool = False
     ) -> None:
         """Call step on every block in which some query sees a key.
 
-        Blocks run side by side, so step may only write what belongs to its queries; with
-        in_order those that share keys run one after another, and it may add to its keys too.
-        With alone, all run one after another.
+        Blocks run in parallel, so step may only write rows of its own queries.  With in_order,
+        blocks that share keys run one after another, so step may also add to rows of its keys.
+        With serial, all blocks run one after another.
         """
 
         def run(blocks: list[Block]) -> None:
@@ -109,22 +109,22 @@ class Blocks:
 
         array: Any = self.q
         if is_planned(array):
-            self._walk_planned(step, in_order, alone)
+            self._walk_planned(step, in_order, serial)
             return
         if in_order:
-            same = itertools.groupby(self._blocks(), lambda block: (block.batch, block.kv_heads))
-            tasks = [list(blocks) for _, blocks in same]
+            groups = itertools.groupby(self._blocks(), lambda block: (block.batch, block.kv_heads))
+            tasks = [list(blocks) for _, blocks in groups]
         else:
             tasks = [[block] for block in self._blocks()]
-        if alone or not self.on_host or len(tasks) == 1 or threads.count() == 1:
+        if serial or not self.on_host or len(tasks) == 1 or threads.count() == 1:
             self.width = None
             for task in tasks:
                 run(task)
         else:
             threads.each(run, tasks)
 
-    def _walk_planned(self, step: Callable[[Block], None], in_order: bool, alone: bool) -> None:
-        """Call step on the block of most scores, as often as threads would be at work on such."""
+    def _walk_planned(self, step: Callable[[Block], None], in_order: bool, serial: bool) -> None:
+        """Plan memory without values: call step on the largest block, once per working thread."""
         sizes = zip((self.batch, self.kv_heads, self.queries), self.steps, strict=True)
         batches, kv_heads, rows = (-(-size // step) for size, step in sizes)
         first = map(self._narrowed, itertools.islice(self._blocks(), rows))
@@ -132,13 +132,14 @@ class Blocks:
         if largest is None or not _pairs(largest):
             return
         tasks = batches * kv_heads * (1 if in_order else rows)
-        at_work = 1 if alone or not self.on_host else min(threads.count(), tasks)
-        self.width = self.width if at_work > 1 else None
+        workers = 1 if serial or not self.on_host else min(threads.count(), tasks)
+        self.width = self.width if workers > 1 else None
         array: Any = self.q
-        with array.side_by_side(at_work):
+        with array.side_by_side(workers):
             step(largest)
 
     def _blocks(self) -> Iterator[Block]:
+        """Yield all blocks, with keys still to be set by ``_narrowed``."""
         batches, kv_heads, rows = self.steps
         for batch in _slices(self.batch, batches):
             for kv in _slices(self.kv_heads if self.heads else 0, kv_heads):
@@ -147,13 +148,13 @@ class Blocks:
                     yield Block(batch, kv, heads, row, None, (), False)
 
     def _narrowed(self, block: Block) -> Block:
-        """Return the block with only the keys that its queries see, and where to look closer."""
+        """Return the block with only the keys that its queries see, and columns to mask in part."""
         if not self.on_host and (self.each_batch or self.block_mask is not None):
-            gaps = self.block_mask is not None  # reading it here would stall the device
+            gaps = self.block_mask is not None  # reading its values would stall the device
             return block._replace(keys=slice(0, self.keys), edges=(slice(None),), gaps=gaps)
         start, length = self._at(self.start, block), self._at(self.length, block)
         low, high = start + block.rows.start, start + block.rows.stop - 1
-        first, clear, over, stop = 0, 0, length, length  # all rows see the keys clear .. over
+        first, clear, over, stop = 0, 0, length, length  # every row sees the keys clear .. over - 1
         if self.left is not None:
             first = min(max(low - self.left, 0), length)
             clear = min(max(high - self.left, first), length)
@@ -172,8 +173,8 @@ class Blocks:
         if some.all():
             return block
         keys = np.flatnonzero(some) + first
-        closer = (slice(None),) if edges else ()
-        return block._replace(keys=keys if keys.size else slice(0, 0), edges=closer)
+        edges = (slice(None),) if edges else ()
+        return block._replace(keys=keys if keys.size else slice(0, 0), edges=edges)
 
     def offsets(self, block: Block, columns: slice = slice(None)) -> Array:
         """Return key position minus query position for each pair of a block."""
@@ -181,13 +182,13 @@ class Blocks:
         return self.numbers(block.keys)[columns] - (rows + self._at(self.start, block))
 
     def distances(self, block: Block) -> Array:
-        """Return how far each key lies from each query; a start beyond FARTHEST counts as that."""
+        """Return the distance of each key from each query; a start is clipped to +-FARTHEST."""
         rows = np.arange(block.rows.start, block.rows.stop, like=self.q)[:, None]
         start = np.clip(self._at(self.start, block), -FARTHEST, FARTHEST)
         return np.abs(self.numbers(block.keys) - (rows + start))
 
     def hidden(self, block: Block, columns: slice) -> Array:
-        """Return where causal, window and lengths forbid a pair."""
+        """Return True for each pair that causal, window or lengths hide."""
         offsets = self.offsets(block, columns)
         hidden = np.zeros_like(offsets, dtype=bool)
         if self.left is not None:
@@ -199,7 +200,7 @@ class Blocks:
         return hidden
 
     def tiles(self, block: Block) -> Array:
-        """Return the row of block_mask that the block's queries, all in one tile, lie in."""
+        """Return the block's row of block_mask: all its queries are in one tile."""
         row = block.rows.start // TILE
         tiles: Array = self.block_mask[:, :, row : row + 1]
         return tiles[index_of(tiles[..., :1], block)]
@@ -209,7 +210,7 @@ class Blocks:
         return np.arange(keys.start, keys.stop, like=self.q) if isinstance(keys, slice) else keys
 
     def _at(self, number: Any, block: Block) -> Any:
-        """Return a number of the block's batch: an integer, or an array on a device."""
+        """Return start or length of the block's batch: an integer, or an array on a device."""
         if isinstance(number, int):
             return number
         if self.on_host:
@@ -224,12 +225,12 @@ def _pairs(block: Block) -> int:
 
 
 def four_axes(array: Any) -> Any:
-    """Return array, or None, with axes of size 1 before its own."""
+    """Return the array with leading axes of size 1 up to four axes; None stays None."""
     return None if array is None else array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def index_of(array: Array, block: Block) -> tuple[Any, ...]:
-    """Return the index of the block's part of an array that broadcasts."""
+    """Return the index of the block's part of an array whose axes of size 1 broadcast."""
     parts = (block.batch, block.heads, block.rows, block.keys)
     return tuple(
         slice(None) if size == 1 else part for size, part in zip(array.shape, parts, strict=True)
@@ -237,5 +238,6 @@ def index_of(array: Array, block: Block) -> tuple[Any, ...]:
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:
+    """Yield consecutive slices of at most step elements that cover size."""
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))

@@ -1,6 +1,6 @@
-"""How attention of few queries is launched: keys shared out over blocks, in pages or in order.
+"""Launch of attention for few queries: the keys, paged or contiguous, are split over blocks.
 
-bytes = max(16 * row(dim) + warps * 2 * keys * (row(dim) + row(value_dim)), what its warps found)
+bytes = max(16 * row(dim) + warps * 2 * keys * (row(dim) + row(value_dim)), results of the warps)
 """
 
 from functools import cache
@@ -20,47 +20,49 @@ from ._forward import launch_forward
 from ._options import FARTHEST, Options, kernel_options, refused, row_bytes
 from ._tiles import Table, rows_of
 
-FEW = 16  # queries up to which a call is bound by reading its keys
-ROWS = 16  # of a product: query heads of a group, times queries
-# Keys of a block.  One sequence of 4096 with 8 heads is 128 blocks, about one for each SM; of more
-# blocks the last need no whole wave, as half of those that an SM can hold read at full speed.
+FEW = 16  # up to so many queries, reading the keys bounds a call
+ROWS = 16  # rows of a product: query heads of a group, times queries
+# Keys of a block.  One sequence of 4096 keys with 8 heads makes 128 blocks, about one for each SM.
+# With more blocks, a last wave that is half full costs little: half of the blocks that an SM can
+# hold read at full speed.
 CHUNK = 256
-STATIC = 128  # bytes of shared memory that a block takes beside
-FAN = 32  # parts that a block merges: of 128k keys, 512 parts become 16, and these one
+STATIC = 128  # bytes of static shared memory that a block takes besides
+FAN = 32  # parts that a block merges: for 128k keys, 512 parts become 16, and these become one
 
 
 class Tiles(NamedTuple):
-    """What a block works on: warps, and keys that each of them works on at a time."""
+    """Shape of a block's work: its warps, and the keys that each of them processes at a time."""
 
     warps: int
     keys: int
 
     def resident(self, size: int, shared: int, eight: bool = False) -> int:
-        """Return how many blocks of this size an SM is to hold: up to 8 warps, or 12 in fours.
+        """Return how many blocks of this size an SM should hold: up to 8 warps, or 12 in fours.
 
-        As many as memory lets in leave the compiler all registers that these do not need.  With
-        eight, never more: addresses of a page and of a mask together would spill those of twelve,
-        as would those of codes and of their scales.
+        No more than the shared memory allows, so that the compiler may use the other registers.
+        With ``eight``, never more than 8 warps: at 12, the addresses of a page and of a mask
+        together would spill, as would those of codes and of their scales.
         """
         most = 3 if self.warps == 4 and not eight else 8 // self.warps
         return max(1, min(shared // (size + STATIC), most))
 
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
-        """Return the shared memory of a block: queries and rings, later what the warps found."""
+        """Return the bytes of shared memory of a block: queries and rings, later warp results."""
         row, value_row = (row_bytes(columns, itemsize) for columns in (dim, value_dim))
         ring = ROWS * row + self.warps * 2 * self.keys * (row + value_row)
         return max(ring, self.warps * ROWS * (value_dim + 4) * 4)
 
 
-# Reading bounds it.  What an SM reads in 800 ns must be on its way at all times: 28 KB on an H200,
-# 42 KB on a B200, 15 KB on an A100, 6 to 9 KB on cards of 99 KB.  A warp has one tile on its way
-# while it works on another: 8 KB, or 16 KB of rows of 256.  Two blocks, so that one reads while
-# the other begins or ends; where memory is left a third.
+# Reads bound this kernel.  Each SM must always have in flight what it reads in 800 ns (the latency
+# of memory): 28 KB on an H200, 42 KB on a B200, 15 KB on an A100, 6 to 9 KB on GPUs with 99 KB of
+# shared memory.  A warp has one tile in flight while it processes another: 8 KB, or 16 KB for rows
+# of 256 columns.  An SM runs two blocks, so that one reads while the other starts or ends, and a
+# third if there is memory for it.
 DECODE: Table[Tiles] = {
-    (80, 2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB: 64 KB on their way, in three 96; 34 KB: 32
+    (80, 2, 64): (Tiles(4, 32), Tiles(4, 16)),  # 66 KB: 64 KB in flight, 96 in 3 blocks; 34 KB: 32
     (80, 2, 128): (Tiles(4, 16), Tiles(2, 16)),  # 68 KB: 64 or 96; 36 KB: 32
     (80, 2, 256): (Tiles(2, 16), Tiles(1, 16)),  # 72 KB: 64 or 96; 40 KB: 32
-    # FMAs take longer than tensor cores: as many warps as may be, of few keys
+    # FMAs take longer than tensor cores: as many warps as possible, with few keys each
     (80, 4, 64): (Tiles(4, 16), Tiles(4, 8)),  # 68 KB: 64 or 96; 36 KB: 32
     (80, 4, 128): (Tiles(4, 8), Tiles(2, 8)),  # 72 KB: 64 or 96; 40 KB: 32
     (80, 4, 256): (Tiles(2, 8), Tiles(1, 8)),  # 80 KB: 64; 48 KB: 32
@@ -69,7 +71,7 @@ DECODE: Table[Tiles] = {
 
 @cache
 def resolve(itemsize: int, dim: int, value_dim: int, limits: Limits) -> Tiles | None:
-    """Return the best tiles of which two blocks fit into an SM, or one; None where none do."""
+    """Return the best tiles of which two blocks, or else one, fit into an SM; None if none do."""
     if dim % 8 or value_dim % 8:
         return None
     sizes = {
@@ -95,34 +97,35 @@ def launch_decode(
     page_table: Array | None = None,
     scales: Array | None = None,
 ) -> Any:
-    """Launch attention_decode.cu; NotImplemented for head dims that it has no tiles for.
+    """Launch attention_decode.cu; return NotImplemented for head dims without tiles.
 
-    With page_table, k and v are pages, and there are key_lengths.  Else they may be a part of the
-    tokens of longer arrays.  With scales, of each token and head of k and of v, these are codes.
+    With page_table, k and v are pages, and options has key_lengths.  Otherwise k and v may be the
+    first tokens of longer arrays.  With scales, one per token and head of k and of v, k and v are
+    int8 codes.
     """
     batch, queries, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     pages, page = v.shape[:2]
     keys = page if page_table is None else page_table.shape[1] * page
-    there = limits(q)
+    device = limits(q)
     call, sinks = kernel_options(q, v, options, keys), options.sinks
-    tiles = call and resolve(q.dtype.itemsize, dim, value_dim, there)
-    tokens = keys if page_table is None else pages * page  # that are told apart, in 32 bits
+    tiles = call and resolve(q.dtype.itemsize, dim, value_dim, device)
+    tokens = keys if page_table is None else pages * page  # the kernel numbers them in 32 bits
     if call is None or tiles is None or queries * heads >= FARTHEST or tokens >= 2**32 - 1:
         return refused(q, v)
     by_pair = any(call.constants[n] for n in ("MASK", "BIAS", "BLOCK_MASK", "DROPOUT"))
-    spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128  # all registers
+    spills = by_pair and q.dtype.itemsize == 4 and max(dim, value_dim) > 128  # in any registers
     if scales is not None and (dim % 16 or value_dim % 16 or spills):
         if spills:
             return no_kernel(f"head dim {max(dim, value_dim)} in float32 with masks or dropout")
-        return no_kernel(f"head dims {dim} and {value_dim} are not multiples of 16, as codes need")
+        return no_kernel(f"head dims {dim}, {value_dim} are not multiples of 16, required for int8")
     k, v, apart = batch_stride(k, v)
     (q,) = in_chunks(q)
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     eight = (by_pair and page_table is not None) or scales is not None
     named = constants(
         tiles,
-        RESIDENT=tiles.resident(size, there.shared, eight),
+        RESIDENT=tiles.resident(size, device.shared, eight),
         S=q.dtype if sinks is None else sinks.dtype,
         G=np.dtype("int32") if page_table is None else page_table.dtype,
         PAGED=page_table is not None,
@@ -133,7 +136,7 @@ def launch_decode(
     )
     left, right = options.reach
     span = keys if left is None or right is None else min(keys, left + right + queries + CHUNK)
-    chunks = -(-span // CHUNK)  # a span may begin inside a chunk
+    chunks = -(-span // CHUNK)  # span has CHUNK keys more, as it may begin inside a chunk
     sequences = batch * kv_heads * -(-(heads // kv_heads) * queries // ROWS)
     out = empty((batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
@@ -158,10 +161,10 @@ def launch_decode(
 
 
 def launch_attention(q: Array, k: Array, v: Array, **optional: Any) -> Any:
-    """Launch the kernel that fits: for few queries, or for many."""
+    """Launch the kernel for few queries if it takes the call, else the general one."""
     options = Options(**optional)
     if q.shape[1] <= FEW and options.block_mask is None and not options.dropout:
-        done = launch_decode(q, k, v, options)
-        if done is not NotImplemented:
-            return done
+        results = launch_decode(q, k, v, options)
+        if results is not NotImplemented:
+            return results
     return launch_forward(q, k, v, options)

@@ -1,4 +1,4 @@
-"""How the forward kernel of attention is launched."""
+"""Launch of the forward kernel of attention."""
 
 import math
 from functools import cache
@@ -33,10 +33,10 @@ def _constants(tiles: Tiles, **named: Any) -> Constants:
 
 
 def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
-    """Launch the kernel that takes a call; NotImplemented for head dims that have no tiles.
+    """Launch the warpgroup or the general kernel; return NotImplemented for dims without tiles.
 
-    With offsets q, k, v have no batch axis.  Else k and v may be a part of the tokens of longer
-    arrays.
+    With offsets, q, k and v have no batch axis.  Otherwise k and v may be the first tokens of
+    longer arrays.
     """
     *batch, queries, heads, dim = q.shape
     size, value_dim = q.dtype.itemsize, v.shape[-1]
@@ -52,11 +52,11 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((*batch, heads, queries), np.float32, like=q)
-    slices = slice_of(value_dim)
-    kind = q.dtype if sinks is None else sinks.dtype
-    constants = _constants(tiles, **call.constants, S=kind, SLICE=slices)
+    columns = slice_of(value_dim)
+    sinks_dtype = q.dtype if sinks is None else sinks.dtype
+    constants = _constants(tiles, **call.constants, S=sinks_dtype, SLICE=columns)
     blocks = math.prod(batch) * heads * (-(-queries // tiles.rows) + call.numbers["sequences"])
-    blocks *= -(-value_dim // slices)
+    blocks *= -(-value_dim // columns)
     kernel = load("attention_forward.cu", "attention_forward", q, constants)
     kernel[blocks, tiles.threads, tiles.bytes(size, dim, value_dim)](
         *(q, k, v, sinks, out, lse, *call.operands, call.numbers, apart)

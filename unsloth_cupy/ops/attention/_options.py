@@ -1,4 +1,4 @@
-"""The options of a call of attention, and what its kernels are told of them."""
+"""The options of an attention call, and how they are passed to its kernels."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ from ..common.strides import broadcast_strides
 Window = tuple[int | None, int | None]
 
 TILE = 128  # queries and keys that one element of block_mask stands for
-FARTHEST = 2**29  # positions are 32-bit integers in the kernels; sums of two of them fit
+FARTHEST = 2**29  # kernels hold positions as 32-bit integers, and the sum of two must fit
 LOG2E = 1 / math.log(2)
-CAUSAL, HIDING, ANY = range(3)  # options of a call: causal; what hides scores; what changes them
+CAUSAL, HIDING, ANY = range(3)  # levels of options: causal only; that hide scores; that change them
 
 
 class Options(NamedTuple):
-    """What is optional in a call, as attention documents it; handed on whole."""
+    """The optional arguments of a call, as ``attention`` documents them."""
 
     mask: Array | None = None
     bias: Array | None = None
@@ -36,7 +36,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout: float = 0.0
     seed: int | None = None
-    offsets: tuple[Array, Array] | None = None  # of queries and keys of sequences end to end
+    offsets: tuple[Array, Array] | None = None  # of the queries and the keys of packed sequences
 
     @property
     def reach(self) -> Window:
@@ -48,11 +48,11 @@ class Options(NamedTuple):
 def check_options(
     call: str, window: Any, softcap: float | None, dropout: float, seed: int | None
 ) -> None:
-    """Raise ConfigError for options that make no sense."""
+    """Raise ConfigError for an invalid window, softcap, dropout or seed."""
     pair = isinstance(window, tuple | list) and len(window) == 2
     fits = pair and all(n is None or is_integer(n) for n in window)
     if window is not None and not fits:
-        cure = "pass (left, right): keys seen before and after a query's own, None for all"
+        cure = "pass (left, right): keys seen before and after the query's position, None for all"
         raise ConfigError(f"{call}: window={window!r}; {cure}")
     if softcap is not None and not 0 < softcap < math.inf:
         cure = "must be above 0, or None for no cap"
@@ -61,7 +61,7 @@ def check_options(
 
 
 class KernelOptions(NamedTuple):
-    """The options of a call as kernels take them: see common/attention.cuh."""
+    """The options of a call in the form that kernels take: see common/attention.cuh."""
 
     constants: dict[str, Any]
     operands: tuple[Array | None, ...]  # in the order of the kernels' parameters
@@ -71,20 +71,20 @@ class KernelOptions(NamedTuple):
 
 
 def refused(q: Array, v: Array) -> Any:
-    """Return NotImplemented, and say why kernels of attention do not run a call."""
+    """Return NotImplemented, and record why no attention kernel runs a call."""
     for name, dim in (("head dim", q.shape[-1]), ("value dim", v.shape[-1])):
         if dim % 8:
             return no_kernel(f"{name} {dim} is not a multiple of 8")
     dims = f"head dim {q.shape[-1]} and value dim {v.shape[-1]} in {q.dtype}"
-    return no_kernel(f"{dims}, or so many tokens, have no tiles on this GPU")
+    return no_kernel(f"{dims}, or this number of tokens, have no tiles on this GPU")
 
 
 def kernel_options(
     q: Array, v: Array, options: Options, keys: int | None = None
 ) -> KernelOptions | None:
-    """Return the options as kernels take them; None where kernels cannot run them.
+    """Return the options in the form that kernels take; None if kernels cannot run them.
 
-    With keys, so many of them lie in the pages of v.
+    For a paged cache, keys is the number of keys that a row of page_table has room for.
     """
     *_, queries, heads, dim = q.shape
     tokens, kv_heads, value_dim = v.shape[-3:]
@@ -154,28 +154,28 @@ def kernel_options(
 
 
 def factors_of(scale: float, options: Options) -> tuple[bool, float, float]:
-    """Return whether exp2 takes the factor of the scores, that factor, and the cap."""
-    # scores that are hidden stay -inf: the factor may not become 0, nor turn their sign
+    """Return whether exp2 applies the factor of the scores (FOLD), that factor, and the cap."""
+    # the score of a hidden pair must stay -inf, so the factor may not be 0 or negative
     plain = options.softcap is None and options.bias is None and options.alibi is None
     fold = plain and scale > 1e-30
     return fold, scale * LOG2E if fold else scale / (options.softcap or 1), options.softcap or 0
 
 
 def _padded(axis: int, options: Options) -> int:
-    """Return how long the longest sequence may be, by what is given for a padded batch."""
-    given, block_mask = (options.mask, options.bias), options.block_mask
-    sizes = [a.shape[axis] for a in given if a is not None and a.ndim >= -axis]
-    sizes = [size for size in sizes if size != 1]  # 1 is for all
+    """Return the longest sequence that mask, bias and block_mask have room for on an axis."""
+    arrays, block_mask = (options.mask, options.bias), options.block_mask
+    sizes = [a.shape[axis] for a in arrays if a is not None and a.ndim >= -axis]
+    sizes = [size for size in sizes if size != 1]  # 1 broadcasts to any length
     sizes += [] if block_mask is None else [TILE * block_mask.shape[axis]]
     return min(sizes, default=FARTHEST)
 
 
 def row_bytes(columns: int, itemsize: int) -> int:
-    """Return what a row takes in shared memory, as Tile of common/tile.cuh lays it out."""
+    """Return the bytes of a row in shared memory, in the layout of Tile of common/tile.cuh."""
     chunks = -(-columns // 16) * itemsize
     return 16 * (chunks if chunks % 8 == 0 else chunks | 1)
 
 
 def near(offset: Any) -> int:
-    """Return a number of positions, 0 for None; sums of three stay below 2**63."""
+    """Return a number of positions, 0 for None, clipped so that the sum of three is below 2**63."""
     return max(-(2**61), min(2**61, int(offset or 0)))

@@ -1,4 +1,4 @@
-"""Attention over pages, of floats or of codes: what both ops share."""
+"""Shared by both ops of attention over a paged cache: of floats, and of int8 codes."""
 
 import math
 from typing import Any
@@ -32,28 +32,29 @@ def attend_pages(
     options: Options,
     scales: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return out and lse over pages, times the scales of each token and head where there are."""
+    """Return out and lse over pages; scales, if any, multiply each token and head of them."""
     page = k_pages.shape[1]
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     q = q.astype(wide)
-    starts_of_all = getattr(options.query_start, "ndim", 0) == 1
+    start_per_batch = getattr(options.query_start, "ndim", 0) == 1
 
     def gathered(which: int, pages: Array, table: Array) -> Array:
+        """Return the keys (which = 0) or values (1) of the pages of a table, in order."""
         values = pages[table].astype(wide)
         if scales is not None:
-            with np.errstate(over="ignore", invalid="ignore"):  # slots beyond lengths hold anything
+            with np.errstate(over="ignore", invalid="ignore"):  # slots past lengths are undefined
                 values *= scales[which][table][..., None].astype(wide)
         return values.reshape(len(table), table.shape[1] * page, *pages.shape[2:])
 
     def part(batch: slice, table: Array, exist: Array | None) -> tuple[Array, Array]:
-        """Attend over the pages of a table, or over its first tokens where that is known."""
+        """Attend over all pages with key lengths ``exist``; None: over the first lengths tokens."""
         k, v = (gathered(i, pages, table) for i, pages in enumerate((k_pages, v_pages)))
         start: Any = options.query_start
         if exist is None:
             k, v = k[:, : int(lengths[batch.start])], v[:, : int(lengths[batch.start])]
-            start = start[batch.start] if starts_of_all else start
+            start = start[batch.start] if start_per_batch else start
         shared = {name: getattr(options, name) for name in ("mask", "bias", "block_mask")}
-        own = {name: _of(batch, four_axes(array)) for name, array in shared.items()}
+        own = {name: _part_of(batch, four_axes(array)) for name, array in shared.items()}
         own["bias"] = None if options.bias is None else own["bias"].astype(wide)
         alibi = options.alibi
         own["alibi"] = alibi if alibi is None or alibi.ndim == 1 else alibi[batch]
@@ -81,44 +82,48 @@ def launch_pages(
     scales: Array | None,
     **optional: Any,
 ) -> Any:
-    """Launch the kernel over pages, of codes where there are scales."""
+    """Launch the kernel over pages, which are int8 codes if there are scales."""
     options = Options(**{n: packed(a) if hasattr(a, "dtype") else a for n, a in optional.items()})
-    held = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
-    if not all(array.flags.c_contiguous for array in held):
-        return no_kernel("k_pages or v_pages is not packed, and packing would copy the cache")
+    cache = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
+    if not all(array.flags.c_contiguous for array in cache):
+        return no_kernel("k_pages or v_pages is not contiguous, and a copy would copy the cache")
     options = options._replace(key_lengths=packed(lengths))
     return launch_decode(packed(q), k_pages, v_pages, options, packed(page_table), scales)
 
 
-def _of(batch: slice, array: Any) -> Any:
-    """Return what a batch has of an array that all may share."""
+def _part_of(batch: slice, array: Any) -> Any:
+    """Return the batch's part of an array, or the array where all batches share it."""
     return array if array is None or len(array) == 1 else array[batch]
 
 
 def check_keys(k_pages: Array, page_table: Array, mask: Any, bias: Any, block_mask: Any) -> None:
-    """Raise ShapeError where an array is not for as many keys: no signature tells a product."""
+    """Raise ShapeError where an array is for another number of keys.
+
+    A signature cannot state it: it is the product of two axes.
+    """
     keys = page_table.shape[1] * k_pages.shape[1]
-    fitting_of = ("mask", mask, {1, keys}), ("bias", bias, {1, keys})
-    for name, array, fitting in (*fitting_of, ("block_mask", block_mask, {-(-keys // TILE)})):
-        if array is not None and array.ndim and array.shape[-1] not in fitting:
+    sizes_of = ("mask", mask, {1, keys}), ("bias", bias, {1, keys})
+    for name, array, sizes in (*sizes_of, ("block_mask", block_mask, {-(-keys // TILE)})):
+        if array is not None and array.ndim and array.shape[-1] not in sizes:
             problem = f"{name} of shape {array.shape} has {array.shape[-1]} for keys"
-            cure = " or ".join(map(str, sorted(fitting)))
+            cure = " or ".join(map(str, sorted(sizes)))
             raise ShapeError(
                 f"attention_paged: {problem}; it must be {cure}: a row of page_table"
                 f" has room for {keys} keys",
-                expected=tuple(sorted(fitting)),
+                expected=tuple(sorted(sizes)),
                 actual=array.shape[-1],
             )
 
 
 def _check(page_table: Array, lengths: Array, shape: tuple[int, ...]) -> None:
-    """Raise RangeError where lengths or pages that are used lie outside the cache."""
+    """Raise RangeError where lengths, or page numbers within them, are outside the cache."""
     pages, page = shape[:2]
     room = page_table.shape[1] * page
     if lengths.size and not 0 <= lengths.min() <= lengths.max() <= room:
-        found = f"lengths holds {lengths.min()} .. {lengths.max()}"
+        problem = f"lengths holds {lengths.min()} .. {lengths.max()}"
         raise RangeError(
-            f"attention_paged: {found}; it must be in 0 .. {room}, the pages of a row of page_table"
+            f"attention_paged: {problem}; it must be in 0 .. {room}, the tokens that a row of"
+            " page_table has room for"
         )
     used = np.arange(page_table.shape[1]) * page < lengths[:, None]
     outside = used & ((page_table < 0) | (page_table >= pages))

@@ -1,8 +1,8 @@
-"""The matrix products of attention, for one block of scores.
+"""The matrix products of attention's NumPy definition, for one block of scores.
 
 Query heads that share a key head are rows of one product: ``rows`` below is group * queries.
-With ``width``, a product is cut into runs of that many keys, which BLAS computes on the thread
-that asks: several blocks then run side by side instead of waiting for each other's threads.
+With ``width``, a product is cut into runs of that many keys, small enough for BLAS to compute on
+the calling thread: several blocks then run in parallel instead of waiting for BLAS threads.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ import numpy as np
 
 from ...core.dtypes import Array
 
-SINGLE = 2**18  # rows * columns * inner size up to which OpenBLAS keeps to one thread
-PARTIAL = 2**20  # elements of the partial sums that are held at once
+SINGLE = 2**18  # up to this rows * columns * inner size, OpenBLAS uses one thread
+PARTIAL = 2**20  # elements of the partial sums in memory at a time
 
 
 def by_keys(a: Array, b: Array, width: int | None) -> Array:
@@ -82,13 +82,13 @@ def _tiled(b: Array, width: int) -> Array:
 
 
 def operations(a: dict[str, Any]) -> int:
-    """Return the operations of q @ k.T and p @ v, of the keys that causal and window show."""
+    """Return the operations of q @ k.T and p @ v, for the keys that causal and window allow."""
     queries, keys = a["q"].shape[1], a["k"].shape[1]
     columns = a["q"].shape[3] + a["v"].shape[3]
     left, right = a.get("window") or (None, None)
     right = 0 if a.get("causal") else right
-    at = np.arange(queries) + keys - queries
-    last = np.full(queries, keys - 1) if right is None else np.minimum(at + right, keys - 1)
-    first = 0 if left is None else np.maximum(at - left, 0)
+    position = np.arange(queries) + keys - queries
+    last = np.full(queries, keys - 1) if right is None else np.minimum(position + right, keys - 1)
+    first = 0 if left is None else np.maximum(position - left, 0)
     pairs = int(np.maximum(last - first + 1, 0).sum())
     return int(2 * a["q"].shape[0] * a["q"].shape[2] * pairs * columns)

@@ -1,8 +1,8 @@
-"""The scores of attention, block by block: what every attention op has in common.
+"""The scores of attention, block by block, for the definitions of all attention ops.
 
 score = cap * tanh(scale * q @ k.T / cap) + bias - slope * abs(query position - key position)
 
-and -inf where a query may not see a key.  No array here is larger than a block.
+and -inf where a query may not see a key.  No temporary array here is larger than a block.
 """
 
 import math
@@ -32,14 +32,14 @@ class Scores(Blocks):
         self.scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else float(scale)
         self.softcap = None if softcap is None else float(softcap)
         self.dropout, self.seed = options.dropout, options.seed
-        self.first_batch = first_batch  # what dropout adds to the number of a batch
+        self.first_batch = first_batch  # dropout counts batches from this number
         self.mask = four_axes(options.mask)
         self.bias = four_axes(options.bias)
         self.alibi = None if alibi is None else four_axes(alibi[..., None, None])
         self.sinks = options.sinks
 
     def logits(self, block: Block) -> tuple[Array, Array, Array | None]:
-        """Return scaled queries, scores and, with softcap, the tanh inside them.
+        """Return the scaled queries, the scores and, with softcap, tanh(score / softcap).
 
         Scores are (batch, kv_heads, group * queries, keys): query heads that share a key head
         are rows of one product.
@@ -51,19 +51,19 @@ class Scores(Blocks):
             scores /= self.softcap
             tanh = np.tanh(scores, out=scores)
             scores = tanh * self.softcap
-        seen = self.by_head(scores, block)
+        view = self.by_head(scores, block)
         if self.bias is not None:
-            seen += self._split(_part(self.bias, block))
+            view += self._split(_part(self.bias, block))
         if self.alibi is not None:
             slope = self._split(_part(self.alibi, block))
-            seen -= slope * self.distances(block).astype(scores.dtype)
+            view -= slope * self.distances(block).astype(scores.dtype)
         if self.mask is not None:
-            np.copyto(seen, -math.inf, where=~self._split(_part(self.mask, block)))
+            np.copyto(view, -math.inf, where=~self._split(_part(self.mask, block)))
         if block.gaps:
             tiles = self.tiles(block)[..., self.numbers(block.keys) // TILE]
-            np.copyto(seen, -math.inf, where=~self._split(tiles))
+            np.copyto(view, -math.inf, where=~self._split(tiles))
         for columns in block.edges:
-            np.copyto(seen[..., columns], -math.inf, where=self.hidden(block, columns))
+            np.copyto(view[..., columns], -math.inf, where=self.hidden(block, columns))
         return q, scores, tanh
 
     def by_head(self, scores: Array, block: Block) -> Array:
@@ -72,7 +72,7 @@ class Scores(Blocks):
         return scores.reshape(batch, kv_heads, self.group, -1, keys)
 
     def kept(self, block: Block) -> Array:
-        """Return where dropout keeps a probability, by head."""
+        """Return True for each probability that dropout keeps, with the axes of ``by_head``."""
         batch, head, row = (
             np.arange(part.start, part.stop, like=self.q)
             for part in (block.batch, block.heads, block.rows)
@@ -86,18 +86,19 @@ class Scores(Blocks):
         return self._split(kept if gapless else kept[..., keys])
 
     def add_sum(self, total: Array, gradient: Array, block: Block) -> None:
-        """Add the gradient of the scores, by head, to that of an operand that was broadcast."""
+        """Add the gradient of the scores (axes of ``by_head``) to that of a broadcast operand."""
         batch, _, _, rows, keys = gradient.shape
         gradient = gradient.reshape(batch, -1, rows, keys)
         axes = tuple(axis for axis, size in enumerate(total.shape) if size == 1)
         total[index_of(total, block)] += gradient.sum(axis=axes, keepdims=True)
 
     def _split(self, part: Array) -> Array:
-        """View (batch or 1, heads or 1, queries or 1, keys or 1) by group, as scores are."""
+        """View (batch or 1, heads or 1, queries or 1, keys or 1) with the axes of ``by_head``."""
         batch, heads, rows, keys = part.shape
         group = 1 if heads == 1 else self.group
         return part.reshape(batch, heads // group, group, rows, keys)
 
 
 def _part(array: Array, block: Block) -> Array:
+    """Return the block's part of an array with four axes, of which some may be 1."""
     return array[index_of(array, block)]

@@ -1,4 +1,4 @@
-"""Which tiles the kernels of attention work on, by the device and the head dim; those of forward.
+"""Tiles of the forward kernel of attention, and how all launch tables of attention are read.
 
 bytes = rows * row(dim) + stages * keys * (row(dim) + row(slice of value_dim))
 """
@@ -9,10 +9,11 @@ from typing import NamedTuple, TypeVar
 from ...core.target import Limits
 from ._options import ANY, CAUSAL, HIDING, row_bytes
 
-WIDEST = 256  # columns of a sum that fit into the registers of a warp: a block owns no more
+WIDEST = 256  # columns of accumulators that fit into a warp's registers: the most a block owns
 
-# A launch table has rows by architecture, size of a value and the wider of dim and value_dim, the
-# best first.  Those of sm_80 run on all that follow it; others are taken before them here.
+# The keys of a launch table are architecture, itemsize and the larger of dim and value_dim; the
+# best tiles come first.  Tiles of sm_80 run on all later architectures; those that OWN lists try
+# the tiles of another key before them.
 OWN = {86: (86,), 89: (86,), 120: (86,)}
 Row = TypeVar("Row")
 Table = dict[tuple[int, int, int], tuple[Row, ...]]
@@ -21,22 +22,22 @@ Table = dict[tuple[int, int, int], tuple[Row, ...]]
 def rows_of(
     table: Table[Row], architecture: int, itemsize: int, dim: int, value_dim: int
 ) -> tuple[Row, ...]:
-    """Return the rows of a launch table that an architecture may take, the best first."""
+    """Return the tiles of a launch table that an architecture can run, best first."""
     width = next((w for w in (64, 128, 256, 512) if max(dim, value_dim) <= w), 0)
     keys = [(own, itemsize, width) for own in (*OWN.get(architecture, ()), 80)]
     return tuple(row for key in keys for row in table.get(key, ()))
 
 
 class Tiles(NamedTuple):
-    """What a block works on: warps, tiles of 16 queries a warp, keys a stage of the ring."""
+    """Shape of a block's work."""
 
     warps: int
-    warp_tiles: int
-    keys: int
+    warp_tiles: int  # tiles of 16 queries per warp
+    keys: int  # of a stage of the ring
     kept: bool  # the queries stay in registers
-    blocks: int = 1  # that an SM holds: taken where so many fit into the memory of one
-    stages: int = 2  # of the ring: with 1, keys are loaded while values are multiplied, and back
-    options: int = ANY  # the most for which registers are left
+    blocks: int = 1  # per SM: the tiles are chosen only if so many fit into its shared memory
+    stages: int = 2  # of the ring; with 1, keys load while values are multiplied, and vice versa
+    options: int = ANY  # the highest level of options that the registers allow
 
     @property
     def rows(self) -> int:
@@ -49,42 +50,42 @@ class Tiles(NamedTuple):
         return self.warps * 32
 
     def bytes(self, itemsize: int, dim: int, value_dim: int) -> int:
-        """Return the shared memory of a block."""
+        """Return the bytes of shared memory of a block."""
         row, value_row = row_bytes(dim, itemsize), row_bytes(slice_of(value_dim), itemsize)
         return self.rows * row + self.stages * self.keys * (row + value_row)
 
 
 class Start(NamedTuple):
-    """Where a choice begins: queries and threads of a block, at most."""
+    """Where the search for tiles starts: at most so many queries and threads of a block."""
 
     tile: int
     block: int
-    warpgroups: bool = False  # the kernels of sm_90 are taken where they can be
-    one_pass: bool | None = None  # of them, the backward pass that is one launch; None: a table
+    warpgroups: bool = False  # run the warpgroup kernels of sm_90 where possible
+    one_pass: bool | None = None  # run their backward pass in one launch; None: if a model says so
 
 
 FORWARD: Table[Tiles] = {
-    # Products of sm_80 and sm_90 wait for what they read from shared memory.  Two tiles of queries
-    # a warp halve that and take up to 255 registers: two blocks of 4 warps then fill an SM.
+    # Products on sm_80 and sm_90 wait for what they read from shared memory.  Two tiles of queries
+    # per warp halve those reads and take up to 255 registers: two blocks of 4 warps then fill an SM
     (80, 2, 64): (
-        Tiles(4, 2, 64, True, blocks=2, options=CAUSAL),  # 48 KB: twice in 99
-        Tiles(8, 1, 64, True),  # the same queries and keys: anywhere
-        Tiles(8, 2, 64, True, options=CAUSAL),  # 64 KB; where 256 queries are asked for
+        Tiles(4, 2, 64, True, blocks=2, options=CAUSAL),  # 48 KB: two fit into 99
+        Tiles(8, 1, 64, True),  # the same queries and keys: fits every GPU
+        Tiles(8, 2, 64, True, options=CAUSAL),  # 64 KB; for an AttentionConfig of 256 queries
     ),
     (80, 2, 128): (
-        Tiles(4, 2, 32, False, blocks=2, options=CAUSAL),  # 64 KB: twice in 163
+        Tiles(4, 2, 32, False, blocks=2, options=CAUSAL),  # 64 KB: two fit into 163
         Tiles(8, 1, 64, True, options=HIDING),  # 96 KB: 8 warps hide each other's latency
-        Tiles(8, 1, 32, False),  # 64 KB; what changes a score needs its registers
+        Tiles(8, 1, 32, False),  # 64 KB; options that change a score need its registers
         Tiles(4, 1, 32, True),  # 48 KB
-        Tiles(8, 2, 16, False, options=CAUSAL),  # 80 KB; where 256 queries are asked for
+        Tiles(8, 2, 16, False, options=CAUSAL),  # 80 KB; for an AttentionConfig of 256 queries
     ),
     (80, 2, 256): (
         Tiles(8, 1, 32, False, options=CAUSAL),  # 128 KB; 128 registers of output
         Tiles(8, 1, 16, False),  # 96 KB
         Tiles(2, 1, 16, False),  # 48 KB
     ),
-    # Queries take most of the memory; 4 warps are the least that keeps an SM's four parts busy,
-    # and come before a second stage.
+    # Queries take most of the memory.  An SM needs at least 4 warps to keep its four partitions
+    # busy; they matter more than a second stage.
     (80, 2, 512): (
         Tiles(8, 1, 32, False, options=CAUSAL),  # 224 KB
         Tiles(8, 1, 16, False),  # 176 KB
@@ -93,7 +94,7 @@ FORWARD: Table[Tiles] = {
         Tiles(4, 1, 16, False, stages=1),  # 88 KB
         Tiles(2, 1, 16, False, stages=1),  # 56 KB
     ),
-    (80, 4, 64): (Tiles(4, 1, 32, False),),  # 48 KB; FMAs bound it, and two rows a thread feed them
+    (80, 4, 64): (Tiles(4, 1, 32, False),),  # 48 KB; bound by FMAs: two rows per thread suffice
     (80, 4, 128): (
         Tiles(4, 1, 32, False),  # 96 KB
         Tiles(2, 1, 16, False),  # 48 KB
@@ -108,15 +109,15 @@ FORWARD: Table[Tiles] = {
         Tiles(2, 1, 8, False, stages=1),  # 88 KB
         Tiles(1, 1, 8, False, stages=1),  # 56 KB
     ),
-    # Products with float32 sums take four times as long here as on sm_80 beside what they read: a
-    # tile a warp feeds them, and fewer registers let 16 warps overlap each other's exp.
+    # Products with float32 sums take four times as long here as on sm_80, relative to their reads:
+    # one tile per warp keeps up, and fewer registers let 16 warps overlap each other's exp.
     (86, 2, 64): (Tiles(8, 1, 32, True, blocks=2, options=CAUSAL),),  # 32 KB, 128 registers
 }
-start: Start | None = None  # where choices begin; the best row of the table where it is None
+start: Start | None = None  # where the search starts; None: the best tiles of the table
 
 
 def slice_of(value_dim: int) -> int:
-    """Return how many columns of v a block owns: all, or half of them, rounded up to 8."""
+    """Return how many columns of v a block owns: all, or half of them rounded up to 8."""
     return value_dim if value_dim <= WIDEST else -(-value_dim // 16) * 8
 
 
@@ -141,16 +142,17 @@ def resolve(
     limits: Limits,
     start: Start | None = None,
 ) -> Tiles | None:
-    """Return the best tiles that fit; None where none do.
+    """Return the best tiles that fit; None if none do.
 
-    With a start, those that come nearest to it from below, in queries and then in threads.
+    With a start, return the tiles closest to it from below, by queries and then by threads.
     """
-    found = fitting(itemsize, dim, value_dim, options, limits)
-    if start is None or not found:
-        return found[0] if found else None
+    candidates = fitting(itemsize, dim, value_dim, options, limits)
+    if start is None or not candidates:
+        return candidates[0] if candidates else None
 
     def distance(tiles: Tiles) -> tuple[int, int]:
-        away = start.tile - tiles.rows, start.block - tiles.threads
-        return tuple(far if far >= 0 else 2**20 - far for far in away)  # type: ignore[return-value]
+        """Return how far below the start queries and threads are; above it counts as farther."""
+        below = start.tile - tiles.rows, start.block - tiles.threads
+        return tuple(n if n >= 0 else 2**20 - n for n in below)  # type: ignore[return-value]
 
-    return min(found, key=distance)
+    return min(candidates, key=distance)

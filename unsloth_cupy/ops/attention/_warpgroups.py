@@ -1,4 +1,4 @@
-"""What a block of attention's kernels on warpgroups works on, and which block takes which rows."""
+"""Tiles of the warpgroup kernels of attention, and the order in which blocks take rows."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -8,18 +8,18 @@ from ...core.source import Constants
 from ...core.target import limits
 
 PANEL = 64  # columns under a swizzle of 128 bytes
-L2 = 24 << 20  # bytes that pass by at a time: half of the L2 of an H100
+L2 = 24 << 20  # bytes that blocks stream at a time: half of the L2 cache of an H100
 
 
 class Warpgroups(NamedTuple):
-    """Warpgroups that compute, 64 own rows each; rows of a stage of the ring."""
+    """Shape of a block's work: computing warpgroups that own rows, one warpgroup that loads."""
 
-    consumers: int
-    tile: int
+    consumers: int  # warpgroups that compute, each of which owns 64 rows
+    tile: int  # streamed rows of a stage of the ring
     stages: int = 2
     together: bool = True  # dk and dv in one launch
     registers: int = 240  # of a thread that computes
-    producer: int = 24  # of a thread of the warpgroup that loads
+    producer: int = 24  # registers of a thread of the warpgroup that loads
 
     @property
     def rows(self) -> int:
@@ -31,20 +31,20 @@ class Warpgroups(NamedTuple):
         """Return the threads of a block."""
         return self.consumers * 128 + 128
 
-    def boxes(self, own: int, passing: int) -> tuple[tuple[int, ...], ...]:
-        """Return the boxes of so many maps of own rows and of rows that pass by."""
-        counts = [self.rows] * own + [self.tile] * passing
+    def boxes(self, own: int, streamed: int) -> tuple[tuple[int, ...], ...]:
+        """Return the boxes of so many tensor maps of own rows, then of streamed rows."""
+        counts = [self.rows] * own + [self.tile] * streamed
         return tuple((PANEL, 1, rows, 1) for rows in counts)
 
 
 def row_bytes(*columns: int) -> int:
-    """Return the bytes of a row of each of several tiles."""
+    """Return the bytes of one row of each of several tiles, with whole panels of columns."""
     return sum(-(-count // PANEL) * 128 for count in columns)
 
 
 @cache
 def constants(own: Warpgroups, **named: Any) -> Constants:
-    """Return the constants of a kernel, with those of its blocks."""
+    """Return the constants of a kernel: those of its tiles, and the named ones."""
     return Constants(
         CONSUMERS=own.consumers,
         TILE=own.tile,
@@ -56,12 +56,13 @@ def constants(own: Warpgroups, **named: Any) -> Constants:
 
 
 def order_of(
-    own: Warpgroups, q: Array, blocks: int, heads: int, passing: int, shared_by: int
+    own: Warpgroups, q: Array, blocks: int, heads: int, streamed: int, shared_by: int
 ) -> tuple[dict[str, int], tuple[int, int]]:
-    """Return the order of jobs, and the blocks and threads of a launch.
+    """Return the order of jobs (Order of jobs.cuh), and the blocks and threads of a launch.
 
-    blocks of rows a head, of so many heads; bytes that pass by a head, which shared_by heads share.
+    Each of heads has ``blocks`` blocks of own rows and streams ``streamed`` bytes, which
+    ``shared_by`` heads share.
     """
-    together = min(shared_by * max(1, L2 // max(1, passing)), heads)
+    together = min(shared_by * max(1, L2 // max(1, streamed)), heads)
     order = {"row_blocks": blocks, "heads": heads, "together": together}
     return order, (min(blocks * heads, limits(q).processors), own.threads)

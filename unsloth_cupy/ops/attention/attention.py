@@ -1,4 +1,4 @@
-"""Attention: out = softmax(score) @ v, row by row, with every option that models use.
+"""Attention: out = softmax(score) @ v, row by row, with the options that models use.
 
 score = cap * tanh(scale * q @ k.T / cap) + bias - slope * abs(query position - key position)
 lse = log(sum(exp(score)))      out = exp(score - lse) @ v
@@ -23,7 +23,7 @@ from ._options import Options, Window, check_options
 from ._products import by_keys, for_keys, operations, over_keys, stacked, unstacked
 from ._scores import Scores
 
-LOW, HIGH = -30, 60  # between these, exp of a row's largest score needs no shift in float32
+LOW, HIGH = -30, 60  # if a row's largest score is between these, exp needs no shift in float32
 
 OPERANDS = (
     "mask?(batch|1, heads|1, queries|1, keys|1): bool,"
@@ -52,11 +52,11 @@ def attention(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Array:
-    """Return ``softmax(score) @ v``, where ``score = scale * q @ k.T`` and its options.
+    """Return ``softmax(score) @ v``, where ``score = scale * q @ k.T``, changed by the options.
 
-    In this order: ``scale``; ``softcap * tanh(score / softcap)``; plus bias, minus alibi; -inf
-    where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.  All
-    options compose.  A query that sees no key gets zeros, and zero gradients.
+    They apply in this order: ``scale``; ``softcap * tanh(score / softcap)``; plus bias, minus
+    alibi; -inf where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.
+    All options can be combined.  A query that sees no key gets zeros, and zero gradients.
 
     Parameters
     ----------
@@ -81,31 +81,33 @@ def attention(
     alibi : (heads,) or (batch, heads) dtype of q or float32, optional
         Slopes; ``slope * abs(query position - key position)`` is subtracted.
     sinks : (heads,) dtype of q or float32, optional
-        Score of one more key, seen by every query, that has no value.
+        Score of an additional key that every query sees and that has no value.
     key_lengths : (batch,) int, optional
-        Keys from this one on do not exist, whatever their bytes hold.
+        Number of keys of each batch; later ones do not exist, whatever their bytes hold.
     query_start : int or (batch,) int, optional
-        Position of the first query among the keys.  By default the last query stands at the last
-        key: ``keys - queries``, or ``key_lengths - queries``.  Alibi cuts it to -2**29 .. 2**29.
+        Position of the first query among the keys.  By default the last query has the position of
+        the last key: ``keys - queries``, or ``key_lengths - queries``.  For alibi, it is clipped to
+        -2**29 .. 2**29.
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
         Tiles of 128 queries by 128 keys that are False are skipped.
     dropout : float
-        Share of the probabilities that become 0; the others grow by ``1 / (1 - dropout)``.
+        Fraction of the probabilities that become 0; the others grow by ``1 / (1 - dropout)``.
     seed : int, optional
-        Of dropout, in 0 .. 2**64 - 1; the same seed drops the same (batch, head, query, key).
+        Seed of dropout, in 0 .. 2**64 - 1; the same seed drops the same (batch, head, query, key).
 
     Returns
     -------
     out : (batch, queries, heads, value_dim) float
+        For each query and head, the weighted sum of the values.
 
     Raises
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     ConfigError
-        An option makes no sense, or dropout comes without a seed.
+        An option is invalid, or dropout has no seed.
     RangeError
-        key_lengths holds a number outside 0 .. keys.
+        key_lengths contains a number outside 0 .. keys.
 
     Notes
     -----
@@ -118,8 +120,8 @@ def attention(
     >>> from unsloth_cupy import attention, attention_backward, attention_forward
     >>> rng = np.random.default_rng(0)
     >>> q = rng.standard_normal((1, 6, 8, 64), np.float32)  # batch, tokens, heads, dim
-    >>> k, v = rng.standard_normal((2, 1, 6, 2, 64), np.float32)  # 4 heads of q share one of theirs
-    >>> out = attention(q, k, v, causal=True)  # the first token sees itself alone
+    >>> k, v = rng.standard_normal((2, 1, 6, 2, 64), np.float32)  # 4 query heads share a key head
+    >>> out = attention(q, k, v, causal=True)  # the first token sees only itself
     >>> np.testing.assert_allclose(out[:, 0], v[:, 0].repeat(4, axis=1), rtol=1e-6)
     >>> out, lse = attention_forward(q, k, v, causal=True)
     >>> dq, dk, dv, *_ = attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
@@ -160,12 +162,12 @@ def attention_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention does, and the natural log of each row's sum of exp(score)."""
-    hiding = mask, bias, alibi, sinks, key_lengths, query_start, block_mask
-    return attend(Scores(q, k, v, Options(*hiding, causal, window, scale, softcap, dropout, seed)))
+    arrays = mask, bias, alibi, sinks, key_lengths, query_start, block_mask
+    return attend(Scores(q, k, v, Options(*arrays, causal, window, scale, softcap, dropout, seed)))
 
 
 def attend(scores: Scores) -> tuple[Array, Array]:
-    """Return out and lse: softmax of the scores, block by block, times v."""
+    """Return out and lse: the softmax of the scores times v, block by block."""
     q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
@@ -216,7 +218,7 @@ def attention_backward(
     dlse: Array | None = None,
     **options: Any,
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
-    """Return the gradients of q, k, v, bias, alibi and sinks; dlse is lse's, where it is used."""
+    """Return the gradients of q, k, v, bias, alibi and sinks; dlse is that of lse, None for 0."""
     chosen = Options(**options)
     dq, dk, dv, dbias, dalibi, dsinks = attend_backward(
         Scores(q, k, v, chosen), dout, out, lse, dlse
@@ -231,15 +233,15 @@ def attention_backward(
 def attend_backward(
     scores: Scores, dout: Array, out: Array, lse: Array, dlse: Array | None
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
-    """Return the gradients of q, k, v, bias, alibi by batch, and sinks; scores are made again."""
+    """Recompute the scores and return the gradients of q, k, v, bias, alibi by batch, and sinks."""
     q, k, v, group, sinks = scores.q, scores.k, scores.v, scores.group, scores.sinks
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
     by_head = (scores.batch, scores.heads, 1, 1)
     dalibi = None if scores.alibi is None else np.zeros(by_head, q.dtype, like=q)
-    delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), which the softmax takes off
+    delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), subtracted in ds below
     delta = delta if dlse is None else delta - dlse
-    lse = np.where(lse == -math.inf, 0, lse)  # where no key is seen, p = exp(-inf) all the same
+    lse = np.where(lse == -math.inf, 0, lse)  # rows that see no key: p = exp(-inf - 0) is still 0
     dsinks = None
     if sinks is not None:
         dsinks = -(np.exp(sinks[:, None] - lse) * delta).sum(axis=(0, 2))
@@ -274,13 +276,13 @@ def attend_backward(
         dq[block.batch, block.rows, block.heads] = unstacked(part, group)
         dk[keys] += for_keys(ds, rows_of_q, scores.width)
 
-    scores.walk(step, in_order=True, alone=dbias is not None)  # blocks may share a bias
+    scores.walk(step, in_order=True, serial=dbias is not None)  # blocks may share a bias
     dalibi = None if dalibi is None else dalibi[:, :, 0, 0]
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
 attention_forward.require(check_options)
-attention_forward.kernel(launch_attention, strided=("k", "v"))  # the first tokens of a cache
+attention_forward.kernel(launch_attention, strided=("k", "v"))  # may be the first tokens of a cache
 attention_backward.require(check_options)
 attention_backward.kernel(launch_backward)
-attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # five products for two
+attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # 5 products, forward 2

@@ -1,10 +1,10 @@
-"""Where the choice of attention's tiles begins, for a kind of GPU.
+"""Where the search for attention's tiles starts, by default or for a kind of GPU.
 
-    AttentionConfig.for_rtx_5080().resolve(0, dim=64)   what a block works on, on GPU 0
-    with AttentionConfig(tile=64).use(): ...            what attention takes inside
+    AttentionConfig.for_rtx_5080().resolve(0, dim=64)   the tiles on GPU 0
+    with AttentionConfig(tile=64).use(): ...            attention uses such tiles inside
 
-A tile costs shared memory and registers, so the same numbers do not launch everywhere: ``resolve``
-takes what comes nearest among the tiles of the table that do.
+A tile needs shared memory and registers, so not every GPU can launch the same sizes: ``resolve``
+returns the closest tiles of the table that the GPU can launch.
 """
 
 from collections.abc import Iterator
@@ -28,32 +28,32 @@ from ._tiles import Start, Tiles, resolve
 @checked
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Queries and threads of a block of the forward kernel of attention: the most to begin with.
+    """Upper limits of queries and threads per block, where the search for forward tiles starts.
 
-    Without one, attention takes the best tiles of its table for the GPU, the head dim and the
-    options of a call.  This is for measuring others.
+    Without a config, attention uses the best tiles of its table for the GPU, the head dim and the
+    options of a call.  A config is for measuring others.
 
     Parameters
     ----------
     tile : int
-        Queries of a block, 16 or more.
+        Queries per block, 16 or more.
     block : int
-        Threads of a block, 32 or more.
+        Threads per block, 32 or more.
     head_dim : int
-        Columns of a head, 1 or more: what ``resolve`` and ``shared_memory_bytes`` are asked for.
+        Columns of a head, 1 or more: the default of ``resolve`` and ``shared_memory_bytes``.
     warpgroups : bool
-        On Hopper, what attention_forward_sm90.cu and attention_backward_sm90.cu take goes there,
-        and tile and block are of the other calls.  No GPU has run these kernels yet: nothing goes
-        there without being asked for.
+        On Hopper, run attention_forward_sm90.cu and attention_backward_sm90.cu for the calls that
+        they support; tile and block then concern only the other calls.  No GPU has run these
+        kernels yet, so they run only on request.
     one_pass : bool or None
-        With warpgroups, whether one launch makes dq, dk and dv where it can: head dims up to 128,
-        and no mask, block mask, bias, ALiBi slopes or soft cap.  By default where a model says
-        that it is the faster one.
+        With warpgroups, whether a single launch computes dq, dk and dv where it can: head dims up
+        to 128, and no mask, block mask, bias, ALiBi slopes or soft cap.  None: if a model says that
+        it is faster.
 
     Raises
     ------
     ConfigError
-        A number is too small, an option is not of its kind, or one_pass is said without warpgroups.
+        A number is too small, an option has the wrong type, or one_pass is set without warpgroups.
     """
 
     tile: int = 128
@@ -69,37 +69,37 @@ class AttentionConfig:
                 problem = f"AttentionConfig({name}={value!r})"
                 raise ConfigError(f"{problem}: pass an integer, {least} or more")
         if self.one_pass is not None and not self.warpgroups:
-            given = f"one_pass={self.one_pass}"
-            problem = f"AttentionConfig({given}): kernels on warpgroups alone have it"
-            raise ConfigError(f"{problem}; pass AttentionConfig(warpgroups=True, {given})")
+            argument = f"one_pass={self.one_pass}"
+            problem = f"AttentionConfig({argument}): only the warpgroup kernels have this option"
+            raise ConfigError(f"{problem}; pass AttentionConfig(warpgroups=True, {argument})")
 
     @classmethod
     def for_rtx_5080(cls) -> "AttentionConfig":
-        """Return where to begin on an RTX 5080: 99 KB of shared memory a block."""
+        """Return a config for an RTX 5080, which has 99 KB of shared memory per block."""
         return cls(tile=256, block=256)
 
     @classmethod
     def for_rtx_3090_ti(cls) -> "AttentionConfig":
-        """Return where to begin on an RTX 3090 Ti: 99 KB of shared memory a block."""
+        """Return a config for an RTX 3090 Ti, which has 99 KB of shared memory per block."""
         return cls(tile=128, block=256)
 
     @classmethod
     def for_datacenter(cls) -> "AttentionConfig":
-        """Return where to begin on an A100 or an H100: 163 or 227 KB of shared memory a block."""
+        """Return a config for an A100 or H100: 163 or 227 KB of shared memory per block."""
         return cls(tile=256, block=256)
 
     rtx_5080_preset, rtx_3090ti_preset = for_rtx_5080, for_rtx_3090_ti
 
     def with_tile_size(self, tile: int) -> "AttentionConfig":
-        """Return this config with another number of queries."""
+        """Return this config with another number of queries per block."""
         return replace(self, tile=tile)
 
     def shared_memory_bytes(self, dtype: Any = "float32") -> int:
-        """Return the bytes that square tiles take: q, k, v, scores, row maxima and row sums.
+        """Return the bytes of square tiles of q, k, v and scores, with row maxima and row sums.
 
-        (3 tile head_dim + tile^2 + 2 tile) numbers, as the FlashAttention paper (Dao et al. 2022,
-        algorithm 1) holds them on chip.  The kernels here keep the scores in registers:
-        ``resolve(...).bytes`` is what they take.
+        (3 tile head_dim + tile^2 + 2 tile) numbers: what the FlashAttention paper (Dao et al. 2022,
+        algorithm 1) keeps on chip.  The kernels here keep the scores in registers;
+        ``resolve(...).bytes`` returns the shared memory that they need.
         """
         numbers = 3 * self.tile * self.head_dim + self.tile**2 + 2 * self.tile
         return numbers * float_dtype("AttentionConfig.shared_memory_bytes", dtype).itemsize
@@ -113,20 +113,22 @@ class AttentionConfig:
         dtype: Any = "bfloat16",
         options: int = CAUSAL,
     ) -> Tiles:
-        """Return the tiles that attention takes with this config: they launch on the device.
+        """Return the tiles that attention uses with this config; the device can launch them.
 
         Parameters
         ----------
         device : int or array or (architecture, bytes)
-            A GPU's number, what lives there, or what to know of it: its compute capability, 86 for
-            8.6, and the bytes of shared memory that a block may ask for.
+            A GPU's number, an array on it, or its limits: the compute capability, 86 for 8.6, and
+            the bytes of shared memory that a block may request.
         dim, value_dim : int
-            Columns of q and k, of v: ``head_dim`` and dim by default.  Multiples of 8 up to 512.
+            Columns of q and k, and of v; by default ``head_dim`` and dim.  Multiples of 8 up to
+            512.
         dtype : dtype or its name
             float16, bfloat16 or float32.
         options : int
-            Which options leave registers for the tiles: 0 for causal and key lengths, 1 for what
-            hides scores, such as a window or a mask, 2 for what changes them, such as a softcap.
+            The options for which the tiles must leave registers: 0 for causal and key lengths, 1
+            also for those that hide scores, such as a window or a mask, 2 also for those that
+            change them, such as a softcap.
 
         Returns
         -------
@@ -136,54 +138,58 @@ class AttentionConfig:
         Raises
         ------
         ConfigError, DTypeError
-            device, a dim or options is nothing of the kind; there is no kernel for the dtype.
+            device, a dim or options has a wrong type or value; there is no kernel for the dtype.
         KernelError
-            No tiles fit: the definition runs there.
+            No tiles fit: the NumPy definition runs for such calls.
         DeviceError
-            No such GPU is found.
+            There is no such GPU.
         """
         if not is_integer(options) or options > ANY:
             raise ConfigError(f"AttentionConfig.resolve(options={options!r}): pass 0, 1 or 2")
         dim = self.head_dim if dim is None else dim
         value_dim = dim if value_dim is None else value_dim
         if not (is_integer(dim) and is_integer(value_dim)):
-            given = f"dim={dim!r}, value_dim={value_dim!r}"
-            raise ConfigError(f"AttentionConfig.resolve({given}): pass integers, columns of a head")
+            arguments = f"dim={dim!r}, value_dim={value_dim!r}"
+            raise ConfigError(
+                f"AttentionConfig.resolve({arguments}): pass integers, the columns of a head"
+            )
         try:
             kind = np.dtype(dtype)
-        except TypeError:  # no name of a dtype
+        except TypeError:  # not the name of a dtype
             kind = np.dtype(object)
         if kind not in KERNEL_DTYPES:
             known = ", ".join(each.name for each in KERNEL_DTYPES)
             raise DTypeError(f"AttentionConfig.resolve(dtype={dtype!r}): choose from {known}")
-        there, start = _limits(device), Start(self.tile, self.block)
-        found = None
+        device_limits, start = _limits(device), Start(self.tile, self.block)
+        tiles = None
         if not (dim % 8 or value_dim % 8) and min(dim, value_dim) > 0:
-            found = resolve(kind.itemsize, dim, value_dim, options, there, start)
-        if found is None:
-            problem = f"no tiles for dim={dim}, value_dim={value_dim}, {kind} with {there}"
-            cure = "head dims are multiples of 8 up to 512; other calls run the definition"
+            tiles = resolve(kind.itemsize, dim, value_dim, options, device_limits, start)
+        if tiles is None:
+            problem = f"no tiles for dim={dim}, value_dim={value_dim}, {kind} with {device_limits}"
+            cure = "head dims are multiples of 8 up to 512; other calls run the NumPy definition"
             raise KernelError(f"AttentionConfig.resolve: {problem}; {cure}")
-        return found
+        return tiles
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Let attention begin here, inside a ``with`` block."""
+        """Make attention use this config inside a ``with`` block."""
         before = _tiles.start
-        _begin(Start(self.tile, self.block, self.warpgroups, self.one_pass))
+        _set_start(Start(self.tile, self.block, self.warpgroups, self.one_pass))
         try:
             yield
         finally:
-            _begin(before)
+            _set_start(before)
 
 
-def _begin(start: Start | None) -> None:
+def _set_start(start: Start | None) -> None:
+    """Set where the search for tiles starts, and forget the routes that used other tiles."""
     _tiles.start = start
     for op in OPS.values():
-        op.routes.clear()  # calls that are known took other tiles
+        op.routes.clear()
 
 
 def _limits(device: Any) -> Limits:
+    """Return the limits of a device, or raise ConfigError, KernelError or DeviceError."""
     if isinstance(device, tuple) and len(device) == 2 and all(map(is_integer, device)):
         architecture, shared = map(int, device)
         return Limits(architecture, shared)
@@ -191,13 +197,13 @@ def _limits(device: Any) -> Limits:
         known = "a GPU's number, an array on it, or (architecture, bytes)"
         raise ConfigError(f"AttentionConfig.resolve(device={device!r}): pass {known}")
     if isinstance(device, np.ndarray) and target_of(device) is None:
-        problem = "no kernel runs on an array of NumPy"
+        problem = "kernels do not run on NumPy arrays"
         raise KernelError(f"AttentionConfig.resolve: {problem}; pass a GPU's number or its limits")
     if not isinstance(device, int):
         return limits(device)
     try:
         return limits_of(device)
-    except (ImportError, RuntimeError) as error:  # no CuPy, no driver, no GPU of this number
-        known = "pass the number of a GPU, or what to know of one: (90, 227 * 1024)"
+    except (ImportError, RuntimeError) as error:  # no CuPy, no driver, or no GPU of this number
+        cure = "pass the number of a GPU, or the limits of one: (90, 227 * 1024)"
         problem = f"AttentionConfig.resolve(device={device}): no such GPU is found ({error})"
-        raise DeviceError(f"{problem}; {known}") from error
+        raise DeviceError(f"{problem}; {cure}") from error

@@ -1,4 +1,4 @@
-"""Attention over a cache that lies in pages, in any order.
+"""Attention over a paged KV cache, whose pages may be in any order.
 
 k[b, i] = k_pages[page_table[b, i // page], i % page]      for i < lengths[b]
 
@@ -39,42 +39,43 @@ def attention_paged(
 ) -> Array:
     """Return attention over the first ``lengths[b]`` keys of the pages of each sequence.
 
-    The result is that of attention on the keys in order, with ``key_lengths=lengths``; so are the
-    options.  The last query of a sequence stands at its last key, or ``query_start`` says where the
-    first one does.
+    Result and options are those of attention on the keys in order, with ``key_lengths=lengths``.
+    The last query of a sequence has the position of its last key, unless ``query_start`` sets the
+    position of the first query.
 
     Parameters
     ----------
     q : (batch, queries, heads, dim) float
         Queries; query head h reads key head ``h // (heads // kv_heads)``.
     k_pages, v_pages : (pages, page, kv_heads, dim or value_dim) float
-        Keys and values, ``page`` tokens to a page.
+        Keys and values, ``page`` tokens per page.
     page_table : (batch, max_pages) int
         The pages of each sequence, in order; entries past its length are not read.
     lengths : (batch,) int
-        Tokens of each sequence, the queries' own included.
+        Number of tokens of each sequence, including those of the queries.
     causal, window, scale, softcap, alibi, sinks, query_start, dropout, seed
         As in attention; causal is True here.
     mask, bias : up to 4 axes that broadcast to (batch, heads, queries, keys), optional
-        As in attention, for ``keys = max_pages * page``; those past a length are not read.
+        As in attention, for ``keys = max_pages * page``; elements past a length are not read.
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
-        As in attention: of a tile that is False for all heads of a group no page is read.
+        As in attention: if a tile is False for all heads of a group, its pages are not read.
     scales : (2, pages, page, kv_heads) float32, optional
-        Where k_pages and v_pages are int8: what the codes of keys, and of values, are multiplied
-        by, token by token and head by head.
+        For int8 k_pages and v_pages: the factors of the codes of keys, and of values, one per token
+        and head.
 
     Returns
     -------
     out : (batch, queries, heads, value_dim) float
+        For each query and head, the weighted sum of the values.
 
     Raises
     ------
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
     RangeError
-        A length is longer than its pages, or a page number is outside 0 .. pages - 1.
+        A length exceeds its pages, or a page number is outside 0 .. pages - 1.
     ConfigError
-        An option makes no sense, dropout comes without a seed, or block_mask with scales.
+        An option is invalid, dropout has no seed, or block_mask is combined with scales.
 
     Examples
     --------
@@ -95,13 +96,13 @@ def attention_paged(
         "dropout": dropout, "seed": seed,
     }  # fmt: skip
     if scales is None:
-        more = {**options, "block_mask": block_mask}
-        return attention_paged_forward(q, k_pages, v_pages, page_table, lengths, **more)[0]
+        options = {**options, "block_mask": block_mask}
+        return attention_paged_forward(q, k_pages, v_pages, page_table, lengths, **options)[0]
     if block_mask is not None:
         cure = "pass a mask, or leave scales out and pass floats"
         raise ConfigError(f"attention_paged: block_mask does not go with scales; {cure}")
-    where = scales, page_table, lengths
-    return attention_paged_int8_forward(q, k_pages, v_pages, *where, **options)[0]
+    cache = scales, page_table, lengths
+    return attention_paged_int8_forward(q, k_pages, v_pages, *cache, **options)[0]
 
 
 @op(
@@ -110,8 +111,8 @@ def attention_paged(
     " block_mask?(batch|1, heads|1, queries/128, keys/128): bool"
     " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
     " where heads % kv_heads",
-    widen=False,  # a cache is large: only what is read is widened
-    no_gradient="it reads a cache of pages, which only inference has",
+    widen=False,  # a cache is large: only the parts that are read are widened
+    no_gradient="it reads a paged cache, which exists only in inference",
 )
 def attention_paged_forward(
     q: Array,
@@ -134,8 +135,8 @@ def attention_paged_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention_paged does, and the natural log of each row's sum of exp(score)."""
-    hiding = mask, bias, alibi, sinks, None, query_start, block_mask
-    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    arrays = mask, bias, alibi, sinks, None, query_start, block_mask
+    options = Options(*arrays, causal, window, scale, softcap, dropout, seed)
     return attend_pages(q, k_pages, v_pages, page_table, lengths, options)
 
 

@@ -1,8 +1,8 @@
-"""Attention over a cache of integers of eight bits, in pages.
+"""Attention over a paged KV cache of int8 codes.
 
 k[b, i] = scales[0, n, j] * k_pages[n, j]        n = page_table[b, i // page], j = i % page
 
-and values alike, with scales[1]: a scale a token and head.
+and the same for values, with scales[1].  Each token and head has its own scale.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from ._pages import OPERANDS, attend_pages, check_keys, launch_pages
     f" {OPERANDS}"
     " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
     " where heads % kv_heads",
-    widen=False,  # a cache is large: only what is read is widened
-    no_gradient="it reads a cache of pages, which only inference has",
+    widen=False,  # a cache is large: only the parts that are read are widened
+    no_gradient="it reads a paged cache, which exists only in inference",
 )
 def attention_paged_int8_forward(
     q: Array,
@@ -42,13 +42,13 @@ def attention_paged_int8_forward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return out and lse as attention_paged_forward does, of keys and values times their scales.
+    """Return out and lse as attention_paged_forward does, for keys and values times their scales.
 
-    Its kernel is that of few queries.  There is none for heads whose width is not a multiple of
-    16, nor for float32 heads wider than 128 with mask, bias or dropout.
+    Its kernel is that for few queries.  There is none for head dims that are not multiples of 16,
+    nor for float32 with head dims above 128 and mask, bias or dropout.
     """
-    hiding = mask, bias, alibi, sinks, None, query_start, None
-    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
+    arrays = mask, bias, alibi, sinks, None, query_start, None
+    options = Options(*arrays, causal, window, scale, softcap, dropout, seed)
     return attend_pages(q, k_pages, v_pages, page_table, lengths, options, scales)
 
 
@@ -65,7 +65,7 @@ def _launch(
     return launch_pages(q, k_pages, v_pages, page_table, lengths, scales, **optional)
 
 
-attention_paged_int8_forward.called = "attention_paged"  # in messages: with scales, it calls this
+attention_paged_int8_forward.called = "attention_paged"  # messages name the public caller
 attention_paged_int8_forward.require(check_options)
 
 

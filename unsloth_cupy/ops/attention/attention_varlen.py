@@ -1,8 +1,8 @@
-"""Attention of packed sequences: no padding, and no sequence sees another.
+"""Attention of packed sequences: there is no padding, and no sequence sees another.
 
-sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1 and the keys k_offsets[i] .. alike
+sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1, and the same for k_offsets and keys
 
-Each sequence is one call of attention, with its number as the number of the batch.
+The result for each sequence is that of one attention call, whose batch index is its number.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def attention_varlen(
     bias: Array | None = None,
     block_mask: Array | None = None,
 ) -> Array:
-    """Return the attention of each sequence over its own keys; all tokens lie end to end.
+    """Return the attention of each sequence over its own keys; sequences are stored end to end.
 
     Parameters
     ----------
@@ -60,33 +60,34 @@ def attention_varlen(
     k, v : (key_tokens, kv_heads, dim or value_dim) float
         Keys and values of all sequences.
     q_offsets, k_offsets : (sequences + 1,) int
-        Where each sequence starts, and the number of tokens last.
+        Index of the first token of each sequence, then the number of tokens.
     max_queries, max_keys : int, optional
-        The longest sequence, or more; by default what mask, bias or block_mask are made for, or
-        on a GPU, where offsets are not read, all tokens.
+        The length of the longest sequence, or more.  By default the size that mask, bias or
+        block_mask have, or on a GPU, where offsets are not read, the number of all tokens.
     causal, window, scale, softcap, alibi, sinks, dropout, seed
         As in attention, with positions counted inside a sequence; alibi may be
-        (sequences, heads).  Dropout drops what it drops in a padded batch of the sequences.
+        (sequences, heads).  Dropout drops the same pairs as in a padded batch of the sequences.
     mask, bias : up to 4 axes that broadcast to (sequences, heads, max_queries, max_keys), optional
         As in attention on the sequences as a batch that is padded at the end, with their numbers of
-        keys for key_lengths: query i of a sequence reads row i.  What lies past the tokens of a
-        sequence is not read, and has no gradient.
+        keys as key_lengths: query i of a sequence reads row i.  Elements past the tokens of a
+        sequence are not read; their gradient is 0.
     block_mask : bool (sequences or 1, heads or 1, max_queries / 128, max_keys / 128), optional
         As in attention, rounded up: tiles of 128 queries by 128 keys of a sequence.
 
     Returns
     -------
     out : (tokens, heads, value_dim) float
+        For each query and head, the weighted sum of the values of its sequence.
 
     Raises
     ------
     ShapeError, DTypeError
-        The arrays do not fit each other, or max_queries or max_keys; the message shows the call.
+        The arrays do not fit each other, max_queries or max_keys; the message shows the call.
     RangeError
         Offsets do not rise from 0 to the number of tokens, or a sequence is longer than
         max_queries or max_keys.
     ConfigError
-        An option makes no sense, or dropout comes without a seed.
+        An option is invalid, or dropout has no seed.
 
     Examples
     --------
@@ -94,7 +95,7 @@ def attention_varlen(
     >>> from unsloth_cupy import attention, attention_varlen, attention_varlen_backward
     >>> from unsloth_cupy import attention_varlen_forward
     >>> q = np.random.default_rng(0).standard_normal((7, 2, 16), np.float32)  # tokens, heads, dim
-    >>> offsets = np.array([0, 3, 7], np.int32)  # texts of 3 and of 4 tokens
+    >>> offsets = np.array([0, 3, 7], np.int32)  # sequences of 3 and 4 tokens
     >>> out = attention_varlen(q, q, q, offsets, offsets, causal=True)
     >>> second = attention(q[None, 3:], q[None, 3:], q[None, 3:], causal=True)[0]
     >>> np.testing.assert_allclose(out[3:], second, rtol=1e-5, atol=1e-5)
@@ -134,12 +135,12 @@ def attention_varlen_forward(
     seed: int | None = None,
 ) -> tuple[Array, Array]:
     """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
-    hiding = mask, bias, alibi, sinks, None, None, block_mask
-    options = Options(*hiding, causal, window, scale, softcap, dropout, seed)
-    most = longest(options, max_queries, max_keys)
+    arrays = mask, bias, alibi, sinks, None, None, block_mask
+    options = Options(*arrays, causal, window, scale, softcap, dropout, seed)
+    sizes = longest(options, max_queries, max_keys)
     out = np.zeros((*q.shape[:2], v.shape[2]), q.dtype, like=q)
     lse = np.zeros((q.shape[1], q.shape[0]), q.dtype, like=q)
-    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
+    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *sizes)):
         out_part, lse_part = attend(_scores(number, rows, keys, q, k, v, options))
         rows.give(out, out_part)
         rows.give(lse.T, lse_part.transpose(0, 2, 1))
@@ -176,15 +177,15 @@ def attention_varlen_backward(
     max_keys: int | None = None,
     **more: Any,
 ) -> tuple[Array, Array, Array, None, None, Array | None, Array | None, Array | None]:
-    """Return the gradients of q, k, v, alibi, sinks and bias; dlse is lse's, where it is used."""
+    """Return the gradients of q, k, v, alibi, sinks and bias; dlse is that of lse, None for 0."""
     options = Options(**more)
     alibi, sinks, bias = options.alibi, options.sinks, options.bias
-    most = longest(options, max_queries, max_keys)
+    sizes = longest(options, max_queries, max_keys)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dalibi = None if alibi is None else np.zeros_like(alibi, dtype=q.dtype)
     dsinks = None if sinks is None else np.zeros_like(sinks, dtype=q.dtype)
     dbias = None if bias is None else np.zeros_like(bias, dtype=q.dtype)
-    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *most)):
+    for number, (rows, keys) in enumerate(sides_of(q, k, q_offsets, k_offsets, *sizes)):
         scores = _scores(number, rows, keys, q, k, v, options)
         lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
         dlse_part = None if dlse is None else rows.take(dlse.T, 0).transpose(0, 2, 1)
@@ -212,7 +213,7 @@ def _launch_backward(
     k_offsets: Array,
     out: Array,
     lse: Array,
-    max_queries: int | None,  # checked, and of no use to the kernels
+    max_queries: int | None,  # checked before; the kernels do not use it
     max_keys: int | None,
     **optional: Any,
 ) -> Any:
@@ -226,6 +227,7 @@ def _launch_backward(
 def _scores(
     number: int, rows: Any, keys: Any, q: Array, k: Array, v: Array, options: Options
 ) -> Scores:
+    """Return the scores of one sequence, or of all where rows and keys are padded."""
     arrays, alibi = (rows.take(q, 0), keys.take(k, 0), keys.take(v, 0)), options.alibi
     options = options._replace(
         mask=share_of(options.mask, number, rows, keys),

@@ -1,11 +1,11 @@
-"""New keys and values into a cache, in place.
+"""Write new keys and values into a KV cache, in place.
 
-keys[b, slot(start + i)] = k[b, i]                                  values alike
+keys[b, slot(start + i)] = k[b, i]                                  and the same for values
 
-slot(p) = p for p < sinks, which stay; of the other tokens the last stay, in a ring:
-slot(p) = sinks + (p - sinks) % (slots - sinks)
+slot(p) = p for p < sinks: these tokens stay in the cache.  Of the others the most recent stay, in
+a ring buffer: slot(p) = sinks + (p - sinks) % (slots - sinks)
 
-A token without a slot is dropped; the caches that call these ops raise before.
+A token without a slot is dropped; the caches that call these ops raise an error before that.
 """
 
 import math
@@ -30,8 +30,8 @@ NEW = "k(batch, tokens, kv_heads, dim), v(batch, tokens, kv_heads, dim)"
     " starts?(batch): int"
     " -> all_keys(batch, slots, kv_heads, dim), all_values(batch, slots, kv_heads, dim)",
     widen=False,
-    no_gradient="it changes a cache, which only inference has",
-    traffic=lambda a: 4 * a["k"].nbytes,  # it changes keys and values
+    no_gradient="it changes a cache, which exists only in inference",
+    traffic=lambda a: 4 * a["k"].nbytes,  # k and v are read, and as many bytes written
 )
 def kv_append_(
     k: Array,
@@ -43,14 +43,14 @@ def kv_append_(
     start: int = 0,
     sinks: int = 0,
 ) -> tuple[Array, Array]:
-    """Write k and v, whose first token stands at start, or at starts[b], into keys and values."""
+    """Write k and v into keys and values; their first token has position start, or starts[b]."""
     tokens, slots = k.shape[1], keys.shape[1]
     if starts is None and 0 <= start <= start + tokens <= slots:
         keys[:, start : start + tokens], values[:, start : start + tokens] = k, v
         return keys, values
     if not k.size:
         return keys, values
-    # which new token a slot takes: the last of those that it could
+    # which new token each slot takes: the last of those that map to it
     first: Any = start if starts is None else starts[:, None].astype(np.int64)
     stop, slot = first + tokens, np.arange(slots, like=keys)
     last = stop - 1 - (stop - 1 - slot) % max(slots - sinks, 1)
@@ -58,8 +58,8 @@ def kv_append_(
     new = (token >= 0) & (token < tokens) & ((slot < sinks) | (last >= sinks))
     token = np.broadcast_to(np.where(new, token, 0), keys.shape[:2])[..., None, None]
     for stored, new_tokens in ((keys, k), (values, v)):
-        there = new[..., None, None]
-        stored[...] = np.where(there, np.take_along_axis(new_tokens, token, axis=1), stored)
+        written = new[..., None, None]
+        stored[...] = np.where(written, np.take_along_axis(new_tokens, token, axis=1), stored)
     return keys, values
 
 
@@ -68,7 +68,7 @@ def _launch(
     k: Array, v: Array, keys: Array, values: Array, starts: Array | None, start: int, sinks: int
 ) -> Any:
     if not (keys.flags.c_contiguous and values.flags.c_contiguous):
-        return no_kernel("keys or values are not packed")
+        return no_kernel("keys or values are not contiguous")
     starts = packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
@@ -100,23 +100,23 @@ def _launch(
     " page_table(batch, row_pages): int, starts(batch): int"
     " -> all_keys(pages, page, kv_heads, dim), all_values(pages, page, kv_heads, dim)",
     widen=False,
-    no_gradient="it changes a cache, which only inference has",
-    traffic=lambda a: 4 * a["k"].nbytes,  # it changes the pages
+    no_gradient="it changes a cache, which exists only in inference",
+    traffic=lambda a: 4 * a["k"].nbytes,  # k and v are read, and as many bytes written
 )
 def kv_append_paged_(
     k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array
 ) -> tuple[Array, Array]:
-    """Write k and v, whose first token stands at starts[b], into pages that no other row uses."""
+    """Write k and v, from position starts[b] on, into pages that no other row uses."""
     pages, page = k_pages.shape[:2]
     if not (k.size and k_pages.size and page_table.size):
         return k_pages, v_pages
     position = starts[:, None].astype(np.int64) + np.arange(k.shape[1], like=k)
     index = position // page
-    there = (position >= 0) & (index < page_table.shape[1])
-    number = np.take_along_axis(page_table, np.where(there, index, 0), axis=1)
-    there &= (number >= 0) & (number < pages)
-    at = number[there], position[there] % page
-    k_pages[at], v_pages[at] = k[there], v[there]
+    valid = (position >= 0) & (index < page_table.shape[1])
+    number = np.take_along_axis(page_table, np.where(valid, index, 0), axis=1)
+    valid &= (number >= 0) & (number < pages)
+    slot = number[valid], position[valid] % page
+    k_pages[slot], v_pages[slot] = k[valid], v[valid]
     return k_pages, v_pages
 
 
@@ -125,7 +125,7 @@ def _launch_paged(
     k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array
 ) -> Any:
     if not (k_pages.flags.c_contiguous and v_pages.flags.c_contiguous):
-        return no_kernel("k_pages or v_pages are not packed")
+        return no_kernel("k_pages or v_pages are not contiguous")
     page_table, starts = packed(page_table), packed(starts)
     count, tokens, row = k.shape[0] * k.shape[1], k.shape[1], k.shape[2] * k.shape[3]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
@@ -142,6 +142,6 @@ def _launch_paged(
 
 @cache
 def _constants(dtype: Any, starts: Any, table: Any, row: int, lanes: int) -> Constants:
-    """Return the constants of kv_append.cu; 128 threads, for a step of one row is small."""
+    """Return the constants of kv_append.cu; only 128 threads, as decoding appends few rows."""
     table = np.dtype("int32") if table is None else table
     return Constants(T=dtype, P=starts, G=table, ROW=row, LANES=lanes, THREADS=128)

@@ -1,9 +1,9 @@
-"""New keys and values into a cache of integers of eight bits, in place.
+"""Quantize new keys and values to int8 and write them into a KV cache, in place.
 
 codes = round(k * (127 / absmax))        scale = absmax / 127        absmax = max |k[b, i, h]|
 
-A token and head has a scale of its own, so that what is cached never changes.  Slots of a cache in
-order, a ring with a window, are those of ``kv_append_``.
+Each token and head has its own scale, so that codes in the cache never change.  Without pages, the
+slots, including the ring buffer of a window, are those of ``kv_append_``.
 """
 
 import math
@@ -31,8 +31,8 @@ THREADS = 128
     " scales(2, pages, page, kv_heads): stat, page_table?(batch, row_pages): int,"
     " starts?(batch): int -> all_scales(2, pages, page, kv_heads): stat",
     widen=False,
-    no_gradient="it changes a cache, which only inference has",
-    traffic=lambda a: 2 * a["k"].nbytes + 2 * a["k"].size,  # it changes keys and values
+    no_gradient="it changes a cache, which exists only in inference",
+    traffic=lambda a: 2 * a["k"].nbytes + 2 * a["k"].size,  # k and v are read, their codes written
 )
 def kv_append_int8_(
     k: Array,
@@ -46,10 +46,10 @@ def kv_append_int8_(
     start: int = 0,
     sinks: int = 0,
 ) -> Array:
-    """Write codes and scales of k and v, whose first token stands at start, or at starts[b].
+    """Write the codes and scales of k and v; their first token has position start, or starts[b].
 
-    Without a page_table, pages are the rows of a batch, and page the slots of each; with one, sinks
-    are not used.
+    Without a page_table, the axis ``pages`` is the batch and ``page`` the slots of each row.  With
+    a page_table, sinks is not used.
     """
     wide = np.promote_types(k.dtype, np.float32)
     both = [quantized(array.astype(wide))[:2] for array in (k, v)]
@@ -68,8 +68,8 @@ def kv_append_int8_(
 def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
     if page_table is None and keys.shape[0] != k.shape[0]:
         problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
-        wanted, given = k.shape[0], keys.shape[0]
-        raise ShapeError(f"{problem}; pass a page_table", expected=wanted, actual=given)
+        expected, actual = k.shape[0], keys.shape[0]
+        raise ShapeError(f"{problem}; pass a page_table", expected=expected, actual=actual)
 
 
 @kv_append_int8_.kernel
@@ -85,7 +85,7 @@ def _launch(
     sinks: int,
 ) -> Any:
     if not all(array.flags.c_contiguous for array in (keys, values, scales)):
-        return no_kernel("keys, values or scales are not packed")
+        return no_kernel("keys, values or scales are not contiguous")
     page_table, starts = packed(page_table), packed(starts)
     (batch, tokens, kv_heads, dim), (pages, slots) = k.shape, keys.shape[:2]
     (k, k_strides), (v, v_strides) = token_strides(k), token_strides(v)
@@ -107,7 +107,7 @@ def _launch(
 
 @cache
 def _constants(dtypes: tuple[Any, ...], dim: int, lanes: int, paged: bool) -> Constants:
-    """Return the constants of kv_append_int8.cu; 128 threads, for a step of one row is small."""
+    """Return the constants of kv_append_int8.cu; only 128 threads, as decoding appends few rows."""
     threads = min(32, 1 << (-(-dim // lanes) - 1).bit_length())
     k, starts, table = dtypes
     return Constants(

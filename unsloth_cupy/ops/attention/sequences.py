@@ -1,4 +1,4 @@
-"""Sequences that lie end to end: taken one by one or, where offsets are not read, padded."""
+"""Packed sequences for definitions: one at a time or, where offsets are not read, all padded."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Sequence(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many tokens there are."""
+        """Return the number of tokens."""
         return self.stop - self.start
 
     def take(self, array: Array, fill: float) -> Array:
@@ -34,20 +34,20 @@ class Sequence(NamedTuple):
 
 
 class Padded:
-    """The tokens of all sequences, as a batch whose short sequences are filled up."""
+    """The tokens of all sequences, as a batch whose short sequences are padded."""
 
     def __init__(self, offsets: Array, longest: int | None, tokens: int) -> None:
         self.lengths = offsets[1:] - offsets[:-1]
         self.size = tokens if longest is None else min(longest, tokens)
-        inside = np.arange(self.size, like=offsets)
-        self.real = inside < self.lengths[:, None]
-        self.token = np.minimum(offsets[:-1, None] + inside, tokens - 1)
-        every = np.arange(tokens, like=offsets)
-        self.sequence = np.searchsorted(offsets[1:], every, side="right")
-        self.position = every - offsets[self.sequence]
+        position = np.arange(self.size, like=offsets)
+        self.real = position < self.lengths[:, None]
+        self.token = np.minimum(offsets[:-1, None] + position, tokens - 1)
+        token = np.arange(tokens, like=offsets)
+        self.sequence = np.searchsorted(offsets[1:], token, side="right")
+        self.position = token - offsets[self.sequence]
 
     def take(self, array: Array, fill: float) -> Array:
-        """Return a packed array as (sequences, longest, ...)."""
+        """Return a packed array as (sequences, longest, ...), padded with fill."""
         real = self.real.reshape(*self.real.shape, *[1] * (array.ndim - 1))
         return np.where(real, array[self.token], fill)
 
@@ -64,7 +64,7 @@ def sides_of(
     max_queries: int | None,
     max_keys: int | None,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the rows and the keys of each sequence; of all at once where offsets are not read."""
+    """Yield the queries and the keys of each sequence; on a device, of all in one padded batch."""
     if type(q) is not np.ndarray:  # reading offsets would stall a device
         yield (
             Padded(q_offsets, max_queries, q.shape[0]),
@@ -80,7 +80,7 @@ def sides_of(
         if longest is not None and most > longest:
             problem = f"{name} has a sequence of {most} tokens"
             raise RangeError(
-                f"attention_varlen: {problem}; {longest_name}={longest} must be as many"
+                f"attention_varlen: {problem}; {longest_name}={longest} must be at least that"
             )
     rows, keys = (itertools.pairwise(offsets.tolist()) for offsets in (q_offsets, k_offsets))
     for row, key in zip(rows, keys, strict=True):
@@ -88,11 +88,11 @@ def sides_of(
 
 
 def longest(options: Options, max_queries: int | None, max_keys: int | None) -> list[int | None]:
-    """Return the most queries and keys of a sequence, or None where any number may be."""
+    """Return the upper limits of queries and of keys per sequence; None for no limit."""
     arrays = options.mask, options.bias, options.block_mask
     both: list[int | None] = []
     for axis, most in ((-2, max_queries), (-1, max_keys)):
-        sizes = [tile * array.shape[axis] for _, array, tile in _of_axis(axis, *arrays)]
+        sizes = [tile * array.shape[axis] for _, array, tile in _sized_by(axis, *arrays)]
         both.append(min(sizes, default=None) if most is None else most)
     return both
 
@@ -100,26 +100,26 @@ def longest(options: Options, max_queries: int | None, max_keys: int | None) -> 
 def check_longest(
     call: str, mask: Any, bias: Any, block_mask: Any, max_queries: int | None, max_keys: int | None
 ) -> None:
-    """Raise ShapeError where arrays are for others than max_queries and max_keys say."""
+    """Raise ShapeError where a size of mask, bias or block_mask is not max_queries or max_keys."""
     for axis, name, most in ((-2, "max_queries", max_queries), (-1, "max_keys", max_keys)):
-        for of, array, tile in _of_axis(axis, mask, bias, block_mask):
+        for array_name, array, tile in _sized_by(axis, mask, bias, block_mask):
             size = array.shape[axis]
-            fitting = size if most is None else -(-most // tile)
-            if size != fitting:
-                problem = f"{of} of shape {array.shape} has {size} for {name}={most}"
-                problem = f"{call}: {problem}; it must be {fitting}"
-                raise ShapeError(problem, expected=fitting, actual=size)
+            expected = size if most is None else -(-most // tile)
+            if size != expected:
+                problem = f"{array_name} of shape {array.shape} has {size} for {name}={most}"
+                problem = f"{call}: {problem}; it must be {expected}"
+                raise ShapeError(problem, expected=expected, actual=size)
 
 
-def _of_axis(axis: int, mask: Any, bias: Any, block_mask: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield the arrays whose size on an axis says for how many they are: name, array, tile."""
+def _sized_by(axis: int, mask: Any, bias: Any, block_mask: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, array and tile size of the arrays that do not broadcast along an axis."""
     for name, array, tile in ("mask", mask, 1), ("bias", bias, 1), ("block_mask", block_mask, TILE):
         if array is not None and array.ndim >= -axis and (tile > 1 or array.shape[axis] != 1):
             yield name, array, tile
 
 
 def share_of(array: Any, number: int, rows: Any, keys: Any, tile: int = 1) -> Any:
-    """Return what the sequence of a number has of an array that is for a padded batch, or all."""
+    """Return a sequence's part of an array for a padded batch; the whole batch if padded."""
     if array is None:
         return None
     array = four_axes(array)
@@ -130,9 +130,11 @@ def share_of(array: Any, number: int, rows: Any, keys: Any, tile: int = 1) -> An
 
 
 def check_offsets(call: str, name: str, offsets: Array, tokens: int) -> None:
-    """Raise unless offsets, which the host may read, rise from 0 to the number of tokens."""
+    """Raise RangeError unless host offsets rise from 0 to the number of tokens."""
     falls = (np.diff(offsets) < 0).any()
     if offsets[0] != 0 or offsets[-1] != tokens or falls:
-        course = f"{name} goes from {offsets[0]} to {offsets[-1]}"
-        course += ", and falls in between" if falls else ""
-        raise RangeError(f"{call}: {course}; it must rise from 0 to {tokens}, the tokens")
+        problem = f"{name} goes from {offsets[0]} to {offsets[-1]}"
+        problem += ", and falls in between" if falls else ""
+        raise RangeError(
+            f"{call}: {problem}; it must rise from 0 to {tokens}, the number of tokens"
+        )

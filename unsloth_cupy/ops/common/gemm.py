@@ -99,7 +99,7 @@ def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
         product = rows @ b
         if add:
             product += out[part]
-        with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+        with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
             out[part] = product
         del rows, product  # frees them before the next part is allocated
 

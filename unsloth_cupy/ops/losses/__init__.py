@@ -1,1 +1,1 @@
-"""Cross-entropy, with the head before it or without."""
+"""Cross entropy of logits, or of an output head's input and weight."""

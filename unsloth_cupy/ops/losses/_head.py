@@ -1,4 +1,4 @@
-"""Products of an output head, a chunk of rows at a time: its logits never exist as a whole.
+"""Products of an output head, one chunk of rows at a time: the full logits are never stored.
 
 logits = x weight^T        dx = dlogits weight        dweight = dlogits^T x, summed in float32
 """
@@ -15,13 +15,13 @@ from ..common.gemm import gemm
 from ..common.steps import representative_steps
 from ..linear.linear import flat
 
-# Adding a chunk to dweight moves 8 bytes of an element for 2 operations a row.  At 6 bytes a logit
-# and 131,072 words these are 682 rows: the products then wait little for the memory.
+# Adding a chunk to dweight moves 8 bytes per element for 2 operations per row.  With 6 bytes per
+# logit and a vocabulary of 131,072, a chunk is 682 rows: memory then hardly slows the products.
 CHUNK_BYTES = 512 * 2**20
 
 
 def chunk_rows(rows: int, vocab: int, dtype: Any, max_bytes: int | None = None) -> int:
-    """Return how many rows a chunk has: as many as max_bytes allows, and one at least."""
+    """Return how many rows a chunk has: as many as max_bytes allows, at least one."""
     most = CHUNK_BYTES if max_bytes is None else max_bytes
     if most <= 0:
         raise ConfigError(f"linear_cross_entropy(max_bytes={max_bytes}): it must be positive")
@@ -38,10 +38,11 @@ def head_bytes(
     frozen: bool = False,
     kernels: bool = True,
 ) -> int:
-    """Return the most bytes that forward and backward hold beside arguments and results.
+    """Return the peak bytes of forward and backward, without arguments and results.
 
-    One chunk of logits with its gradient, and the sums of dweight, unless it is frozen: in float32
-    they are the result itself.  ``kernels=False`` for NumPy, whose gradient is never beside.
+    They are one chunk of logits with its gradient and, unless the head is frozen, the float32 sums
+    of dweight; for float32 weights these sums are the result itself.  ``kernels=False`` is for
+    NumPy, which always writes the gradient over the logits.
     """
     kind = np.dtype(dtype)
     chunk = chunk_rows(rows, vocab, kind, max_bytes) * _row_bytes(vocab, kind, kernels)
@@ -50,13 +51,13 @@ def head_bytes(
 
 
 def _row_bytes(vocab: int, dtype: np.dtype[Any], kernels: bool) -> int:
-    """Return the bytes of a row of logits and, where it lies beside them, of its gradient."""
+    """Return the bytes of a row of logits and, if it has its own buffer, of its gradient."""
     narrow = kernels and dtype.itemsize < FLOAT32.itemsize
     return vocab * (np.promote_types(dtype, FLOAT32).itemsize + narrow * dtype.itemsize)
 
 
 def chunks(x: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[slice, Array]]:
-    """Yield slices of the rows of x and their logits, in float32 at least, all in one buffer."""
+    """Yield slices of the rows of x and their logits, at least float32, in one reused buffer."""
     rows, vocab = flat(x), len(weight)
     step = chunk_rows(len(rows), vocab, x.dtype, max_bytes)
     buffer = empty((step, vocab), np.promote_types(x.dtype, FLOAT32), like=x)
@@ -71,13 +72,13 @@ def gradients(
     max_bytes: int | None,
     write: Callable[[slice, Array, Array], None],
     *,
-    beside: bool,
+    own_buffer: bool,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, Array | None]:
-    """Return dx and dweight, None for one that is not wanted.
+    """Return dx and dweight; None for one that is not wanted.
 
-    ``write(part, logits, out)`` writes the gradient of a chunk of logits to out: over them, or
-    beside them in the dtype of x, as products on a GPU ask for.
+    ``write(part, logits, out)`` writes the gradient of a chunk of logits to out: the logits
+    themselves or, with ``own_buffer``, a buffer in the dtype of x, which products on a GPU need.
     """
     rows, dx, dweight = flat(x), None, None
     if wanted is None or "x" in wanted:
@@ -86,10 +87,10 @@ def gradients(
         dweight = empty(weight.shape, np.promote_types(x.dtype, FLOAT32), like=x)
         if not len(rows):
             dweight[...] = 0
-    _add_chunks(x, weight, max_bytes, write, beside, dx, dweight)
+    _add_chunks(x, weight, max_bytes, write, own_buffer, dx, dweight)
     return (
         None if dx is None else dx.reshape(x.shape),
-        None if dweight is None else rounded(dweight, weight.dtype),  # no chunk is left by now
+        None if dweight is None else rounded(dweight, weight.dtype),  # the chunks are freed by now
     )
 
 
@@ -98,15 +99,16 @@ def _add_chunks(
     weight: Array,
     max_bytes: int | None,
     write: Callable[[slice, Array, Array], None],
-    beside: bool,
+    own_buffer: bool,
     dx: Array | None,
     dweight: Array | None,
 ) -> None:
-    rows, vocab, room = flat(x), len(weight), None
-    if beside:
-        room = empty((chunk_rows(len(rows), vocab, x.dtype, max_bytes), vocab), x.dtype, like=x)
+    """Write dx and dweight, chunk by chunk; either may be None."""
+    rows, vocab, buffer = flat(x), len(weight), None
+    if own_buffer:
+        buffer = empty((chunk_rows(len(rows), vocab, x.dtype, max_bytes), vocab), x.dtype, like=x)
     for part, logits in chunks(x, weight, max_bytes):
-        dlogits = logits if room is None else room[: len(logits)]
+        dlogits = logits if buffer is None else buffer[: len(logits)]
         write(part, logits, dlogits)
         if dx is not None:
             gemm(dlogits, weight, out=dx[part])

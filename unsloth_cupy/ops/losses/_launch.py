@@ -1,4 +1,4 @@
-"""How the kernels of cross entropy are launched: threads, accesses, and what stays on chip."""
+"""The launches of the cross entropy kernels: threads, accesses, and values kept on chip."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,20 +14,20 @@ from ._rows import Options
 REPORTER = faults.reporter(
     "cross_entropy", "labels", "vocab", ", or equal to ignore, for a row without a label"
 )
-STATIC = 2048  # bytes of shared memory, at most, that a block takes beside what it asks for
-HELD = 4  # accesses of a thread in 16 registers: 64 are then enough, and an SM has 1,024 threads
-ALONE = 16  # of a thread that may have 128 registers, in the only block of an SM
+STATIC = 2048  # most bytes of static shared memory of a block, in addition to the dynamic part
+HELD = 4  # accesses that a thread holds in 16 registers: it needs 64 then, so an SM runs 1,024
+ALONE = 16  # accesses held if the block is the only one of an SM, with 128 registers a thread
 
 
 class Access(NamedTuple):
-    """How rows are read: values at a time, and whether rows begin between two accesses."""
+    """How rows are read."""
 
-    lanes: int
-    ragged: bool
+    lanes: int  # values of one access
+    ragged: bool  # rows may begin between the boundaries of two accesses
 
 
 def _access(vocab: int, *arrays: Any) -> Access:
-    """Return 16-byte accesses of the first array, unless a row of another lies otherwise."""
+    """Return accesses of 16 bytes of the first array; smaller ones if an array is not aligned."""
     wide = 16 // arrays[0].dtype.itemsize
     if all(lanes(wide, array) == wide for array in arrays):
         return Access(wide, vocab % wide != 0)
@@ -35,7 +35,7 @@ def _access(vocab: int, *arrays: Any) -> Access:
 
 
 def _row_threads(vectors: int) -> int:
-    """Return how many threads take a row: four accesses in flight each, and at most 512."""
+    """Return how many threads share a row: four accesses each, and at most 512 threads."""
     if vectors <= 128:
         return 1 << (-(-vectors // 4) - 1).bit_length()
     return min(512, -(-vectors // 128) * 32)
@@ -55,10 +55,10 @@ def constants(
 ) -> Constants:
     """Return the constants of cross_entropy.cu for one of its uses: losses, gradients or both.
 
-    losses      short rows share a warp; 512 threads walk a long one
-    gradients   a thread has one access, and a row many blocks
-    both        the same threads as losses; two blocks on an SM where each finds room for its row
-                in registers and shared memory, or else one that takes all there is
+    losses      short rows share a warp; 512 threads loop over a long row
+    gradients   one access per thread, and many blocks per row
+    both        the threads of losses; two blocks or more on an SM if each can hold its row in
+                registers and shared memory, else one block that takes all of them
     """
     vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
     row_threads, blocks, held, stored = _row_threads(vectors), 1, 1, 0
@@ -67,12 +67,12 @@ def constants(
     threads = row_threads if row_threads > 32 or use == "gradients" else 128
     if use == "both":
         depth, slot = -(-vectors // row_threads), threads * access.lanes * logits.itemsize
-        room = (shared // 2 - STATIC) // slot
-        resident = 512 if cap or smoothing else 1024  # tanh and sums take registers too
-        blocks = max(1, resident // threads) if depth <= HELD + room else 1
+        slots = (shared // 2 - STATIC) // slot
+        resident = 512 if cap or smoothing else 1024  # tanh and sums need registers too
+        blocks = max(1, resident // threads) if depth <= HELD + slots else 1
         alone = ALONE - (cap and smoothing)  # one less: 128 registers are too few for both
         held = min(depth, HELD if blocks > 1 else alone)
-        stored = min(depth - held, room if blocks > 1 else (shared - STATIC) // slot)
+        stored = min(depth - held, slots if blocks > 1 else (shared - STATIC) // slot)
     return Constants(
         T=logits,
         G=dlogits,
@@ -91,7 +91,7 @@ def constants(
 
 
 def launch_losses(logits: Array, labels: Array, options: Options, loss: Array, lse: Array) -> None:
-    """Write loss and lse."""
+    """Write the loss and lse of each row."""
     ignore, smoothing, z_loss, softcap = options
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits), softcap is not None
@@ -137,7 +137,7 @@ def launch_both(
     loss: Array,
     out: Array,
 ) -> None:
-    """Write the loss, and the gradient of the logits to out, which may be the logits."""
+    """Write the loss to loss and the gradient of the logits to out, which may be the logits."""
     ignore, smoothing, z_loss, softcap = options
     vocab = logits.shape[-1]
     access, cap = _access(vocab, logits, out), softcap is not None
@@ -145,9 +145,9 @@ def launch_both(
     chosen = constants(*types, vocab, access, cap, smoothing > 0, "both", shared)
     threads = chosen["THREADS"]
     blocks = -(-labels.size * chosen["ROW_THREADS"] // threads)
-    room = chosen["STORED"] * threads * access.lanes * logits.dtype.itemsize
+    stored_bytes = chosen["STORED"] * threads * access.lanes * logits.dtype.itemsize
     kernel = load("cross_entropy.cu", "cross_entropy_over_", logits, chosen)
-    kernel[blocks, threads, room](
+    kernel[blocks, threads, stored_bytes](
         *(logits, labels, dloss, out, loss, faults.record(logits), REPORTER, labels.size),
         *(scale, ignore, smoothing, z_loss, softcap or 0),
     )

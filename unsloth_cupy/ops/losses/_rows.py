@@ -1,4 +1,4 @@
-"""The maths of cross entropy, a few rows at a time.
+"""Cross entropy and its gradient in NumPy, a few rows at a time.
 
 loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2
 lse = log(sum(exp(z)))        z = softcap * tanh(logits / softcap), or the logits
@@ -15,11 +15,11 @@ from ..activations.softmax import finite
 from ..common.numbers import refuse_number
 from ..common.steps import representative_steps
 
-CACHED = 2**15  # logits at a time: 128 KiB in float32, and of what is computed with them
+CACHED = 2**15  # logits at a time: 128 KiB in float32, and as much for each temporary
 
 
 class Options(NamedTuple):
-    """The options of a loss, as ``cross_entropy`` has them."""
+    """The options of ``cross_entropy``."""
 
     ignore: int
     smoothing: float
@@ -30,10 +30,10 @@ class Options(NamedTuple):
 def check_options(
     call: str, labels: Any, ignore: int, smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
-    """Raise ConfigError for options that make no sense, DTypeError for a number as labels."""
+    """Raise ConfigError for an option out of its range, DTypeError for a number as labels."""
     refuse_number(call, "labels", labels)
     if not -(2**63) <= ignore < 2**63:
-        raise ConfigError(f"{call}(ignore={ignore}): ignore must be an integer of 64 bits")
+        raise ConfigError(f"{call}(ignore={ignore}): ignore must be a 64-bit integer")
     if not 0 <= smoothing <= 1:
         raise ConfigError(f"{call}(smoothing={smoothing}): smoothing must be in [0, 1]")
     if not 0 <= z_loss < np.inf:
@@ -43,7 +43,10 @@ def check_options(
 
 
 def check_labels(call: str, labels: Array, ignore: int, vocab: int) -> None:
-    """Raise for a label outside the vocabulary, on the host: reading a GPU's would stall it."""
+    """Raise RangeError for a label outside the vocabulary, in NumPy arrays only.
+
+    Reading labels of a GPU would make it wait; its kernels report such labels instead.
+    """
     if isinstance(labels, np.ndarray):
         wrong = labels[(labels != ignore) & ((labels < 0) | (labels >= vocab))]
         if wrong.size:
@@ -54,11 +57,11 @@ def check_labels(call: str, labels: Array, ignore: int, vocab: int) -> None:
 
 
 def losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
-    """Return loss and lse."""
-    rows, chosen = logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)
-    loss, lse = (np.empty_like(logits, shape=chosen.shape) for _ in range(2))
+    """Return the loss and lse of each row."""
+    rows, flat = logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)
+    loss, lse = (np.empty_like(logits, shape=flat.shape) for _ in range(2))
     for part in _parts(rows):
-        loss[part], lse[part] = _losses(rows[part], chosen[part], options)
+        loss[part], lse[part] = _losses(rows[part], flat[part], options)
     return loss.reshape(labels.shape), lse.reshape(labels.shape)
 
 
@@ -77,49 +80,50 @@ def logit_gradients(
     labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else dlse.reshape(-1)
     for part in _parts(rows):
-        own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
-        _logit_gradients(rows[part], *own, options, results[part])
+        inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
+        _logit_gradients(rows[part], *inputs, options, results[part])
     return out
 
 
 def _parts(rows: Array) -> Iterator[slice]:
-    """Yield rows that fit a cache with what is computed beside them; a GPU's all at once."""
+    """Yield slices of rows that fit a cache with their temporaries; one slice on a GPU."""
     count, columns = rows.shape
-    there: Any = rows
-    step = max(1, CACHED // max(1, columns)) if isinstance(there, np.ndarray) else max(1, count)
+    array: Any = rows
+    step = max(1, CACHED // max(1, columns)) if isinstance(array, np.ndarray) else max(1, count)
     for start in representative_steps(rows, range(0, count, step)):
         yield slice(start, start + step)
 
 
 def _capped(logits: Array, softcap: float | None) -> tuple[Array, Array | None]:
-    """Return z and, where there is a cap, tanh(logits / softcap)."""
+    """Return z and tanh(logits / softcap), or the logits and None without a cap."""
     if softcap is None:
         return logits, None
-    share = logits / softcap
-    np.tanh(share, out=share)
-    return softcap * share, share
+    tanh = logits / softcap
+    np.tanh(tanh, out=tanh)
+    return softcap * tanh, tanh
 
 
 def _losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
+    """Return the loss and lse of some rows."""
     ignore, smoothing, z_loss, softcap = options
     if not logits.size:
         loss = np.zeros_like(logits, shape=labels.shape)
         return loss, np.full_like(loss, -np.inf)
     z, _ = _capped(logits, softcap)
-    counts = labels != ignore
-    target = np.take_along_axis(z, np.where(counts, labels, 0)[:, None], axis=-1)[:, 0]
+    labelled = labels != ignore
+    target = np.take_along_axis(z, np.where(labelled, labels, 0)[:, None], axis=-1)[:, 0]
     if smoothing:
         target = (1 - smoothing) * target + smoothing * z.mean(axis=-1)
     top = finite(z.max(axis=-1))
     exponentials = np.subtract(z, top[:, None], out=None if softcap is None else z)
     np.exp(exponentials, out=exponentials)
-    with np.errstate(divide="ignore"):  # a row that holds nothing but -inf: log(0) is its lse
+    with np.errstate(divide="ignore"):  # if all logits of a row are -inf, its lse is log(0)
         log = np.log(exponentials.sum(axis=-1))
     lse = log + top
-    loss = finite(log) + (top - target)  # not lse - target, which cancels far from 0
+    loss = finite(log) + (top - target)  # lse - target would lose digits if both are large
     if z_loss:
         loss = loss + z_loss * finite(lse) ** 2
-    return np.where(counts, loss, 0), lse
+    return np.where(labelled, loss, 0), lse
 
 
 def _logit_gradients(
@@ -131,12 +135,13 @@ def _logit_gradients(
     options: Options,
     out: Array,
 ) -> None:
+    """Write the gradient of the logits of some rows to out."""
     ignore, smoothing, z_loss, softcap = options
     if not logits.size:
         return
     z, tanh = _capped(logits, softcap)
-    counts, lse = labels != ignore, finite(lse)
-    dloss = np.where(counts, dloss, 0)
+    labelled, lse = labels != ignore, finite(lse)
+    dloss = np.where(labelled, dloss, 0)
     weight = dloss * (1 + 2 * z_loss * lse)
     weight = weight if dlse is None else weight + dlse
     np.subtract(z, lse[:, None], out=out)
@@ -144,10 +149,10 @@ def _logit_gradients(
     out *= weight[:, None]
     if smoothing:
         out -= (dloss * (smoothing / logits.shape[-1]))[:, None]
-    chosen = np.where(counts, labels, 0)
-    out[np.arange(labels.size, like=chosen), chosen] -= (1 - smoothing) * dloss
+    targets = np.where(labelled, labels, 0)
+    out[np.arange(labels.size, like=targets), targets] -= (1 - smoothing) * dloss
     if tanh is not None:
         np.square(tanh, out=tanh)
         out *= np.subtract(1, tanh, out=tanh)  # the derivative of the cap
     if dlse is None:
-        out[~counts] = 0  # whatever their logits hold, NaN too
+        out[~labelled] = 0  # even if their logits are NaN

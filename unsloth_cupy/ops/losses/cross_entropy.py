@@ -26,7 +26,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Array:
-    """Return, row by row, ``-log(softmax(z)[label])``.
+    """Return the cross entropy of each row, ``-log(softmax(z)[label])`` without further options.
 
     ``loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2``,
     with ``lse = log(sum(exp(z)))`` and ``z = softcap * tanh(logits / softcap)``.
@@ -34,28 +34,29 @@ def cross_entropy(
     Parameters
     ----------
     logits : (*rows, vocab) float
-        Before the softmax.
+        The scores before the softmax.
     labels : (*rows) int32 or int64
         Each in 0 .. vocab - 1, or equal to ignore.
     ignore : int
-        Rows with this label have a loss and a gradient of 0, whatever their logits hold.
+        Rows with this label have a loss and a gradient of 0, even if their logits are NaN.
     smoothing : float
-        Share of the target, in [0, 1], that is spread evenly over the vocabulary.
+        Label smoothing: the share of the target, in [0, 1], that is spread evenly over the
+        vocabulary.
     z_loss : float
-        Weight of the square of lse, which keeps logits near 0.
+        Weight of the term ``lse**2``, which keeps logits near 0.
     softcap : float, optional
-        Bound of the logits; None leaves them as they are.
+        Bound of the absolute values of z; None for no bound.
 
     Returns
     -------
     loss : (*rows) float32, or float64 for float64 logits
-        In nats; neither summed nor averaged.
+        The loss of each row in nats; neither summed nor averaged.
 
     Raises
     ------
     RangeError
-        A label is neither in the vocabulary nor equal to ignore.  On a GPU, whose labels nobody
-        reads, its loss is NaN, and the next ``check_errors()`` raises.
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU the host does not read
+        the labels: the loss of that row is NaN, and the next ``check_errors()`` raises.
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
@@ -71,7 +72,7 @@ def cross_entropy(
     >>> np.testing.assert_allclose(loss, [np.log(10), np.log(10), 0], rtol=1e-6)
     >>> np.testing.assert_array_equal(loss, cross_entropy(logits, labels))
     >>> dlogits, _ = cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse)
-    >>> loss = cross_entropy_(logits, labels)  # the gradient takes the place of the logits
+    >>> loss = cross_entropy_(logits, labels)  # writes the gradient over the logits
     >>> np.testing.assert_allclose(logits, dlogits, atol=1e-7)
     """
     return cross_entropy_forward(
@@ -93,7 +94,7 @@ def cross_entropy_forward(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
-    """Return loss as cross_entropy does, and lse, for the backward op."""
+    """Return the loss of cross_entropy, and lse, which the backward op needs."""
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy", labels, ignore, logits.shape[-1])
     return losses(logits, labels, options)
@@ -119,7 +120,7 @@ def cross_entropy_backward(
     lse: Array,
     **options: Any,
 ) -> tuple[Array, None]:
-    """Return the gradient of the logits; lse may have a gradient of its own."""
+    """Return the gradient of the logits, from the gradients of the loss and of lse."""
     chosen = Options(**options)
     check_labels("cross_entropy_backward", labels, chosen.ignore, logits.shape[-1])
     out = np.empty_like(logits, order="C")

@@ -1,9 +1,9 @@
-"""Cross entropy and its gradient at once, written over the logits.
+"""Cross entropy and its gradient in one pass; the gradient is written over the logits.
 
 loss = cross_entropy(logits, labels)        logits <- dloss * (d loss / d logits)
 
-For a loop that knows the gradient of its losses before it has the losses, as of a mean: the
-logits are read once and written once, and take no second array.
+It is for training loops in which the gradient of each loss is known in advance, as it is for a
+mean: the logits are read once and written once, and there is no second array of their size.
 """
 
 import numbers
@@ -37,36 +37,36 @@ def cross_entropy_(
     Parameters
     ----------
     logits : (*rows, vocab) float
-        To be written to.
+        The scores before the softmax; overwritten with their gradient.
     labels : (*rows) int32 or int64
         Each in 0 .. vocab - 1, or equal to ignore.
     dloss : (*rows) float32, or float64 for float64 logits; or a number for all rows
-        The gradient of each loss: ``1 / count`` where their mean is what is minimised.
+        The gradient of each loss: ``1 / count`` for the mean of the losses.
     ignore, smoothing, z_loss, softcap
         As in ``cross_entropy``.
 
     Returns
     -------
     loss : (*rows) float32, or float64 for float64 logits
-        In nats; neither summed nor averaged, nor weighted by dloss.
+        The loss of each row in nats; not summed, averaged or weighted by dloss.
 
     Raises
     ------
     ConfigError
         The logits cannot be written to, or an option is out of its range.
     GradientError
-        The logits are on a tape, whose record a change would falsify.
+        The logits are on a tape; a change would falsify its record.
     RangeError, ShapeError, DTypeError
         As ``cross_entropy``; the logits are then unchanged.
     """
     check_changeable("cross_entropy_", "call cross_entropy", logits=logits)
     weights: Any = dloss
-    one = isinstance(weights, numbers.Real)
+    scalar = isinstance(weights, numbers.Real)
     return cross_entropy_over_(
         logits,
         labels,
-        None if one else weights,
-        scale=float(weights) if one else 1.0,
+        None if scalar else weights,
+        scale=float(weights) if scalar else 1.0,
         ignore=ignore,
         smoothing=smoothing,
         z_loss=z_loss,
@@ -76,8 +76,8 @@ def cross_entropy_(
 
 @op(
     "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat -> loss(*rows): stat",
-    widen=False,  # a widened copy would take the gradient in place of the logits
-    no_gradient="it is a gradient, and changes what a tape would remember",
+    widen=False,  # the gradient would go to the widened copy, not to the logits
+    no_gradient="it returns a gradient, and changes arrays that a tape would save",
 )
 def cross_entropy_over_(
     logits: Array,
@@ -90,13 +90,13 @@ def cross_entropy_over_(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Array:
-    """Return the loss and write the gradient over the logits."""
+    """Return the loss, and write the gradient over the logits."""
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("cross_entropy_", labels, ignore, logits.shape[-1])
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     loss, lse = losses(wide, labels, options)
     dloss = np.full_like(loss, scale) if dloss is None else scale * dloss
-    with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+    with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
         logits[...] = logit_gradients(
             wide, labels, lse, dloss, None, options, np.empty_like(wide, order="C")
         )
@@ -112,7 +112,7 @@ def _launch(
     **options: Any,
 ) -> Array:
     labels, dloss = packed(labels), None if dloss is None else packed(dloss)
-    rows = packed(logits)  # the logits themselves, where they lie in one piece
+    rows = packed(logits)  # the logits themselves if they are contiguous
     loss = empty(labels.shape, np.float32, like=logits)
     launch_both(rows, labels, dloss, scale, Options(**options), loss, out=rows)
     if rows is not logits:

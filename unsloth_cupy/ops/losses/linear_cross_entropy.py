@@ -1,6 +1,6 @@
-"""Cross entropy of a linear layer, whose logits never exist as a whole.
+"""Cross entropy of a linear layer, without storing the full logits.
 
-loss = cross_entropy(x weight^T, labels), chunk by chunk of rows; backward makes logits anew
+loss = cross_entropy(x weight^T, labels), chunk by chunk of rows; backward recomputes the logits
 
 Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
 """
@@ -29,12 +29,12 @@ def linear_cross_entropy(
     softcap: float | None = None,
     max_bytes: int | None = None,
 ) -> Array:
-    """Return ``cross_entropy(linear(x, weight), labels)`` in little memory.
+    """Return ``cross_entropy(linear(x, weight), labels)`` without storing the full logits.
 
     Parameters
     ----------
     x : (*rows, hidden) float
-        Rows of the last layer.
+        The output of the last layer before the head.
     weight : (vocab, hidden) float
         The output head; its gradient is accumulated in float32.
     labels : (*rows) int32 or int64
@@ -42,20 +42,20 @@ def linear_cross_entropy(
     ignore, smoothing, z_loss, softcap
         As in ``cross_entropy``.
     max_bytes : int, optional
-        Most bytes of logits, and of their gradient, at a time, though never less than one row;
-        512 MiB where absent.  Logits are float32, and their gradient lies over them, or beside
-        them in 16 bits where x has as many.
+        Limit of the memory for a chunk of logits and their gradient, 512 MiB by default; a chunk
+        has at least one row.  Logits are float32; their gradient is written over them or, for a
+        16-bit x, to a second buffer of 16 bits.
 
     Returns
     -------
     loss : (*rows) float32, or float64 for float64 arrays
-        In nats; neither summed nor averaged; 0 where the label is ignore.
+        The loss of each row in nats; neither summed nor averaged; 0 where the label is ignore.
 
     Raises
     ------
     RangeError
-        A label is neither in the vocabulary nor equal to ignore.  On a GPU, whose labels nobody
-        reads, its loss is NaN, and the next ``check_errors()`` raises.
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU the host does not read
+        the labels: the loss of that row is NaN, and the next ``check_errors()`` raises.
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
@@ -69,13 +69,13 @@ def linear_cross_entropy(
     >>> from unsloth_cupy import linear_cross_entropy_gradients
     >>> weight = np.random.default_rng(0).standard_normal((50, 16), np.float32)
     >>> x, labels = weight[:6], np.arange(6)
-    >>> loss = linear_cross_entropy(x, weight, labels)  # no array of all logits is made
+    >>> loss = linear_cross_entropy(x, weight, labels)  # the full logits are never stored
     >>> expected = cross_entropy(linear(x, weight), labels)
     >>> np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
     >>> loss, lse = linear_cross_entropy_forward(x, weight, labels)
     >>> dloss = np.ones_like(loss)
     >>> dx, dweight, _ = linear_cross_entropy_backward(dloss, None, x, weight, labels, lse)
-    >>> loss, dx, dweight = linear_cross_entropy_gradients(x, weight, labels)  # logits once
+    >>> loss, dx, dweight = linear_cross_entropy_gradients(x, weight, labels)  # one pass
     """
     return linear_cross_entropy_forward(
         x,
@@ -92,10 +92,10 @@ def linear_cross_entropy(
 @op(
     "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int"
     " -> loss(*rows): stat, lse(*rows): stat",
-    widen=False,
+    widen=False,  # products take 16-bit operands as they are
     torch=lambda nn, t, o: nn.cross_entropy(
         nn.linear(t["x"], t["weight"]), t["labels"], reduction="none"
-    ),  # products take 16-bit operands as they are
+    ),
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
 def linear_cross_entropy_forward(
@@ -109,7 +109,7 @@ def linear_cross_entropy_forward(
     softcap: float | None = None,
     max_bytes: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return loss as linear_cross_entropy does, and lse, for the backward op."""
+    """Return the loss of linear_cross_entropy, and lse, which the backward op needs."""
     options = Options(ignore, smoothing, z_loss, softcap)
     check_labels("linear_cross_entropy", labels, ignore, len(weight))
     flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
@@ -154,10 +154,10 @@ def linear_cross_entropy_backward(
     dlse = None if dlse is None else dlse.reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
-        logit_gradients(logits, *own, chosen, out)
+        inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
+        logit_gradients(logits, *inputs, chosen, out)
 
-    return *gradients(x, weight, max_bytes, write, beside=False, wanted=wanted), None
+    return *gradients(x, weight, max_bytes, write, own_buffer=False, wanted=wanted), None
 
 
 @linear_cross_entropy_backward.kernel
@@ -176,11 +176,11 @@ def _launch_backward(
     dlse = None if dlse is None else packed(dlse).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        own = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
-        launch_gradients(logits, *own, Options(**options), out)
+        inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
+        launch_gradients(logits, *inputs, Options(**options), out)
 
-    beside = x.dtype != FLOAT32
-    return *gradients(x, weight, max_bytes, write, beside=beside, wanted=wanted), None
+    own_buffer = x.dtype != FLOAT32
+    return *gradients(x, weight, max_bytes, write, own_buffer=own_buffer, wanted=wanted), None
 
 
 linear_cross_entropy_forward.require(check_options)

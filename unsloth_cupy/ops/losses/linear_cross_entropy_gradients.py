@@ -1,9 +1,9 @@
-"""Cross entropy of a linear layer and its gradients at once: logits are made once, not twice.
+"""Cross entropy of a linear layer and its gradients, computing the logits once instead of twice.
 
 loss = cross_entropy(x weight^T, labels)        dx, dweight of sum(dloss * loss)
 
-Three products for a loop that knows the gradient of its losses before it has the losses, as of a
-mean; ``linear_cross_entropy`` on a tape takes four.
+It takes three matrix products, and is for training loops in which the gradient of each loss is
+known in advance, as it is for a mean; ``linear_cross_entropy`` on a tape takes four.
 """
 
 from collections.abc import Set
@@ -23,14 +23,14 @@ from ._rows import Options, check_labels, check_options, logit_gradients, losses
 @op(
     "x(*rows, hidden), weight(vocab, hidden), labels(*rows): int, dloss?(*rows): stat"
     " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
-    widen=False,
+    widen=False,  # products take 16-bit operands as they are
     operations=lambda a: (
         2
         * a["x"].size
         * a["weight"].shape[0]
         * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
     ),
-    no_gradient="it returns them",  # products take 16-bit operands as they are
+    no_gradient="it returns them",
 )
 def linear_cross_entropy_gradients(
     x: Array,
@@ -53,21 +53,23 @@ def linear_cross_entropy_gradients(
     x, weight, labels
         As in ``linear_cross_entropy``.
     dloss : (*rows) float32, or float64 for float64 arrays, optional
-        The gradient of each loss, times scale; 1 where absent.
+        The gradient of each loss before scale; 1 by default.
     scale : float
-        ``1 / count`` where the mean of the losses is what is minimised.
+        Factor of dloss: ``1 / count`` for the mean of the losses.
     ignore, smoothing, z_loss, softcap, max_bytes
         As in ``linear_cross_entropy``.
     wanted : set of str, optional
-        ``{"x"}`` for a frozen head, whose gradient is then None; ``{"weight"}`` for frozen rows.
+        Which gradients to compute; the other is None.  ``{"x"}`` for a frozen head, ``{"weight"}``
+        if x needs no gradient.
 
     Returns
     -------
     loss : (*rows) float32, or float64 for float64 arrays
-        In nats; neither summed nor averaged, nor weighted by dloss.
+        The loss of each row in nats; not summed, averaged or weighted by dloss.
     dx : (*rows, hidden) float
+        The gradient of x.
     dweight : (vocab, hidden) float
-        Summed in float32 and rounded once.
+        The gradient of weight, summed in float32 and rounded once.
 
     Raises
     ------
@@ -84,7 +86,7 @@ def linear_cross_entropy_gradients(
         loss[part], lse = losses(logits, flat[part], options)
         logit_gradients(logits, flat[part], lse, scaled[part], None, options, out)
 
-    dx, dweight = gradients(x, weight, max_bytes, write, beside=False, wanted=wanted)
+    dx, dweight = gradients(x, weight, max_bytes, write, own_buffer=False, wanted=wanted)
     return loss.reshape(labels.shape), dx, dweight
 
 
@@ -103,10 +105,11 @@ def _launch(
     loss_rows, dloss = loss.reshape(-1), None if dloss is None else packed(dloss).reshape(-1)
 
     def write(part: slice, logits: Array, out: Array) -> None:
-        own = None if dloss is None else dloss[part]
-        launch_both(logits, flat[part], own, scale, Options(**options), loss_rows[part], out)
+        weights = None if dloss is None else dloss[part]
+        launch_both(logits, flat[part], weights, scale, Options(**options), loss_rows[part], out)
 
-    dx, dweight = gradients(x, weight, max_bytes, write, beside=x.dtype != FLOAT32, wanted=wanted)
+    own_buffer = x.dtype != FLOAT32
+    dx, dweight = gradients(x, weight, max_bytes, write, own_buffer=own_buffer, wanted=wanted)
     return loss, dx, dweight
 
 

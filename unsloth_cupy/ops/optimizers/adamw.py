@@ -21,14 +21,14 @@ from ..common.elementwise import constants
 from ..common.no_kernel import no_kernel
 from ..common.steps import representative_steps
 
-BLOCK = 32768  # elements: four blocks and a scratch block of float32 fit a core's cache
+BLOCK = 32768  # elements: blocks of the four arrays and a float32 temporary fit a core's cache
 
 
 @op(
     "parameter(*axes), gradient(*axes): param, mean(*axes): stat, square(*axes): stat"
     " -> updated(*axes)",
-    widen=False,  # a widened copy would take the update in place of the parameter
-    no_gradient="it is what gradients are for",
+    widen=False,  # the update would go to the widened copy, not to the parameter
+    no_gradient="it updates parameters with gradients",
     traffic=lambda a: (
         a["gradient"].nbytes + 2 * sum(a[n].nbytes for n in ("parameter", "mean", "square"))
     ),
@@ -45,23 +45,24 @@ def adamw_(
     weight_decay: float,
     step: int,
 ) -> Array:
-    """Update parameter, mean and square in place; return the parameter.
+    """Update parameter, mean and square in place, and return the parameter.
 
     Parameters
     ----------
     parameter : (*axes) float
-        A 16-bit parameter is updated in float32 and rounded once.
+        The parameter; a 16-bit one is updated in float32 and rounded once.
     gradient : (*axes) dtype of parameter or float32
-    mean, square : (*axes) float32, or float64 where the parameter is
-        Decaying averages of the gradient and of its square; zeros before step 1.
+        The gradient of the parameter.
+    mean, square : (*axes) float32, or float64 for a float64 parameter
+        Exponential moving averages of the gradient and of its square; zeros before step 1.
     lr : float
-        Change of an element per step where gradients agree.
+        Learning rate: how much an element changes per step if its gradients are all equal.
     betas : (float, float)
-        How much of mean and of square stays at each step.
+        Factors by which mean and square decay at each step.
     eps : float
-        Added to the root mean square, in units of the gradient.
+        Added to the root of square, in units of the gradient.
     weight_decay : float
-        Share of the parameter that is lost per step and unit of lr.
+        Each step reduces the parameter by the share ``lr * weight_decay``.
     step : int
         Number of this step; the first is 1.
 
@@ -111,7 +112,7 @@ def _launch(
 ) -> Array:
     arrays = parameter, gradient, mean, square
     if not all(array.flags.c_contiguous for array in arrays):
-        return no_kernel("an array is not packed")
+        return no_kernel("an array is not contiguous")
     beta1, beta2 = betas
     unbiased = math.sqrt(1 - beta2**step)
     width = lanes(16 // parameter.dtype.itemsize, *arrays)

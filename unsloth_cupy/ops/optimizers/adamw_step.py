@@ -1,11 +1,11 @@
-"""A step of AdamW over all parameters of an optimizer: one launch, and no word from the host.
+"""A step of AdamW over all parameters of an optimizer: one launch, without waiting for the host.
 
-The formula stands in ``ops/adamw.py``; with codes of 8 bits for a parameter's averages, it is
+``adamw.py`` has the formula.  If the averages of a parameter are stored as 8-bit codes, a step is
 
     mean = decode(codes);  one step;  codes = encode(mean)
 
-and the same for square; ``dynamic_codes.py`` has both.  Whether a step is skipped, and so how
-many there have been, is known on the device alone.
+and the same for square; see ``dynamic_codes.py``.  Whether a step is skipped, and so the number of
+steps done, is known only on the device.
 """
 
 import enum
@@ -24,29 +24,29 @@ from ..common.dynamic_codes import BLOCK, decode, encode, tables
 from ..common.steps import representative_steps
 from .adamw import adamw_
 
-PART = 1 << 16  # values decoded at a time on the host: they stay in its cache
-KEPT_TABLES = 8  # of streams and gradients' addresses, which seldom change
+PART = 1 << 16  # values decoded at a time on the host, so that they stay in its cache
+KEPT_TABLES = 8  # tables kept, by stream and addresses of the gradients, which seldom change
 
 
 class Tensor(NamedTuple):
-    """One parameter and all that a step changes beside it."""
+    """One parameter and the other arrays that a step changes."""
 
     parameter: Any
-    copy: Any | None  # the parameter again, rounded to 16 bits
-    mean: Any  # float32, or codes
+    copy: Any | None  # the parameter rounded to 16 bits
+    mean: Any  # float32, or 8-bit codes
     square: Any
-    mean_scale: Any | None  # of codes, by blocks
+    mean_scale: Any | None  # the scale of each block of codes
     square_scale: Any | None
 
     @property
     def dtypes(self) -> tuple[Any, Any]:
-        """What a gradient may be: of the dtype that a model computes in, or float32."""
+        """The dtypes that a gradient may have: the one that the model computes in, or float32."""
         model = self.parameter if self.copy is None else self.copy
         return model.dtype, allowed("param", model.dtype)[-1]
 
 
 def host_step(tensor: Tensor, gradient: Array, *, factor: float, **options: Any) -> None:
-    """Make a step of one tensor by its definition."""
+    """Perform a step of one tensor with NumPy's definition."""
     parameter: Any = tensor.parameter
     if factor != 1 or tensor.copy is not None:
         gradient = gradient.astype(tensor.dtypes[1]) * np.float32(factor)
@@ -58,13 +58,14 @@ def host_step(tensor: Tensor, gradient: Array, *, factor: float, **options: Any)
         if not parameter.flags.c_contiguous:
             parameter[...] = flat.reshape(parameter.shape)
     if tensor.copy is not None:
-        with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+        with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
             tensor.copy[...] = parameter
 
 
 def _coded_step(
     parameter: Any, gradient: Any, mean: Any, square: Any, *scales: Any, **options: Any
 ) -> None:
+    """Perform a step of one tensor whose averages are codes, a part at a time."""
     mean, square = mean.reshape(-1), square.reshape(-1)
     for start in representative_steps(parameter, range(0, parameter.size, PART)):
         part = slice(start, start + PART)
@@ -79,10 +80,10 @@ def _coded_step(
 
 
 class Launcher:
-    """The step as one launch, for tensors that kernels may take as they lie.
+    """The step as one launch, for tensors that kernels can take without copies.
 
-    ``powers`` has beta1**step, beta2**step, beta1 and beta2 of the next step, ``corrections`` what
-    rate and eps are multiplied by in it, ``counts`` the steps that are done.
+    Arrays on the device: ``powers`` holds beta1**step, beta2**step, beta1 and beta2 of the next
+    step; ``corrections`` the factors of lr and eps in that step; ``counts`` the steps done.
     """
 
     def __init__(
@@ -94,18 +95,18 @@ class Launcher:
         self.maps = None
         if any(tensor.mean_scale is not None for tensor in tensors.values()):
             self.maps = tables(self.lead)
-        # a product of factors, as the kernel forms it: a resumed run has the bits of another
+        # a product of factors, as in the kernel: a resumed run gets the same bits
         power1, power2 = (float(np.cumprod(np.full(steps + 1, beta))[-1]) for beta in self.betas)
         unbiased = np.sqrt(1 - power2)
         powers = np.array([power1, power2, *self.betas])
         corrections = np.array([unbiased / (1 - power1), unbiased], np.float32)
         self.powers, self.corrections = placed(powers, self.lead), placed(corrections, self.lead)
         self.counts = placed(np.array([steps, 0], np.uint32), self.lead)
-        settle(self.lead)  # any stream may make the first step
+        settle(self.lead)  # any stream may launch the first step
 
     @property
     def steps(self) -> int:
-        """How many steps were not skipped; reading it waits for the device."""
+        """The number of steps that were not skipped; reading it waits for the device."""
         with at(self.counts):
             return int(self.counts[0])
 
@@ -119,7 +120,7 @@ class Launcher:
         finite: Any,
         factor: Any,
     ) -> None:
-        """Update all tensors, or none where ``finite`` is or holds False."""
+        """Update all tensors; none if ``finite``, a bool or an array, is False."""
         if isinstance(finite, bool | np.bool_):
             if not finite:
                 return
@@ -150,6 +151,7 @@ class Launcher:
         )
 
     def _table(self, gradients: Sequence[Any]) -> many.Table:
+        """Return the table of the tensors with these gradients, from a cache."""
         key = stream(self.lead), *((many.address(g), g.dtype) for g in gradients)
         table = self.tables.get(key)
         if table is None:
@@ -165,14 +167,15 @@ class Launcher:
 
 
 class Kind(enum.IntFlag):
-    """What a kernel knows of a tensor beside its dtype, whose number is in the bits below."""
+    """Flags of a tensor for the kernel; the lower two bits hold the number of its dtype."""
 
-    COPIED = 4
-    WIDE = 8
-    CODED = 16
+    COPIED = 4  # it has a 16-bit copy
+    WIDE = 8  # the gradient is float32, unlike the model
+    CODED = 16  # its averages are codes
 
 
 def _kind(tensor: Tensor, gradient: Any) -> int:
+    """Return the dtype's number and the flags of a tensor, in one integer."""
     model = tensor.dtypes[0]
     copied, coded = tensor.copy is not None, tensor.mean_scale is not None
     flags = Kind.COPIED * copied | Kind.WIDE * (gradient.dtype != model) | Kind.CODED * coded

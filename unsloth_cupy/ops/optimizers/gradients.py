@@ -1,9 +1,9 @@
-"""All gradients of a step in one launch: their norm, whether they are finite, their scaling.
+"""The norm of all gradients of a step, whether they are finite, and their scaling, in one launch.
 
 norm = sqrt(sum of (gradient / divisor)**2)
 factor = min(1, max_norm / norm) / divisor
 
-On the host squares are added in float64.
+On the host, squares are summed in float64.
 """
 
 import math
@@ -21,22 +21,22 @@ from ..common import many
 from ..common.counters import counters
 from ..common.steps import representative_steps
 
-PART = 65536  # elements widened at a time on the host: they stay in its cache
+PART = 65536  # elements widened at a time on the host, so that they stay in its cache
 KEPT_TABLES = 16
 tables: dict[Any, many.Table] = {}  # by stream and addresses of gradients, which seldom change
 
 
 class GradientMeasure(NamedTuple):
-    """What one look at all gradients tells; on a GPU, arrays of shape () that nobody has read.
+    """The result of one pass over all gradients; on a GPU, arrays of shape () on the device.
 
     Attributes
     ----------
     norm : float, or float64 array
-        The norm of all gradients together, as one vector, after division.
+        The norm of all gradients, as one vector, after the division by the divisor.
     finite : bool, or bool array
-        False where any element is NaN or infinite: skip the step.
+        False if any element is NaN or infinite: skip the step then.
     factor : float, or float32 array
-        What to multiply gradients by: it divides them, and clips them to the largest norm.
+        What to multiply the gradients by, to divide them and to clip their norm to max_norm.
     """
 
     norm: Any
@@ -51,18 +51,19 @@ def measured(
     divisor: Any = None,
     out: Sequence[Array] | None = None,
 ) -> GradientMeasure:
-    """Look at gradients that kernels take as they lie, once, and write them divided to ``out``.
+    """Return the measure of gradients in one pass; write them, divided, to ``out`` if it is passed.
 
-    ``divisor`` is a float64 array of one element, ``out`` has float32 arrays.
+    Kernels must be able to take the gradients without copies.  ``divisor`` is a float64 array of
+    one element, ``out`` a sequence of float32 arrays.
     """
     table = _table(gradients, out)
     lead = gradients[0]
     chosen = table.constants(WRITE=out is not None)
     kernel = load("gradients.cu", "measure", lead, chosen)
-    # as many as are resident at once, each with one sum for the last: 16 KB of an SM are in flight
+    # four per SM are resident, with 16 KB in flight; each leaves one sum to the last block
     blocks = min(table.chunks, 4 * limits(lead).processors)
     sums, arrived = empty(blocks, np.float64, lead), counters(1, lead)
-    found = GradientMeasure(*(empty((), t, lead) for t in (np.float64, np.bool_, np.float32)))
+    measure = GradientMeasure(*(empty((), t, lead) for t in (np.float64, np.bool_, np.float32)))
     kernel[blocks, many.THREADS](
         table.tensors,
         table.owners,
@@ -71,24 +72,24 @@ def measured(
         max_norm,
         sums,
         arrived,
-        found.norm,
-        found.factor,
-        found.finite,
+        measure.norm,
+        measure.factor,
+        measure.finite,
     )
-    return found
+    return measure
 
 
-def rescale(gradients: Sequence[Array], found: GradientMeasure) -> None:
-    """Multiply gradients by the factor found, in place; leave them where one is not finite."""
+def rescale(gradients: Sequence[Array], measure: GradientMeasure) -> None:
+    """Multiply gradients by the factor of a measure, in place; not if ``finite`` is False."""
     table = _table(gradients, None)
     lead = gradients[0]
     chosen = table.constants(WRITE=False)
     kernel = load("gradients.cu", "rescale", lead, chosen)
-    kernel[table.chunks, many.THREADS](table.tensors, table.owners, found.factor, found.finite)
+    kernel[table.chunks, many.THREADS](table.tensors, table.owners, measure.factor, measure.finite)
 
 
 def square_sum(gradient: Any) -> Any:
-    """Return the sum of squares, float64, of one gradient of any dtype and layout."""
+    """Return the float64 sum of squares of one gradient of any dtype and layout."""
     flat = gradient.reshape(-1)
     size = PART if isinstance(flat, np.ndarray) else max(flat.size, 1)
     total = np.zeros_like(flat, np.float64, shape=())
@@ -99,9 +100,10 @@ def square_sum(gradient: Any) -> Any:
 
 
 def _table(gradients: Sequence[Any], out: Sequence[Any] | None) -> many.Table:
+    """Return the table of gradients and out, from a cache."""
     arrays = [*gradients, *(out or ())]
     key = out is None, stream(arrays[0]), *((many.address(a), a.size, a.dtype) for a in arrays)
-    table = tables.get(key)  # other threads may clear them between any two lines
+    table = tables.get(key)  # one lookup: another thread may clear the cache at any time
     if table is None:
         if len(tables) >= KEPT_TABLES:
             tables.clear()

@@ -287,5 +287,5 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_no_adapter_to_save(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is none"):
+    with pytest.raises(ConfigError, match="there is no adapter"):
         small().save_adapter(tmp_path)

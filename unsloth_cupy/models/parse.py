@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to a ``Config``, in the older and the newer form."""
+"""Parse a Hugging Face config.json, in its older and newer forms, into a ``Config``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,28 +19,29 @@ ACTIVATIONS = {
 }
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
-OF_BOTH = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
-QUANTIZED = ("bitsandbytes", "bitnet")  # what quantization_config may name as its method
+# Keys of a multimodal config.json that override those of its text_config.
+OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config")
+QUANTIZED = ("bitsandbytes", "bitnet")  # supported values of quantization_config's quant_method
 UNSUPPORTED = {
     "use_bidirectional_attention": "only causal models are known",
 }
 
-MOST, MOST_LAYERS = 2**31 - 1, 10_000  # beyond them a number is a mistake
+MOST, MOST_LAYERS = 2**31 - 1, 10_000  # larger numbers must be mistakes
 
 
 class Reader:
-    """A config.json that names what is missing or wrong in it."""
+    """Reads typed values of a config.json; errors name the key that is missing or wrong."""
 
     def __init__(self, values: Mapping[str, Any], family: Family) -> None:
         self.values, self.family = values, family
         self.defaults = {**COMMON, **family.defaults}
 
     def get(self, key: str) -> Any:
-        """Return the value, which may be null, or the family's default, or None."""
+        """Return the value, which may be null; if absent the family's default, or None."""
         return self.values.get(key, self.defaults.get(key))
 
-    def given(self, key: str) -> Any:
-        """Return the value, or the family's default where it is null."""
+    def not_null(self, key: str) -> Any:
+        """Return the value; if absent or null the family's default."""
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
 
@@ -56,14 +57,14 @@ class Reader:
 
     def number(self, key: str) -> float:
         """Return a finite number that is not negative."""
-        value = self.given(key)
+        value = self.not_null(key)
         if type(value) not in (int, float) or not 0 <= value < float("inf"):
             raise ConfigError(f"config: {key} is {value!r}; it must be a number, 0 or more")
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """Return a truth value."""
-        value = self.given(key)
+        """Return a bool."""
+        value = self.not_null(key)
         if type(value) is not bool:
             raise ConfigError(f"config: {key} is {value!r}; it must be true or false")
         return value
@@ -75,7 +76,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     Raises
     ------
     ConfigError
-        The model type is unknown, a key is missing or makes no sense, or sizes contradict.
+        The model type is unknown, a key is missing or invalid, or sizes contradict each other.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
@@ -148,18 +149,18 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of a config.json that also describes others."""
+    """Return the language model's part of a config.json that may also describe a vision model."""
     if values.get("model_type") != "gemma3":
         return values
     inner = values.get("text_config", values)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
-    of_both = {key: values[key] for key in OF_BOTH if values.get(key) is not None}
-    return {**inner, **of_both, "model_type": "gemma3_text"}
+    outer = {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
+    return {**inner, **outer, "model_type": "gemma3_text"}
 
 
 def _obeyed(read: Reader, key: str) -> float | None:
-    """Return a positive number, or None where it is absent or means nothing to the family."""
+    """Return a positive number, or None where it is absent or the family ignores the key."""
     if key not in read.family.obeys or read.get(key) is None:
         return None
     number = read.number(key)
@@ -168,12 +169,12 @@ def _obeyed(read: Reader, key: str) -> float | None:
     return number
 
 
-def _bit_layers(facts: Mapping[str, Any]) -> bool:
-    """Return whether dense layers are rounded at every call; raise for what is not known."""
-    if facts.get("quant_method") != "bitnet":
+def _bit_layers(quantization: Mapping[str, Any]) -> bool:
+    """Return whether dense layers are rounded at every call; raise for unknown settings."""
+    if quantization.get("quant_method") != "bitnet":
         return False
-    online = facts.get("quantization_mode", "offline") == "online"
-    left = facts.get("modules_to_not_convert")
+    online = quantization.get("quantization_mode", "offline") == "online"
+    dense_modules = quantization.get("modules_to_not_convert")
     known: Mapping[str, Any] = {
         "linear_class": ("autobitlinear",) if online else ("autobitlinear", "bitlinear"),
         "quantization_mode": ("offline", "online"),
@@ -182,19 +183,19 @@ def _bit_layers(facts: Mapping[str, Any]) -> bool:
     }
     default = {"linear_class": "bitlinear", "quantization_mode": "offline"}
     for key, values in known.items():
-        if (given := facts.get(key, default.get(key))) not in values:
+        if (value := quantization.get(key, default.get(key))) not in values:
             listed = " or ".join(map(repr, values))
             raise ConfigError(
-                f"config: quantization_config of bitnet has {key}={given!r}; only {listed} is read"
+                f"config: quantization_config of bitnet has {key}={value!r}; only {listed} is read"
             )
-    return online and left in (None, [], ["lm_head"])
+    return online and dense_modules in (None, [], ["lm_head"])
 
 
 def _activation(read: Reader) -> str:
     """Return the activation's name; Gemma's early configs say gelu and mean its tanh form."""
     gemma = read.family.scaled_embedding
     named = read.get("hidden_activation") if gemma else None
-    name = named or read.given("hidden_act")
+    name = named or read.not_null("hidden_act")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ConfigError(f"config: the activation is {name!r}; choose from {known}")
@@ -208,19 +209,19 @@ def _layer_types(read: Reader, layers: int) -> tuple[str, ...]:
         return (FULL,) * layers
     if windows == "all":
         return (SLIDING if window else FULL,) * layers
-    given = read.get("layer_types")
-    if given is None and windows == "late":
+    types = read.get("layer_types")
+    if types is None and windows == "late":
         first = read.get("max_window_layers")
         return tuple(SLIDING if window and i >= first else FULL for i in range(layers))
-    if given is None:
-        every = read.size("sliding_window_pattern")
-        return tuple(SLIDING if (i + 1) % every else FULL for i in range(layers))
-    if not isinstance(given, list) or not {*given} <= {FULL, SLIDING} or len(given) != layers:
+    if types is None:
+        period = read.size("sliding_window_pattern")
+        return tuple(SLIDING if (i + 1) % period else FULL for i in range(layers))
+    if not isinstance(types, list) or not {*types} <= {FULL, SLIDING} or len(types) != layers:
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"
-            f" each {FULL!r} or {SLIDING!r}, not {given!r}"
+            f" each {FULL!r} or {SLIDING!r}, not {types!r}"
         )
-    return tuple(given)
+    return tuple(types)
 
 
 def _rope(read: Reader, kind: str, dim: int) -> Rope:
@@ -230,20 +231,20 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
     ``rope_theta``, ``rope_scaling`` and, in Gemma 3, ``rope_local_base_freq``.
     """
     local = kind == SLIDING and read.get("rope_local_base_freq") is not None
-    given = read.get("rope_parameters") or {}
+    newer = read.get("rope_parameters") or {}
     scaling = read.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or not isinstance(scaling, Mapping):
+    if not isinstance(newer, Mapping) or not isinstance(scaling, Mapping):
         raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
-    nested = FULL in given or SLIDING in given
-    if nested and not all(isinstance(given.get(name) or {}, Mapping) for name in (FULL, SLIDING)):
+    nested = FULL in newer or SLIDING in newer
+    if nested and not all(isinstance(newer.get(name) or {}, Mapping) for name in (FULL, SLIDING)):
         raise ConfigError("config: rope_parameters must hold a dict for each type of layers")
-    parameters = dict(given.get(kind) or {}) if nested else {} if local else {**given, **scaling}
+    parameters = dict(newer.get(kind) or {}) if nested else {} if local else {**newer, **scaling}
     parameters.setdefault("rope_theta", read.get("rope_local_base_freq" if local else "rope_theta"))
     base = Reader(parameters, read.family).number("rope_theta")
     if base <= 0:
         raise ConfigError("config: rope_theta is 0; it must be positive")
     name = parameters.get("rope_type") or parameters.get("type") or "default"
-    if read.family.fused and name in ("su", "yarn"):  # what Phi-3 called longrope
+    if read.family.fused and name in ("su", "yarn"):  # Phi-3's old names of longrope
         name = "longrope"
     if name not in ROPES:
         raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
@@ -254,23 +255,21 @@ def _rope(read: Reader, kind: str, dim: int) -> Rope:
             " of elements; choose a share in (0, 1] and an even head_dim"
         )
     if name == "default":
-        return _sensible(Rope(int(dim * share), base))
+        return _checked(Rope(int(dim * share), base))
     positions = read.size("max_position_embeddings")
     original = positions
     if name != "dynamic":
-        known = Reader({"original": read.get("original_max_position_embeddings")}, read.family)
+        reader = Reader({"original": read.get("original_max_position_embeddings")}, read.family)
         original = parameters.get("original_max_position_embeddings", positions)
-        original = known.size("original") if known.get("original") else original
+        original = reader.size("original") if reader.get("original") else original
     parameters |= {"rope_type": name, "original_max_position_embeddings": original}
     if name in ("yarn", "longrope") and parameters.get("factor") is None:
         parameters["factor"] = positions / original
-    return _sensible(
-        Rope(int(dim * share), base, parameters, original if name in GROWING else None)
-    )
+    return _checked(Rope(int(dim * share), base, parameters, original if name in GROWING else None))
 
 
-def _sensible(rope: Rope) -> Rope:
-    """Return the rope; raise for numbers that a call, or only one of a long text, would meet."""
+def _checked(rope: Rope) -> Rope:
+    """Return the rope; raise for invalid numbers, also those that only a long text would use."""
     try:
         for length in {1, (rope.original or 0) + 1}:
             scaled_frequencies(rope.scaling, length, rope.dim, rope.base)
@@ -280,9 +279,9 @@ def _sensible(rope: Rope) -> Rope:
 
 
 def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return token ids, given as one or as a list; a negative one stands for none."""
-    given = values.get(key)
-    listed = given if isinstance(given, list) else [] if given is None else [given]
+    """Return the token ids of a key whose value is an id or a list; negative ids are left out."""
+    value = values.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in listed):
-        raise ConfigError(f"config: {key} is {given!r}; it must be a token id or a list of them")
+        raise ConfigError(f"config: {key} is {value!r}; it must be a token id or a list of them")
     return tuple(token for token in listed if token >= 0)

@@ -1,4 +1,4 @@
-"""Which weights of a model are kept in fewer bits, and what that saves and loses.
+"""Quantize the weights of a model, and report the bytes saved and the errors.
 
 report = quantize(model, "nf4")
 print(report)
@@ -34,31 +34,31 @@ KINDS: Mapping[str, Callable[[Array], Quantized]] = {
 }
 SKIP = ("embed", "norm", "lm_head")
 NF4_BLOCK = 64  # values that share an absmax
-LEAST = 1024  # values: what is smaller saves nothing
-ROWS = 256  # of a weight, whose error is found at a time
+LEAST = 1024  # values: smaller weights save nothing
+ROWS = 256  # rows whose error is computed at a time, to bound memory
 
 
 class Row(NamedTuple):
-    """One weight: its bytes before and after, and what it lost."""
+    """One weight: its bytes before and after, and its quantization error."""
 
     name: str
     before: int
     after: int
-    error: float  # norm of the difference, over the norm of the weight
+    error: float  # norm of the difference / norm of the weight
     sparsity: float  # share of values that are 0
-    reason: str  # why it was left; empty where it was quantized
+    reason: str  # why it stayed dense; empty if it was quantized
 
 
 class QuantizationReport:
-    """What ``quantize`` did, as a table.
+    """A table of the weights that ``quantize`` changed; ``print`` shows it.
 
     Attributes
     ----------
     kind : str
-        What the weights were quantized to.
+        The kind of quantized weights, such as nf4.
     rows : list of Row
         ``(name, before, after, error, sparsity, reason)`` of every weight: bytes, the norm of the
-        difference over the norm of the weight, the share of zeros, and why it was left as it is.
+        difference / the norm of the weight, the share of zeros, and why it stayed dense.
     """
 
     def __init__(self, kind: str) -> None:
@@ -67,23 +67,23 @@ class QuantizationReport:
 
     @property
     def before(self) -> int:
-        """Bytes of all weights, as they were."""
+        """Bytes of all weights before."""
         return sum(row.before for row in self.rows)
 
     @property
     def after(self) -> int:
-        """Bytes of all weights, as they are."""
+        """Bytes of all weights after."""
         return sum(row.after for row in self.rows)
 
     def __str__(self) -> str:
-        made = [row for row in self.rows if not row.reason]
+        quantized = [row for row in self.rows if not row.reason]
         lines = [("weight", "before", "after", "error", "zeros")]
-        for row in made:
+        for row in quantized:
             sizes = format_bytes(row.before), format_bytes(row.after)
             lines.append((row.name, *sizes, f"{row.error:.2%}", f"{row.sparsity:.1%}"))
-        left = len(self.rows) - len(made)
+        unchanged = len(self.rows) - len(quantized)
         size = sum(row.after for row in self.rows if row.reason)
-        lines.append((f"{left} others, as they were", "", format_bytes(size), "", ""))
+        lines.append((f"{unchanged} others, as they were", "", format_bytes(size), "", ""))
         lines.append(("all", format_bytes(self.before), format_bytes(self.after), "", ""))
         wide = [max(len(line[i]) for line in lines) for i in range(5)]
         text = (
@@ -93,17 +93,17 @@ class QuantizationReport:
         return "\n".join([f"{self.kind}:", *(line.rstrip() for line in text)])
 
     def __repr__(self) -> str:
-        made = sum(not row.reason for row in self.rows)
-        return f"QuantizationReport({self.kind}, {made} of {len(self.rows)} weights)"
+        quantized = sum(not row.reason for row in self.rows)
+        return f"QuantizationReport({self.kind}, {quantized} of {len(self.rows)} weights)"
 
 
 @checked
 def quantize(
     model: "Transformer", kind: str, *, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> QuantizationReport:
-    """Keep the linear layers of a model in fewer bits, in place.
+    """Quantize the linear layers of a model, in place.
 
-    Each dense weight is let go of as soon as its codes are made.
+    Each dense weight is released as soon as its codes are computed.
 
     Parameters
     ----------
@@ -111,24 +111,24 @@ def quantize(
     kind : str
         nf4, nf4-double (absmax in 8 bits too), fp4, int8 or ternary (one scale, by absmean).
     skip : sequence of str
-        Weights whose names hold one of these words stay as they are.
+        Weights whose names contain one of these words stay dense.
     least : int
-        Weights of fewer values stay as they are.
+        Weights with fewer values stay dense.
 
     Returns
     -------
     report : QuantizationReport
-        By weight: bytes before and after, error, zeros; it prints as a table.
+        By weight: bytes before and after, error, share of zeros; it prints as a table.
 
     Raises
     ------
     ConfigError
-        The kind is not known, an option makes no sense, or the model is quantized already.
+        The kind is unknown, an option is invalid, or the model is quantized already.
     RangeError
-        A weight is not finite; the model is then as it was up to that weight.
+        A weight is not finite; the weights before it are then already quantized.
     """
-    maker, division = maker_of("quantize", kind, skip, least), model.division
-    wants = Quantizer("quantize", kind, division)
+    quantize_weight, division = maker_of("quantize", kind, skip, least), model.division
+    quantizer = Quantizer("quantize", kind, division)
     if frozen := [name for name, array in model.parameters.items() if isinstance(array, Stored)]:
         raise ConfigError(f"quantize: {frozen[0]} is quantized already; load the model anew")
     report = QuantizationReport(kind)
@@ -140,14 +140,14 @@ def quantize(
             report.rows.append(Row(name, array.nbytes, array.nbytes, 0.0, 0.0, reason))
             continue
         with at(array):
-            if division is not None and wants.wants_whole(name):
-                made: Any = _named(maker, name, division.gathered(name, array))
-                made = division.own(name, made)
+            if division is not None and quantizer.wants_whole(name):
+                result: Any = _named(quantize_weight, name, division.gathered(name, array))
+                result = division.own(name, result)
             else:
-                made = _named(maker, name, array)
-            lost = error_of(array, made)
-        report.rows.append(Row(name, array.nbytes, made.nbytes, *lost, ""))
-        model.parameters[name] = made
+                result = _named(quantize_weight, name, array)
+            error_and_zeros = error_of(array, result)
+        report.rows.append(Row(name, array.nbytes, result.nbytes, *error_and_zeros, ""))
+        model.parameters[name] = result
         del array
     return report
 
@@ -155,7 +155,7 @@ def quantize(
 def maker_of(
     call: str, kind: Any, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> Callable[[Array], Quantized]:
-    """Return what quantizes a weight to this kind."""
+    """Return the function that quantizes a weight to this kind; raise for invalid options."""
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"{call}: kind {kind!r} is not known; choose from {', '.join(KINDS)}")
     words: Any = skip
@@ -168,7 +168,7 @@ def maker_of(
 
 
 def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int) -> str:
-    """Return why a weight stays as it is; nothing for one that is to be quantized."""
+    """Return why a weight stays dense; an empty string for one to be quantized."""
     if len(shape) != 2:
         return "not a matrix"
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -180,7 +180,7 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
 
 
 def _named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quantized:
-    """Return the weight quantized; an error names it."""
+    """Return the weight quantized; errors name the parameter."""
     try:
         return maker(array)
     except ValueError as error:
@@ -188,9 +188,9 @@ def _named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quan
 
 
 class Quantizer:
-    """Makes the weights of a model, by name, into one kind, and leaves the others.
+    """Quantizes weights of a model by name to one kind, and returns other parameters unchanged.
 
-    Where ranks divide the model, a part has the codes of the whole weight.
+    In a divided model, each rank's part has the codes that it has in the whole quantized weight.
     """
 
     def __init__(self, call: str, kind: str, division: "Division | None" = None) -> None:
@@ -198,19 +198,19 @@ class Quantizer:
         self.maker = maker_of(call, kind)
 
     def makes(self, name: str, shape: Sequence[int]) -> bool:
-        """Say whether a weight of this shape is to be quantized."""
+        """Return whether a weight of this shape is to be quantized."""
         return not left_dense(name, shape, SKIP, LEAST)
 
     def wants_whole(self, name: str) -> bool:
-        """Say whether a rank needs all of a weight to know the codes of its part."""
+        """Return whether a rank needs the whole weight to compute the codes of its part."""
         division = self.division
         if division is None or not self.makes(name, shape := division.shapes[name]):
             return False
         cuts = (division.cut(name, rank) for rank in range(division.comm.size))
-        return not all(cut is None or self._apart(shape, *cut) for cut in cuts)
+        return not all(cut is None or self._separate(shape, *cut) for cut in cuts)
 
-    def _apart(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:
-        """Say whether values in some rows or columns share no scale with others."""
+    def _separate(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:
+        """Return whether these rows or columns share no scale with the other values."""
         if self.kind == "int8":
             return axis == 0
         return self.kind in ("nf4", "fp4") and in_blocks(shape, axis, places, NF4_BLOCK)
@@ -218,31 +218,37 @@ class Quantizer:
     def by_rows(
         self, name: str, shape: Sequence[int], read: Callable[[slice], Array]
     ) -> tuple[int, Callable[[slice], Quantized]] | None:
-        """Return of how many rows scales tell nothing of others, and what makes rows, if any."""
+        """Return (step, function from rows to their quantized weight); None if rows share scales.
+
+        Groups of ``step`` rows have scales that do not depend on other rows.
+        """
         if self.kind not in ("int8", "nf4", "fp4"):
             return None
         step = 1 if self.kind == "int8" else NF4_BLOCK // gcd(NF4_BLOCK, shape[1])
         return step, lambda rows: _named(self.maker, name, read(rows))
 
     def __call__(self, name: str, array: Any) -> Any:
-        """Return the weight as it is kept: of a part, or of the whole that is wanted, the part."""
+        """Return a parameter, quantized if it is to be; of a divided model, this rank's part.
+
+        ``array`` is this rank's part, or the whole weight if ``wants_whole``.
+        """
         if isinstance(array, Stored):
             problem = f"{self.call}: {name} is quantized already"
             raise ConfigError(f"{problem}; leave quantize out, or load the dense weights")
         division, whole = self.division, self.wants_whole(name)
         if not self.makes(name, array.shape if division is None else division.shapes[name]):
             return array
-        made = _named(self.maker, name, array)
-        return division.own(name, made) if whole and division is not None else made
+        result = _named(self.maker, name, array)
+        return division.own(name, result) if whole and division is not None else result
 
 
-def error_of(dense: Array, made: Quantized) -> tuple[float, float]:
-    """Return the norm of the difference over that of the weight, and the share of zeros."""
-    lost = size = zeros = 0.0
+def error_of(dense: Array, quantized: Quantized) -> tuple[float, float]:
+    """Return the norm of the difference / the norm of the weight, and the share of zeros."""
+    error = norm = zeros = 0.0
     for top in range(0, len(dense), ROWS):
         rows = slice(top, top + ROWS)
-        wide, found = dense[rows].astype(FLOAT32), made[rows].astype(FLOAT32)
-        lost += float(np.square(wide - found).sum(dtype=np.float64))
-        size += float(np.square(wide).sum(dtype=np.float64))
-        zeros += float((found == 0).sum())
-    return (lost / size) ** 0.5 if size else 0.0, zeros / max(1, dense.size)
+        expected, actual = dense[rows].astype(FLOAT32), quantized[rows].astype(FLOAT32)
+        error += float(np.square(expected - actual).sum(dtype=np.float64))
+        norm += float(np.square(expected).sum(dtype=np.float64))
+        zeros += float((actual == 0).sum())
+    return (error / norm) ** 0.5 if norm else 0.0, zeros / max(1, dense.size)

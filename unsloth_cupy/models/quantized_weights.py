@@ -1,10 +1,10 @@
-"""Quantized weights of a model: the arrays they are kept in, and the tensors of a checkpoint.
+"""Quantized weights in checkpoints: the tensors that store a weight, and config.json's entry.
 
     model.layers.0.mlp.up_proj.weight                                      codes
     model.layers.0.mlp.up_proj.weight.absmax                               and the rest of the
     model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4        state of an ``Nf4``
 
-and what config.json says of them, as ``quantization_config``.
+The entry of config.json that describes them is ``quantization_config``.
 """
 
 import re
@@ -18,7 +18,7 @@ from ..ops.quantized.nf4 import Nf4
 from ..ops.quantized.ternary import Ternary
 from ..ops.quantized.weight import Quantized
 
-# what may follow a layer's name beside weight and bias, of each class of weights
+# names after a layer's name, other than weight and bias, of the tensors of each class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Nf4: re.compile(
         r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map"
@@ -28,11 +28,11 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Ternary: re.compile(r"weight_(scale|form)$"),
 }
 KEY = "quantization_config"
-LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # what it calls the layers that stay dense
+LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
 
 class Part(NamedTuple):
-    """A part of a quantized weight: the parameter that it belongs to, and its name there."""
+    """A tensor of a quantized weight: the parameter, the tensor's name after the layer's, class."""
 
     parameter: str
     key: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def part_of(name: str, shapes: Mapping[str, Any]) -> Part | None:
-    """Return what a tensor of a checkpoint is a part of, if it is one of a known weight."""
+    """Return which quantized weight a tensor of a checkpoint is a part of, or None."""
     pieces = name.split(".")
     for count in range(len(pieces) - 1, 0, -1):
         module, key = ".".join(pieces[:count]), ".".join(pieces[count:])
@@ -58,16 +58,16 @@ def assembled(
     dtype: Any,
     inverse: bool = False,
 ) -> Quantized:
-    """Return the weight of a checkpoint's parts, in a dtype to compute in; None: the stored one."""
-    more = {"inverse": True} if inverse and kind is Ternary else {}
+    """Return the weight of a checkpoint's tensors; dtype is that of results, None: as stored."""
+    options = {"inverse": True} if inverse and kind is Ternary else {}
     try:
-        made = kind.from_state(state, **more)
+        weight = kind.from_state(state, **options)
     except (ConfigError, RangeError, ShapeError) as error:
         raise ConfigError(f"tensor {name!r}: {error}") from None
-    if made.shape != tuple(shape):
-        problem = f"tensor {name!r} is a quantized {made.shape}"
+    if weight.shape != tuple(shape):
+        problem = f"tensor {name!r} is a quantized {weight.shape}"
         raise ConfigError(f"{problem}; config.json asks for {tuple(shape)}")
-    return made if dtype is None else made.computed_in(dtype)
+    return weight if dtype is None else weight.computed_in(dtype)
 
 
 def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
@@ -82,32 +82,32 @@ def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
 def saved_config(
     config: Mapping[str, Any], parameters: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """Return a config.json that says the dtype, which weights are quantized, and how.
+    """Return the config.json with its dtype and ``quantization_config`` set for these parameters.
 
     Raises
     ------
     ConfigError
-        Weights of two kinds are quantized, which no config.json says.
+        Weights are quantized in different ways, which a config.json cannot describe.
     """
     plain = {key: value for key, value in config.items() if key != KEY or online(config)}
     plain |= dict.fromkeys({"dtype", "torch_dtype"} & plain.keys(), dtype)
-    made = {n: value for n, value in parameters.items() if isinstance(value, Quantized)}
-    if not made:
+    quantized = {n: value for n, value in parameters.items() if isinstance(value, Quantized)}
+    if not quantized:
         return plain
-    facts = [value.quantization_config(dtype) for value in made.values()]
+    entries = [value.quantization_config(dtype) for value in quantized.values()]
     if inverse_scales(config):
-        facts = [{**each, "linear_class": "bitlinear"} for each in facts]
-    if any(each != facts[0] for each in facts):
+        entries = [{**each, "linear_class": "bitlinear"} for each in entries]
+    if any(each != entries[0] for each in entries):
         raise ConfigError("save: weights are quantized in more than one way; quantize them alike")
     matrices = {n.removesuffix(".weight") for n, value in parameters.items() if value.ndim == 2}
-    dense = matrices - {n.removesuffix(".weight") for n in made}
-    left = sorted(dense - {"model.embed_tokens", "lm_head"})  # a head stays dense without a word
-    key = LEFT_DENSE.get(facts[0]["quant_method"], "llm_int8_skip_modules")
-    return {**plain, KEY: {**facts[0], key: [*left, "lm_head"] if left else None}}
+    dense = matrices - {n.removesuffix(".weight") for n in quantized}
+    listed = sorted(dense - {"model.embed_tokens", "lm_head"})  # the head is dense by default
+    key = LEFT_DENSE.get(entries[0]["quant_method"], "llm_int8_skip_modules")
+    return {**plain, KEY: {**entries[0], key: [*listed, "lm_head"] if listed else None}}
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters that can learn; raise where one of them is quantized."""
+    """Return the parameters, all of which are trainable; raise if one of them is quantized."""
     frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
     if frozen is not None:
         cure = "call add_adapter(rank) first, or load the dense weights"
@@ -116,19 +116,19 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def online(config: Mapping[str, Any]) -> bool:
-    """Say whether dense weights are rounded at every call, as a config.json of BitNet tells."""
+    """Return whether a config.json says that dense weights are rounded at every call (BitNet)."""
     return (config.get(KEY) or {}).get("quantization_mode") == "online"
 
 
 def inverse_scales(config: Mapping[str, Any]) -> bool:
-    """Say whether a config.json of BitNet tells of BitLinear, which divides by its scales."""
+    """Return whether a config.json names BitNet's BitLinear, which divides by its scales."""
     facts = config.get(KEY) or {}
-    named = facts.get("linear_class", "bitlinear")
-    return facts.get("quant_method") == "bitnet" and named == "bitlinear"
+    linear_class = facts.get("linear_class", "bitlinear")
+    return facts.get("quant_method") == "bitnet" and linear_class == "bitlinear"
 
 
 def stored_kind(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of the quantized weights that a config.json tells of, if it does."""
+    """Return the kind of the quantized weights that a config.json declares, or None."""
     facts = config.get(KEY) or {}
     if facts.get("quant_method") == "bitnet":
         return None if online(config) else Ternary.KIND

@@ -1,4 +1,4 @@
-"""A step of the blocks that a rank of a pipeline holds: forward, and back."""
+"""Pipeline parallelism: forward and backward of the blocks that a rank of a pipeline holds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from .network import Network
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
+    """What backward needs of a forward step."""
+
     tape: Tape
     x: Var | None
     y: Var
@@ -33,7 +35,7 @@ class _Kept(NamedTuple):
 
 
 class ModelStage:
-    """One step of the blocks that a rank of a pipeline holds: what ``run_pipeline`` runs."""
+    """The ``Stage`` of ``run_pipeline``: one training step of the blocks that this rank holds."""
 
     def __init__(
         self,
@@ -49,11 +51,11 @@ class ModelStage:
             raise ConfigError(f"ModelStage: the model is not divided into stages; {cure}")
         self.model, self.trainable, self.stages = model, trainable, stages
         self.count, self.scaler, self.checkpoint = count, scaler, checkpoint
-        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.saved: dict[tuple[int, int], _Saved] = {}
         self.sums: dict[str, Array] = {}
 
     def like(self, microbatch: Mapping[str, Any]) -> Array:
-        """Return a new array of hidden states of a microbatch."""
+        """Return a new array for the hidden states of a microbatch."""
         tokens = microbatch["tokens"]
         rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
         if (context := self._context(microbatch)) is not None:
@@ -61,26 +63,26 @@ class ModelStage:
         return self.stages.like(self.model.table, (*rows, self.model.config.hidden))
 
     def forward(self, step: Step, microbatch: Mapping[str, Any], x: Any) -> Any:
-        """Return hidden states behind a chunk of blocks, or the loss."""
+        """Return the hidden states after a chunk of blocks, or the loss after the last one."""
         tape, of = Tape(), self.stages.chunk_of
-        mine = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
-        watched = {name: tape.watch(array) for name, array in mine.items()}
-        given = None if x is None else tape.watch(x)
-        y, loss = self._run(step.chunk, microbatch, given, watched)
-        self.kept[step.microbatch, step.chunk] = _Kept(tape, given, y, watched)
+        own = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
+        watched = {name: tape.watch(array) for name, array in own.items()}
+        x_var = None if x is None else tape.watch(x)
+        y, loss = self._run(step.chunk, microbatch, x_var, watched)
+        self.saved[step.microbatch, step.chunk] = _Saved(tape, x_var, y, watched)
         return y.value if loss is None else loss
 
     def backward(self, step: Step, dy: Any) -> Any:
-        """Add the gradients of the weights, and return that of the hidden states before."""
-        tape, x, y, watched = self.kept.pop((step.microbatch, step.chunk))
+        """Add the gradients of the weights to the sums; return that of the chunk's input."""
+        tape, x, y, watched = self.saved.pop((step.microbatch, step.chunk))
         wanted = [*watched.values(), *([] if x is None else [x])]
-        found = tape.gradients(y, wanted, dy, release=True)
-        for name, gradient in zip(watched, found, strict=False):
+        gradients = tape.gradients(y, wanted, dy, release=True)
+        for name, gradient in zip(watched, gradients, strict=False):
             if name in self.sums:
                 accumulate_(self.sums[name], gradient)
             else:
                 self.sums[name] = cast(gradient, dtype="float32")
-        return None if x is None else found[-1]
+        return None if x is None else gradients[-1]
 
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
         model, offsets = self.model, microbatch.get("offsets")
@@ -90,7 +92,7 @@ class ModelStage:
     def _run(
         self, chunk: int, microbatch: Mapping[str, Any], x: Any, watched: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Return what a chunk makes of x, and the loss where it is the last one."""
+        """Return (output of a chunk, None); of the last chunk, (Var to differentiate, loss)."""
         model, stages = self.model, self.stages
         tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
         config, division = model.config, model.division
@@ -112,7 +114,7 @@ class ModelStage:
 def pipeline_gradients(
     stage: ModelStage, schedule: Schedule, microbatches: Sequence[Mapping[str, Any]]
 ) -> tuple[float, dict[str, Array]]:
-    """Return the sum of the losses, alike in all ranks, and of the gradients of this rank."""
+    """Return the sum of the losses, equal in all ranks, and the sums of this rank's gradients."""
     stages = stage.stages
     losses = run_pipeline(stage, schedule, microbatches, stages.comm)
     total = np.array(sum(map(float, losses)), np.float64)
@@ -123,20 +125,20 @@ def pipeline_gradients(
 
 
 def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
-    """Return the loss of a microbatch, alike in all ranks; nothing goes back."""
+    """Return the loss of a microbatch, equal in all ranks, without a backward pass."""
     stages = stage.stages
 
     def run(chunk: int, x: Any) -> Any:
         y, loss = stage._run(chunk, microbatch, x, {})
         return y if loss is None else loss
 
-    found = through(stages, lambda: stage.like(microbatch), run)
-    loss = np.array(float(found) if stages.last else 0.0)
+    result = through(stages, lambda: stage.like(microbatch), run)
+    loss = np.array(float(result) if stages.last else 0.0)
     return float(stages.comm.broadcast(loss, stages.comm.size - 1))
 
 
 def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:
-    """Return the logits behind the last tokens, (batch, vocab), alike in all ranks."""
+    """Return the logits after the last tokens, (batch, vocab), equal in all ranks."""
     call = model.call(model.parameters, tokens, **options)
     rows = (*tokens.shape, model.config.hidden)
 
@@ -144,10 +146,10 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
         y = chunk_of_blocks(call, stages, chunk, tokens, x)
         return model.head(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
 
-    found = through(stages, lambda: stages.like(model.table, rows), run)
+    result = through(stages, lambda: stages.like(model.table, rows), run)
     if not stages.last:
-        found = stages.like(model.table, (len(tokens), model.config.vocab))
-    logits: Array = stages.comm.broadcast(found, stages.comm.size - 1)
+        result = stages.like(model.table, (len(tokens), model.config.vocab))
+    logits: Array = stages.comm.broadcast(result, stages.comm.size - 1)
     return logits
 
 
@@ -159,7 +161,7 @@ def chunk_of_blocks(
     x: Any,
     checkpoint: CheckpointConfig | None = None,
 ) -> Any:
-    """Return hidden states behind a chunk, behind the last one normed; x is None for the first."""
+    """Return hidden states after a chunk, normalised after the last; x is None for the first."""
     branch = embedded(call.config, call.parameters, tokens, call.division) if x is None else x
     branch, stream = blocks(call, branch, checkpoint, stages.layers[chunk])
     if stages.ends_with(chunk):
@@ -168,20 +170,20 @@ def chunk_of_blocks(
 
 
 def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], Any]) -> Any:
-    """Let an array go through the chunks of all ranks, and return what the last one here made."""
+    """Pass an array through the chunks of all ranks; return the output of this rank's last one."""
     comm, x = stages.comm, None
     for chunk in range(stages.chunks):
         source = producer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
         if source is not None and source[0] != comm.rank:
             x = comm.receive(like(), source[0])
         x = run(chunk, x)
-        to = consumer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
-        if to is not None and to[0] != comm.rank:
-            comm.send(x, to[0])
+        target = consumer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
+        if target is not None and target[0] != comm.rank:
+            comm.send(x, target[0])
     return x
 
 
 def schedule_of(stages: Stages, microbatches: int, kind: str = "1f1b") -> Schedule:
-    """Return a schedule: interleaved where a rank holds several chunks."""
+    """Return a schedule of this kind, or an interleaved one if a rank holds several chunks."""
     kind = kind if stages.chunks == 1 else "interleaved"
     return pipeline_schedule(stages.comm.size, microbatches, kind, chunks=stages.chunks)

@@ -1,7 +1,7 @@
-"""One token for every row, with all that changes from token to token on the device.
+"""A generation step of one token per row that keeps its changing state on the device.
 
-A GPU runs the first step, captures the second into a CUDA graph and plays that again for every
-token that follows: one launch, however many kernels a step has.
+On a GPU the first step runs directly, the second is captured into a CUDA graph, and the graph is
+launched for every later token: one launch, however many kernels a step has.
 """
 
 import contextlib
@@ -26,44 +26,48 @@ from .network import Network
 
 @at_home("model.table")
 class Step:
-    """The next step of a model behind its cache, of rows that end in a real token.
+    """One step of a model with its cache, for rows that end in a token that is not padding.
 
     Attributes
     ----------
     graph : cupy.cuda.Graph or None
-        What is played again, from the third step on; None where nothing was captured.
+        The captured graph, launched from the third step on; None where nothing was captured.
     """
 
     def __init__(self, model: Network, cache: KVCache, real: Array, most: int) -> None:
-        """Begin where the cache stands; real is (batch, tokens), of up to ``most`` tokens."""
+        """Start after the cached tokens; real (batch, tokens) is False at padding of these.
+
+        ``most`` is the largest number of tokens that a row will have.
+        """
         self.model, self.cache = model, cache
         start, sinks = real.shape[1], cache.sinks
         self.tokens = self._placed(np.zeros((len(real), 1)))
         self.positions = self._placed(real.sum(axis=1, keepdims=True))
         self.starts = self._placed(np.full(len(real), start))
-        self.rows = self._placed(np.arange(len(real))[:, None])  # a table of pages: one a row
+        self.rows = self._placed(np.arange(len(real))[:, None])  # a page table of one page per row
         self.tables = {kind: tables(most) for kind, tables in model.tables.items()}
         self.slots = {keys.shape[1]: self._placed(np.arange(keys.shape[1])) for keys in cache.keys}
-        self.seen: dict[int, Array] = {}  # which slots hold no padding, by their number
+        self.seen: dict[int, Array] = {}  # slots without padding, by number of slots
         for slots in self.slots if not real.all() else ():
             slot = np.arange(slots)
             last = start - 1 - (start - 1 - slot) % max(1, slots - sinks)
             token = np.where(slot < min(sinks, slots), slot, last)
-            held = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
-            self.seen[slots] = placed(np.ascontiguousarray(held), model.table)
+            not_padding = real[:, np.clip(token, 0, start - 1)] & (token >= 0) & (token < start)
+            self.seen[slots] = placed(np.ascontiguousarray(not_padding), model.table)
         self.lengths: dict[int, Array] = {}
         self.graph: Any = None
         self.logits: Any = None
-        self.side: Any = None  # the stream that is captured, with a pool of memory of its own
+        self.side: Any = None  # the captured stream, which has its own memory pool
         self.pool: Any = None
         self.captures, self.warm = True, False
 
     def _placed(self, numbers: Any) -> Array:
-        made: Array = placed(np.asarray(numbers, np.int64), self.model.table)
-        return made
+        """Return numbers as an int64 array on the device of the model."""
+        array: Array = placed(np.asarray(numbers, np.int64), self.model.table)
+        return array
 
     def __call__(self, tokens: Array) -> Array:
-        """Return the logits behind tokens, (batch, 1) on the host: (batch, vocab)."""
+        """Return the logits after tokens, which are (batch, 1) on the host: (batch, vocab)."""
         self.cache.check_room(1)
         self.tokens[...] = self._placed(tokens)
         on_host = type(self.tokens) is np.ndarray
@@ -72,7 +76,7 @@ class Step:
         return logits
 
     def run(self) -> Array:
-        """Do the step and move on by one token: nothing is read by the host, nor sent by it."""
+        """Run the step and advance by one token; no data moves between host and device."""
         model = self.model
         branch = embedded(model.config, model.parameters, self.tokens, model.division)
         for slots, numbers in self.slots.items():
@@ -99,9 +103,9 @@ class Step:
         return logits
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-        """Store k and v; return attention over the slots: all of them that hold a real token.
+        """Store k and v; return attention over all slots of the cache that hold a real token.
 
-        Those of a window lie in any order, and one query sees them all.
+        Slots of a window may be in any order, because the one query sees them all.
         """
         cache = self.cache
         keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales[layer]
@@ -116,7 +120,7 @@ class Step:
         return attention_paged_int8_forward(q, *stored, lengths, **options)[0]
 
     def _played(self) -> Array:
-        """Run the step on a GPU: as it is, then into a graph, then by the graph."""
+        """Run the step on a GPU: directly, then captured into a graph, then by the graph."""
         if self.graph is not None:
             self.graph.launch()
             division = self.model.division
@@ -129,13 +133,13 @@ class Step:
         here = cuda.get_current_stream()
         if self.side is None:
             self.side, self.pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
-        # the graph keeps its addresses, so nothing else may be given the memory of its arrays
+        # the graph stores addresses, so its arrays need memory that nothing else can reuse
         try:
             with self.side, cuda.using_allocator(self.pool.malloc):
                 self.side.wait_event(here.record())
                 if self.warm:
                     self._capture()
-                else:  # what is compiled, and what is allocated once, is not part of a graph
+                else:  # compilation and one-time allocations cannot be part of a graph
                     logits = self.run()
                     self.warm = True
                     return logits
@@ -152,13 +156,13 @@ class Step:
         return self._played()
 
     def _capture(self) -> None:
-        """Turn the step into a graph, unless some library does not let itself be captured."""
+        """Capture the step into a graph, unless a library that it calls cannot be captured."""
         self.side.begin_capture()
         try:
             self.logits = self.run()
             self.graph = self.side.end_capture()
         except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # or it would take no other work
+            with contextlib.suppress(RuntimeError):  # the stream must accept work again
                 self.side.end_capture()
             self.captures = not isinstance(error, RuntimeError)
             if self.captures:

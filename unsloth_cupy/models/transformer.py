@@ -1,4 +1,4 @@
-"""A decoder-only transformer: the ops put to work.
+"""A decoder-only transformer computed with the ops of this package.
 
 logits = model.logits(tokens)
 loss, gradients = model.loss_and_gradients(tokens, labels)
@@ -30,16 +30,16 @@ from .whole import whole_parameters
 
 
 class Transformer(Network):
-    """A language model: parameters by their Hugging Face names, and what can be done with them.
+    """A language model: parameters by their Hugging Face names, loss, generation and saving.
 
     Attributes
     ----------
     parameters : dict of str to array or quantized weight
-        Replace or change them in place: every call reads them anew.
+        Replace or change them in place: every call reads them again.
     adapter : Adapter or None
-        What is added to linear layers; the parameters are then frozen.
+        Low-rank weights added to linear layers; the parameters are then frozen.
     chunked_mlp : bool
-        Whether ``swiglu_mlp`` is the MLPs, where their activation is SwiGLU; off at first.
+        Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Transformer(Network):
 
     @property
     def trainable(self) -> dict[str, Array]:
-        """The parameters that have gradients: the adapter's where there is one, else all."""
+        """The parameters that have gradients: the adapter's if there is one, else all."""
         return trainable(self.parameters) if self.adapter is None else self.adapter.parameters
 
     def add_adapter(self, rank: int, **options: Any) -> None:
@@ -63,8 +63,7 @@ class Transformer(Network):
         Raises
         ------
         ConfigError
-            There is an adapter already, which a new one would replace; or an option makes no
-            sense.
+            There is an adapter already, which a new one would replace; or an option is invalid.
         """
         if self.adapter is not None:
             raise ConfigError(
@@ -79,9 +78,9 @@ class Transformer(Network):
         self.adapter = divided_adapter(adapter, self.division)
 
     def merge_adapter(self, *, requantize: bool = False) -> None:
-        """Make the adapter part of the weights, which are new arrays, and let it go.
+        """Merge the adapter into the weights, which become new arrays, and remove it.
 
-        All quantized weights become dense; ``requantize`` quantizes them again, which loses some.
+        All quantized weights become dense; ``requantize`` quantizes them again, with new errors.
         """
         if self.adapter is not None:
             self.parameters, self.adapter = self.adapter.merged(self.parameters, requantize), None
@@ -96,7 +95,7 @@ class Transformer(Network):
         sequences: Sequence[int] | None = None,
         offsets: Array | None = None,
     ) -> Array:
-        """Return the score of every next token, at every position.
+        """Return the logits of every next token, at every position.
 
         Parameters
         ----------
@@ -104,15 +103,15 @@ class Transformer(Network):
             Token ids.
         mask : (batch, tokens) bool or int, optional
             True or 1 where a token is real, 0 where it is padding, on the left or on the right.
-            Positions count real tokens.  Logits at padding mean nothing.
+            Positions count real tokens.  Logits at padding are undefined.
         cache : KVCache or PagedKVCache, optional
-            Continue after the tokens that it holds, and add these to it; mask may then also
-            cover all tokens, (batch, held + tokens).  In pages there is no padding.
+            Continue after the tokens that it holds, and append these; mask may then also cover
+            all tokens, (batch, held + tokens).  A PagedKVCache has no padding.
         sequences : sequence of int, optional
-            What each row continues in a PagedKVCache; they may hold different numbers of tokens.
+            The sequence of a PagedKVCache that each row continues; they may differ in length.
         offsets : (texts + 1,) int, optional
-            Several texts that share rows: where each one starts among all tokens, row after row,
-            and the number of tokens last.  Each begins at position 0, and none sees another.
+            Packed texts: where each one starts among all tokens, row after row, and the number of
+            tokens last.  Each text begins at position 0 and does not see the others.
 
         Returns
         -------
@@ -124,14 +123,14 @@ class Transformer(Network):
             A token is outside the vocabulary, the cache is full, or offsets do not rise from 0 to
             the number of tokens.
         ShapeError, DTypeError
-            tokens, mask or offsets are not such arrays.
+            tokens, mask or offsets have another shape or dtype.
         ConfigError
-            There are offsets and a mask, or a cache.
+            There are offsets together with a mask or a cache.
         """
-        whole = self.entered(self.parameters)
-        given: Any = {"mask": mask, "cache": cache, "offsets": offsets, "sequences": sequences}
-        x = self.hidden(whole, tokens, **given)
-        return self.head(whole, x).reshape(*tokens.shape, self.config.vocab)
+        parameters = self.entered(self.parameters)
+        options: Any = {"mask": mask, "cache": cache, "offsets": offsets, "sequences": sequences}
+        x = self.hidden(parameters, tokens, **options)
+        return self.head(parameters, x).reshape(*tokens.shape, self.config.vocab)
 
     @from_any_library
     def loss(
@@ -149,16 +148,16 @@ class Transformer(Network):
         Parameters
         ----------
         tokens, labels : (batch, tokens) int32 or int64
-            Labels are usually the tokens themselves; -100 where a token does not count.
+            Labels are usually the tokens themselves; -100 where a label does not count.
         mask : (batch, tokens) bool or int, optional
-            As in ``logits``; padding counts unless its label is -100.
+            As in ``logits``; padding counts in the loss unless its label is -100.
         offsets : (texts + 1,) int, optional
-            As in ``logits``; no text predicts the first token of the next one.
+            As in ``logits``; a text does not predict the first token of the next one.
 
         Returns
         -------
         loss : float64 scalar
-            0 where no label counts.
+            0 if no label counts.
         """
         return mean_loss(self, tokens, labels, mask, offsets)
 
@@ -177,12 +176,12 @@ class Transformer(Network):
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
-        With a seed, the adapter's dropout is on; each step should have its own.  Where
-        ``checkpoint`` is given and enabled, the tape keeps the input of every so many blocks and
-        the way back computes them again: less memory, more time, the same bits.  Where ``scaler``
-        is given, its scale is in the gradients, not in the loss, and what overflows is silently
-        infinite.  ``count`` is what sums are divided by: the labels of a whole batch where this is
-        a part of it, so that parts only need to be added; None: the labels that count here.
+        With a seed, the adapter's dropout is on; each step should pass a new seed.  With an enabled
+        ``checkpoint``, the tape keeps the input of each group of blocks and backward computes them
+        again: less memory, more time, the same bits.  With a ``scaler``, the gradients are scaled,
+        the loss is not, and overflow becomes infinite without a warning.  ``count`` divides the
+        sums; pass the labels of the whole batch if this is a part of it, so that losses and
+        gradients of the parts add up.  None: the labels that count here.
         """
         options = checkpoint, scaler, seed, count
         return loss_and_gradients(self, self.trainable, tokens, labels, mask, offsets, *options)
@@ -206,7 +205,7 @@ class Transformer(Network):
         sequences: Sequence[int] | None = None,
         cache_dtype: str | None = None,
     ) -> Array:
-        """Return the prompts, each followed by the tokens that the model goes on with.
+        """Return the prompts, each followed by the tokens that the model generates.
 
         Parameters
         ----------
@@ -217,38 +216,38 @@ class Transformer(Network):
         mask : (batch, prompt) bool or int, optional
             1 where a token is real.
         temperature : float
-            0: the most likely token.  Otherwise tokens are drawn from softmax(logits /
-            temperature), cut to the ``top_k`` most likely ones, then to the fewest whose share
-            reaches ``top_p``.
+            0: the most likely token.  Otherwise tokens are sampled from softmax(logits /
+            temperature), restricted to the ``top_k`` most likely ones, then to the fewest whose
+            probabilities reach ``top_p``.
         min_p : float, optional
             In [0, 1]: after that, only tokens of at least min_p times the probability of the most
-            likely one are drawn (Nguyen et al., Turning Up the Heat, 2024).
+            likely one are sampled (Nguyen et al., Turning Up the Heat, 2024).
         repetition_penalty : float, optional
-            Above 0: first of all, logits of tokens that a row holds, its prompt too, are divided by
-            it where they are positive and multiplied where they are negative (Keskar et al., CTRL,
+            Above 0: before all that, logits of tokens that occur in the row, its prompt included,
+            are divided by it if positive and multiplied by it if negative (Keskar et al., CTRL,
             2019).  1 changes nothing.
         seed : int
-            Needed to draw.  Row i of a batch draws from (seed, i), whatever the other rows hold.
+            Required for sampling.  Row i of a batch samples from (seed, i), whatever other rows do.
         stop : int or sequence of int, optional
             Tokens that end a row.  None: the config's; (): none, so rows run to max_new_tokens.
         cache : PagedKVCache, optional
-            Where keys and values are kept, in place of a KVCache of its own.
+            Stores keys and values, instead of a new KVCache.
         sequences : sequence of int, optional
-            Of that cache: what each row goes on from, and holds afterwards, the last new token not
-            yet.  None: new ones, which are freed at the end.
+            The sequence of that cache that each row continues; afterwards it holds the row without
+            its last new token.  None: new sequences, which are freed at the end.
         cache_dtype : str, optional
-            int8: keys and values of its own cache are codes, half of the bytes of 16 bits.
+            int8: a new KVCache stores int8 codes, half of the bytes of 16 bits.
 
         Returns
         -------
         tokens : (batch, prompt + new)
-            new is max_new_tokens, or less where all rows have ended before; a row that ended
-            is filled with the pad token.
+            new is max_new_tokens, or less if all rows have ended before; a row that ended is
+            filled with the pad token.
 
         Raises
         ------
         ConfigError
-            An option makes no sense.
+            An option is invalid.
         DeviceMemoryError
             The cache has too few free pages.
         """
@@ -263,19 +262,19 @@ class Transformer(Network):
     def stream(
         self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
     ) -> Iterator[Array]:
-        """Yield what ``generate`` appends, as it is made: (batch,) tokens at a time."""
+        """Yield the tokens that ``generate`` appends, as they are computed: (batch,) at a time."""
         return generation.stream(self, tokens, mask, generation.Options(max_new_tokens, **options))
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json and the parameters, in the files and under the names they came in.
+        """Write config.json and the parameters, with the files and names they were loaded from.
 
-        A crash leaves the old checkpoint or the new one.  Other files in the folder stay.  Where
-        there is an adapter, this is its base alone, and a warning says so.
+        After a crash the folder holds the old checkpoint or the new one.  Other files in it stay.
+        An adapter is not written, only its base, and a warning says so.
 
         Raises
         ------
         ConfigError
-            The folder is a file, or holds weights under other names; or the disk is full.
+            The folder is a file, or holds weights in other files; or the disk is full.
         """
         if self.adapter is not None:
             warnings.warn(
@@ -289,8 +288,8 @@ class Transformer(Network):
             write_folder(folder, {**self.texts, "config.json": config}, parameters, layout)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
-        """Write the adapter alone, as peft does; ``load(base, lora=folder)`` reads it."""
+        """Write only the adapter, in peft's format; ``load(base, lora=folder)`` reads it."""
         if self.adapter is None:
-            raise ConfigError("save_adapter: there is none; call add_adapter(rank) first")
+            raise ConfigError("save_adapter: there is no adapter; call add_adapter(rank) first")
         for parameters in whole_parameters(self.adapter.parameters, self.division):
             Adapter(self.adapter.settings, parameters).save(folder)

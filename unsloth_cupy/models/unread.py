@@ -1,4 +1,4 @@
-"""Parameters in opened files, of which no more is read than is asked for."""
+"""Parameters in open files, which are read only as far as requested."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -13,19 +13,19 @@ from .quantized_weights import assembled
 
 
 class Home(NamedTuple):
-    """Where a parameter is: the file, its name there, its dtype there."""
+    """Where a parameter is stored: the file, and its name, shape and dtype there."""
 
     file: str
     stored: str
-    shape: tuple[int, ...]  # as config.json asks
+    shape: tuple[int, ...]  # the shape that config.json implies
     dtype: np.dtype[Any] | None  # None: the codes of a quantized weight
-    kind: type[Quantized] | None = None  # of that weight
+    kind: type[Quantized] | None = None  # class of a quantized weight
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
-    inverse: bool = False  # its scale divides
+    inverse: bool = False  # the weight is codes / scale
 
 
 class Unread:
-    """A parameter in opened files, of which nothing is read yet, in a dtype or in its own."""
+    """A parameter in open files that is not read yet; dtype is that of results, None: as stored."""
 
     def __init__(
         self, name: str, home: Home, files: Mapping[str, Any], dtype: np.dtype[Any] | None = None
@@ -34,49 +34,49 @@ class Unread:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is stored."""
+        """The shape of the stored tensor."""
         return tuple(self.files[self.home.file].get_slice(self.home.stored).get_shape())
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a part, all that is read; with an ellipsis, the whole."""
+        """Return a part, and read no more than it; with an ellipsis, the whole."""
         if key is ...:
             return self.whole()
         return self._cast(self.files[self.home.file].get_slice(self.home.stored)[key])
 
     def whole(self) -> Any:
-        """Return all of it, which may be a quantized weight."""
+        """Return the whole parameter, an array or a quantized weight."""
         home = self.home
         if home.kind is None:
             return self._cast(self.files[home.file].get_tensor(home.stored))
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)
 
     def some(self, axis: int, places: Sequence[slice]) -> tuple[Quantized, Sequence[slice]]:
-        """Return a quantized weight that has these rows or columns of it, and where there."""
+        """Return a quantized weight with at least these rows or columns, and where they are."""
         home, kind = self.home, cast(type[Quantized], self.home.kind)
-        found = narrow(kind, self.tensors(), home.shape, axis, places)
-        if found is None:
+        part = narrow(kind, self.tensors(), home.shape, axis, places)
+        if part is None:
             return self.whole(), places
         shape = [*home.shape]
-        shape[axis] = sum(kept.stop - kept.start for kept in found.kept)
-        return self._assembled(found.state, shape), found.places(places)
+        shape[axis] = sum(kept.stop - kept.start for kept in part.kept)
+        return self._assembled(part.state, shape), part.places(places)
 
     def rows(self, rows: slice) -> Quantized:
         """Return rows of a quantized weight."""
-        made, places = self.some(0, [rows])
-        return made.cut(0, places)
+        weight, places = self.some(0, [rows])
+        return weight.cut(0, places)
 
     def step(self) -> int | None:
-        """Return at multiples of how many rows a quantized weight is cut, if it is read so."""
+        """Return the smallest number of rows that can be read alone; None if rows cannot."""
         kind, shape = cast(type[Quantized], self.home.kind), self.home.shape
-        found = None if kind is Ternary else narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
-        return None if found is None else found.kept[0].stop
+        part = None if kind is Ternary else narrow(kind, self.tensors(), shape, 0, [slice(0, 1)])
+        return None if part is None else part.kept[0].stop
 
     def tensors(self) -> dict[str, "Unread"]:
-        """Return what a quantized weight is stored in, by what follows its layer's name."""
+        """Return the tensors of a quantized weight, by their names after the layer's name."""
         home = self.home
         places = {**home.parts, "weight": (home.file, home.stored)}
-        at = {key: Home(file, stored, (), None) for key, (file, stored) in places.items()}
-        return {key: Unread(self.name, each, self.files) for key, each in at.items()}
+        homes = {key: Home(file, stored, (), None) for key, (file, stored) in places.items()}
+        return {key: Unread(self.name, each, self.files) for key, each in homes.items()}
 
     def _assembled(self, state: Mapping[str, Array], shape: Sequence[int]) -> Quantized:
         kind: Any = self.home.kind
@@ -88,4 +88,5 @@ class Unread:
 
 
 def _owned(array: Array) -> Array:
+    """Return a writeable array: a copy of one that is not."""
     return array if array.flags.writeable else array.copy()

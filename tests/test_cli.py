@@ -819,7 +819,7 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune a/b", "a/b does not exist; if it is a model of huggingface.co, download it"),
         ("finetune full/b", "full/b does not exist; name a folder with config.json"),
         ("plan orphan", "is not a folder here; if it is a model of huggingface.co, download it"),
-        ("plan a/b", "hf download a/b --local-dir b, then give b here"),
+        ("plan a/b", "hf download a/b --local-dir b, then pass b here"),
         ("generate empty.txt", "is a file"),
         ("generate no-tokenizer", "holds no tokenizer.json"),
         ("generate truncated Hi", "model.safetensors"),

@@ -74,7 +74,7 @@ def test_a_broken_weight_is_named(
     where = "after step 0: held-out batch 0" if every == 1 else "step 1: batch 0 (rows from tokens"
     result = stopped(*options, "--out", tmp_path / "run", "--find-nan")
     assert_one_clear_error(
-        result, where, f"linear at {name} gave the first value that is not finite: y (2, 16, ",
+        result, where, f"linear at {name} returned the first value that is not finite: y (2, 16, ",
         f"not finite before: weight ({name})", "copy the model again",
     )  # fmt: skip
     result = stopped(*options, "--out", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What can go wrong, by name; every message shows the call and the cure."""
+"""The exceptions of the package; every message shows the call and how to correct it."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ class UnslothCupyError(Exception):
     Attributes
     ----------
     expected, actual : object
-        What was asked for and what was given, where the error is about one thing: a shape (names
-        stand for axes of any size), a dtype, a number.  None where the message alone tells.
+        The required and the actual value, if the error is about a single one: a shape (names stand
+        for axes of any size), a dtype, a number.  None if only the message explains the error.
     """
 
     def __init__(self, message: str = "", *, expected: Any = None, actual: Any = None) -> None:
@@ -19,27 +19,27 @@ class UnslothCupyError(Exception):
 
 
 class ShapeError(UnslothCupyError, ValueError):
-    """An array's shape breaks the op's contract."""
+    """An array's shape does not match the op's signature."""
 
 
 class DTypeError(UnslothCupyError, TypeError):
-    """An array's dtype breaks the op's contract."""
+    """An array's dtype does not match the op's signature."""
 
 
 class RangeError(UnslothCupyError, IndexError, ValueError):
-    """An integer (a token, a label, a position) lies outside the axis it selects from."""
+    """An integer (a token, a label, a position) is outside the axis that it selects from."""
 
 
 class FrameworkError(UnslothCupyError, TypeError):
-    """Arrays of one call live in different frameworks or on different devices."""
+    """Arrays of one call belong to different frameworks or to different devices."""
 
 
 class ConfigError(UnslothCupyError, ValueError):
-    """An option, a configuration or a file does not make sense."""
+    """An option, a configuration or a file is invalid."""
 
 
 class GradientError(UnslothCupyError, RuntimeError):
-    """A gradient was asked of an op, or for an input, that has none."""
+    """A gradient was requested of an op, or for an input, that has none."""
 
 
 class KernelError(UnslothCupyError, RuntimeError):
@@ -47,18 +47,18 @@ class KernelError(UnslothCupyError, RuntimeError):
 
 
 class DeviceError(UnslothCupyError, RuntimeError):
-    """A device was asked for that is not there."""
+    """The requested device does not exist."""
 
 
 class DeviceMemoryError(UnslothCupyError, MemoryError):
-    """Memory does not hold what is asked for.
+    """There is not enough memory for a request.
 
     Attributes
     ----------
     required : int
-        Bytes asked for in all, together with what is held already.
+        Bytes requested in all, including those that are in use already.
     available : int
-        Bytes that could be had in all: a limit, the pages of a cache, the memory of a device.
+        Bytes that could be used in all: a limit, the pages of a cache, the memory of a device.
     """
 
     def __init__(self, message: str = "", required: int = 0, available: int = 0) -> None:
@@ -67,12 +67,12 @@ class DeviceMemoryError(UnslothCupyError, MemoryError):
 
 
 class CommunicationError(UnslothCupyError, RuntimeError):
-    """A rank did not come to an exchange, or ranks do not agree about it.
+    """A rank did not take part in an exchange, or ranks do not agree about it.
 
     Attributes
     ----------
     rank : int or None
-        The rank that did not come, or whose call differs from the others'.
+        The rank that is missing, or whose call differs from the others'.
     told : bool
         Whether another rank prints what has happened.
     """

@@ -1,4 +1,4 @@
-"""A file is there whole or not at all: written beside its name, flushed to disk, then renamed."""
+"""Atomic writes: a file is written under a temporary name, flushed to disk, then renamed."""
 
 import errno
 import json
@@ -13,33 +13,33 @@ from typing import Any
 from .errors import ConfigError
 
 PARTIAL = ".partial"
-NEW = ".new"  # inside a folder: files that are whole and about to replace those of the folder
+NEW = ".new"  # a subfolder of complete files that are about to replace those of the folder
 CACHE = "UNSLOTH_CUPY_CACHE_DIR"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that may be removed at any time: they are made again."""
+    """Return the folder of cached files; they may be removed at any time and are made again."""
     own, all_caches = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     return Path(own) if own else Path(all_caches or "~/.cache").expanduser() / "unsloth_cupy"
 
 
-def path_of(call: str, given: Any) -> Path:
-    """Return what a caller gave as a path; raise ConfigError for what is not one."""
+def path_of(call: str, value: Any) -> Path:
+    """Return an argument as a Path; raise ConfigError if it is not a path."""
     try:
-        path = Path(os.fspath(given))
+        path = Path(os.fspath(value))
     except TypeError:
-        raise ConfigError(f"{call}({given!r}): pass a path, a str or a pathlib.Path") from None
+        raise ConfigError(f"{call}({value!r}): pass a path, a str or a pathlib.Path") from None
     if "\0" in str(path):
-        raise ConfigError(f"{call}({given!r}): no path has a null character; pass another")
+        raise ConfigError(f"{call}({value!r}): a path has no null character; pass another")
     return path
 
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Give a name beside path to write a file or a folder to; rename it when all is on disk.
+    """Yield a name next to path for a new file or folder; rename it to path once it is on disk.
 
-    What was written so far is removed where that fails or is interrupted.
+    If writing fails or is interrupted, the partial file or folder is removed.
 
     Raises
     ------
@@ -68,11 +68,11 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def renewed(folder: Path, key: str) -> Iterator[Path]:
-    """Give a folder to write files to that replace those of ``folder``, all of them or none.
+    """Yield a folder for new files that replace those of ``folder``, all of them or none.
 
-    A folder that is not there yet appears whole; one that is there keeps its other files.  Its
-    new files are moved into it once all of them are on disk.  Meanwhile it has no file ``key``,
-    without which nobody reads it, and where the moves are stopped, ``settle`` ends them.
+    A folder that does not exist yet appears complete; an existing one keeps its other files.  New
+    files are moved into it once all of them are on disk.  During the moves it has no file ``key``,
+    without which no reader accepts it; if they are interrupted, ``settle`` completes them.
     """
     settle(folder, key)
     with written_beside(folder / NEW if folder.is_dir() else folder) as partial:
@@ -82,7 +82,7 @@ def renewed(folder: Path, key: str) -> Iterator[Path]:
 
 
 def settle(folder: Path, key: str) -> None:
-    """End the moves of ``renewed`` into a folder, if they were stopped; wait if they go on."""
+    """Complete interrupted moves of ``renewed`` into a folder; wait if they are still running."""
     if not (folder / NEW).is_dir():
         return
     try:
@@ -90,7 +90,7 @@ def settle(folder: Path, key: str) -> None:
             _move(folder, key)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: its files in {NEW} are to replace those beside it, but {error.strerror};"
+            f"{folder}: the files in {NEW} must replace those next to it, but {error.strerror};"
             " load it once where it can be written, or move them"
         ) from None
 
@@ -110,10 +110,10 @@ def _move(folder: Path, key: str) -> None:
 
 @contextmanager
 def alone(folder: Path, busy: str = "") -> Iterator[None]:
-    """Keep other processes and threads that ask for the same out of a folder.
+    """Hold an exclusive lock on a folder against other processes and threads that call this.
 
-    They wait, or raise ConfigError(busy) where they say that.  The end of the process, however it
-    comes, lets go.
+    They wait, or raise ConfigError(busy) if they pass ``busy``.  The end of the process, however it
+    happens, releases the lock.
     """
     try:
         import fcntl
@@ -134,7 +134,7 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
 def sync(path: Path) -> None:
     """Wait until a file or the names in a folder are on disk."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders, and keeps their names by itself
+        return  # Windows cannot open folders, and writes their names to disk by itself
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -143,7 +143,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder that may be there; a folder loses its name first."""
+    """Remove a file or a folder if it exists; a folder is renamed first, never left incomplete."""
     if path.is_dir() and not path.is_symlink():
         doomed = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
         if doomed != path:
@@ -154,15 +154,15 @@ def remove(path: Path) -> None:
 
 
 def check_room(path: Path, needed: int, what: str) -> None:
-    """Raise unless the disk of a path has room for so many bytes.
+    """Raise unless the disk of a path has room for ``needed`` bytes.
 
     Raises
     ------
     ConfigError
-        It has not; the message says how much is missing.
+        It has less; the message says how much it has.
     """
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
             f"{path}: {what} takes {needed / 2**20:,.0f} MiB, and its disk has {free / 2**20:,.0f}"
@@ -175,7 +175,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        cure = "name a file that is there, or a folder that holds one"
+        cure = "pass a file that exists, or a folder that holds one"
         raise ConfigError(f"{path} is missing; {cure}") from None
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from None
@@ -185,11 +185,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def absent(path: Path, cure: str) -> str:
-    """Return what to do about a folder that is not there: the cure, or how to download a model."""
+    """Return the advice for a missing folder: ``cure``, or how to download a model."""
     name = path.as_posix()
     if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return cure
     return (
         f"if it is a model of huggingface.co, download it: hf download {name} --local-dir"
-        f" {path.name}, then give {path.name} here"
+        f" {path.name}, then pass {path.name} here"
     )

@@ -1,4 +1,4 @@
-"""What this machine has, what the process uses of it, and how sizes are written."""
+"""The memory, cores and GPUs of this machine, what the process uses, and how sizes are written."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ from .errors import ConfigError, DeviceMemoryError
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-WIDE = 120  # columns of what is not a terminal: tables and paths stay whole
+WIDE = 120  # columns if the output is not a terminal: tables and paths are not wrapped
 
 
 class Gpu(NamedTuple):
@@ -30,13 +30,13 @@ class Gpu(NamedTuple):
 
 
 def console(*, markup: bool = True) -> Any:
-    """Return where tables go: as wide as the terminal, or wide enough where there is none."""
+    """Return the console that prints tables: as wide as the terminal, or WIDE without one."""
     from rich.console import Console
 
-    made = Console(highlight=False, markup=markup)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = WIDE
-    return made
+    result = Console(highlight=False, markup=markup)
+    if not result.is_terminal and "COLUMNS" not in os.environ:
+        result.width = WIDE
+    return result
 
 
 def format_bytes(count: float) -> str:
@@ -51,33 +51,33 @@ def format_bytes(count: float) -> str:
 
 
 def bytes_asked(error: BaseException | None) -> int:
-    """Return the bytes that CuPy was asked for when it raised for want of memory; 0: none said."""
-    asked = re.search(r"allocating ([\d,]+)", str(error))
-    return int(asked[1].replace(",", "")) if asked else 0
+    """Return the bytes that CuPy could not allocate, by its error message; 0 if it does not say."""
+    match = re.search(r"allocating ([\d,]+)", str(error))
+    return int(match[1].replace(",", "")) if match else 0
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory that the machine lets this process have, if it says so."""
+    """Return the bytes of memory that the machine allows this process, or None if unknown."""
     try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
-    for limit in CGROUPS:  # of a container
+    for limit in CGROUPS:  # the limit of a container
         with suppress(OSError, ValueError):
-            whole = min(whole, int(limit.read_text(encoding="utf-8")))
-    return whole
+            total = min(total, int(limit.read_text(encoding="utf-8")))
+    return total
 
 
 def gpu_memory(number: int) -> tuple[int, int]:
-    """Return the bytes of the GPU of this number: those free now, and all of them."""
+    """Return the free and the total bytes of a GPU by its number."""
     with gpu.cupy().cuda.Device(number):
         return gpu.cupy().cuda.runtime.memGetInfo()
 
 
 def check_bytes(call: str, required: int, like: Any = None) -> None:
-    """Raise DeviceMemoryError for arrays that the whole memory does not hold, before they are made.
+    """Raise DeviceMemoryError if arrays exceed the whole memory, before they are allocated.
 
-    They are to live where ``like`` does, or on the host; ``call`` shows the sizes asked for.
+    They will be on the device of ``like``, or on the host; ``call`` shows the requested sizes.
     """
     if like is not None and gpu.is_cupys(like.__class__):
         available = gpu_memory(like.device.id)[1]
@@ -110,18 +110,18 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Return the name of the processor, as far as the system tells it."""
+    """Return the name of the processor, as detailed as the system reports it."""
     with suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if found := re.search(r"model name\s*: (.*)", told):
-            return found[1]
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if match := re.search(r"model name\s*: (.*)", text):
+            return match[1]
     return platform.processor() or platform.machine()
 
 
 def blas_threads(hidden: int) -> AbstractContextManager[Any]:
     """Multiply small matrices on one thread inside a ``with`` block.
 
-    BLAS threads wait for each other by spinning: beside any other load, two of them took 15
+    BLAS threads wait for each other by spinning: next to any other load, two of them took 15
     times as long as one for a step of the default model.
     """
     from threadpoolctl import threadpool_limits
@@ -130,19 +130,19 @@ def blas_threads(hidden: int) -> AbstractContextManager[Any]:
 
 
 def device_memory(device: str | None) -> tuple[int | None, int | None]:
-    """Return the bytes of a device, or of the machine for None: all of them, and those free now."""
+    """Return the total and the free bytes of a device, or of the machine for None."""
     if device is None:
-        whole, free = machine_memory(), None
+        total, free = machine_memory(), None
         with suppress(OSError, StopIteration, ValueError):
             lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
             free = int(next(n for n in lines if n.startswith("MemAvailable:")).split()[1]) * 1024
-        return whole, free if whole is None or free is None else min(free, whole)
-    found, _ = gpus()
+        return total, free if total is None or free is None else min(free, total)
+    devices, _ = gpus()
     number = int(device.partition(":")[2] or 0)
-    if number >= len(found):
+    if number >= len(devices):
         return None, None
-    free, whole = gpu_memory(number)
-    return whole, free
+    free, total = gpu_memory(number)
+    return total, free
 
 
 def version(*distributions: str) -> str | None:
@@ -156,9 +156,9 @@ def version(*distributions: str) -> str | None:
 
 
 def blas() -> str:
-    """Return the library that multiplies NumPy's matrices."""
-    found = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    return f"{found['name']} {found['version']}"
+    """Return the name and version of the BLAS library that NumPy uses."""
+    library = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return f"{library['name']} {library['version']}"
 
 
 def gpus() -> tuple[list[Gpu], str]:
@@ -169,12 +169,12 @@ def gpus() -> tuple[list[Gpu], str]:
         reason = "CuPy is not installed" if error.name == "cupy" else f"CuPy fails: {error}"
         return [], reason
     try:
-        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+        devices = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
     except runtime.CUDARuntimeError as error:
         return [], str(error)
     return [
-        Gpu(p["name"].decode(), f"{p['major']}.{p['minor']}", p["totalGlobalMem"]) for p in found
-    ], "" if found else "CUDA sees no device"
+        Gpu(p["name"].decode(), f"{p['major']}.{p['minor']}", p["totalGlobalMem"]) for p in devices
+    ], "" if devices else "CUDA sees no device"
 
 
 def kernel_cache() -> Path:

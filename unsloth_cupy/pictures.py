@@ -1,4 +1,4 @@
-"""Pictures: ink, titles in whatever script files are named, and a file that is whole."""
+"""Colours, titles in any script and atomic saving for pictures of matplotlib."""
 
 import textwrap
 from pathlib import Path
@@ -8,7 +8,7 @@ from .files import written_beside
 
 INK, SOFT = "#22272e", "#8b95a1"
 FORMATS = ("png", "pdf", "svg")
-# Asked after matplotlib's own, where they are installed: what many systems have for other scripts.
+# Fonts for other scripts that many systems have; used after matplotlib's own if installed.
 FAMILIES = (
     "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans",
     "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Arial Unicode MS",
@@ -23,9 +23,9 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 def write_title(axes: Any, title: str, *, size: float, width: int) -> None:
-    """Write a title of any characters above axes, in lines of at most so many.
+    """Write a title of any characters above axes, in lines of at most ``width`` characters.
 
-    A dollar sign is one and begins no formula; a character that no font has stands as its escape.
+    A dollar sign does not begin a formula; a character that no font has is written as its escape.
     """
     families = _families()
     glyphs = [_glyphs(family) for family in families]
@@ -43,7 +43,7 @@ def _escaped(character: str) -> str:
 
 
 def _families() -> list[str]:
-    """Return the fonts that are there, matplotlib's own first."""
+    """Return the names of the installed fonts, matplotlib's own first."""
     from matplotlib.font_manager import fontManager
 
     known = {font.name for font in fontManager.ttflist}
@@ -51,7 +51,7 @@ def _families() -> list[str]:
 
 
 def _glyphs(family: str) -> set[int]:
-    """Return the code points that a font draws."""
+    """Return the code points that a font can draw."""
     from matplotlib.font_manager import findfont, get_font
 
     return {*get_font(findfont(family)).get_charmap()}

@@ -1,10 +1,10 @@
-"""Where arrays live: what is made or kept for one lives there, and is worked on there.
+"""Devices of arrays: code runs, and creates arrays, on the GPU of the arrays that it works with.
 
     @at_home("keys")             a class whose objects have an array of this name
     @at_first                    a function of arrays by name, all on one GPU
 
-let methods and functions run on the GPU of their arrays, where there are several.  ``placed`` and
-``full_like`` make arrays where another lives.
+make methods and functions run on the GPU of their arrays, if there are several.  ``placed`` and
+``full_like`` create arrays on the device of another array.
 """
 
 import functools
@@ -27,17 +27,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-PER_THREAD = 2  # the address of CUDA's default stream of each thread, which is another in each
+PER_THREAD = 2  # address of CUDA's per-thread default stream: the same for another stream in each
 
 
 def at_home(attribute: str) -> Callable[[type[T]], type[T]]:
-    """Let every public method of a class, and of those under it, run where an array of it lives."""
-    found = operator.attrgetter(attribute)
+    """Make public methods of a class and its subclasses run on the GPU of one of its arrays."""
+    array_of = operator.attrgetter(attribute)
 
     def decorated(owner: type[T]) -> type[T]:
         for name, method in [*vars(owner).items()]:
             if inspect.isfunction(method) and (name[0] != "_" or name == "__call__"):
-                setattr(owner, name, _moved(method, lambda self, *_: found(self)))
+                setattr(owner, name, _moved(method, lambda self, *_: array_of(self)))
         setattr(owner, "__init_subclass__", classmethod(decorated))  # noqa: B010 -- of any class
         return owner
 
@@ -45,7 +45,7 @@ def at_home(attribute: str) -> Callable[[type[T]], type[T]]:
 
 
 def at_first(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function whose first argument is arrays by name run where the first of them lives."""
+    """Make a function whose first argument is arrays by name run on the GPU of the first array."""
     return _moved(function, _first)
 
 
@@ -54,26 +54,26 @@ def _moved(function: Callable[P, R], home: Callable[..., Any]) -> Callable[P, R]
         raise ConfigError(f"{function.__name__} yields, and its caller may move to another GPU")
 
     @functools.wraps(function)
-    def there(*args: P.args, **options: P.kwargs) -> R:
+    def moved(*args: P.args, **options: P.kwargs) -> R:
         if not several():
             return function(*args, **options)
         with at(home(*args, *options.values())):
             return function(*args, **options)
 
-    return there
+    return moved
 
 
-def _first(*given: Any) -> Any:
-    arrays = next((each for each in given if isinstance(each, Mapping)), {})  # also by its name
+def _first(*args: Any) -> Any:
+    arrays = next((each for each in args if isinstance(each, Mapping)), {})  # or passed by keyword
     return next(iter(arrays.values()), None)
 
 
 def stream(like: Any) -> tuple[int, ...]:
     """Return a key of the GPU that holds ``like`` and of its current stream; () on the host.
 
-    What is sent once and kept is kept by this key.  Work on a stream comes after what was sent on
-    it before, and its memory is not given away too soon; another stream could be told neither
-    without waiting, and a graph that is captured not at all.
+    Arrays that are copied to a GPU once and cached have this key in the cache.  Later work on the
+    same stream runs after the copy, and its memory is not reused too early.  Another stream would
+    have to wait for both, which a graph that is being captured cannot do at all.
     """
     if not is_cupys(like.__class__):
         return ()
@@ -84,14 +84,14 @@ def stream(like: Any) -> tuple[int, ...]:
 
 
 def settle(like: Any) -> None:
-    """Wait for what the current stream was asked where ``like`` lives: any may go on from it."""
+    """Wait for the current stream of the GPU of ``like``: then any stream may use its results."""
     if is_cupys(like.__class__):
         with at(like):
             cupy().cuda.get_current_stream().synchronize()
 
 
 def home_of(call: str, like: Any) -> Any:
-    """Return an array that lives where something new is to live: ``like``, or else NumPy's."""
+    """Return an array on the device for new arrays: ``like``, or a NumPy array if that is None."""
     if like is None:
         return np.empty(0)
     check_library(f"{call}: like", like)
@@ -105,7 +105,7 @@ def check_library(what: str, array: Any) -> None:
 
 
 def scipy_of(module: str, like: Any) -> Any:
-    """Return a module of SciPy, or of CuPy's twin of it, by where an array lives."""
+    """Return a module of SciPy for a NumPy array, or the same module of cupyx.scipy for CuPy's."""
     if is_planned(like):
         return like.scipy[module]
     home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
@@ -115,7 +115,7 @@ def scipy_of(module: str, like: Any) -> Any:
 def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
     """Return a new array of array's library, dtype and device, filled with a number.
 
-    It has the shape of array where none is given.
+    Without ``shape`` it has the shape of array.
     """
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
@@ -133,14 +133,14 @@ def placed(array: Any, like: Any) -> Any:
     if is_planned(like):
         return like.placed(array)
     if library in ("torch", "jax"):
-        given = FRAMEWORKS[library].give_back(array, like)
-        return given.to(like.device) if library == "torch" else given
+        result = FRAMEWORKS[library].give_back(array, like)
+        return result.to(like.device) if library == "torch" else result
     with at(like):
         return np.asarray(array, like=like) if library == "cupy" else array
 
 
 def to_numpy(array: Any) -> Any:
-    """Return array as NumPy's, copied from its GPU where it lives on one."""
+    """Return array as a NumPy array, copied from its GPU if it is on one."""
     if isinstance(array, np.ndarray):
         return array
     with at(array):  # its current stream is the one to wait for

@@ -194,7 +194,7 @@ class TestBroken:
 
     def test_a_name_of_the_hub_says_how_to_download(self, folder, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        said = "hf download org/Some-1.5B --local-dir Some-1.5B, then give Some-1.5B here"
+        said = "hf download org/Some-1.5B --local-dir Some-1.5B, then pass Some-1.5B here"
         self.refuses("org/Some-1.5B", said)
         with pytest.raises(ConfigError, match=said):
             load(folder, lora="org/Some-1.5B")

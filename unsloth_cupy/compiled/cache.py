@@ -1,8 +1,8 @@
-"""Binaries of kernels on disk, found by what they are made of.
+"""A cache of compiled kernels on disk, keyed by everything that they are compiled from.
 
 An entry is FOLDER/KEY/DIGEST.cubin: KEY is a hash of source, options, NVRTC's version and
-architecture, DIGEST one of the bytes, so that an entry says itself whether it is whole.  Entries
-are written beside their names and renamed, which is safe for many processes on a shared disk.
+architecture, DIGEST a hash of the bytes, which shows whether an entry is intact.  Entries are
+written under a temporary name and renamed, which is safe for many processes on a shared disk.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ Version = tuple[int, int]
 
 
 def folder() -> Path:
-    """Return where binaries are kept: in UNSLOTH_CUPY_CACHE_DIR, or among the user's caches."""
+    """Return the folder of binaries: in UNSLOTH_CUPY_CACHE_DIR, or in the user's cache folder."""
     return cache_folder() / "kernels"
 
 
 def key_of(source: str, options: Sequence[str], version: Version, architecture: str) -> str:
-    """Return what a binary is found by; folders of headers are none of it.
+    """Return the key of a binary; folders of headers are not a part of it.
 
-    A source names the digest of all headers, and CUDA's belong to the version.
+    A source contains the digest of our headers, and CUDA's headers belong to the version.
     """
-    given = [option for option in options if not option.startswith("-I")]
-    made = json.dumps([source, given, [*version], architecture])
-    return hashlib.sha256(made.encode()).hexdigest()[:40]
+    relevant = [option for option in options if not option.startswith("-I")]
+    text = json.dumps([source, relevant, [*version], architecture])
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def find(root: Path, key: str) -> Path | None:
-    """Return the file of a whole binary, if there is one; a damaged one is removed."""
+    """Return the file of an intact binary, or None; a damaged one is removed."""
     try:
         entries = sorted((root / key).glob("*.cubin"))
     except OSError:
@@ -54,7 +54,7 @@ def find(root: Path, key: str) -> Path | None:
 
 
 def keep(root: Path, key: str, binary: bytes) -> Path:
-    """Write a binary, whole or not at all, and return its file.
+    """Write a binary, completely or not at all, and return its file.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def keep(root: Path, key: str, binary: bytes) -> Path:
                 file.write(binary)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(partial, 0o644)  # others of a shared disk read it
+            os.chmod(partial, 0o644)  # other users of a shared disk read it
             os.replace(partial, entry)
         except BaseException:
             os.unlink(partial)
@@ -84,9 +84,9 @@ def keep(root: Path, key: str, binary: bytes) -> Path:
 
 @functools.cache
 def prepare() -> None:
-    """Let CuPy be imported, and compile, where it cannot write to the folder of its own cache.
+    """Let CuPy be imported, and compile, even if it cannot write to the folder of its own cache.
 
-    It makes that folder as it is imported, and fails where it cannot.
+    CuPy creates that folder when it is imported, and fails if it cannot.
     """
     own = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
@@ -94,11 +94,11 @@ def prepare() -> None:
     if not _writable(own):
         os.environ.setdefault(IN_MEMORY, "1")
         if not os.path.isdir(own):
-            os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # it is there; nothing is written
+            os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # exists; nothing is written
 
 
 def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return what ``cupy.RawModule`` is to make a module of: a kept binary, or the source."""
+    """Return the arguments of ``cupy.RawModule``: a cached binary, or the source and options."""
     root = folder()
     if root.is_dir():
         architecture = str(cupy.cuda.Device().compute_capability)
@@ -110,9 +110,9 @@ def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def _writable(place: Path) -> bool:
-    """Make a folder, as CuPy would, and say whether files can be made in it."""
+    """Create a folder, as CuPy would, and return whether files can be created in it."""
     try:
         place.mkdir(parents=True, exist_ok=True)
-    except OSError:  # which os.access does not foresee: a full disk, a name that is too long
+    except OSError:  # os.access does not detect these: a full disk, a name that is too long
         return False
     return os.access(place, os.W_OK | os.X_OK)

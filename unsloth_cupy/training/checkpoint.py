@@ -1,9 +1,9 @@
-"""Activation checkpointing: keep the arguments of a part of the model, and compute it again.
+"""Activation checkpointing: keep only the arguments of a part of the model, and recompute the rest.
 
-    y = checkpoint(block, x, weights)                what happens inside takes no memory of the tape
+    y = checkpoint(block, x, weights)                   the tape keeps no results inside the block
     y = checkpoint(block, x, weights, keep=("attention_forward",))
 
-The way back runs the function a second time, on a tape of its own, and goes back through that.
+The backward pass runs the function a second time, on a separate tape, and differentiates that.
 (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.)
 """
 
@@ -33,17 +33,17 @@ class CheckpointConfig:
     enabled : bool
         False: nothing is computed twice.
     checkpoint_every : int
-        How many layers make one part: of each part the tape keeps the input alone.
+        Layers of one part; of each part the tape keeps only the input.
     keep : tuple of str
-        Ops whose results are kept as well and not computed again, such as
-        ``attention_forward``, by far the dearest part of a block at long contexts.
+        Ops whose results are kept as well and not recomputed, such as ``attention_forward``, by
+        far the most expensive part of a block at long contexts.
     offload : bool
-        Whether the inputs of parts wait in the memory of the host, where arrays are on a GPU.
+        Whether the inputs of parts on a GPU are kept in the memory of the host.
 
     Raises
     ------
     ConfigError
-        ``checkpoint_every`` is below 1, or ``keep`` names no op.
+        ``checkpoint_every`` is below 1, or ``keep`` has a name that is not an op.
     """
 
     enabled: bool = True
@@ -52,7 +52,7 @@ class CheckpointConfig:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        """Check what was given."""
+        """Check the arguments."""
         every = self.checkpoint_every
         if type(every) is not int or every < 1:
             raise ConfigError(f"CheckpointConfig(checkpoint_every={every!r}): pass 1 or more")
@@ -61,8 +61,8 @@ class CheckpointConfig:
     def memory_reduction_factor(self, layers: int) -> float:
         """Return the share of the layers' inputs that is kept, one for each part.
 
-        ``ceil(layers / every) / layers``: 0.25 of 32 layers where every 4 make a part, and 1
-        without checkpoints.  While a part is computed again its own layers are held, too.
+        ``ceil(layers / every) / layers``: 0.25 for 32 layers in parts of 4, and 1 without
+        checkpoints.  While a part is recomputed, its own layers are in memory too.
         """
         if not is_number(layers) or not 1 <= layers < math.inf:
             raise ConfigError(f"memory_reduction_factor({layers!r}): pass 1 layer or more")
@@ -80,66 +80,66 @@ def checkpoint(
     offload: bool = False,
     **options: Any,
 ) -> Any:
-    """Return ``function(*args, **options)``; the tape keeps the arguments and computes it again.
+    """Return ``function(*args, **options)``; the tape keeps the arguments and recomputes the call.
 
-    Gradients are equal to the last bit to those without a checkpoint, as long as the function
-    does the same in both calls: ops draw random numbers by their seed alone, so dropout does.
-    Checkpoints may stand inside each other.
+    Gradients have the same bits as without a checkpoint, as long as the function does the same in
+    both calls: ops draw random numbers by their seed alone, so dropout does.  Checkpoints may be
+    nested.
 
     Parameters
     ----------
     function : callable
-        Takes and returns arrays; Vars of a tape, and tuples, lists and dictionaries of them.
+        Takes and returns arrays, Vars of a tape, and tuples, lists and dictionaries of them.
         Vars that it uses must be among its arguments.
     keep : collection of str
-        Ops whose results are kept, and not computed again: ``("attention_forward",)``.
+        Ops whose results are kept, and not recomputed: ``("attention_forward",)``.
     offload : bool
-        Whether arguments that are Vars themselves wait in pinned memory of the host until they
-        are needed, copied by a stream of their own.  Arrays of the host stay where they are.
+        Whether arguments that are themselves Vars are kept in pinned memory of the host until they
+        are needed, copied by a separate stream.  Arrays of the host are not moved.
 
     Raises
     ------
     ConfigError
-        ``keep`` names no op.
+        ``keep`` has a name that is not an op.
     GradientError
         Arguments are on two tapes, or the function returned other results the second time.
     """
     if not callable(function):
         raise ConfigError(f"checkpoint({function!r}): pass a function, then its arguments")
     _check_names("checkpoint", keep)
-    found = list(_leaves((args, options), Var))
-    if not found:
+    variables = list(_leaves((args, options), Var))
+    if not variables:
         return function(*args, **options)
-    tape, given = found[0].tape, {var.index: var for var in found}
-    if any(var.tape is not tape for var in found):
+    tape, inputs = variables[0].tape, {var.index: var for var in variables}
+    if any(var.tape is not tape for var in variables):
         raise GradientError("checkpoint: arguments are on two tapes; watch them on one")
     first = _First(frozenset(keep))
-    watched = {index: first.watch(var.value) for index, var in given.items()}
+    watched = {index: first.watch(var.value) for index, var in inputs.items()}
     result = function(
         *_mapped(args, Var, lambda var: watched[var.index]),
         **_mapped(options, Var, lambda var: watched[var.index]),
     )
-    made: dict[int, Var] = {}
+    returned: dict[int, Var] = {}
     for var in _leaves(result, Var):
         if var.tape is not first:
             raise GradientError(
                 "checkpoint: the function uses a Var that is not an argument; pass it"
             )
-        made.setdefault(var.index, Var(var.value, tape))
+        returned.setdefault(var.index, Var(var.value, tape))
     moving = {arg.index for arg in args if type(arg) is Var} if offload else set()
     call = _mapped((args, options), Var, lambda var: _Slot(var.index))
-    values = {i: to_host(v.value) if i in moving else v.value for i, v in given.items()}
-    outputs = {str(index): var.index for index, var in made.items()}
+    values = {i: to_host(v.value) if i in moving else v.value for i, v in inputs.items()}
+    outputs = {str(index): var.index for index, var in returned.items()}
     tape.note(Recomputed(function, call, values, outputs, first))
-    return _mapped(result, Var, lambda var: made[var.index])
+    return _mapped(result, Var, lambda var: returned[var.index])
 
 
 class Recomputed(NamedTuple):
-    """A call on a tape of which only the arguments are kept."""
+    """A call on a tape that keeps only the arguments."""
 
     function: Callable[..., Any]
     call: tuple[Any, Any]  # args and options, a _Slot in the place of every Var
-    values: dict[Any, Any]  # what stood there, by index
+    values: dict[Any, Any]  # the values of these Vars, by index
     outputs: dict[str, int]
     first: "_First"
 
@@ -149,45 +149,45 @@ class Recomputed(NamedTuple):
         return {str(index): index for index in self.values}
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Call the function again, and go back through it from gradients of its results."""
+        """Call the function again, and propagate gradients of its results back to the arguments."""
         again = _Again(self.first)
         watched = {i: again.watch(_back(value)) for i, value in self.values.items()}
         args, options = _mapped(self.call, _Slot, lambda slot: watched[slot.var])
         result = self.function(*args, **options)
-        made = {str(var.index): var.index for var in _leaves(result, Var)}
-        if made.keys() != self.outputs.keys():
-            raise GradientError("checkpoint: the function did something else the second time")
-        # what came back to the arguments so far goes in first: sums keep their order, and bits
+        returned = {str(var.index): var.index for var in _leaves(result, Var)}
+        if returned.keys() != self.outputs.keys():
+            raise GradientError("checkpoint: the function returned other results the second time")
+        # gradients that the arguments already have go in first: sums keep their order and bits
         inside = {var.index: grads.pop(i) for i, var in watched.items() if i in grads}
         for name, grad in take.items():
             if grad is not None:
-                inside[made[name]] = add_up(inside.get(made[name]), grad)
+                inside[returned[name]] = add_up(inside.get(returned[name]), grad)
         again.walk_back(inside, {watched[i].index for i in inputs.values()})
         grads |= {i: inside[var.index] for i, var in watched.items() if var.index in inside}
 
 
 class _Slot(NamedTuple):
-    """Where a Var stood among the arguments."""
+    """The place of a Var among the arguments."""
 
     var: int
 
 
 class _First(Tape):
-    """The tape of the first call: it keeps nothing but the results of some ops."""
+    """The tape of the first call: it keeps only the results of the ops in ``keep``."""
 
     def __init__(self, keep: frozenset[str]) -> None:
         super().__init__()
         self.keep, self.results = keep, deque[Any]()
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-        """Call an op, and keep what it returns if it is one of those."""
+        """Call an op, and keep its result if the op is in ``keep``."""
         result = super().run(op, values, options)
         if op.__name__ in self.keep:
             self.results.append(result)
         return result
 
     def note(self, entry: Any) -> None:
-        """Forget the call."""
+        """Drop the entry instead of recording it."""
 
 
 class _Again(Tape):
@@ -198,7 +198,7 @@ class _Again(Tape):
         self.keep, self.results = first.keep, first.results.copy()
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-        """Call an op, unless its result was kept."""
+        """Return the kept result of an op, or call it."""
         kept = op.__name__ in self.keep
         return self.results.popleft() if kept else super().run(op, values, options)
 
@@ -210,7 +210,7 @@ def _check_names(call: str, keep: Any) -> None:
 
 
 def _leaves(tree: Any, kind: type[T]) -> Iterator[T]:
-    """Yield what is of a kind in tuples, lists and dictionaries, in order."""
+    """Yield the objects of a class in nested tuples, lists and dictionaries, in order."""
     if type(tree) is kind:
         yield tree
     elif isinstance(tree, tuple | list | Mapping):
@@ -219,7 +219,7 @@ def _leaves(tree: Any, kind: type[T]) -> Iterator[T]:
 
 
 def _mapped(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
-    """Return tuples, lists and dictionaries like these, with what is of a kind changed."""
+    """Return a copy of nested tuples, lists and dictionaries, the objects of a class changed."""
     if type(tree) is kind:
         return change(tree)
     if isinstance(tree, Mapping):

@@ -1,4 +1,4 @@
-"""Finding the op that gives the first value that is not a finite number.
+"""Finds the op that returns the first value that is not a finite number.
 
 with find_nan(model.parameters):
     loss, gradients = model.loss_and_gradients(tokens, labels)      raises NonFiniteError
@@ -18,14 +18,14 @@ from . import tape
 
 
 class NonFiniteError(UnslothCupyError, FloatingPointError):
-    """An op gave a NaN or an infinity.
+    """An op returned a NaN or an infinity.
 
     Attributes
     ----------
     op, result : str
-        The op, and which of its results it is.
+        The name of the op, and of the result.
     parameter : str or None
-        The parameter that was used last: it says in which layer this is.
+        The parameter that was used last: it shows in which layer this is.
     """
 
     def __init__(self, message: str, op: str, result: str, parameter: str | None) -> None:
@@ -38,26 +38,26 @@ class NonFiniteError(UnslothCupyError, FloatingPointError):
 def find_nan(
     parameters: Mapping[str, Array] | None = None, *, gradients: bool = True
 ) -> Iterator[None]:
-    """Look at every result of ops on a tape, forward and backward, inside a ``with`` block.
+    """Check every result of ops on a tape, forward and backward, inside a ``with`` block.
 
     Parameters
     ----------
     parameters : {name: array}, optional
-        Of a model: they name the layer, and a weight that was no finite number before.
+        Of a model: their names show the layer, and a weight that was not finite already.
     gradients : bool
-        False: look at the way forward alone, as where a ``LossScaler`` deals with gradients that
+        False: check only the forward pass, for example if a ``LossScaler`` handles gradients that
         overflow.
 
     Raises
     ------
     NonFiniteError
-        Inside the block, by the call whose op gave the first NaN or infinity.
+        Inside the block, from the call whose op returned the first NaN or infinity.
 
     Notes
     -----
-    An ``lse`` of -inf is the sum over no key at all, and fine.  Each result is read once more,
-    and on a GPU the host waits for each; ops on no tape, and those of other threads, are not
-    looked at.
+    An ``lse`` of -inf is the sum over zero keys, and is accepted.  Each result is read once more,
+    and on a GPU the host waits for each; ops without a tape, and those of other threads, are not
+    checked.
     """
     names = {id(array): name for name, array in (parameters or {}).items()}
     others = tape.watch_results.get()
@@ -68,7 +68,7 @@ def find_nan(
         if others is not None:
             others(op, values, result)
         last = next((names[id(array)] for array in values if id(array) in names), last)
-        gradients_of = {"d" + name for name in op.names}  # as of an op that finds both at once
+        gradients_of = {"d" + name for name in op.names}  # an op may return both at once
         back = op.__name__.endswith("_backward")
         results = result if type(result) is tuple else (result,)
         for operand, array in zip(op.contract.outputs, results, strict=True):
@@ -87,7 +87,7 @@ def find_nan(
 
 
 def fine(name: str, array: Any) -> bool:
-    """Say whether an array holds finite numbers alone; an lse may be -inf."""
+    """Return whether an array has only finite numbers; an lse may be -inf."""
     if array.dtype not in FLOATS:
         return True
     wide = array if array.dtype.itemsize > 2 else array.astype(FLOAT32)
@@ -102,16 +102,16 @@ def _error(
     parameter: str | None,
     names: Mapping[int, str],
 ) -> NonFiniteError:
-    """Say what an op gave, where, and whether it was given such already."""
+    """Return the error: what an op returned, where, and which arguments were not finite before."""
     place = f" at {parameter}" if parameter else ""
-    given = [
+    bad = [
         f"{argument} ({names[id(value)]})" if id(value) in names else argument
         for argument, value in zip(op.names, values, strict=True)
         if hasattr(value, "dtype") and not fine(argument, value)
     ]
-    before = f"not finite before: {', '.join(given)}" if given else "all its arguments are finite"
-    found = f"{op.__name__}{place} gave the first value that is not finite"
-    message = f"{found}: {name} {tuple(array.shape)} {array.dtype} holds {_count(array)}; {before}"
+    before = f"not finite before: {', '.join(bad)}" if bad else "all its arguments are finite"
+    where = f"{op.__name__}{place} returned the first value that is not finite"
+    message = f"{where}: {name} {tuple(array.shape)} {array.dtype} holds {_count(array)}; {before}"
     return NonFiniteError(message, op.__name__, name, parameter)
 
 

@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward pass and the optimizer."""
+"""Gradients between the backward pass and the optimizer: sums, norms, clipping and checks."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
 
     Notes
     -----
-    Two launches on a GPU, and the second one ends at once where nothing is to be scaled;
+    Two launches on a GPU, and the second one ends at once if nothing needs scaling;
     ``measure_gradients`` and ``AdamW.step`` clip without the second.  Source: Pascanu, Mikolov and
     Bengio, On the difficulty of training recurrent neural networks, 2013.
     """
@@ -56,17 +56,17 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
     check_in_place("clip_gradients", gradients)
     arrays = list(gradients.values())
     if launchable(arrays):
-        found = measured(arrays, max_norm=max_norm)
-        rescale(arrays, found)
-        return found.norm
-    found = _measured(arrays, max_norm, 1.0)
-    if isinstance(found.factor, float) and (found.factor == 1 or not found.finite):
-        return found.norm
+        measure = measured(arrays, max_norm=max_norm)
+        rescale(arrays, measure)
+        return measure.norm
+    measure = _measured(arrays, max_norm, 1.0)
+    if isinstance(measure.factor, float) and (measure.factor == 1 or not measure.finite):
+        return measure.norm
     for gradient in arrays:
         wide = np.promote_types(gradient.dtype, np.float32)  # a 16-bit factor would be off
-        by = np.where(found.finite, found.factor, 1)
+        by = np.where(measure.finite, measure.factor, 1)
         np.multiply(gradient, by, out=gradient, dtype=wide, casting="same_kind")
-    return found.norm
+    return measure.norm
 
 
 def sum_gradients(
@@ -74,8 +74,8 @@ def sum_gradients(
 ) -> tuple[float, dict[str, Array]]:
     """Return the sum of the losses of count passes, and the sums of their gradients in float32.
 
-    The gradients of a single pass stay as they are.  Those of one pass are gone before the next
-    one begins: at no time is there more of them than a set and its sum.
+    The gradients of a single pass keep their dtypes.  Those of one pass are freed before the next
+    one begins: memory never holds more than one set and the sums.
     """
     total, sums = 0.0, dict[str, Array]()
     for loss, gradients in passes:
@@ -95,24 +95,24 @@ def sum_gradients(
 def measure_gradients(
     gradients: Mapping[str, Array], max_norm: float = math.inf, *, scaler: Any = None
 ) -> GradientMeasure:
-    """Read all gradients once: their norm, whether they are finite, and what to scale them by.
+    """Read all gradients once: their norm, whether they are finite, and the factor to scale them.
 
     ``norm = sqrt(sum of (gradient / scale)**2)``, ``factor = min(1, max_norm / norm) / scale``.
 
     Parameters
     ----------
     gradients : {name: array}
-        NumPy or CuPy arrays of a float dtype; they stay as they are.
+        NumPy or CuPy arrays of a float dtype; they are not changed.
     max_norm : float
         Above 0; infinity does not clip.
     scaler : LossScaler, optional
-        Whose scale is in the gradients.
+        The scaler whose scale is in the gradients.
 
     Returns
     -------
     GradientMeasure(norm, finite, factor)
         ``AdamW.step(gradients, lr, finite=finite, factor=factor)`` and ``scaler.update(finite)``
-        take them as they are; on a GPU nobody waits.
+        take them without conversion; on a GPU the host does not wait.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def measure_gradients(
 
 
 def _measured(arrays: list[Array], max_norm: float, divisor: float) -> GradientMeasure:
-    """Measure by definition; numbers for NumPy's arrays, arrays of shape () for CuPy's."""
+    """Return the measure by definition: numbers for NumPy arrays, arrays of shape () for CuPy's."""
     norm: Any = np.sqrt(sum(map(square_sum, arrays), np.float64(0))) / divisor
     if isinstance(norm, np.ndarray | np.generic):
         norm = float(norm)
@@ -150,7 +150,7 @@ def _check_norm(what: str, max_norm: Any) -> None:
 
 
 def check_mapping(what: str, arrays: Any) -> None:
-    """Raise for anything but arrays by name."""
+    """Raise unless this is a mapping of names to arrays."""
     if not isinstance(arrays, Mapping):
         raise DTypeError(f"{what}: pass {{name: array}}, not {type(arrays).__name__}")
 
@@ -174,9 +174,9 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
 
 
 def check_place(what: str, array: Array) -> None:
-    """Raise for an array that kernels cannot read where it lies."""
+    """Raise for an array whose address or strides kernels cannot read."""
     if target_of(array) is not None and between_elements(array):
-        raise DTypeError(f"{what} lies between two elements of its dtype; pass a copy of it")
+        raise DTypeError(f"{what} is not aligned to its element size; pass a copy of it")
 
 
 def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:

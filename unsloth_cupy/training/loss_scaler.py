@@ -1,4 +1,4 @@
-"""Keeping small float16 gradients above zero: the loss is scaled up, its gradients down again."""
+"""Loss scaling, against underflow of float16 gradients: multiply the loss, divide its gradients."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,24 +21,24 @@ from ..placement import placed, settle, to_numpy
 from .gradients import check_floats
 from .variable import Var
 
-TINY, HUGE = 2.0**-126, 2.0**126  # normal numbers of float32 with a reciprocal among them
-MOST = 2**32 - 1  # steps that a device counts
+TINY, HUGE = 2.0**-126, 2.0**126  # normal float32 numbers whose reciprocals are normal too
+MOST = 2**32 - 1  # steps that a GPU counts, in a uint32
 CONSTANTS = Constants()
 
 
 class DeviceState(NamedTuple):
     """The state of a scaler in the memory of a GPU."""
 
-    scale: Any  # float64, one element: what gradients are divided by
-    factor: Any  # float32 of shape (): the same, what a loss is multiplied by
-    counts: Any  # good, skipped
+    scale: Any  # float64, one element: the divisor of gradients
+    factor: Any  # float32 of shape (): the same number, the factor of a loss
+    counts: Any  # uint32: good, skipped
 
 
 def _number(name: str) -> Any:
-    """Return a property that reads a number of the state, wherever it is, or sets it."""
+    """Return a property that reads or sets a number of the state, on the host or on a GPU."""
 
     def read(self: "LossScaler") -> Any:
-        if self.device is not None:  # bring the state home: this waits
+        if self.device is not None:  # copy the state to the host, which waits
             (value,) = to_numpy(self.device.scale).tolist()
             good, skipped = to_numpy(self.device.counts).tolist()
             self.numbers = {"value": value, "good": good, "skipped": skipped}
@@ -68,7 +68,7 @@ class LossScaler:
     scale : float
         The first scale; above 0.
     dynamic : bool
-        False keeps the scale as it is; steps that are not finite are still told and counted.
+        False keeps the scale constant; steps that are not finite are still reported and counted.
     growth : float
         Factor after ``interval`` good steps in a row; 1 or more.
     backoff : float
@@ -81,8 +81,8 @@ class LossScaler:
     Attributes
     ----------
     value : float
-        The scale.  With ``good`` and ``skipped``, all that a checkpoint needs to keep.  Gradients
-        on a GPU take all three there; to read one of them is to wait for it.
+        The scale.  A checkpoint needs to save only this, ``good`` and ``skipped``.  With gradients
+        on a GPU all three are stored there, and reading one of them waits for the GPU.
     good : int
         Finite steps since the scale last changed.
     skipped : int
@@ -126,7 +126,7 @@ class LossScaler:
     skipped = _number("skipped")
 
     def on_device(self, like: Any) -> "DeviceState":
-        """Return the state where like lives, and keep it there; from another GPU it is brought."""
+        """Move the state to the GPU of like, from the host or another GPU, and return it."""
         if self.device is not None and several() and self.device.scale.device != like.device:
             self.value = self.value
         if self.device is None:
@@ -140,7 +140,7 @@ class LossScaler:
         return self.device
 
     def scale(self, loss: Any) -> Any:
-        """Return ``loss * value``, on the tape where loss is on one."""
+        """Return ``loss * value``, on the tape of loss if it is on one."""
         array = loss if isinstance(loss, Var) or hasattr(loss, "dtype") else np.asarray(loss)
         value = array.value if isinstance(array, Var) else array
         if target_of(value) is None:
@@ -153,12 +153,12 @@ class LossScaler:
         Parameters
         ----------
         gradients : {name: array}
-            NumPy or CuPy arrays of a float dtype; they stay as they are.
+            NumPy or CuPy arrays of a float dtype; they are not changed.
 
         Returns
         -------
         gradients : {name: array}
-            float32 where they were of 16 bits: a smaller dtype would lose what scaling saved.
+            float32 for gradients of 16 bits: a smaller dtype would lose what scaling saved.
         finite : bool, or bool array of shape () on a GPU, which the host has not waited for
             False: skip the step.
 
@@ -178,21 +178,21 @@ class LossScaler:
             out = [empty(array.shape, np.float32, lead) for array in arrays]
             finite = measured(arrays, divisor=self.on_device(lead).scale, out=out).finite
             return dict(zip(gradients, out, strict=True)), finite
-        found = {}
+        unscaled = {}
         finite = True
         for name, gradient in gradients.items():
             wide = np.promote_types(gradient.dtype, np.float32)
-            found[name] = np.multiply(gradient, 1 / self.value, dtype=wide, casting="same_kind")
-            finite = finite & np.isfinite(found[name]).all()
-        return found, bool(finite) if isinstance(finite, bool | np.bool_) else finite
+            unscaled[name] = np.multiply(gradient, 1 / self.value, dtype=wide, casting="same_kind")
+            finite = finite & np.isfinite(unscaled[name]).all()
+        return unscaled, bool(finite) if isinstance(finite, bool | np.bool_) else finite
 
     def update(self, finite: Any) -> None:
-        """Let the scale grow or shrink after a step, as the table above says.
+        """Change the scale after a step, by the table above.
 
         Parameters
         ----------
         finite : bool, or bool array of shape ()
-            Of an array on a GPU the host learns nothing, and does not wait.
+            An array on a GPU is read there alone: the host does not wait.
         """
         if getattr(finite, "shape", ()) != ():
             raise ConfigError(f"LossScaler.update: finite={finite!r}; pass True or False")

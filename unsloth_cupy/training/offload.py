@@ -1,8 +1,8 @@
-"""Arrays that wait in pinned memory of the host until they are needed: what checkpoints offload.
+"""Offloading for checkpoints: arrays are kept in pinned memory of the host until they are needed.
 
-Threads, streams and GPUs may do so side by side.  Of the arrays that a thread sends from a stream
-the newest stays where it is, as its copy is under way; the next one lets it go, when that stream
-waits for the copy.
+Several threads, streams and GPUs may do so at the same time.  The newest array that a thread
+offloads from a stream keeps its GPU memory while its copy is running; the next one releases it,
+after that stream waits for the copy.
 """
 
 import functools
@@ -22,7 +22,7 @@ _thread = threading.local()  # ``last``: the newest array of each of its streams
 
 
 class Offloaded:
-    """An array that waits in pinned memory of the host, copied by a stream of its own."""
+    """An array that is kept in pinned memory of the host, copied by a separate stream."""
 
     def __init__(self, array: Any) -> None:
         with gpu.at(array):
@@ -33,7 +33,7 @@ class Offloaded:
             here, last = cuda.get_current_stream(), _newest()
             key = stream(array)
             before = last[key]() if key in last else None
-            if before is not None:  # its copy had a whole part of the model's time
+            if before is not None:  # its copy ran while a part of the model was computed
                 here.wait_event(before.done)
                 before.array = None
             pointers = self.memory.ptr, array.data.ptr
@@ -43,7 +43,7 @@ class Offloaded:
 
     def back(self) -> Any:
         """Return the array on its device again, for the current stream."""
-        if (array := self.array) is not None:  # another thread may let it go after this line
+        if (array := self.array) is not None:  # another thread may release it after this line
             return array
         with self.device:
             cupy = gpu.cupy()
@@ -55,22 +55,22 @@ class Offloaded:
 
 
 class Side:
-    """The stream of one GPU that copies beside its other work, for any thread."""
+    """The stream of one GPU that copies while others compute, shared by all threads."""
 
     def __init__(self) -> None:
         self.stream = gpu.cupy().cuda.Stream(non_blocking=True)
         self.lock = threading.Lock()
-        self.copying: deque[tuple[Any, Any]] = deque()  # pinned memory, and what ends its copy
+        self.copying: deque[tuple[Any, Any]] = deque()  # event at the end of a copy, pinned memory
 
     def copy(self, target: int, source: int, size: int, kind: int, memory: Any) -> Any:
-        """Copy behind what the current stream was asked so far; return the event that ends it."""
+        """Copy after the work queued on the current stream so far; return the event of its end."""
         cuda = gpu.cupy().cuda
         before = cuda.get_current_stream().record()
         with self.lock:
             self.stream.wait_event(before)
             cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
             done = self.stream.record()
-            self.copying.append((done, memory))  # or the pool gives it to the next who asks
+            self.copying.append((done, memory))  # else the pool could reuse the memory
             while self.copying and self.copying[0][0].done:
                 self.copying.popleft()
         with _moving:
@@ -80,17 +80,17 @@ class Side:
 
 @functools.cache
 def _side(device: int) -> Side:
-    """Return that of the GPU of this number, which is the current one."""
+    """Return the Side of a GPU by its number; that GPU must be the current one."""
     return Side()
 
 
 def _newest() -> dict[Any, Any]:
     if not hasattr(_thread, "last"):
         _thread.last = {}
-    found: dict[Any, Any] = _thread.last
-    return found
+    last: dict[Any, Any] = _thread.last
+    return last
 
 
 def to_host(array: Any) -> Any:
-    """Return an array of a GPU as one that waits on the host; any other as it is."""
+    """Return an array of a GPU as an Offloaded, any other array unchanged."""
     return Offloaded(array) if is_cupys(array.__class__) else array

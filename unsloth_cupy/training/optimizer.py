@@ -18,13 +18,13 @@ from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
 from ..placement import at_home
 from .gradients import check_in_place, check_mapping, check_place
 
-SMALL = 4096  # elements: fewer keep float32 averages, as bitsandbytes keeps them
+SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
 
 
 @at_home("home")
 @checked
 class AdamW:
-    """Adam with decoupled weight decay: the formula stands in ``ops/adamw.py``.
+    """Adam with decoupled weight decay; the formula is in ``ops/optimizers/adamw.py``.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 
@@ -34,9 +34,9 @@ class AdamW:
         NumPy or CuPy arrays of a float dtype, writable.  The optimizer owns them: each step
         changes them in place.
     lr : float
-        Learning rate of a step that is given none.
+        Learning rate of steps that are called without one.
     betas : (float, float)
-        How much of the averages of the gradient and of its square stays at each step.
+        Share of the averages of the gradient and of its square that each step keeps.
     eps : float
         Added to the root mean square, in units of the gradient.
     weight_decay : float
@@ -51,12 +51,12 @@ class AdamW:
         An option is out of its range, or a parameter is read-only.
     DTypeError, FrameworkError
         A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
-        they lie on several GPUs.
+        parameters are on several GPUs.
 
     Notes
     -----
-    On a GPU a step is one launch over all parameters that are contiguous and of 32 or 16 bits
-    (all must be), and waits for nothing; ``steps`` waits.  Codes and scales are those of
+    On a GPU a step is one launch over all parameters if all of them are contiguous and of 32 or 16
+    bits.  It does not wait; reading ``steps`` waits.  Codes and scales are those of
     bitsandbytes' state1, absmax1, state2 and absmax2.
     """
 
@@ -90,7 +90,7 @@ class AdamW:
 
     @property
     def steps(self) -> int:
-        """How many steps were made and not skipped; reading it waits for a GPU."""
+        """The number of steps that were not skipped; reading it waits for a GPU."""
         return self._steps if self.launcher is None else self.launcher.steps
 
     def _prepare(self, steps: int) -> None:
@@ -100,23 +100,23 @@ class AdamW:
             self.launcher = Launcher(self.tensors, self.betas, steps)
 
     def keep_copies(self, copies: Mapping[str, Array]) -> None:
-        """Let every step also write its parameters, rounded once, to these 16-bit arrays.
+        """Make every step also write its parameters, rounded once, to these 16-bit arrays.
 
         The parameters, float32, are then the master weights of a model that computes in 16 bits
-        with the copies; gradients may be of the copies' dtype.  The copies are written at once.
+        with the copies; gradients may have the copies' dtype.  The copies are first written now.
 
         Parameters
         ----------
         copies : {name: array}
             float16 or bfloat16, writable, of the parameters' shapes.  Parameters that are not
-            named are used as they are.
+            named have no copy.
 
         Raises
         ------
         ConfigError
             A name is unknown, or an array is read-only.
         ShapeError, DTypeError, FrameworkError
-            A copy does not fit its parameter, or that is not float32.
+            A copy does not fit its parameter, or the parameter is not float32.
         """
         check_in_place("AdamW.keep_copies", copies)
         if unknown := sorted(copies.keys() - self.parameters.keys()):
@@ -129,10 +129,10 @@ class AdamW:
             _check(f"{what}'s parameter", parameter, copy, FLOATS[2:3])
         for name, copy in copies.items():
             self.tensors[name] = self.tensors[name]._replace(copy=copy)
-            with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+            with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
                 copy[...] = self.parameters[name]
         if self.launcher is not None and launchable(list(copies.values())):
-            self.launcher.tables.clear()  # they have no addresses of copies
+            self.launcher.tables.clear()  # they do not have the addresses of copies
         else:
             self._prepare(self.steps)
 
@@ -144,18 +144,18 @@ class AdamW:
         finite: Any = True,
         factor: Any = 1.0,
     ) -> None:
-        """Change every parameter in place, against its gradient.
+        """Update every parameter in place, from its gradient.
 
         Parameters
         ----------
         gradients : {name: array}
-            One for every parameter, of its shape and of its dtype (or its copy's) or float32.
+            One for every parameter, with its shape, in its dtype, its copy's dtype or float32.
         lr : float, optional
             Learning rate of this step, from a schedule.
         finite : bool, or bool array of shape ()
             False: skip the step, and change nothing at all.
         factor : float, or float32 array of shape ()
-            What gradients are multiplied by first: 1 / the scale of the loss, less to clip them.
+            Gradients are multiplied by it first: 1 / the scale of the loss, or less to clip them.
             ``measure_gradients`` returns both, on a GPU as arrays that the host never reads.
 
         Raises
@@ -163,7 +163,7 @@ class AdamW:
         ConfigError
             A name is missing or unknown, or lr is negative or not finite.
         ShapeError, DTypeError, FrameworkError
-            A gradient does not fit its parameter.  Nothing has changed then.
+            A gradient does not fit its parameter.  Nothing has been changed then.
         """
         rate = self.lr if lr is None else lr
         if not is_number(rate) or not 0 <= rate < math.inf:
@@ -183,27 +183,27 @@ class AdamW:
         for name, tensor in self.tensors.items():
             what = f"AdamW.step: gradient of {name}"
             _check(what, gradients[name], tensor.parameter, tensor.dtypes)
-        given: dict[str, Any] = {"lr": rate, "eps": self.eps, "weight_decay": self.weight_decay}
+        options: dict[str, Any] = {"lr": rate, "eps": self.eps, "weight_decay": self.weight_decay}
         ordered = [gradients[name] for name in self.tensors]
         with span("AdamW.step", self.home, lambda: self._traffic(ordered)):
             if self.launcher is not None:
-                self.launcher(ordered, finite=finite, factor=factor, **given)
+                self.launcher(ordered, finite=finite, factor=factor, **options)
             elif finite:
                 self._steps += 1
                 for tensor, gradient in zip(self.tensors.values(), ordered, strict=True):
-                    given |= {"betas": self.betas, "step": self._steps, "factor": float(factor)}
-                    host_step(tensor, gradient, **given)
+                    options |= {"betas": self.betas, "step": self._steps, "factor": float(factor)}
+                    host_step(tensor, gradient, **options)
 
     def _traffic(self, gradients: Sequence[Array]) -> int:
-        """Return the bytes that a step moves: copies are written, all but gradients both ways."""
+        """Return the bytes that a step moves: gradients are read, copies written, the rest both."""
         held = (each for tensor in self.tensors.values() for each in tensor if each is not None)
         copies = sum(t.copy.nbytes for t in self.tensors.values() if t.copy is not None)
         return 2 * sum(array.nbytes for array in held) - copies + sum(g.nbytes for g in gradients)
 
     def state(self) -> dict[str, Array]:
-        """Return what a checkpoint keeps beside the parameters: ``load_state`` resumes from it.
+        """Return the arrays that a checkpoint saves besides the parameters, for ``load_state``.
 
-        ``steps`` is a NumPy integer array of shape (); ``mean.<name>``, ``square.<name>`` and, of
+        ``steps`` is a NumPy integer array of shape (); ``mean.<name>``, ``square.<name>`` and, for
         8-bit averages, ``mean_scale.<name>`` and ``square_scale.<name>`` are the optimizer's own
         arrays, which the next step changes: save or copy them before it.
         """
@@ -218,14 +218,14 @@ class AdamW:
         }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue where ``state()`` was taken; later steps have equal bits.
+        """Continue from a ``state()``; later steps have the same bits as without the interruption.
 
         Raises
         ------
         ConfigError
             A name is missing or unknown, or steps is not an integer of 0 or more.
         ShapeError, DTypeError, FrameworkError
-            An array does not fit its parameter.  Nothing has changed then.
+            An array does not fit its parameter.  Nothing has been changed then.
         """
         check_mapping("AdamW.load_state", state)
         own = self._states()
@@ -245,7 +245,7 @@ class AdamW:
 
 
 def _tensor(name: str, parameter: Any, bits: int) -> Tensor:
-    """Return a parameter with averages of zeros."""
+    """Return the Tensor of a parameter, with averages of zeros."""
     wide = allowed("stat", parameter.dtype)[0]
     if bits == 32 or parameter.size < SMALL:
         mean, square = (np.zeros_like(parameter, wide) for _ in range(2))

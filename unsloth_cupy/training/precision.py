@@ -3,17 +3,17 @@
     masters = model.parameters                            float32
     optimizer, scaler = AdamW(masters), config.scaler()
     copies = compute_copies(masters, config.compute_dtype)
-    optimizer.keep_copies(copies)                         written anew by every step
+    optimizer.keep_copies(copies)                         every step rewrites them
     model.parameters = masters | copies
     loss, gradients = model.loss_and_gradients(tokens, labels, scaler=scaler)
     norm, finite, factor = measure_gradients(gradients, max_norm, scaler=scaler)
     optimizer.step(gradients, finite=finite, factor=factor)
     scaler.update(finite)
 
-Every op computes in float32 and rounds once, whatever it is given.  ``Autocast`` gives it the
-compute dtype, as tensor cores multiply 16 bits and half the bytes move in half the time; float32
-where its result is read as a number: probabilities, losses, a factor by column.
-(Micikevicius and others, Mixed Precision Training, 2018.)
+Every op computes in float32 and rounds once, whatever the dtype of its operands.  ``Autocast``
+casts operands to the compute dtype, as tensor cores multiply 16-bit values and half the bytes move
+in half the time; to float32 where the result must be precise: probabilities, losses, a factor by
+column.  (Micikevicius and others, Mixed Precision Training, 2018.)
 """
 
 import inspect
@@ -40,7 +40,7 @@ DTYPES = {dtype.name: dtype for dtype in KERNEL_DTYPES}
 @checked
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
-    """What is computed in which dtype.
+    """The dtypes of computation and of master weights.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class MixedPrecisionConfig:
     Raises
     ------
     ConfigError
-        A dtype is none of these, or the scale is out of the range of LossScaler.
+        A dtype is not one of these, or the scale is out of the range of LossScaler.
     """
 
     compute_dtype: Any = "float16"
@@ -66,16 +66,16 @@ class MixedPrecisionConfig:
     dynamic_scaling: bool = True
 
     def __post_init__(self) -> None:
-        """Check what was given; dtypes become their names."""
+        """Check the arguments; dtypes become their names."""
         for name, known in (("compute_dtype", [*DTYPES]), ("master_dtype", ["float32"])):
-            given = getattr(self, name)
+            value = getattr(self, name)
             try:
-                named = isinstance(given, str) and given == "bfloat16"
-                dtype = BFLOAT16 if named else np.dtype(given)
+                named = isinstance(value, str) and value == "bfloat16"
+                dtype = BFLOAT16 if named else np.dtype(value)
             except (TypeError, ValueError):
                 dtype = np.dtype(object)
             if dtype.name not in known:
-                call = f"MixedPrecisionConfig({name}={given!r})"
+                call = f"MixedPrecisionConfig({name}={value!r})"
                 raise ConfigError(f"{call}: choose from {', '.join(known)}")
             object.__setattr__(self, name, dtype.name)
         dynamic: Any = self.dynamic_scaling
@@ -84,7 +84,7 @@ class MixedPrecisionConfig:
         LossScaler(self.loss_scale)
 
     def scaler(self) -> LossScaler:
-        """Return a new scaler: of the loss for float16, else one that leaves it as it is."""
+        """Return a new scaler: for compute dtypes other than float16 its scale is always 1."""
         if self.compute_dtype == "float16":
             return LossScaler(self.loss_scale, dynamic=self.dynamic_scaling)
         return LossScaler(1.0, dynamic=False)
@@ -93,7 +93,7 @@ class MixedPrecisionConfig:
 @checked
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How much a step of training takes in, and what it computes with.
+    """The batch, the precision and the checkpoints of a training step.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class TrainingConfig:
     mixed_precision : MixedPrecisionConfig
         Dtypes and the scale of the loss.
     checkpoint : CheckpointConfig
-        Which layers are computed again on the way back.
+        Which layers are recomputed in the backward pass.
 
     Raises
     ------
@@ -131,8 +131,8 @@ class TrainingConfig:
             ("checkpoint", CheckpointConfig),
         ):
             if not isinstance(getattr(self, name), kind):
-                given = f"TrainingConfig({name}={getattr(self, name)!r})"
-                raise ConfigError(f"{given}: pass a {kind.__name__}")
+                call = f"TrainingConfig({name}={getattr(self, name)!r})"
+                raise ConfigError(f"{call}: pass a {kind.__name__}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -141,10 +141,10 @@ class TrainingConfig:
 
 
 class Autocast:
-    """Calls ops with their operands in the dtypes that suit them: ``y = cast(linear, x, weight)``.
+    """Calls ops with operands cast to suitable dtypes: ``y = cast(linear, x, weight)``.
 
     Weights of norms, biases, tables and statistics (kinds param, table and stat of a signature)
-    stay as they are, float32 or not.
+    are not cast, float32 or not.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class Autocast:
     Raises
     ------
     ConfigError
-        The dtype is none of float16, bfloat16 and float32.
+        The dtype is not float16, bfloat16 or float32.
     """
 
     def __init__(self, dtype: Any) -> None:
@@ -166,7 +166,7 @@ class Autocast:
         Raises
         ------
         ConfigError
-            It is not an op, or one that changes its arguments or casts them.
+            The function is not an op, or it is one that changes its arguments or casts them.
         """
         name, known = getattr(function, "__name__", repr(function)), autocast_ops()
         op = known.get(name.removesuffix("_forward"))
@@ -174,14 +174,14 @@ class Autocast:
             raise ConfigError(f"Autocast: {name} is not an op; choose from {', '.join(known)}")
         kinds = {operand.name: operand.kind for operand in op.contract.inputs}
         dtype = DTYPES.get(op.facts.get("autocast", ""), self.dtype)
-        given = inspect.signature(function).bind(*args, **options)
-        for key, value in given.arguments.items():
-            given.arguments[key] = _fit(value, kinds.get(key), dtype)
-        return function(*given.args, **given.kwargs)
+        bound = inspect.signature(function).bind(*args, **options)
+        for key, value in bound.arguments.items():
+            bound.arguments[key] = _fit(value, kinds.get(key), dtype)
+        return function(*bound.args, **bound.kwargs)
 
 
 def autocast_ops() -> dict[str, Op[..., Any]]:
-    """Return the ops whose operands are cast, by their public names: no gradients, no casts."""
+    """Return the ops whose operands are cast, by public name: all but gradients and casts."""
     backward = {op.backward for op in OPS.values()}
     return {
         name.removesuffix("_forward"): op
@@ -198,15 +198,15 @@ def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
 
 @at_first
 def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
-    """Return what a model computes with in place of its float32 parameters, by name.
+    """Return 16-bit copies, by name, that a model computes with instead of float32 parameters.
 
-    Matrices, which have two axes or more, are rounded to a 16-bit dtype; the weights of norms and
-    biases stay as they are, and are not among the copies; nor are quantized weights.
+    Matrices, arrays of two axes or more, are rounded to the dtype.  Weights of norms, biases and
+    quantized weights get no copies.
 
     Raises
     ------
     ConfigError
-        The dtype is none of float16, bfloat16 and float32 (of which there are no copies).
+        The dtype is not float16, bfloat16 or float32 (which needs no copies: the result is empty).
     DTypeError, FrameworkError
         A parameter is not a float32 array of NumPy or CuPy.
     """
@@ -218,5 +218,5 @@ def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Arr
             raise DTypeError(f"compute_copies: {name} is {array.dtype}; masters must be float32")
     if wanted == FLOATS[2]:
         return {}
-    with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+    with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
         return {n: array.astype(wanted) for n, array in parameters.items() if array.ndim > 1}

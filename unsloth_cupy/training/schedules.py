@@ -75,7 +75,7 @@ def constant_schedule(
 def _progress(
     call: str, step: int, lr: float, warmup: int, steps: int, minimum: float
 ) -> tuple[float, float]:
-    """Return how far the warm-up has come and how far the decay, each from 0 to 1."""
+    """Return the progress of the warm-up and of the decay, each from 0 to 1."""
     for name, value, limit in (
         ("step", step, math.inf),
         ("lr", lr, math.inf),

@@ -5,8 +5,8 @@
     loss = rms_norm(x, w)
     (dw,) = tape.gradients(loss, [w], seed)
 
-The wiring is by name: a backward op asks for inputs, outputs and d + output of its forward op,
-and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
+Arguments are matched by name: a backward op takes inputs, outputs and d + output of its forward
+op, and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,15 +23,15 @@ from ..placement import full_like
 from .variable import Var
 
 Gradients = dict[int, Any]  # by the index of a Var
-watch_memory: Callable[[str], None] | None = None  # told of every op when it has returned
+watch_memory: Callable[[str], None] | None = None  # called with each op's name after it returns
 Watch = Callable[[Any, Sequence[Any], Any], None]  # (op, values, result)
-watch_results: ContextVar[Watch | None] = ContextVar("watch_results", default=None)  # of a thread
-Take = Callable[[Any, Any], Any]  # (value of a Var, its gradient): what is returned in its place
-take_gradients: ContextVar[Take | None] = ContextVar("take_gradients", default=None)  # of a thread
+watch_results: ContextVar[Watch | None] = ContextVar("watch_results", default=None)  # per thread
+Take = Callable[[Any, Any], Any]  # (value of a Var, its gradient): the result in its place
+take_gradients: ContextVar[Take | None] = ContextVar("take_gradients", default=None)  # per thread
 
 
 class Entry(NamedTuple):
-    """One call: the op, its values by name, and the indices of those that are Vars."""
+    """One call: the op, its arrays by name, the indices of those that are Vars, its options."""
 
     op: Any
     values: dict[str, Any]
@@ -40,26 +40,26 @@ class Entry(NamedTuple):
     options: dict[str, Any]
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Call the backward op on gradients of the outputs; add those of these inputs to grads."""
+        """Call the backward op on gradients of outputs; add the gradients of inputs to grads."""
         op, backward = self.op, self.op.backward
         if backward is None:
             why = f", as {reason}" if (reason := op.facts.get("no_gradient")) else ""
-            problem = f"{op.called} has no gradient{why}; keep it off the way to the loss"
+            problem = f"{op.called} has no gradient{why}; compute the loss without it"
             raise GradientError(problem)
         known = self.values | {"d" + name: grad for name, grad in take.items()}
         for operand in backward.contract.inputs:
-            if known.get(operand.name) is None and not operand.optional:  # nobody used that output
+            if known.get(operand.name) is None and not operand.optional:  # that output was not used
                 known[operand.name] = full_like(self.values[operand.name[1:]], 0)
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
         result = called(backward, [known.get(name) for name in backward.names], options)
         result = result if type(result) is tuple else (result,)
-        found = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
+        returned = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}
         for operand in op.contract.inputs:
             if operand.name not in self.inputs or operand.kind in ("int", "bool", "byte", "code"):
                 continue
-            index, grad = inputs.get(operand.name), found.get(operand.name)
+            index, grad = inputs.get(operand.name), returned.get(operand.name)
             constant = operand.kind not in DIFFERENTIABLE
             if constant or (grad is None and index is not None):
                 why = "is a constant" if constant else "has no gradient"
@@ -72,12 +72,12 @@ class Tape:
     """The ops of one forward pass, in order."""
 
     def __init__(self) -> None:
-        self.entries: list[Any] = []  # of Entry, or of what has its add_back
+        self.entries: list[Any] = []  # Entry objects, or others with inputs, outputs and add_back
         self.issued = 0
 
     def watch(self, array: Any) -> Var:
         """Return array as a Var whose uses this tape records."""
-        framework_of(array, "Tape.watch: what is watched")
+        framework_of(array, "Tape.watch: its argument")
         if isinstance(array, Stored):
             cure = "watch the adapter of lora_linear, or dequantize it"
             raise GradientError(f"Tape.watch: {array!r} is frozen: it has no gradient; {cure}")
@@ -97,13 +97,13 @@ class Tape:
         seed : array, optional
             Weights of the elements of ``of``, in its shape; 1 where ``of`` is a scalar.
         release : bool
-            Forget each call once its gradient is known: what the tape keeps shrinks as gradients
-            grow, and the tape is empty afterwards.
+            Drop each call once its gradient is computed: the memory of the tape shrinks as that of
+            gradients grows, and the tape is empty afterwards.
 
         Raises
         ------
         GradientError
-            The way back passes an op, or enters an input, that has no gradient.
+            The backward pass reaches an op, or an input, that has no gradient.
         ShapeError
             seed is missing for an array, or its shape is not that of ``of``.
         DTypeError, FrameworkError
@@ -122,16 +122,16 @@ class Tape:
             problem = f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape"
             raise ShapeError(problem, expected=(), actual=tuple(of.shape))
         seed = full_like(of.value, 1) if seed is None else seed
-        framework_of(seed, "Tape.gradients: seed")  # a number too is none
+        framework_of(seed, "Tape.gradients: seed")  # raises for a number too
         common("Tape.gradients", ("of", "seed"), (of.value, seed))
         if tuple(seed.shape) != tuple(of.shape):
-            wanted, given = tuple(of.shape), tuple(seed.shape)
-            problem = f"Tape.gradients: seed has shape {given}; it must be {wanted}"
-            raise ShapeError(problem, expected=wanted, actual=given)
+            wanted, actual = tuple(of.shape), tuple(seed.shape)
+            problem = f"Tape.gradients: seed has shape {actual}; it must be {wanted}"
+            raise ShapeError(problem, expected=wanted, actual=actual)
         if seed.dtype != of.dtype:
             raise DTypeError(f"Tape.gradients: seed is {seed.dtype}; it must be {of.dtype}")
         values = [value for entry in self.entries for value in entry.values.values()]
-        if release:  # what ops made is gone then: only what others hold may be shared
+        if release:  # results of ops are dropped: only arrays that callers hold can be shared
             values = [var.value for var in wrt]
         shared = {_owner(a) for a in (seed, *values) if hasattr(a, "__dlpack__")}
         del values
@@ -139,7 +139,7 @@ class Tape:
         if take := take_gradients.get():
             return self._taken(grads, wrt, release, take)
         self.walk_back(grads, {var.index for var in wrt}, release)
-        found = []
+        result = []
         for var in wrt:
             grad = grads.get(var.index)
             if grad is None:
@@ -147,29 +147,27 @@ class Tape:
             elif _owner(grad) in shared:  # a caller may scale gradients in place
                 grad = add_up(grad, full_like(grad, 0))
             shared.add(_owner(grad))
-            found.append(grad)
-        return found
+            result.append(grad)
+        return result
 
     def _taken(self, grads: Gradients, wrt: list[Var], release: bool, take: Take) -> list[Any]:
-        """Return what ``take`` returns of each gradient, which it is told once it is whole."""
-        last: dict[
-            int, list[Var]
-        ] = {}  # by the entry behind which nothing is added, on the way back
+        """Return the results of ``take``, called with each gradient as soon as it is complete."""
+        last: dict[int, list[Var]] = {}  # by the entry after which their gradients are complete
         for var in {var.index: var for var in wrt}.values():
             uses = (n for n, entry in enumerate(self.entries) if var.index in entry.inputs.values())
             last.setdefault(next(uses, 0), []).append(var)
-        found = dict[int, Any]()
+        result = dict[int, Any]()
 
         def done(place: int) -> None:
             for var in last.get(place, ()):
                 grad = grads.pop(var.index, None)
                 grad = full_like(var.value, 0) if grad is None else grad
-                found[var.index] = take(var.value, grad)
+                result[var.index] = take(var.value, grad)
 
         if not self.entries:
             done(0)
         self.walk_back(grads, {var.index for var in wrt}, release, done)
-        return [found[var.index] for var in wrt]
+        return [result[var.index] for var in wrt]
 
     def walk_back(
         self,
@@ -178,11 +176,11 @@ class Tape:
         release: bool = True,
         done: Callable[[int], None] = lambda place: None,
     ) -> None:
-        """Take gradients of results back to the Vars that are kept, and only to those.
+        """Propagate gradients of results back to the Vars in ``kept``, and only to those.
 
-        ``done`` is told of each entry behind it, by its place.
+        ``done(place)`` is called after each entry, with its index.
         """
-        wanted = set(kept)  # and what lies on the way there: no other gradient is computed
+        wanted = set(kept)  # and the Vars in between: no other gradient is computed
         for entry in self.entries:
             if not wanted.isdisjoint(entry.inputs.values()):
                 wanted.update(entry.outputs.values())
@@ -218,16 +216,16 @@ class Tape:
         return tuple(outputs) if type(result) is tuple else outputs[0]
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-        """Call an op that is to be recorded."""
+        """Call an op; ``record`` records the call afterwards."""
         return called(op, values, options)
 
     def note(self, entry: Any) -> None:
-        """Record a call that was made."""
+        """Append a call to the tape."""
         self.entries.append(entry)
 
 
 def called(op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-    """Call an op and tell those who watch."""
+    """Call an op, then the functions that watch memory and results."""
     result = op.call(values, options)
     if watch_memory is not None:
         watch_memory(op.__name__)
@@ -246,7 +244,7 @@ def add_up(a: Any, b: Any) -> Any:
 
 
 def _owner(array: Any) -> int:
-    """Return a number that arrays of one library have in common where they share memory."""
+    """Return a number that is equal for two arrays of one library that share memory."""
     library = framework_of(array, "it")
     if library == "torch":
         return int(array.untyped_storage().data_ptr())

@@ -1,8 +1,8 @@
-"""An array on a tape, and its operators: each is an op, or a few.
+"""``Var``, an array on a tape, and its operators: each calls one op or a few.
 
     loss = ((x @ weight - target) ** 2).mean()
 
-Operands broadcast as NumPy's do; a number takes the dtype of the array beside it.
+Operands broadcast as in NumPy; a number takes the dtype of the other operand.
 """
 
 import math
@@ -33,12 +33,12 @@ def _operator(op: str, sign: str, *, reflected: bool = False) -> Callable[["Var"
 
 
 class Var(Traced):
-    """An array on a tape: ``value`` is the array; ops of a Var give Vars.
+    """An array on a tape: ``value`` is the array; ops on a Var return Vars.
 
     ``+``, ``-``, ``*``, ``/`` and ``@`` take another Var of the tape, an array of the same library
     and dtype, or a number (all but ``@``) on either side; ``**`` takes a number.  Shapes broadcast
-    as in NumPy, and the gradient of what was repeated is summed.  ``x[key]`` takes integers,
-    slices, ``...`` and ``None``.
+    as in NumPy, and gradients of repeated elements are summed.  ``x[key]`` takes integers, slices,
+    ``...`` and ``None``.
     """
 
     __slots__ = ("index", "tape", "value")
@@ -83,11 +83,11 @@ class Var(Traced):
     __rtruediv__ = _operator("divide", "/", reflected=True)
 
     def __neg__(self) -> "Var":
-        """Return the array with the other sign."""
+        """Return the negative of each element."""
         return _called("scale", self, factor=-1.0)
 
     def __pow__(self, exponent: Any) -> "Var":
-        """Raise each element to a power, a number."""
+        """Return each element to the power of a number."""
         return _called("power", self, exponent=exponent)
 
     def __matmul__(self, other: Any) -> "Var":
@@ -95,7 +95,7 @@ class Var(Traced):
         return _product(self, _operand(self, other, "@"))
 
     def __rmatmul__(self, other: Any) -> "Var":
-        """Multiply a matrix of another kind by this one."""
+        """Multiply a matrix that is not a Var by this one: ``other @ self``."""
         return _product(_operand(self, other, "@"), self)
 
     def __getitem__(self, key: Any) -> "Var":
@@ -117,11 +117,11 @@ class Var(Traced):
         return _called("transpose", self, order=tuple(whole) or None)
 
     def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> "Var":
-        """Return the sum over axes, or over all."""
+        """Return the sum over axes; over all of them for None."""
         return _called("sum", self, axis=axis, keepdims=keepdims)
 
     def mean(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> "Var":
-        """Return the mean over axes, or over all."""
+        """Return the mean over axes; over all of them for None."""
         return _called("mean", self, axis=axis, keepdims=keepdims)
 
     def exp(self) -> "Var":
@@ -142,12 +142,12 @@ def _called(op: str, *arrays: Any, **options: Any) -> Any:
 
 
 def _operand(var: Var, other: Any, sign: str) -> Any:
-    """Return what stands beside a Var: a Var or an array; a number becomes an array of no axes."""
+    """Return the other operand of a Var: a Var or an array; a number becomes a 0-d array."""
     if is_number(other) and sign != "@":
         try:
-            with np.errstate(over="ignore"):  # what float16 cannot hold is inf, as on a GPU
+            with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
                 return full_like(var.value, _as_float(other, sign), shape=())
-        except RuntimeError as error:  # of torch
+        except RuntimeError as error:  # torch refuses the number
             raise ConfigError(f"Var {sign} {other!r}: not a number of {var.dtype}") from error
     if type(other) is not Var:
         framework_of(other, f"Var {sign} other: other")
@@ -162,7 +162,7 @@ def _as_float(number: Any, sign: str) -> float:
 
 
 def _broadcast(arrays: Any, sign: str) -> list[Any]:
-    """Return Vars and arrays in the one shape that they broadcast to."""
+    """Return Vars and arrays in the shape that they broadcast to."""
     a, b = (tuple(array.shape) for array in arrays)
     shape = _joint(a, b, sign)
     return [_in_shape(array, shape) for array in arrays]

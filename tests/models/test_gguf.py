@@ -400,7 +400,7 @@ def test_what_llama_cpp_does_otherwise_is_said(tmp_path: Path) -> None:
 
 REFUSED = {
     "computes silu": {"model_type": "llama", "hidden_act": "gelu"},
-    "has heads of hidden / heads": {"model_type": "qwen2", "head_dim": 16},
+    "has heads of length hidden / heads": {"model_type": "qwen2", "head_dim": 16},
     "no bias in its output": CONFIGS["qwen3"],
     "no head of its own": {"model_type": "bitnet"},
     "always caps": CONFIGS["gemma2"] | {"attn_logit_softcapping": None},

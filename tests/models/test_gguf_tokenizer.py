@@ -215,7 +215,7 @@ def test_merges_that_llama_cpp_does_not_keep_to_are_said(tmp_path: Path) -> None
     values["model"]["vocab"]["he"] = 12
     _, notes = said(tmp_path, values)
     assert notes == (
-        "llama.cpp also makes 'the' of 't' and 'he', which is no merge of this tokenizer: some"
+        "llama.cpp also makes 'the' of 't' and 'he', which this tokenizer does not merge: some"
         " texts may have other tokens",
     )
 
@@ -251,20 +251,20 @@ def without(values: Values, key: str, value: Any) -> Values:
 @pytest.mark.parametrize(
     ("make_values", "key", "value", "words"),
     [
-        (byte_level, "model", {"type": "Unigram"}, "is Unigram; export_gguf knows BPE alone"),
+        (byte_level, "model", {"type": "Unigram"}, "is Unigram; export_gguf only supports BPE"),
         (byte_level, "model.merges", [], "has no merges"),
-        (byte_level, "model.dropout", 0.5, "dropout is 0.5, which llama.cpp does not know"),
+        (byte_level, "model.dropout", 0.5, "dropout is 0.5, which llama.cpp does not support"),
         (byte_level, "normalizer", {"type": "Lowercase"}, r"changes texts \(Lowercase\)"),
         (byte_level, "pre_tokenizer", {"type": "Whitespace"}, r"not byte-level \(Whitespace\)"),
         (byte_level, "pre_tokenizer", None, r"not byte-level \(no pre_tokenizer\)"),
         (byte_level, "pre_tokenizer", BYTES | {"add_prefix_space": True},
          "adds a space before a text"),
         (byte_level, "pre_tokenizer", {"type": "Sequence", "pretokenizers": split("x+")},
-         "cuts texts by 'x\\+'; llama.cpp has no tokenizer like it"),
+         "splits texts by 'x\\+'; llama.cpp has no tokenizer like it"),
         (byte_level, "pre_tokenizer",
          {"type": "Sequence", "pretokenizers": [split(LLAMA3)[0] | {"invert": True}, split("")[1]]},
-         "cuts texts by 'Split, ByteLevel'"),
-        (byte_level, "model.ignore_merges", True, "takes words that are tokens whole"),
+         "splits texts by 'Split, ByteLevel'"),
+        (byte_level, "model.ignore_merges", True, "does not split words that are tokens"),
         (characters, "normalizer", None, "leaves the spaces of a text as they are"),
         (characters, "normalizer", {"type": "NFKC"}, r"changes texts \(NFKC\)"),
     ],
@@ -287,7 +287,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 def test_broken_files(tmp_path: Path) -> None:
     make(tmp_path / "m", "llama")
-    for text, words in (("{", "cannot be read as JSON"), ("{}", "is None; export_gguf knows BPE")):
+    for text, words in (("{", "cannot be read as JSON"), ("{}", "is None; export_gguf only")):
         (tmp_path / "m" / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match=words):
             models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")

@@ -1,4 +1,4 @@
-"""The numbers of a model, under the keys that llama.cpp reads."""
+"""The hyperparameters of a model, under the keys that llama.cpp reads."""
 
 import math
 from typing import Any
@@ -7,11 +7,11 @@ from ...ops.position.rope_tables import RULES
 from ..config import SLIDING, Config, Rope
 from ._families import BETAS, Architecture, ropes, scaling_of
 
-Values = dict[str, Any]  # int: uint32; float: float32; bool, str and lists as they are
+Values = dict[str, Any]  # in the file: int is uint32, float is float32; bool, str, lists unchanged
 
 
 def metadata(config: Config, known: Architecture) -> Values:
-    """Return the hyperparameters of a model, by their whole keys."""
+    """Return the hyperparameters of a model, by their full keys."""
     rope, local = ropes(config)
     values: Values = {
         "vocab_size": config.vocab,
@@ -27,7 +27,7 @@ def metadata(config: Config, known: Architecture) -> Values:
         "rope.dimension_count": rope.dim,
         "rope.freq_base": float(rope.base),
     }
-    if config.window is not None or known.name == "phi3":  # there 0 tells it from older files
+    if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
         values["attention.sliding_window"] = config.window or 0
     if known.windows:
         sliding = [kind == SLIDING for kind in config.layer_types]
@@ -42,19 +42,19 @@ def metadata(config: Config, known: Architecture) -> Values:
 
 
 def _scaling(rope: Rope, known: Architecture) -> Values:
-    """Return what stretches rotary positions, where it is no tensor."""
+    """Return the keys of rotary scaling; factors per wavelength are tensors: ``_rope_factors``."""
     kind, scaling = scaling_of(rope), rope.scaling or {}
-    found: Values = {}
+    keys: Values = {}
     if kind in ("yarn", "longrope"):
-        found["original_context_length"] = int(scaling["original_max_position_embeddings"])
+        keys["original_context_length"] = int(scaling["original_max_position_embeddings"])
     if kind in ("linear", "yarn", "longrope"):
-        found["type"] = kind
+        keys["type"] = kind
     if kind in ("linear", "yarn"):
-        found["factor"] = float(scaling["factor"])
+        keys["factor"] = float(scaling["factor"])
     if kind in ("yarn", "longrope"):
         factor = RULES[kind](scaling, 1, rope.dim, rope.base)[1]
-        own = 1 + 0.1 * math.log(max(found["factor"], 1)) if kind == "yarn" else 1.0
-        found["attn_factor"] = factor / own  # llama.cpp multiplies yarn's own factor by it
+        builtin = 1 + 0.1 * math.log(max(keys["factor"], 1)) if kind == "yarn" else 1.0
+        keys["attn_factor"] = factor / builtin  # llama.cpp multiplies yarn's own factor by it
     if kind == "yarn":
-        found |= {f"yarn_{key}": float(scaling[key]) for key in BETAS if scaling.get(key)}
-    return {f"rope.scaling.{key}": value for key, value in found.items()}
+        keys |= {f"yarn_{key}": float(scaling[key]) for key in BETAS if scaling.get(key)}
+    return {f"rope.scaling.{key}": value for key, value in keys.items()}

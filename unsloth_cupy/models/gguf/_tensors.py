@@ -1,4 +1,4 @@
-"""The tensors of a file: their names, shapes, types and order of rows."""
+"""The tensors of a GGUF file: their names, shapes, types and order of rows."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..config import Config
 from ._families import Architecture, ropes, scaling_of, score_factor
 from ._types import Kind, divides
 
-OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}  # of BitNet
+OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}  # gguf's, BitNet
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Read = Callable[[str], Array]  # from a Hugging Face name to the array
@@ -31,42 +31,42 @@ class Tensor(NamedTuple):
 
 
 def tensors(config: Config, known: Architecture, kind: Kind, read: Read) -> list[Tensor]:
-    """Return all tensors of a model's file, in the order they are written in."""
-    names, made = _names(config, known), []
+    """Return all tensors of a model's file, in the order in which they are written."""
+    names, result = _names(config, known), []
     for stored, shape in config.shapes().items():
         name = names(stored)
-        made.append(
-            Tensor(name, shape, _type(name, shape, kind), _ordered(config, known, stored, read))
+        result.append(
+            Tensor(name, shape, _type(name, shape, kind), _reader(config, known, stored, read))
         )
     if config.tied and known.output == "own":
         name, shape = names(HEAD), config.shapes()[TABLE]
-        made.append(Tensor(name, shape, _type(name, shape, kind), lambda: read(TABLE)))
+        result.append(Tensor(name, shape, _type(name, shape, kind), lambda: read(TABLE)))
     for name, array in _rope_factors(config):
-        made.append(Tensor(name, array.shape, Type.F32, lambda array=array: array))  # type: ignore[misc]
-    return made
+        result.append(Tensor(name, array.shape, Type.F32, lambda array=array: array))  # type: ignore[misc]
+    return result
 
 
 def _names(config: Config, known: Architecture) -> Callable[[str], str]:
-    """Return what gives a parameter its name in the file."""
+    """Return the function from a parameter's name to its name in the file."""
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
     table = gguf.get_tensor_name_map(number, config.layers)
 
     def name_of(stored: str) -> str:
         for ours, theirs in OTHER_NAMES.items():
             stored = stored.replace(ours, theirs)
-        found = table.get_name(stored, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        gguf_name = table.get_name(stored, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise ConfigError(
                 f"export_gguf: the installed gguf has no name for {stored} of a"
                 f" {config.model_type}; install a newer one: pip install -U gguf"
             )
-        return found
+        return gguf_name
 
     return name_of
 
 
 def _type(name: str, shape: tuple[int, ...], kind: Kind) -> Type:
-    """Return the type of a tensor: vectors stay float32, odd rows become float16."""
+    """Return the type of a tensor: float32 for vectors, float16 for rows that blocks do not fit."""
     if len(shape) == 1:
         return Type.F32
     chosen = kind.type
@@ -75,12 +75,12 @@ def _type(name: str, shape: tuple[int, ...], kind: Kind) -> Type:
     return chosen if divides(shape, chosen) else Type.F16
 
 
-def _ordered(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:
-    """Return what reads a parameter and brings it into the form that llama.cpp computes with."""
+def _reader(config: Config, known: Architecture, stored: str, read: Read) -> Callable[[], Array]:
+    """Return a function that reads a parameter and converts it to the form of llama.cpp."""
     *_, module, _ = stored.split(".")
     scaled = "q_norm" if config.query_key_norm else "q_proj"
 
-    def made() -> Array:
+    def converted() -> Array:
         array = read(stored)
         if known.interleaved and module in ("q_proj", "k_proj"):
             array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
@@ -90,17 +90,17 @@ def _ordered(config: Config, known: Architecture, stored: str, read: Read) -> Ca
             array = array.astype(FLOAT32) * np.float32(factor)
         return array
 
-    return made
+    return converted
 
 
 def interleaved(array: Array, heads: int) -> Array:
-    """Return rows of rotary positions with the two of a pair, half a head apart, side by side."""
+    """Return rows of heads with rotary pairs adjacent, which are half a head apart in the input."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def _rope_factors(config: Config) -> Iterator[tuple[str, Array]]:
-    """Yield what wavelengths are stretched by where each has a number of its own."""
+    """Yield tensors of rotary scaling factors, one per wavelength: llama3 and longrope."""
     rope, _ = ropes(config)
     kind, scaling = scaling_of(rope), rope.scaling or {}
     if kind == "llama3":

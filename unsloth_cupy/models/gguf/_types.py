@@ -1,4 +1,4 @@
-"""The types of numbers in a file, and what each can hold."""
+"""The tensor types of a GGUF file, and the range of each."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from gguf import LlamaFileType
 from ...core.dtypes import Array
 from ...errors import ConfigError
 
-CHUNK = 1 << 22  # numbers that are float32 at a time
-HALF = 65504.0  # the largest float16, which scales of blocks are too
+CHUNK = 1 << 22  # numbers converted through float32 at a time
+HALF = 65504.0  # the largest float16, the type of block scales too
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file is asked to be made of.
+    """The tensor types of a kind of file.
 
-    ``most`` is the largest magnitude that the type holds: its scales are float16.  ``tables`` is
-    the type of the embedding's table and of the head.
+    ``most`` is the largest magnitude that the type can hold with float16 scales.  ``tables`` is the
+    type of the embedding table and the head, if it is another.
     """
 
     type: Type
@@ -41,35 +41,36 @@ MOST = {kind.type: kind.most for kind in KINDS.values()}
 
 
 def size_of(shape: tuple[int, ...], kind: Type) -> int:
-    """Return the bytes of a tensor in a file."""
+    """Return the size of a tensor in a file, in bytes."""
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     return int(np.prod(shape)) // numbers * size
 
 
 def divides(shape: tuple[int, ...], kind: Type) -> bool:
-    """Say whether the blocks of a type divide the rows of a tensor."""
+    """Return whether the rows of a tensor are whole blocks of a type."""
     return shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
 
 
 def packed(name: str, array: Array, kind: Type) -> Array:
-    """Return an array as the bytes that a file holds; rows are made float32 by chunks.
+    """Return an array as the bytes of a type; chunks of rows are converted through float32.
 
     Raises
     ------
     ConfigError
-        It holds what is not finite, or more than the type holds.
+        A value is not finite, or exceeds the range of the type.
     """
     rows = array.reshape(-1, array.shape[-1])
     step = max(1, CHUNK // rows.shape[1])
-    made = np.empty((rows.shape[0], size_of(rows.shape[1:], kind)), np.uint8)
+    result = np.empty((rows.shape[0], size_of(rows.shape[1:], kind)), np.uint8)
     for top in range(0, rows.shape[0], step):
         part = np.ascontiguousarray(rows[top : top + step], np.float32)
         _check(name, part, kind)
-        made[top : top + step] = gguf.quants.quantize(part, kind).view(np.uint8)
-    return made
+        result[top : top + step] = gguf.quants.quantize(part, kind).view(np.uint8)
+    return result
 
 
 def _check(name: str, part: Array, kind: Type) -> None:
+    """Raise a ConfigError unless all values are finite and in the range of the type."""
     most = max(float(part.max(initial=0)), -float(part.min(initial=0)))
     if not np.isfinite(most):  # NaN too
         raise ConfigError(

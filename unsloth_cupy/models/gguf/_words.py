@@ -1,4 +1,4 @@
-"""How a tokenizer cuts a text before it merges, and the names that llama.cpp has for it."""
+"""How a tokenizer splits a text before it merges, and llama.cpp's names for these rules."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -12,9 +12,9 @@ CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
 PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2, DIGITS = "gpt2", "digits, gpt2"  # ByteLevel has this rule built in
+GPT2, DIGITS = "gpt2", "digits, gpt2"  # the rule that ByteLevel has built in
 
-# The rule, and whether a word that is a token is taken whole (ignore_merges): llama.cpp's name.
+# (rule, whether a word that is a token is not split (ignore_merges)) -> llama.cpp's name
 NAMES = {
     (GPT2, False): "gpt-2",
     (DIGITS, False): "smollm",
@@ -26,37 +26,37 @@ NAMES = {
 }
 
 
-CASED = ("tekken", "gpt-4o")  # llama.cpp's rules are near to theirs
+CASED = ("tekken", "gpt-4o")  # llama.cpp's rules only approximate these
 
 
 def words_of(values: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return llama.cpp's name for how a byte-level tokenizer cuts texts, and where they differ.
+    """Return llama.cpp's name for how a byte-level tokenizer splits texts, and notes.
 
     Raises
     ------
     ConfigError
-        It has none.
+        llama.cpp has no such rule.
     """
     for normalizer in _parts(values.get("normalizer"), "normalizers"):
         if normalizer.get("type") != "NFC":
             _refuse(f"changes texts ({normalizer.get('type')})")
     rule = _rule(_parts(values.get("pre_tokenizer"), "pretokenizers"))
-    whole = bool(values["model"].get("ignore_merges"))
-    name = NAMES.get((rule, whole))
+    ignores_merges = bool(values["model"].get("ignore_merges"))
+    name = NAMES.get((rule, ignores_merges))
     if name is None:
-        taken = ", and takes words that are tokens whole" if whole else ""
-        _refuse(f"cuts texts by {rule!r}{taken}")
-    notes = ["llama.cpp does not bring texts into the form NFC: give it such texts"]
+        suffix = ", and does not split words that are tokens" if ignores_merges else ""
+        _refuse(f"splits texts by {rule!r}{suffix}")
+    notes = ["llama.cpp does not normalise texts to NFC: pass it normalised texts"]
     notes = notes if values.get("normalizer") else []
     if name in CASED:
         notes.append(
-            "llama.cpp cuts some words otherwise: it knows the case of ASCII alone, and no marks"
+            "llama.cpp splits some words differently: it knows case only in ASCII, and no marks"
         )
     return name, notes
 
 
 def _rule(parts: list[Mapping[str, Any]]) -> str:
-    """Return the regular expression of pre-tokenizers, or the name of the one built in."""
+    """Return the regular expression of pre-tokenizers, or the name of a built-in rule."""
     kinds = [part.get("type") for part in parts]
     if not parts or kinds[-1] != "ByteLevel":
         _refuse(f"is not byte-level ({', '.join(map(str, kinds)) or 'no pre_tokenizer'})")
@@ -77,12 +77,12 @@ def _rule(parts: list[Mapping[str, Any]]) -> str:
 
 
 def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether a tokenizer over characters puts a space before a text, and where not.
+    """Return whether a tokenizer over characters puts a space before a text, and notes.
 
     Raises
     ------
     ConfigError
-        It does anything else to a text than to write its spaces as a character of their own.
+        It changes a text in another way than to replace spaces by the character U+2581.
     """
     prefix, spaces, notes = False, False, []
     parts = _parts(values.get("normalizer"), "normalizers")
@@ -94,13 +94,13 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
         elif kind == "Replace" and pattern.get("String") == " " and part["content"] == "\u2581":
             spaces = True
         elif kind == "Metaspace" and part.get("replacement") == "\u2581":
-            old = "always" if part.get("add_prefix_space", True) else "never"
-            prefix, spaces = part.get("prepend_scheme", old) != "never", True
+            default = "always" if part.get("add_prefix_space", True) else "never"
+            prefix, spaces = part.get("prepend_scheme", default) != "never", True
             if prefix:
                 notes.append("llama.cpp puts a space before a text that begins with one, too")
         elif not (
             kind == "Split" and pattern.get("String") == " " and spaces
-        ):  # there is none left
+        ):  # no space is left to split at
             _refuse(f"changes texts ({kind})")
     if not spaces:
         _refuse("leaves the spaces of a text as they are")
@@ -108,7 +108,7 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
 
 
 def _parts(value: Any, key: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence of them."""
+    """Return the steps of a normalizer or pre-tokenizer; a sequence is flattened."""
     if value is None:
         return []
     if value.get("type") == "Sequence":
@@ -117,7 +117,8 @@ def _parts(value: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _refuse(what: str) -> NoReturn:
+    """Raise a ConfigError that says what llama.cpp's tokenizers cannot do."""
     raise ConfigError(
-        f"export_gguf: the tokenizer {what}; llama.cpp has no tokenizer like it, and would read"
+        f"export_gguf: the tokenizer {what}; llama.cpp has no tokenizer like it, and would produce"
         " other tokens"
     )

@@ -1,4 +1,4 @@
-"""A model in one GGUF file: ``export_gguf``."""
+"""Write a model and its tokenizer to one GGUF file: ``export_gguf``."""
 
 import contextlib
 import re
@@ -32,23 +32,23 @@ from . import TYPES
 if TYPE_CHECKING:
     from ._tensors import Read, Tensor
 
-KEYS = 1 << 20  # bytes beside tensors and tokens: keys and names
-SHOWN = 3  # names in a note
+KEYS = 1 << 20  # upper bound of the bytes of keys and names, besides tensors and tokens
+SHOWN = 3  # most names in a note
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written.
+    """A report of the file that ``export_gguf`` wrote.
 
     Attributes
     ----------
     file : Path
     bytes : int
-        Its size.
+        Size of the file.
     types : dict of str to int
-        The number of tensors by their type.
+        Number of tensors of each type.
     notes : tuple of str
-        What llama.cpp will do otherwise than the model here does, and rows that no block divides.
+        What llama.cpp computes differently from this model, and rows that are not whole blocks.
     """
 
     file: Path
@@ -64,7 +64,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Source:
-    """A model: its config, how to get a parameter, and the folder of its tokenizer."""
+    """A model to export: its config, a function that reads a parameter, its tokenizer's folder."""
 
     config: Config
     texts: Mapping[str, Mapping[str, Any]]
@@ -84,26 +84,26 @@ def export_gguf(
 ) -> Export:
     """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
 
-    Adapters become part of the weights.  Vectors and norms are float32; a row that the blocks of
-    ``kind`` do not divide is float16, and a note says so.  With tq1_0 and tq2_0 the embedding's
-    table and the head are float16.  Tensors are read and written one by one, beside the file,
-    which appears whole.
+    Adapters are merged into the weights.  Vectors and norms are float32; tensors whose rows are not
+    whole blocks of ``kind`` are float16, and a note says so.  With tq1_0 and tq2_0 the embedding
+    table and the head are float16.  Tensors are read and written one by one to a temporary file,
+    which is renamed when it is complete.
 
     Parameters
     ----------
     model : Transformer or path
-        A model, or the folder of one or of an adapter; of a folder, one tensor is in memory at a
-        time.
+        A model, or the folder of one or of an adapter; from a folder, one tensor is in memory at
+        a time.
     file : path
-        A file that is not there yet.
+        A file that does not exist yet.
     kind : str
         f32, f16, bf16, q8_0 (8.5 bits a weight), q4_0 (4.5), tq1_0 (1.69) or tq2_0 (2.06); the
-        last two hold -1, 0, 1 and a scale for 256 weights, which is meant for BitNet.
+        last two store -1, 0, 1 and a scale for 256 weights, which is meant for BitNet.
     tokenizer : path, optional
-        The folder of the tokenizer: tokenizer.json and, where they exist, tokenizer_config.json
-        and chat_template.jinja.  None: the folder of the model.
+        The folder of the tokenizer: tokenizer.json and, if they exist, tokenizer_config.json and
+        chat_template.jinja.  None: the folder of the model.
     progress : bool
-        Show a bar on standard error, where that is a terminal.
+        Show a progress bar on standard error, if that is a terminal.
 
     Returns
     -------
@@ -113,9 +113,9 @@ def export_gguf(
     Raises
     ------
     ConfigError
-        The package gguf is missing; the family, its settings or the tokenizer cannot be said in
-        GGUF; the file exists; a weight is not finite or too large for ``kind``; or the disk is
-        full.
+        The package gguf is missing; GGUF or llama.cpp does not support the family, its settings or
+        the tokenizer; the file exists; a weight is not finite or too large for ``kind``; or the
+        disk is full.
     """
     _check_packages()
     from ._families import architecture, warnings_of
@@ -130,8 +130,8 @@ def export_gguf(
     known = architecture(source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin)
-    made = tensors(source.config, known, KINDS[kind], source.read)
-    notes = [*warnings_of(source.config, known), *notes, *_halved(made, kind)]
+    tensor_list = tensors(source.config, known, KINDS[kind], source.read)
+    notes = [*warnings_of(source.config, known), *notes, *_halved(tensor_list, kind)]
     values = {
         "general.type": "model",
         "general.name": _name(source.name, words["tokenizer.ggml.tokens"]),
@@ -139,13 +139,13 @@ def export_gguf(
         **metadata(source.config, known),
         **words,
     }
-    _write(path, known.name, values, made, progress)
-    types = Counter(tensor.type.name.lower() for tensor in made)
+    _write(path, known.name, values, tensor_list, progress)
+    types = Counter(tensor.type.name.lower() for tensor in tensor_list)
     return Export(path, path.stat().st_size, dict(types), tuple(notes))
 
 
 def _check_packages() -> None:
-    """Raise a ConfigError where a package of the extra is missing."""
+    """Raise a ConfigError if a package of the extra "gguf" is missing."""
     try:
         import gguf  # noqa: F401
         import tokenizers  # noqa: F401
@@ -156,9 +156,9 @@ def _check_packages() -> None:
         ) from None
 
 
-def _new_file(given: Any) -> Path:
-    """Return the path of a file that is not there, in a folder that is."""
-    path = path_of("export_gguf(file=)", given)
+def _new_file(file: Any) -> Path:
+    """Return the path of the new file; raise if it exists or its folder does not."""
+    path = path_of("export_gguf(file=)", file)
     if path.exists():
         raise ConfigError(f"export_gguf: {path} exists; remove it, or name another file")
     if not path.absolute().parent.is_dir():
@@ -167,13 +167,13 @@ def _new_file(given: Any) -> Path:
 
 
 def _source(model: Any, tokenizer: Any) -> Source:
-    """Return where the parts of a model come from."""
-    told = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
+    """Return the source of a model's config, parameters and tokenizer."""
+    chosen = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
     if isinstance(model, Transformer):
         adapter, arrays = model.adapter, model.parameters
         name = "model" if model.folder is None else model.folder.resolve().name
         read = _merging(adapter, arrays.__getitem__)
-        return Source(model.config, model.texts, read, told or model.folder, name)
+        return Source(model.config, model.texts, read, chosen or model.folder, name)
     path = path_of("export_gguf", model)
     if not path.is_dir():
         cure = absent(path, "pass one that holds config.json, or a model that load returned")
@@ -191,12 +191,12 @@ def _source(model: Any, tokenizer: Any) -> Source:
 
     table = homes["model.embed_tokens.weight"].dtype or FLOAT32
     adapter = None if base is None else read_adapter(path, config, table)
-    beside = path if base is None or (path / "tokenizer.json").is_file() else base
-    return Source(config, texts, _merging(adapter, stored), told or beside, path.resolve().name)
+    default = path if base is None or (path / "tokenizer.json").is_file() else base
+    return Source(config, texts, _merging(adapter, stored), chosen or default, path.resolve().name)
 
 
 def _merging(adapter: Adapter | None, read: Callable[[str], Any]) -> "Read":
-    """Return what reads a parameter into the memory of the host, its adapter in it."""
+    """Return a function that reads a parameter to host memory, with the adapter merged."""
 
     def merged(name: str) -> Array:
         array = read(name)
@@ -208,6 +208,7 @@ def _merging(adapter: Adapter | None, read: Callable[[str], Any]) -> "Read":
 
 
 def _tokenizer_folder(source: Source) -> Path:
+    """Return the folder of the tokenizer; raise if there is none."""
     if source.folder is None:
         raise ConfigError(
             "export_gguf: this model was not loaded from a folder, and a GGUF file holds a"
@@ -217,19 +218,19 @@ def _tokenizer_folder(source: Source) -> Path:
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:
-    """Return the name of a model; none where llama.cpp takes it for a Phi-3 by it and it is not.
+    """Return the name of a model; an empty one if llama.cpp would wrongly take it for a Phi-3.
 
-    Of a file with such a name llama.cpp loads nothing but what has Phi-3's special tokens.
+    llama.cpp does not load a file with such a name unless it has Phi-3's special tokens.
     """
-    taken = re.search("phi-?3", name, re.IGNORECASE)
-    return "" if taken and not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= {*tokens} else name
+    phi3 = re.search("phi-?3", name, re.IGNORECASE)
+    return "" if phi3 and not {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= {*tokens} else name
 
 
-def _halved(made: Iterable["Tensor"], kind: str) -> Iterator[str]:
-    """Yield a note about the rows that are float16 because no block divides them."""
+def _halved(tensors: Iterable["Tensor"], kind: str) -> Iterator[str]:
+    """Yield a note about tensors that are float16 because their rows are not whole blocks."""
     from ._types import KINDS, divides
 
-    names = [tensor.name for tensor in made if len(tensor.shape) > 1
+    names = [tensor.name for tensor in tensors if len(tensor.shape) > 1
              and not divides(tensor.shape, KINDS[kind].type)]  # fmt: skip
     if names:
         count = f"{len(names)} tensor" + "s" * (len(names) > 1)
@@ -238,49 +239,49 @@ def _halved(made: Iterable["Tensor"], kind: str) -> Iterator[str]:
 
 
 def _write(
-    path: Path, name: str, values: Mapping[str, Any], made: list["Tensor"], progress: bool
+    path: Path, name: str, values: Mapping[str, Any], tensors: list["Tensor"], progress: bool
 ) -> None:
-    """Write keys, then tensor after tensor, beside the file."""
+    """Write keys, then tensor after tensor, to a temporary file that becomes ``path``."""
     import gguf
     from tqdm import tqdm
 
     from ._types import packed, size_of
 
-    whole = sum(size_of(tensor.shape, tensor.type) for tensor in made)
-    texts = sum(len(str(value)) for value in values.values())
-    check_room(path, whole + texts + KEYS, "the GGUF file")
+    total = sum(size_of(tensor.shape, tensor.type) for tensor in tensors)
+    key_bytes = sum(len(str(value)) for value in values.values())
+    check_room(path, total + key_bytes + KEYS, "the GGUF file")
     with written_beside(path) as partial, contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
         for key, value in values.items():
             _add(out, key, value)
         out.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        for tensor in made:
+        for tensor in tensors:
             size = size_of(tensor.shape, tensor.type)
             out.add_tensor_info(tensor.name, tensor.shape, FLOAT32, size, tensor.type)
         out.write_header_to_file()
         out.write_kv_data_to_file()
         out.write_ti_data_to_file()
-        shown = progress and sys.stderr.isatty()
+        shows_bar = progress and sys.stderr.isatty()
         with tqdm(
-            total=whole, desc=path.name, unit="B", unit_scale=True, disable=not shown,
+            total=total, desc=path.name, unit="B", unit_scale=True, disable=not shows_bar,
             dynamic_ncols=True,
         ) as bar:  # fmt: skip
-            for tensor in made:
+            for tensor in tensors:
                 data = packed(tensor.name, tensor.read(), tensor.type)
                 _put(out, data, path)
                 bar.update(data.nbytes)
 
 
 def _put(out: Any, data: Array, path: Path) -> None:
-    """Write the bytes of a tensor; raise a ConfigError where that is not done."""
+    """Write the bytes of a tensor; raise a ConfigError if that fails."""
     try:
         out.write_tensor_data(data)
-    except OSError as error:  # NumPy tells how much was written, and not why that was not all
+    except OSError as error:  # NumPy reports how much was written, but not why it stopped
         why = error.strerror or error
         raise ConfigError(f"{path} cannot be written: {why}; make room on its disk") from None
 
 
 def _add(out: Any, key: str, value: Any) -> None:
-    """Write a key in the type of its value."""
+    """Write a key with the type of its Python value."""
     if isinstance(value, bool):
         out.add_bool(key, value)
     elif isinstance(value, int):

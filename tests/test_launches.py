@@ -156,7 +156,7 @@ def test_arrays_between_two_elements_are_named(name: str, first: int, gap: int) 
             wrong = machine.place(array.values)
             wrong.values = between(array.values, first, gap)
             moved = call._replace(arrays=call.arrays | {operand: wrong})
-            with pytest.raises(DTypeError, match=rf"\b{operand} lies between .* {operand}.copy"):
+            with pytest.raises(DTypeError, match=rf"\b{operand} is not aligned .* {operand}.copy"):
                 moved.run()
         assert not machine.launches
 

@@ -1,4 +1,4 @@
-"""Tensor maps: what the driver is asked, once for an address; replayed launches find them again."""
+"""Tensor maps: one request to the driver for each address; replayed launches find the map again."""
 
 import ctypes
 import subprocess
@@ -38,7 +38,7 @@ def test_what_the_driver_is_asked() -> None:
             machine.array((2, 99, 2, 72), "float16"),
         )
         attention_forward(q, cache[:, :80], cache[:, 8:88])
-        first, *keys = machine.maps.asked
+        first, *keys = machine.maps.requests
     assert kernels(machine) == [NAME]
     assert first == {
         "dtype": 6,
@@ -48,24 +48,24 @@ def test_what_the_driver_is_asked() -> None:
         "box": [64, 1, 128, 1],
         "modes": (0, 3, 3, 0),
     }
-    for asked, begin in zip(keys, (0, 8), strict=True):
-        assert asked["address"] == cache.data.ptr + begin * 288
-        assert asked["sizes"] == [72, 2, 80, 2]
-        assert asked["strides"] == [144, 288, 99 * 288]
-        assert asked["box"] == [64, 1, 128, 1]
+    for request, begin in zip(keys, (0, 8), strict=True):
+        assert request["address"] == cache.data.ptr + begin * 288
+        assert request["sizes"] == [72, 2, 80, 2]
+        assert request["strides"] == [144, 288, 99 * 288]
+        assert request["box"] == [64, 1, 128, 1]
 
 
 def test_a_known_address_asks_for_nothing() -> None:
-    """On the third call too, which is replayed; another address asks for its own map alone."""
+    """Also in the third call, which is replayed; another address requests only its own map."""
     with gpu("90") as machine:
         q, k, v, other = (machine.array((1, 64, 2, 64), "bfloat16") for _ in range(4))
         counts = []
         for values in (v, v, v, v, other, other, v):
             attention_forward(q, k, values, causal=True)
-            counts.append(len(machine.maps.asked))
+            counts.append(len(machine.maps.requests))
     assert kernels(machine) == [NAME] * 7
     assert counts == [3, 3, 3, 3, 4, 4, 4]
-    assert {asked["dtype"] for asked in machine.maps.asked} == {9}
+    assert {request["dtype"] for request in machine.maps.requests} == {9}
 
 
 def test_arrays_that_tma_cannot_copy_are_packed() -> None:
@@ -101,7 +101,7 @@ def test_other_calls_take_the_other_kernel(why: str, monkeypatch: pytest.MonkeyP
         else:
             attention_forward(q, k, k)
         assert kernels(machine) == ["attention_forward"]
-        assert not machine.maps.asked
+        assert not machine.maps.requests
 
 
 def test_an_axis_without_elements_has_no_map() -> None:

@@ -1,4 +1,4 @@
-"""Many devices: which slice lives where, what is exchanged when, and one device's numbers."""
+"""Training and inference on many devices: communicators, sharded layers, pipelines and ZeRO."""
 
 from .communicator import Communicator as Communicator
 from .communicator import SingleCommunicator as SingleCommunicator

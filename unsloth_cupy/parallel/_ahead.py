@@ -1,7 +1,7 @@
-"""Parameters of the block that comes next are gathered while one is computed, on a GPU.
+"""Prefetch for ZeRO-3: on a GPU, gather the next block's parameters while one is computed.
 
-The first step shows in which order blocks ask; steps after it ask for the next one beforehand, by a
-stream of their own.
+The first step records the order in which blocks request parameters; later steps gather those of
+the next block in advance, on a separate stream.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,65 +15,65 @@ Names = tuple[str, ...]
 
 
 class Fetched(NamedTuple):
-    """Whole arrays that a stream is about to make, the parts they come of, and when they are."""
+    """Whole arrays that a stream is gathering, their parts, and the event after the gathering."""
 
     parts: dict[str, Any]
     whole: dict[str, Any]
-    made: Any
+    done: Any
 
 
 class Ahead:
-    """Gathers parts, on a GPU those of the next block too.
+    """Gathers parts; on a GPU also those of the next block, in advance.
 
-    ``part_of`` returns this rank's part of a parameter by its name, as it is now.
+    ``part_of`` returns this rank's current part of a parameter by its name.
     """
 
     def __init__(self, comm: Communicator, part_of: Callable[[str], Any]) -> None:
         self.comm, self.part_of = comm, part_of
-        self.known: list[Names] = []  # what the last step asked for, in order
-        self.asked: list[Names] = []  # what this one asked for so far
+        self.previous: list[Names] = []  # requests of the last step, in order
+        self.requests: list[Names] = []  # requests of this step so far
         self.fetched: Fetched | None = None
-        self.side: Any = None
+        self.side: Any = None  # the stream of the prefetch
 
     def begin(self) -> None:
-        """Begin a step: parameters may have changed."""
-        self.known, self.asked, self.fetched = self.asked, [], None
+        """Begin a step: drop prefetched arrays, because parameters may have changed."""
+        self.previous, self.requests, self.fetched = self.requests, [], None
 
     def __call__(self, parts: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
-        """Return whole arrays of parts."""
+        """Return the whole arrays of parts."""
         if not parts or not (on_gpu(parts) or getattr(self.comm, "ahead", False)):
-            found: dict[str, Any] = gathered(parts, cuts, self.comm)
-            return found
+            arrays: dict[str, Any] = gathered(parts, cuts, self.comm)
+            return arrays
         like = next(iter(parts.values()))
         with at(like):
-            whole = self._taken(parts)
+            whole = self._prefetched(parts)
             if whole is None:
                 whole = gathered(parts, cuts, self.comm)
-            self.asked.append(tuple(parts))
+            self.requests.append(tuple(parts))
             self._fetch_next(cuts)
         return whole
 
-    def _taken(self, parts: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what was gathered beforehand, if it is this; later work may use it."""
+    def _prefetched(self, parts: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the prefetched arrays if they are of these parts; the current stream waits."""
         fetched, self.fetched = self.fetched, None
         if fetched is None or fetched.parts.keys() != parts.keys():
             return None
         if any(fetched.parts[name] is not part for name, part in parts.items()):
             return None
-        if fetched.made is not None:
-            cupy().cuda.get_current_stream().wait_event(fetched.made)
+        if fetched.done is not None:
+            cupy().cuda.get_current_stream().wait_event(fetched.done)
         return fetched.whole
 
     def _fetch_next(self, cuts: Mapping[str, Cut]) -> None:
-        """Begin to gather what the last step asked for behind what this one has asked for."""
-        place = len(self.asked)
-        if self.asked != self.known[:place] or place == len(self.known):
+        """Start to gather what the last step requested after the requests of this one so far."""
+        count = len(self.requests)
+        if self.requests != self.previous[:count] or count == len(self.previous):
             return
-        names = self.known[place]
-        if any(name not in cuts for name in names):  # of a quantized weight, by its own names
+        names = self.previous[count]
+        if any(name not in cuts for name in names):  # arrays of a quantized weight have other names
             return
         parts = {name: self.part_of(name) for name in names}
-        if not on_gpu(parts):  # shapes alone
+        if not on_gpu(parts):  # planning with shapes, without arrays
             self.fetched = Fetched(parts, gathered(parts, cuts, self.comm), None)
             return
         self.side = self.side or cupy().cuda.Stream(non_blocking=True)
@@ -84,6 +84,6 @@ class Ahead:
 
 
 def on_gpu(arrays: Mapping[str, Any]) -> bool:
-    """Say whether arrays are CuPy's."""
+    """Return whether arrays are CuPy's."""
     kind: Any = type(next(iter(arrays.values())))
     return bool(is_cupys(kind))

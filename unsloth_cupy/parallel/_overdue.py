@@ -1,7 +1,7 @@
-"""A thread that looks whether exchanges on a GPU end: one that does not ends the process.
+"""A watchdog thread for exchanges on a GPU: it ends the process if one does not finish in time.
 
-A kernel of NCCL waits for other ranks without a limit, and the host with it, where it asks for a
-result.  Nothing that is computed after an exchange that was broken off may reach a file.
+A kernel of NCCL waits for other ranks without a limit, and so does the host when it reads a
+result.  The process ends because results computed after an aborted exchange must not reach a file.
 """
 
 import os
@@ -13,21 +13,21 @@ from typing import Any
 
 from ..core.gpu import cupy
 
-PAUSE = 0.1  # seconds between looks
+PAUSE = 0.1  # seconds between checks
 
 
 class Overdue:
-    """What one communicator of NCCL has launched and not yet seen end."""
+    """The exchanges of one NCCL communicator that were launched and have not finished."""
 
     def __init__(self, rank: int, timeout: float, comm: Any) -> None:
         self.rank, self.timeout, self.comm = rank, timeout, comm
         self.device = cupy().cuda.runtime.getDevice()
-        self.waiting: deque[tuple[Any, str]] = deque()  # events, and the calls that they end
-        self.since = 0.0  # nothing has ended
+        self.waiting: deque[tuple[Any, str]] = deque()  # (event after a call, the call)
+        self.since = 0.0  # time at which the oldest of them began to wait
         self.thread: threading.Thread | None = None
 
     def watch(self, call: str) -> None:
-        """Take note of what was launched on the current stream, unless a graph captures it."""
+        """Record a call that was launched on the current stream, unless a graph captures it."""
         cuda = cupy().cuda
         stream = cuda.get_current_stream()
         if cuda.runtime.streamIsCapturing(stream.ptr):
@@ -41,7 +41,7 @@ class Overdue:
             self.thread.start()
 
     def failed(self, rank: int, why: str) -> None:
-        """End the process, as another one has failed."""
+        """End the process because another one has failed."""
         self._end(f"rank {rank} has failed: {why}")
 
     def _look(self) -> None:
@@ -51,7 +51,7 @@ class Overdue:
                 time.sleep(PAUSE)
 
     def look(self) -> None:
-        """Forget what has ended; end the process for what is overdue."""
+        """Remove the calls that have finished; end the process if one is overdue."""
         while self.waiting and self.waiting[0][0].done:
             self.waiting.popleft()
             self.since = time.monotonic()

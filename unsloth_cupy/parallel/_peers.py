@@ -1,7 +1,7 @@
-"""Connections between processes: every pair has one, and a thread that hears what comes.
+"""TCP connections between all pairs of processes, each with a thread that receives messages.
 
-A process that ends with an error tells the others, and they end; so they do where a connection
-ends without a farewell.
+A process that ends with an error tells the others, and they end too; they also end if a connection
+closes without a farewell.
 """
 
 import atexit
@@ -19,24 +19,24 @@ from typing import Any
 
 from ..errors import CommunicationError
 
-HEAD = struct.Struct("!QHH")  # bytes of a message, of its key, and how it is meant
+HEAD = struct.Struct("!QHH")  # bytes of a message, bytes of its key, kind of message
 DATA, FAREWELL, FAILURE = range(3)
-GRACE = 0.5  # seconds for an error that this process knows of to be printed
-PAUSE = 0.05  # seconds between attempts to reach rank 0
-HELLO = 30.0  # seconds in which who calls says its rank
-MOST = 2**24  # bytes that ranks tell each other before all have met
+GRACE = 0.5  # seconds for this process to print its own error before it ends
+PAUSE = 0.05  # seconds between attempts to connect
+HELLO = 30.0  # time limit in seconds for a new connection to send its rank
+MOST = 2**24  # largest message in bytes while ranks connect
 LOST = "its connection ended"
 
 
 class Peers:
-    """The connections of this process to all others, and what came over them, by key."""
+    """The connections of this process to all others, and the messages received, by key."""
 
     def __init__(self, rank: int, links: dict[int, socket.socket]) -> None:
         self.rank, self.links = rank, links
-        self.came: dict[tuple[int, str], deque[bytes]] = defaultdict(deque)
-        self.gone: dict[int, str] = {}  # ranks whose connection ended, and why; "" as they said
+        self.inbox: dict[tuple[int, str], deque[bytes]] = defaultdict(deque)
+        self.gone: dict[int, str] = {}  # ranks whose connection ended, and why; "" after a farewell
         self.on_failure: Callable[[int, str], None] = self._end
-        self.news = threading.Condition()
+        self.changed = threading.Condition()
         self.sending = threading.Lock()
         for other, link in links.items():
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,7 +46,7 @@ class Peers:
         atexit.register(self.leave)
 
     def send(self, to: int, key: str, data: Any) -> None:
-        """Send bytes to a rank, which hears them at once."""
+        """Send bytes to a rank, whose thread receives them at once."""
         name, view = key.encode(), memoryview(data).cast("B")
         try:
             with self.sending:
@@ -56,35 +56,38 @@ class Peers:
             self._lost(to, LOST)
 
     def take(self, source: int, key: str, limit: float) -> bytes | None:
-        """Return the next message of a rank; None where it does not come in time, or is gone."""
-        with self.news:
-            queue = self.came[source, key]
+        """Return the next message of a rank; None after the time limit or if the rank is gone."""
+        with self.changed:
+            queue = self.inbox[source, key]
             while not queue:
                 left = limit - time.monotonic()
                 if left <= 0 or source in self.gone:
                     return None
-                self.news.wait(left)
+                self.changed.wait(left)
             return queue.popleft()
 
     def failed(self) -> tuple[int, str] | None:
-        """Return the first rank that ended with an error, and the error."""
-        with self.news:
+        """Return the first rank that ended with an error, and the error; None if none did."""
+        with self.changed:
             return next(((rank, why) for rank, why in self.gone.items() if why), None)
 
     def tells(self, rank: int, why: str) -> bool:
-        """Say whether another rank prints it that one has failed: itself, or the first one left."""
+        """Return whether another rank reports a failure: the failed one or the first that is left.
+
+        A rank whose connection was lost cannot print; then rank 0 does, or rank 1 if it is rank 0.
+        """
         return why != LOST or self.rank != (rank == 0)
 
     def leave(self) -> None:
-        """Say farewell, unless an error ends this process."""
+        """Send all others a farewell, unless an error ends this process."""
         if not self.failing:
             self._say(FAREWELL, "")
 
     def _fail(self, *error: Any) -> None:
-        """Print an error that nobody catches, and tell all others."""
+        """Print an uncaught error, and tell all others."""
         self.failing = True
         try:
-            if error[2] is None:  # a message is all that there is to it
+            if error[2] is None:  # there is no traceback, only a message
                 print(f"rank {self.rank} failed: {error[1]}", file=sys.stderr, flush=True)
             else:
                 self.before(*error)
@@ -92,6 +95,7 @@ class Peers:
             self._say(FAILURE, f"{error[0].__name__}: {error[1]}")
 
     def _say(self, kind: int, text: str) -> None:
+        """Send a message of this kind to all others; ignore closed connections."""
         data = text.encode()
         for link in self.links.values():
             try:
@@ -100,13 +104,14 @@ class Peers:
                 continue
 
     def _end(self, rank: int, why: str) -> None:
-        """End the process, which may wait for that rank, or compute in vain."""
+        """End the process, which may be waiting for the failed rank."""
         time.sleep(GRACE)
         if not self.failing:
             print(f"rank {self.rank}: rank {rank} has failed: {why}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _hear(self, other: int, link: socket.socket) -> None:
+        """Receive the messages of a rank until its connection ends; runs in a thread."""
         try:
             while True:
                 size, named, kind = HEAD.unpack(received(link, HEAD.size))
@@ -115,17 +120,18 @@ class Peers:
                 if kind != DATA:
                     self._lost(other, data.decode())
                     return
-                with self.news:
-                    self.came[other, key].append(data)
-                    self.news.notify_all()
+                with self.changed:
+                    self.inbox[other, key].append(data)
+                    self.changed.notify_all()
         except OSError:
             self._lost(other, LOST)
 
     def _lost(self, other: int, why: str) -> None:
-        with self.news:
+        """Record that a rank is gone; the first time call ``on_failure``, if it was a failure."""
+        with self.changed:
             first = other not in self.gone
             self.gone.setdefault(other, why)
-            self.news.notify_all()
+            self.changed.notify_all()
         if first and why and not self.failing:
             self.on_failure(other, why)
 
@@ -150,24 +156,28 @@ def connected(
 def meet(
     links: dict[int, socket.socket], rank: int, size: int, address: str, port: int, limit: float
 ) -> None:
-    """Listen, call who listens, hear who calls; rank 0 tells the others where each one listens."""
-    with listening(rank, port if rank == 0 else 0, size) as door:
+    """Connect this rank to all others, and add the connections to links.
+
+    All others connect to rank 0, which sends them the addresses at which each rank listens; then
+    each rank connects to those of lower number.
+    """
+    with listening(rank, port if rank == 0 else 0, size) as listener:
         if rank == 0:
-            accept(links, door, range(1, size), limit)
-            places = [(r, links[r].getpeername()[0], told(links[r])) for r in sorted(links)]
+            accept(links, listener, range(1, size), limit)
+            addresses = [(r, links[r].getpeername()[0], told(links[r])) for r in sorted(links)]
         else:
             links[0] = reached(address, port, rank, limit)
-            tell(links[0], door.getsockname()[1])
+            tell(links[0], listener.getsockname()[1])
             for other, host, own in told(links[0])[: rank - 1]:
                 links[other] = reached(host, own, rank, limit)
-            accept(links, door, range(rank + 1, size), limit)
-    if rank == 0:  # who is told may be done and meet anew at this port: nobody listens any more
+            accept(links, listener, range(rank + 1, size), limit)
+    if rank == 0:  # the listener is closed first: a rank may finish now and reuse this port
         for link in links.values():
-            tell(link, places)
+            tell(link, addresses)
 
 
 def listening(rank: int, port: int, size: int) -> socket.socket:
-    """Return a socket at which others call, at any free port for 0."""
+    """Return a socket that listens at a port; 0 stands for any free port."""
     try:
         return socket.create_server(("", port), backlog=size)
     except OSError as error:
@@ -176,7 +186,7 @@ def listening(rank: int, port: int, size: int) -> socket.socket:
 
 
 def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
-    """Return a connection to who listens there, tried until the limit, and say who calls."""
+    """Return a connection to an address, tried until the time limit, and send this rank."""
     while True:
         try:
             link = socket.create_connection((address, port), max(PAUSE, limit - time.monotonic()))
@@ -193,16 +203,16 @@ def reached(address: str, port: int, rank: int, limit: float) -> socket.socket:
 
 
 def accept(
-    links: dict[int, socket.socket], door: socket.socket, ranks: range, limit: float
+    links: dict[int, socket.socket], listener: socket.socket, ranks: range, limit: float
 ) -> None:
-    """Add the connections of ranks that call, by their numbers; strangers are not heard."""
+    """Add the connections of these ranks to links; connections of others are closed."""
     while missing := [rank for rank in ranks if rank not in links]:
-        door.settimeout(max(PAUSE, limit - time.monotonic()))
+        listener.settimeout(max(PAUSE, limit - time.monotonic()))
         try:
-            link, _ = door.accept()
+            link, _ = listener.accept()
         except TimeoutError as error:
             known = ", ".join(str(rank) for rank in ranks if rank in links) or "nobody"
-            problem = f"rank {ranks.start - 1}: {len(ranks)} ranks were to call, and {known} did"
+            problem = f"rank {ranks.start - 1}: {len(ranks)} ranks were to connect, and {known} did"
             cure = f"see whether rank {missing[0]} was started"
             raise CommunicationError(f"{problem}; {cure}", rank=missing[0]) from error
         link.settimeout(HELLO)
@@ -217,21 +227,21 @@ def accept(
 
 
 def tell(link: socket.socket, what: Any) -> None:
-    """Send numbers and names."""
+    """Send a value as JSON."""
     data = json.dumps(what).encode()
     link.sendall(HEAD.pack(len(data), 0, DATA) + data)
 
 
 def told(link: socket.socket) -> Any:
-    """Return what the other end tells."""
+    """Return the value that the other end sent with ``tell``."""
     size, *_ = HEAD.unpack(received(link, HEAD.size))
     if size > MOST:
-        raise CommunicationError(f"{size} bytes are not a list of ranks; see who else calls here")
+        raise CommunicationError(f"{size} bytes are not a list of ranks; see who connects here")
     return json.loads(received(link, size))
 
 
 def received(link: socket.socket, size: int) -> bytes:
-    """Return exactly so many bytes, or raise OSError where the connection ends before."""
+    """Return exactly ``size`` bytes; raise OSError if the connection ends before."""
     data = bytearray(size)
     view, filled = memoryview(data), 0
     while filled < size:

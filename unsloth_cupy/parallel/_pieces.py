@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank changes, and what is exchanged of them at a time."""
+"""ZeRO-1: which elements of each parameter a rank updates, and the groups in which they travel."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -6,21 +6,22 @@ from typing import Any, NamedTuple
 
 from ..training.optimizer import SMALL
 
-CHUNK_BYTES = 32 * 2**20  # of parameters that a rank passes on at once
+CHUNK_BYTES = 32 * 2**20  # most bytes of parameters that a rank sends at once
 
 
 class Piece(NamedTuple):
-    """Elements of a parameter in C order that one rank changes."""
+    """Elements of a parameter in C order that one rank updates."""
 
     name: str
     where: slice
 
 
 def divided(sizes: Mapping[str, int], ranks: int) -> list[list[Piece]]:
-    """Return the pieces of each rank: as many elements in each as cuts allow.
+    """Return the pieces of each rank, with numbers of elements as equal as the cuts allow.
 
-    A parameter is cut at multiples of SMALL elements, and no piece of one of that size is smaller,
-    so that a piece has averages of as many bits, and in the same blocks, as the whole has.
+    A parameter is cut only at multiples of SMALL elements, and pieces of a parameter of at least
+    SMALL elements have at least as many, so that the moving averages of a piece have the same bits
+    and the same quantization blocks as those of the whole parameter.
     """
     total = max(1, sum(sizes.values()))
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -30,16 +31,16 @@ def divided(sizes: Mapping[str, int], ranks: int) -> list[list[Piece]]:
         for start, stop in pairwise(cuts):
             owner = min(ranks - 1, (2 * before + stop - start) * ranks // (2 * total))
             before += stop - start
-            mine = pieces[owner]
-            if mine and mine[-1].name == name:
-                mine[-1] = Piece(name, slice(mine[-1].where.start, stop))
+            owned = pieces[owner]
+            if owned and owned[-1].name == name:
+                owned[-1] = Piece(name, slice(owned[-1].where.start, stop))
             else:
-                mine.append(Piece(name, slice(start, stop)))
+                owned.append(Piece(name, slice(start, stop)))
     return pieces
 
 
 def chunked(pieces: list[Piece], live: Mapping[str, Any]) -> Iterator[list[Piece]]:
-    """Yield pieces by groups of CHUNK_BYTES at most, larger ones in parts."""
+    """Yield groups of pieces of at most CHUNK_BYTES; larger pieces are split."""
     group: list[Piece] = []
     left = CHUNK_BYTES
     for name, where in pieces:
@@ -57,12 +58,12 @@ def chunked(pieces: list[Piece], live: Mapping[str, Any]) -> Iterator[list[Piece
 
 
 def turns(pieces: list[list[Piece]], arrays: Mapping[str, Any]) -> Iterator[list[list[Piece]]]:
-    """Yield what all ranks exchange at a time: the pieces of each."""
+    """Yield, for each exchange, the pieces of every rank."""
     chunks = [[*chunked(each, arrays)] for each in pieces]
     for turn in range(max(map(len, chunks))):
         yield [chunk[turn] if turn < len(chunk) else [] for chunk in chunks]
 
 
 def length(where: slice) -> int:
-    """Return how many elements there are."""
+    """Return the number of elements of a slice."""
     return int(where.stop - where.start)

@@ -1,8 +1,8 @@
-"""Arrays of which each rank keeps a part: how they are cut, put together, and summed.
+"""Arrays of which each rank keeps a part (ZeRO-3): how they are cut, gathered, and summed.
 
-    part of rank r = elements r * length .. (r + 1) * length, in C order, zeros behind the last
+    part of rank r = elements r * length .. (r + 1) * length, in C order, padded with zeros
 
-All parts of an array are of one length, so that those of a block travel as rows of one matrix.
+All parts of an array have one length, so that the parts of a block travel as rows of one matrix.
 """
 
 import math
@@ -19,11 +19,12 @@ from ..training.optimizer import SMALL
 from ..training.tape import Gradients, add_up
 from .communicator import Communicator
 
+# The 8-bit code of 0 in the signed and in the unsigned dynamic map.
 ZERO = {signed: int(np.flatnonzero(dynamic_map(signed) == 0)[0]) for signed in (True, False)}
 
 
 class Cut(NamedTuple):
-    """How an array is divided: what it is, and how many elements a rank keeps."""
+    """How an array is divided: its shape and size, and the number of elements that a rank keeps."""
 
     shape: tuple[int, ...]
     size: int
@@ -33,7 +34,8 @@ class Cut(NamedTuple):
     def of(cls, shape: tuple[int, ...], ranks: int) -> "Cut":
         """Return the cut of an array among ranks.
 
-        A part of one of SMALL elements or more has as many, in whole blocks of 8-bit averages.
+        Parts of an array of SMALL elements or more have at least SMALL, and are whole blocks of
+        the optimizer's 8-bit averages.
         """
         size = int(np.prod(shape, dtype=np.int64))
         length = -(-size // ranks)
@@ -47,24 +49,24 @@ class Cut(NamedTuple):
         return Cut((count,), count, self.length // BLOCK)
 
     def part(self, array: Any, rank: int, fill: int = 0) -> Any:
-        """Return the part of a rank: a new array."""
-        made = empty((self.length,), array.dtype, array)
-        made[...] = fill
+        """Return the part of a rank as a new array, padded with ``fill``."""
+        result = empty((self.length,), array.dtype, array)
+        result[...] = fill
         own = self.of_rank(array, rank)
-        made[: own.size] = own
-        return made
+        result[: own.size] = own
+        return result
 
     def of_rank(self, array: Any, rank: int) -> Any:
-        """Return the elements of a rank, without zeros behind them."""
+        """Return the elements of a rank, without padding."""
         return array.reshape(-1)[rank * self.length : (rank + 1) * self.length]
 
     def whole(self, rows: Any) -> Any:
-        """Return the array of the parts of all ranks, (ranks, length)."""
+        """Return the whole array from the parts of all ranks, which are (ranks, length)."""
         return rows.reshape(-1)[: self.size].reshape(self.shape)
 
 
 def by_dtype(arrays: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names of arrays, those of one dtype together."""
+    """Return the names of arrays, grouped by dtype."""
     groups: dict[Any, list[str]] = {}
     for name, array in arrays.items():
         groups.setdefault(array.dtype, []).append(name)
@@ -72,21 +74,21 @@ def by_dtype(arrays: Mapping[str, Any]) -> list[list[str]]:
 
 
 def gathered(parts: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communicator) -> Any:
-    """Return the whole arrays of this rank's parts, which travel together."""
-    found: dict[str, Any] = {}
+    """Return the whole arrays of these parts; parts of one dtype travel together."""
+    whole: dict[str, Any] = {}
     for names in by_dtype(parts):
         rows = comm.all_gather(np.concatenate([parts[name] for name in names])[None])
         start = 0
         for name in names:
             stop = start + cuts[name].length
-            found[name] = cuts[name].whole(rows[:, start:stop])
+            whole[name] = cuts[name].whole(rows[:, start:stop])
             start = stop
-    return {name: found[name] for name in parts}
+    return {name: whole[name] for name in parts}
 
 
 def scattered(arrays: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communicator) -> Any:
-    """Return this rank's parts of the sums over ranks of whole arrays."""
-    found: dict[str, Any] = {}
+    """Return this rank's parts of the sums over ranks of whole arrays; dtypes travel together."""
+    parts: dict[str, Any] = {}
     for names in by_dtype(arrays):
         first, stop = arrays[names[0]], 0
         length = sum(cuts[name].length for name in names)
@@ -100,41 +102,41 @@ def scattered(arrays: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communic
                 rows[rank, stop : stop + own.size] = own
             stop = places[name].stop
         sums = comm.reduce_scatter(rows)[0]
-        found |= {name: sums[place].copy() for name, place in places.items()}  # let sums go
-    return found
+        parts |= {name: sums[place].copy() for name, place in places.items()}  # copies free sums
+    return parts
 
 
 def summed(arrays: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
     """Return the sums over ranks of whole arrays."""
-    found: dict[str, Any] = {}
+    sums: dict[str, Any] = {}
     for names in by_dtype(arrays):
         flat = comm.all_reduce(np.concatenate([arrays[name].reshape(-1) for name in names]))
         start = 0
         for name in names:
             stop = start + arrays[name].size
-            found[name] = flat[start:stop].reshape(arrays[name].shape).copy()
+            sums[name] = flat[start:stop].reshape(arrays[name].shape).copy()
             start = stop
-    return found
+    return sums
 
 
 def measured_parts(
     own: Mapping[str, Any],
-    alike: Mapping[str, Any],
+    replicated: Mapping[str, Any],
     like: Any,
     comm: Communicator,
     max_norm: float,
     scaler: Any,
 ) -> GradientMeasure:
-    """Return ``measure_gradients`` of gradients of which ranks have parts, and of others alike.
+    """Return ``measure_gradients`` of parts (own) and of gradients that are equal in all ranks.
 
-    It is made where ``like`` lies, which has parts or not.
+    The result is on the device of ``like``, also in ranks without parts.
     """
     total: Any = np.zeros_like(like, np.float64, shape=())
     if own:
         total = total + measure_gradients(own, scaler=scaler).norm ** 2
     total = comm.all_reduce(total)
-    if alike:
-        total = total + measure_gradients(alike, scaler=scaler).norm ** 2
+    if replicated:
+        total = total + measure_gradients(replicated, scaler=scaler).norm ** 2
     divisor = 1.0 if scaler is None else scaler.value
     norm = np.sqrt(total)
     if isinstance(norm, np.ndarray | np.generic):
@@ -146,9 +148,9 @@ def measured_parts(
 
 
 class Entered(NamedTuple):
-    """Parameters of a block on a tape: parts that became whole, and others that ranks hold alike.
+    """Parameters of a block on a tape: gathered from parts, or equal in all ranks.
 
-    On the way back it comes behind the whole block: gradients travel together.
+    In backward this entry comes after the whole block, so that its gradients travel together.
     """
 
     values: dict[str, Any]
@@ -158,17 +160,18 @@ class Entered(NamedTuple):
     comm: Communicator
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add sums over ranks to the gradients of inputs: of parts, this rank's."""
-        known = {name: take[name] for name in inputs if take.get(name) is not None}
-        for name in inputs.keys() - known.keys():  # nobody used it
-            known[name] = self._zeros(name)
-        parts = {name: known[name] for name in inputs if name in self.cuts}
-        others = {name: known[name] for name in inputs if name not in self.cuts}
-        found = scattered(parts, self.cuts, self.comm) | summed(others, self.comm)
+        """Add sums over ranks to the gradients of inputs; inputs that are parts get their part."""
+        grads_by_name = {name: take[name] for name in inputs if take.get(name) is not None}
+        for name in inputs.keys() - grads_by_name.keys():  # the block did not use it
+            grads_by_name[name] = self._zeros(name)
+        parts = {name: grads_by_name[name] for name in inputs if name in self.cuts}
+        others = {name: grads_by_name[name] for name in inputs if name not in self.cuts}
+        sums = scattered(parts, self.cuts, self.comm) | summed(others, self.comm)
         for name, index in inputs.items():
-            grads[index] = add_up(grads.get(index), found[name])
+            grads[index] = add_up(grads.get(index), sums[name])
 
     def _zeros(self, name: str) -> Any:
+        """Return a gradient of zeros for a whole parameter."""
         value = self.values[name]
         shape = self.cuts[name].shape if name in self.cuts else value.shape
         return np.zeros_like(value, shape=shape)

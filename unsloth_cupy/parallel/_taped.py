@@ -1,4 +1,4 @@
-"""Calls of this room on a tape: a forward that exchanges, and what takes gradients back."""
+"""Put calls of this package on a tape: their forward and backward exchange arrays among ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ Back = Callable[..., Mapping[str, Any]]  # (dy, wanted): gradients by the names 
 
 
 class Exchanged(NamedTuple):
-    """A call on a tape; its backward is called in every rank, or in none."""
+    """A call on a tape; either all ranks call its backward or none does."""
 
     back: Back
     values: dict[str, Any]
@@ -20,26 +20,26 @@ class Exchanged(NamedTuple):
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
         """Add the gradients of inputs to grads."""
-        found = self.back(take["y"], frozenset(inputs))
+        gradients = self.back(take["y"], frozenset(inputs))
         for name, index in inputs.items():
-            grads[index] = add_up(grads.get(index), found[name])
+            grads[index] = add_up(grads.get(index), gradients[name])
 
 
 def value_of(array: Any) -> Any:
-    """Return the array of a Var, or an array as it is."""
+    """Return the array of a Var; an array is returned unchanged."""
     return array.value if type(array) is Var else array
 
 
 def taped(call: str, y: Any, back: Back, **arguments: Any) -> Any:
-    """Return y, on the tape of the arguments that are Vars: ``back`` takes its gradient to them."""
-    found = {name: each for name, each in arguments.items() if type(each) is Var}
-    if not found:
+    """Return y as a Var of the arguments' tape if any is a Var; ``back`` gives their gradients."""
+    variables = {name: each for name, each in arguments.items() if type(each) is Var}
+    if not variables:
         return y
-    tape = next(iter(found.values())).tape
-    if any(var.tape is not tape for var in found.values()):
+    tape = next(iter(variables.values())).tape
+    if any(var.tape is not tape for var in variables.values()):
         raise GradientError(f"{call}: arguments are on two tapes; watch them on one")
     result = Var(y, tape)
-    values = {name: var.value for name, var in found.items()} | {"y": y}
-    inputs = {name: var.index for name, var in found.items()}
+    values = {name: var.value for name, var in variables.items()} | {"y": y}
+    inputs = {name: var.index for name, var in variables.items()}
     tape.note(Exchanged(back, values, inputs, {"y": result.index}))
     return result

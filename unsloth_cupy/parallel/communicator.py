@@ -1,7 +1,7 @@
-"""What ranks exchange: one protocol, and the communicator of a process that is alone.
+"""The protocol of communicators, through which ranks exchange arrays, and that of one process.
 
-A sum over ranks is made in the order of the ranks, in float32 where arrays have 16 bits, so that
-every rank, and every run, has equal bits.
+Sums over ranks are computed in the order of the ranks, in float32 for 16-bit arrays, so that all
+ranks and all runs get equal bits.
 """
 
 from typing import Any, Literal, Protocol
@@ -21,7 +21,7 @@ class Communicator(Protocol):
     Attributes
     ----------
     rank, size : int
-        The number of this process, from 0, and how many there are.
+        The number of this process, from 0, and the number of processes.
     """
 
     rank: int
@@ -31,10 +31,10 @@ class Communicator(Protocol):
         """Return a communicator of the ranks that passed the same color, in their order."""
 
     def all_reduce(self, x: Any, op: Reduction = "sum") -> Any:
-        """Return the sum, or the largest, of the arrays of all ranks, element by element."""
+        """Return the elementwise sum or maximum of the arrays of all ranks."""
 
     def all_gather(self, x: Any, axis: int = 0) -> Any:
-        """Return the arrays of all ranks end to end; they may differ in size along the axis."""
+        """Return the concatenated arrays of all ranks, which may differ in size along the axis."""
 
     def reduce_scatter(self, x: Any, axis: int = 0) -> Any:
         """Return this rank's part of the sum over ranks, divided along an axis as by ``part``."""
@@ -46,28 +46,28 @@ class Communicator(Protocol):
         """
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
-        """Return the array of rank root; the others pass one of its shape and dtype."""
+        """Return the array of rank root; the others pass an array of equal shape and dtype."""
 
     def send(self, x: Any, to: int) -> None:
         """Send an array to another rank."""
 
     def receive(self, out: Any, source: int) -> Any:
-        """Write the array that another rank sends to ``out``, and return it."""
+        """Receive an array from another rank into ``out``, and return it."""
 
     def exchange(self, x: Any, to: int, out: Any, source: int) -> Any:
-        """Send x to one rank and receive ``out`` from another, both at once."""
+        """Send x to one rank and receive ``out`` from another at the same time."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
 
 
 class SingleCommunicator:
-    """The communicator of one process: what it exchanges are copies of its own arrays."""
+    """The communicator of a single process: its collectives return copies of its own arrays."""
 
     rank, size = 0, 1
 
     def split(self, color: int) -> "SingleCommunicator":
-        """Return a communicator of one."""
+        """Return a communicator of this process."""
         check_color(color)
         return self
 
@@ -116,30 +116,30 @@ class SingleCommunicator:
 
 
 def part(size: int, comm: Communicator, rank: int | None = None) -> slice:
-    """Return which of ``size`` elements a rank holds: this one where none is named.
+    """Return which of ``size`` elements a rank holds; None: this rank.
 
-    Parts differ by one element at most; the first ranks hold the larger ones.
+    Parts differ by at most one element; the first ranks hold the larger ones.
     """
     rank = comm.rank if rank is None else rank
-    each, more = divmod(size, comm.size)
-    start = rank * each + min(rank, more)
-    return slice(start, start + each + (rank < more))
+    quotient, remainder = divmod(size, comm.size)
+    start = rank * quotient + min(rank, remainder)
+    return slice(start, start + quotient + (rank < remainder))
 
 
 def along(axis: int, where: slice) -> tuple[slice, ...]:
-    """Return the key of a part along an axis that is not negative."""
+    """Return the index that takes a slice along an axis, which must not be negative."""
     return (slice(None),) * axis + (where,)
 
 
 def sum_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the dtype that arrays are summed in: of 32 bits for floats of 16."""
+    """Return the dtype in which arrays are summed: float32 for 16-bit floats, else their own."""
     dtype = np.dtype(dtype)
     narrow = dtype.itemsize < FLOAT32.itemsize and dtype.kind not in "iub"
     return FLOAT32 if narrow else dtype
 
 
 def check_axis(call: str, x: Any, axis: int) -> int:
-    """Return the axis counted from the first; raise ShapeError where x has none such."""
+    """Return the axis as a number from 0 on; raise ShapeError if x has no such axis."""
     if not is_integer(axis, -x.ndim) or axis >= x.ndim:
         problem = f"{call}(axis={axis!r}) is not an axis of x{tuple(x.shape)}"
         legal = range(-x.ndim, x.ndim)
@@ -149,16 +149,16 @@ def check_axis(call: str, x: Any, axis: int) -> int:
 
 
 def check_axes(call: str, x: Any, divided: int, joined: int) -> tuple[int, int]:
-    """Return two axes counted from the first; raise ShapeError where they are not two of x."""
+    """Return two axes as numbers from 0 on; raise ShapeError unless x has them and they differ."""
     axes = check_axis(call, x, divided), check_axis(call, x, joined)
     if axes[0] == axes[1]:
-        problem = f"{call}(divided={divided}, joined={joined}) are one axis, which is not two"
-        raise ShapeError(f"{problem}; name two", expected=2, actual=1)
+        problem = f"{call}(divided={divided}, joined={joined}) are the same axis"
+        raise ShapeError(f"{problem}; pass two different ones", expected=2, actual=1)
     return axes
 
 
 def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False) -> None:
-    """Raise ConfigError for what is not a rank, or not another one where ``other``."""
+    """Raise ConfigError unless rank is a rank, and with ``other`` not this one."""
     if not is_integer(rank) or not 0 <= rank < comm.size or (other and rank == comm.rank):
         kind = "another rank" if other else "a rank"
         cure = f"there are {comm.size}, from 0, and this is {comm.rank}"
@@ -166,12 +166,12 @@ def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False)
 
 
 def check_reduction(op: str) -> None:
-    """Raise ConfigError for what is not a reduction."""
+    """Raise ConfigError unless op is a reduction."""
     if op not in ("sum", "max"):
         raise ConfigError(f"all_reduce(op={op!r}) is not a reduction; choose 'sum' or 'max'")
 
 
 def check_color(color: int) -> None:
-    """Raise ConfigError for what is not a color."""
+    """Raise ConfigError unless color is a color."""
     if not is_integer(color) or not 0 <= color < 2**31:
         raise ConfigError(f"split(color={color!r}) is not a color; pass an integer from 0 on")

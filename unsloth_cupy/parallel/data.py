@@ -1,4 +1,4 @@
-"""Ranks that take each a part of a batch: gradients are summed while the way back still runs.
+"""Data parallelism: each rank has a part of a batch; gradients are summed during backward.
 
 loss = sum over ranks of (sum of the losses of the rank's labels) / labels of all ranks
 """
@@ -20,7 +20,7 @@ IGNORE = -100  # the label of a token that does not count
 
 
 class Model(Protocol):
-    """What learns: arrays by name, and their gradients."""
+    """A model to train: arrays by name, and their gradients."""
 
     @property
     def trainable(self) -> dict[str, Any]:
@@ -33,16 +33,16 @@ class Model(Protocol):
 
 
 class DataParallel:
-    """A model that every rank holds whole, and that learns from the parts of a batch.
+    """A model that every rank holds whole, trained with data parallelism.
 
     Parameters
     ----------
-    model : Transformer, or what has ``trainable`` and ``loss_and_gradients`` as it has
-        Its trainable arrays become those of rank 0.
+    model : Transformer, or an object with its ``trainable`` and ``loss_and_gradients``
+        Its trainable arrays are overwritten by those of rank 0.
     comm : Communicator
     bucket_bytes : int
-        Gradients are summed together in buckets of at most so many bytes, each as soon as it is
-        full, on a GPU by a second stream.  Results have equal bits for every size.
+        Gradients are summed in buckets of at most this size, each as soon as it is full, on a
+        GPU in a second stream.  Results have equal bits for every size.
 
     Raises
     ------
@@ -64,10 +64,10 @@ class DataParallel:
     def loss_and_gradients(
         self, tokens: Any, labels: Any, *, count: Any = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the mean loss over the labels of all ranks, and its gradients, alike in all.
+        """Return the mean loss over the labels of all ranks, and its gradients, equal in all ranks.
 
         Arguments are this rank's rows and the options of ``Transformer.loss_and_gradients``;
-        ``count`` is what sums are divided by, None: the labels of all ranks that count.
+        ``count`` divides the sums, None: the number of labels of all ranks that count.
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
@@ -81,7 +81,7 @@ class DataParallel:
         return self.comm.all_reduce(loss), sums
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sums over ranks of gradients by name, such as those of several batches."""
+        """Return the sums over ranks of gradients by name, such as sums of several batches."""
         buckets = Buckets(gradients, self.comm, self.bucket_bytes, self.beside)
         for array in gradients.values():
             buckets.take(array, array)
@@ -89,15 +89,15 @@ class DataParallel:
 
 
 class Beside:
-    """Sums over ranks that, on a GPU, a second stream makes beside the work of the current one."""
+    """Computes sums over ranks; on a GPU in a second stream, concurrently with the current one."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.stream: Any = None  # one for all steps: memory goes back to the stream that took it
-        self.read: list[Any] = []  # what it reads, which nobody else may be given
+        self.stream: Any = None  # one for all steps, because a memory pool is per stream
+        self.read: list[Any] = []  # arrays that it reads, whose memory must not be reused yet
 
     def sum(self, flat: Any) -> Any:
-        """Return the sum over ranks, to be used after ``join``."""
+        """Return the sum over ranks, which may be used only after ``join``."""
         kind: Any = type(flat)
         if not is_cupys(kind):
             return self.comm.all_reduce(flat)
@@ -110,7 +110,7 @@ class Beside:
                 return self.comm.all_reduce(flat)
 
     def join(self) -> None:
-        """Let later work on the current stream come after all sums."""
+        """Make later work on the current stream wait for all sums."""
         if self.read:
             with at(self.read[0]):
                 cupy().cuda.get_current_stream().wait_event(self.stream.record())
@@ -118,9 +118,9 @@ class Beside:
 
 
 class Buckets:
-    """Sums of gradients under way: buckets go in one order in all ranks, whichever is full first.
+    """Sums gradients in buckets, in the same order in all ranks.
 
-    Parameters go in from the last to the first, as the way back reaches them.
+    The order is that of the parameters from last to first, in which backward reaches them.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Buckets:
         self.beside = Beside(comm) if beside is None else beside
         self.names = {id(array): name for name, array in parameters.items()}
         self.shapes = {name: array.shape for name, array in parameters.items()}
-        self.own: dict[str, Any] = {}  # gradients that wait for others of their bucket
+        self.own: dict[str, Any] = {}  # gradients that wait for their bucket to fill
         self.most, self.waiting = most, [*parameters][::-1]
-        self.found: dict[str, Any] = {}
+        self.summed: dict[str, Any] = {}
 
     def take(self, parameter: Any, gradient: Any) -> None:
-        """Take the gradient of a parameter; sum the buckets that are full."""
+        """Add the gradient of a parameter; sum the buckets that are now full."""
         self.own[self.names[id(parameter)]] = gradient
         while (names := self._next()) and all(name in self.own for name in names):
             self._sum(names)
@@ -146,25 +146,26 @@ class Buckets:
     def sums(self) -> dict[str, Any]:
         """Return all sums by name, which later work on the current stream may use."""
         self.beside.join()
-        return {name: self.found[name] for name in self.shapes}
+        return {name: self.summed[name] for name in self.shapes}
 
     def _next(self) -> list[str]:
-        """Return the names of the next bucket: of one dtype, as far as the first is known."""
+        """Return the names of the next bucket, of one dtype; [] while a gradient is missing."""
         names: list[str] = []
         size, dtype = 0, None
         for name in self.waiting:
-            known = self.own.get(name)
-            if known is None:
+            gradient = self.own.get(name)
+            if gradient is None:
                 return []
-            size += known.nbytes
-            if names and (size > self.most or known.dtype != dtype):
+            size += gradient.nbytes
+            if names and (size > self.most or gradient.dtype != dtype):
                 break
-            names, dtype = [*names, name], known.dtype
+            names, dtype = [*names, name], gradient.dtype
             if size >= self.most:
                 break
         return names
 
     def _sum(self, names: list[str]) -> None:
+        """Sum the gradients of a bucket over ranks."""
         arrays = [self.own.pop(name) for name in names]
         del self.waiting[: len(names)]
         flat = empty((sum(array.size for array in arrays),), arrays[0].dtype, arrays[0])
@@ -175,18 +176,18 @@ class Buckets:
             start += array.size
         total = self.beside.sum(flat)
         for name, place in zip(names, places, strict=True):
-            self.found[name] = total[place].reshape(self.shapes[name])
+            self.summed[name] = total[place].reshape(self.shapes[name])
 
 
 def counted_by_all(model: Model, labels: Any, offsets: Any, comm: Communicator) -> Any:
-    """Return how many labels of all ranks count, each once where ranks divide its row."""
+    """Return how many labels of all ranks count; ranks that share a row count it once."""
     total = comm.all_reduce(counted(labels, offsets))
     context = getattr(model, "context", None)
     return (total if context is None else total // context.size).clip(1)
 
 
 def counted(labels: Any, offsets: Any = None) -> Any:
-    """Return how many labels count: those of first tokens are predicted by none."""
+    """Return how many labels count; the first token of a text has no token that predicts it."""
     if offsets is None:
         return (labels[:, 1:] != IGNORE).sum()
     flat = labels.reshape(-1)

@@ -233,7 +233,7 @@ def test_more_inputs_than_a_sum_of_32_bits_holds(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "MOST_INPUTS", 47)
     with emulator():
         assert launched("bit_linear_forward", **_drawn(np.dtype("float32"))) is NotImplemented
-    assert reason_of() == "48 inputs are more than 32 bits hold sums of: 47"
+    assert reason_of() == "sums of 48 products may overflow 32 bits; at most 47"
 
 
 def test_it_learns() -> None:

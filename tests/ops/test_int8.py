@@ -155,7 +155,7 @@ def test_wrong_calls() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"weight_format": np.array(1, np.uint8)}, "do not lie row by row"),
+        ({"weight_format": np.array(1, np.uint8)}, "are not in row order"),
         ({"weight": None}, "weight is missing"),
         ({"SCB": None}, "SCB is missing"),
         ({"weight": np.zeros(8, np.int8)}, "it must have 2 axes"),

@@ -276,7 +276,7 @@ def test_tables_that_another_cpu_rounded(name: str) -> None:
             found = Nf4.from_state(state).dequantize()
             np.testing.assert_array_equal(found, Nf4.from_state(broken()).dequantize())
         else:
-            with pytest.raises(ConfigError, match=f"{name} is another table"):
+            with pytest.raises(ConfigError, match=f"{name} differs from the table"):
                 Nf4.from_state(state)
 
 
@@ -288,14 +288,14 @@ def test_tables_that_another_cpu_rounded(name: str) -> None:
         ({"weight": np.zeros((256, 1), np.int8)}, "int8"),
         ({"weight.absmax": np.zeros(7, np.uint8)}, r"absmax is \(7,\)"),
         ({"weight.nested_absmax": np.array([np.nan], np.float32)}, "nested_absmax holds"),
-        ({"weight.quant_map": np.zeros(16, np.float32)}, "quant_map is another table"),
+        ({"weight.quant_map": np.zeros(16, np.float32)}, "quant_map differs from the table"),
         (
             {"weight.nested_quant_map": np.zeros(256, np.float32)},
-            "nested_quant_map is another table",
+            "nested_quant_map differs from the table",
         ),
         ({FACTS: None}, "none of weight.quant_state"),
         ({FACTS: np.frombuffer(b'{"quant_type": "nf4"', np.uint8)}, "is not JSON"),
-        ({FACTS: np.frombuffer(b"[1]", np.uint8)}, "must hold facts"),
+        ({FACTS: np.frombuffer(b"[1]", np.uint8)}, "must hold a JSON object"),
         ({FACTS: facts(blocksize=63)}, "block=63"),
         ({FACTS: facts(quant_type="nf5")}, "kind='nf5'"),
         ({FACTS: facts(shape=[8, 65])}, "weight is"),

@@ -1,1 +1,1 @@
-"""Weights in fewer bits than the numbers they stand for, frozen, and products with them."""
+"""Frozen quantized weights (NF4, FP4, int8, ternary) and matrix products with them."""

@@ -1,9 +1,9 @@
-"""Blocks of values as codes of 4 bits and the largest size of each block.
+"""Blocks of values as 4-bit codes and the largest absolute value (absmax) of each block.
 
-value = level[code] * absmax, where the code is the one whose level lies nearest to value / absmax,
-the lower where two lie as near.  Blocks run over the flat matrix, of which the last may be short;
-a byte holds two codes, the first in its high bits.  NF4's levels divide a normal distribution into
-equal shares; FP4's are a sign, two bits of exponent and one of mantissa.
+value = level[code] * absmax, where the code is the one whose level is nearest to value / absmax;
+of two equally near levels, the lower one.  Blocks are consecutive values of the flattened matrix,
+and the last may be short; a byte holds two codes, the first in its high bits.  NF4's levels divide
+a normal distribution into equal shares; FP4 has a sign, two bits of exponent and one of mantissa.
 
 Dettmers, Pagnoni, Holtzman and Zettlemoyer, QLoRA, 2023; bytes and levels are bitsandbytes'.
 """
@@ -24,18 +24,18 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-FP4_SIZES = (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # of the codes 0 .. 7; then negative
-SMALLEST = np.float32(1e-38)  # what absmax counts as at least
-STEP = 2**18  # values that are coded at a time
+FP4_SIZES = (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4)  # codes 0 .. 7; 8 .. 15: negative
+SMALLEST = np.float32(1e-38)  # lower bound of absmax as a divisor
+STEP = 2**18  # values encoded at a time
 
 
 class Format(NamedTuple):
-    """The levels of a format, as its codes and as what codes are chosen by."""
+    """The tables of a format: for decoding, its levels; for encoding, the bounds between them."""
 
     levels: Array  # (16,) float32, by code
-    ascending: Array  # (16,) uint8: codes by their levels
-    bounds: Array  # (15,) float32: half-way between a level and the next
-    pairs: Array  # (256, 2) float32: the two levels of each byte
+    ascending: Array  # (16,) uint8, the codes in ascending order of their levels
+    bounds: Array  # (15,) float32, the midpoints between neighbouring levels
+    pairs: Array  # (256, 2) float32, the two levels of each byte
 
 
 @cache
@@ -54,7 +54,7 @@ def format_of(fp4: bool) -> Format:
 
 
 def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
-    """Return float32 values as packed codes and the largest size of each block."""
+    """Return the packed codes and absmax of float32 values."""
     flat = w.reshape(-1)
     blocks, codes = -(-flat.size // block), empty((flat.size + flat.size % 2,), np.uint8, like=w)
     absmax, whole = empty((blocks,), FLOAT32, like=w), flat.size // block
@@ -63,7 +63,7 @@ def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
         stop = min(top + rows, whole)
         part = flat[top * block : stop * block].reshape(-1, block)
         absmax[top:stop] = size = np.abs(part).max(axis=1)
-        with np.errstate(invalid="ignore"):  # what is infinite is refused with absmax
+        with np.errstate(invalid="ignore"):  # callers check absmax, which shows infinite values
             share = part * (1 / np.maximum(size, SMALLEST))[:, None]
         codes[top * block : stop * block] = _nearest(share, fp4).reshape(-1)
     if whole < blocks:
@@ -77,10 +77,11 @@ def encode(w: Array, block: int, fp4: bool) -> tuple[Array, Array]:
 
 
 def _nearest(share: Array, fp4: bool) -> Array:
-    places = np.zeros_like(share, dtype=np.uint8)
+    """Return the codes whose levels are nearest to value / absmax."""
+    ranks = np.zeros_like(share, dtype=np.uint8)
     for bound in format_of(fp4).bounds:
-        places += share > bound
-    return placed(format_of(fp4).ascending, share)[places] if fp4 else places
+        ranks += share > bound
+    return placed(format_of(fp4).ascending, share)[ranks] if fp4 else ranks
 
 
 def decode(
@@ -92,16 +93,16 @@ def decode(
     block: int,
     fp4: bool,
 ) -> Array:
-    """Return a part of the matrix whose rows have ``inputs`` values, in float32."""
+    """Return a part of a matrix with ``inputs`` columns, in float32."""
     top, left, width = rows.start, columns.start, columns.stop - columns.start
     count = rows.stop - top
     if not count * width:
         return empty((count, width), FLOAT32, like=packed)
     if inputs % 2 == left % 2 == width % 2 == 0:
-        places = slice(left // 2, (left + width) // 2)
-        codes = packed.reshape(len(packed) // max(1, inputs // 2), inputs // 2)[rows, places]
+        byte_columns = slice(left // 2, (left + width) // 2)
+        codes = packed.reshape(len(packed) // max(1, inputs // 2), inputs // 2)[rows, byte_columns]
         pairs = placed(format_of(fp4).pairs.view(np.complex64)[:, 0], packed)
-        values = pairs[codes.astype(np.intp)].view(np.float32)  # as indices would become
+        values = pairs[codes.astype(np.intp)].view(np.float32)  # indexing converts to it anyway
     else:
         values = _one_by_one(packed, _indices(packed, rows, columns, inputs), fp4)
     if inputs % block == left % block == width % block == 0:
@@ -122,12 +123,13 @@ def decode(
 
 
 def _indices(like: Any, rows: slice, columns: slice, inputs: int) -> Array:
-    """Return the places of a part in the flat matrix."""
-    down = np.arange(rows.start, rows.stop, like=like)[:, None] * inputs
-    return down + np.arange(columns.start, columns.stop, like=like)
+    """Return the indices of the values of a part in the flattened matrix."""
+    row_starts = np.arange(rows.start, rows.stop, like=like)[:, None] * inputs
+    return row_starts + np.arange(columns.start, columns.stop, like=like)
 
 
 def _one_by_one(packed: Array, indices: Array, fp4: bool) -> Array:
+    """Return the levels of the codes at these indices."""
     bytes_of = packed[indices >> 1]
     codes = np.where(indices & 1, bytes_of & 15, bytes_of >> 4)
     return placed(format_of(fp4).levels, packed)[codes]

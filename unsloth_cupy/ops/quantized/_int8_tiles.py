@@ -1,6 +1,6 @@
-"""Tiles of a product of integers of eight bits, and its launch.
+"""The tiles of an int8 matrix product, and its launch.
 
-bytes = stages * (rows + outputs) * pitch        pitch: depth, and 16 where it fills no bank line
+bytes = stages * (rows + outputs) * pitch        pitch: depth, plus 16 unless 128 divides it
 """
 
 from functools import cache
@@ -14,33 +14,33 @@ from ...core.target import Limits, limits
 
 
 class Tiles(NamedTuple):
-    """What a block works on: rows, outputs, inputs of a stage; stages; warps down and right."""
+    """The work of a block."""
 
     rows: int
     outputs: int
-    depth: int
-    stages: int
-    down: int
-    right: int
+    depth: int  # inputs of a stage
+    stages: int  # of the ring in shared memory
+    down: int  # warps along rows
+    right: int  # warps along outputs
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """The threads of a block."""
         return 32 * self.down * self.right
 
     @property
     def bytes(self) -> int:
-        """Shared memory of a block."""
+        """The shared memory of a block, in bytes."""
         pitch = self.depth if self.depth % 128 == 0 else self.depth + 16
         return self.stages * (self.rows + self.outputs) * pitch
 
 
-# By rows up to which they are used.  Each of these fits twice into 99 KiB.
+# Tiles, by the largest number of rows that uses them.  Each fits twice into 99 KiB.
 #
-#   16     reading the weight bounds it: narrow tiles, so that blocks are many, and 24 KB of each on
-#          their way: as much as an H200 needs of an SM
+#   16     reading the weight is the limit: narrow tiles make many blocks, with 24 KB of each in
+#          flight, as much as an SM of an H200 needs
 #   64     one tile of rows: the weight is read once
-#   more   a warp has 32 x 64 sums, which are 64 registers, and reads 12 bytes a product of 64
+#   more   a warp has 32 x 64 sums, in 64 registers, and reads 12 bytes per 64 products
 TABLE = (
     (16, Tiles(16, 32, 256, 3, 1, 2)),
     (64, Tiles(64, 64, 128, 3, 2, 2)),
@@ -50,7 +50,7 @@ TABLE = (
 
 @cache
 def resolve(rows: int, outputs: int, limits: Limits) -> Tiles:
-    """Return the tiles for so many rows; those of 64 where larger ones would not fill the GPU."""
+    """Return the tiles for a number of rows; those of 64 if larger ones would not fill the GPU."""
     for most, tiles in TABLE[:-1]:
         if rows <= most:
             return tiles
@@ -66,12 +66,12 @@ def constants(
     wide: bool,
     outliers: bool,
     pairs: bool,
-    one: bool = False,
+    one_scale: bool = False,
 ) -> Constants:
     """Return the constants of int8_linear.cu; dtypes are those of y, of absmax, of a bias or None.
 
-    Two blocks, so that one copies while the other multiplies; one of the largest, where outliers or
-    copies byte by byte take the registers of the other.
+    An SM has two blocks, so that one copies while the other multiplies; only one of the largest
+    tiles if outliers or bytewise copies (``wide`` False) need the registers of the other.
     """
     dtype, absmax, bias = dtypes
     return Constants(
@@ -88,7 +88,7 @@ def constants(
         WIDE=wide,
         OUTLIERS=outliers,
         PAIRS=pairs,
-        ONE=one,
+        ONE=one_scale,
         BIAS=bias is not None,
     )
 
@@ -101,19 +101,20 @@ def launch_product(
     absmax: Array,
     *,
     outliers: Any = None,
-    one: bool = False,
+    one_scale: bool = False,
     bias: Array | None = None,
 ) -> None:
-    """Write the product of codes to y by the kernel; outliers are x, a list and its length.
+    """Write the scaled product of codes to y by the kernel.
 
-    Where absmax is ``one`` it is the scale of all outputs, beside which there may be a bias.
+    ``outliers`` are x, the list of its outlier columns and the list's length.  With ``one_scale``,
+    absmax is a single scale for all outputs, and there may be a bias.
     """
     outputs, inputs = codes.shape
     rows = x_codes.size // inputs
     tiles = resolve(rows, outputs, limits(y))
     dtypes = y.dtype, absmax.dtype, None if bias is None else bias.dtype
     wide, pairs = lanes(inputs, codes) == 16, outputs % 2 == 0
-    chosen = constants(tiles, dtypes, wide, outliers is not None, pairs, one)
+    chosen = constants(tiles, dtypes, wide, outliers is not None, pairs, one_scale)
     kernel = load("int8_linear.cu", "int8_linear", y, chosen)
     blocks = -(-rows // tiles.rows) * -(-outputs // tiles.outputs)
     kernel[blocks, tiles.threads, tiles.bytes](

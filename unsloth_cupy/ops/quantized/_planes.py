@@ -1,8 +1,8 @@
-"""Codes -1, 0 and 1 as two planes of bits.
+"""Codes -1, 0 and 1 as two bit planes.
 
-Bit ``d % 32`` of word ``d // 32`` of a row says of column d, in the first plane, that its code is
-1, and in the second that it is -1.  Words are little-endian; planes hold their bytes, (rows, 2,
-bytes), so that rows lie together, and a row ends with its last word, whose spare bits are 0.
+Bit ``d % 32`` of word ``d // 32`` of a row belongs to column d: it is set in the first plane if the
+code is 1, in the second if it is -1.  Words are little-endian; planes hold their bytes, (rows, 2,
+bytes), so both planes of a row are neighbours, and a row ends with a whole word, padded with 0.
 """
 
 from collections.abc import Iterator
@@ -18,23 +18,23 @@ from ...placement import placed
 from ..common.steps import representative_steps
 
 WORD = 32  # columns of a word
-MARKED_BYTES = 32  # of a plane that a mark stands for: what memory gives at least
+MARKED_BYTES = 32  # bytes of a plane covered by one mark: the smallest memory transaction
 BLOCK = 2**20  # values that are unpacked at a time
-ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # bits set in each byte
 
 
 class Statistics(NamedTuple):
-    """What a ternary matrix is like."""
+    """Shares of the codes of a ternary matrix, and its quantization error."""
 
     sparsity: float  # share of codes that are 0
-    plus: float  # share that is 1
-    minus: float  # share that is -1
-    mean_error: float | None  # of |w - codes * scale|; None where w is not known
+    plus: float  # share of codes that are 1
+    minus: float  # share of codes that are -1
+    mean_error: float | None  # mean of |w - codes * scale|; None if w is not known
     largest_error: float | None
 
 
 def row_bytes(columns: int) -> int:
-    """Return the bytes that a row of a plane takes."""
+    """Return the bytes of a row of a plane."""
     return -(-columns // WORD) * (WORD // 8)
 
 
@@ -61,35 +61,36 @@ def planes_of(codes: Any) -> Array:
 
 
 def codes_of(planes: Any, columns: int) -> Array:
-    """Return the int8 codes of the first columns."""
+    """Return the int8 codes of the first ``columns`` columns."""
     bits = _bits(planes, columns)
     return bits[:, 0] - bits[:, 1]
 
 
 def _bits(planes: Any, columns: int) -> Array:
+    """Return the bits of planes as int8 0 and 1, (rows, 2, columns)."""
     if is_planned(planes):
         return empty((*planes.shape[:2], columns), np.int8, like=planes)
     if type(planes) is np.ndarray:
         bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
         return bits.view(np.int8)
-    spread = (planes[..., None] >> placed(np.arange(8, dtype=np.uint8), planes)) & 1
-    return spread.reshape(*planes.shape[:2], 8 * planes.shape[2])[..., :columns].astype(np.int8)
+    separate = (planes[..., None] >> placed(np.arange(8, dtype=np.uint8), planes)) & 1
+    return separate.reshape(*planes.shape[:2], 8 * planes.shape[2])[..., :columns].astype(np.int8)
 
 
 def ones(values: Any) -> int:
-    """Return how many bits of these bytes, which have rows, are set."""
+    """Return how many bits are set in an array of bytes with at least one axis."""
     table, step = placed(ONES, values), max(1, BLOCK // max(1, values[:1].size))
     parts = (values[top : top + step] for top in range(0, len(values), step))
     return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
 
 
 def by_row(scale: Any) -> Any:
-    """Return scales as rows and groups, where one row of them stands for all."""
+    """Return scales as (rows, groups); one row if all rows share it."""
     return scale if scale.ndim == 2 else scale[None]
 
 
 def spread(scale: Any, group: int, columns: int) -> Array:
-    """Return the scale of every column, (rows, columns), from one a group."""
+    """Return the scale of every column, (rows, columns or 1), from those of the groups."""
     if scale.shape[1] == 1:
         return scale
     return np.repeat(scale, group, axis=1)[:, :columns]
@@ -101,21 +102,22 @@ def dense(
     """Return a part of the matrix as a new array: codes times the scale of their group."""
     scale = by_row(scale)
     first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
-    held, shape = slice(first // 8, row_bytes(last)), (rows.stop - rows.start, last - first)
-    found = empty(shape, dtype, like=planes)
+    byte_columns = slice(first // 8, row_bytes(last))
+    shape = rows.stop - rows.start, last - first
+    result = empty(shape, dtype, like=planes)
     for part in representative_steps(planes, row_blocks(*shape)):
-        there = slice(rows.start + part.start, rows.start + part.stop)
-        scales = scale if len(scale) == 1 else scale[there]
-        values = codes_of(planes[there, :, held], last - first).astype(scales.dtype)
+        block = slice(rows.start + part.start, rows.start + part.stop)
+        scales = scale if len(scale) == 1 else scale[block]
+        values = codes_of(planes[block, :, byte_columns], last - first).astype(scales.dtype)
         values *= spread(scales, group, last)[:, -(last - first) :]
-        found[part] = values
-    return found[:, columns.start - first :]
+        result[part] = values
+    return result[:, columns.start - first :]
 
 
 def marks_of(planes: Any) -> Array:
-    """Return a bit for every 256 columns of a row: whether a code of theirs is not 0."""
-    rows, _, held = planes.shape
-    chunks = -(-held // MARKED_BYTES)
+    """Return the marks: a bit for every 256 columns of a row, set unless all their codes are 0."""
+    rows, _, plane_bytes = planes.shape
+    chunks = -(-plane_bytes // MARKED_BYTES)
     used = np.zeros_like(planes, dtype=np.bool_, shape=(rows, -(-chunks // 8) * 8))
     for i in range(chunks):
         part = planes[:, :, i * MARKED_BYTES : (i + 1) * MARKED_BYTES]
@@ -125,21 +127,21 @@ def marks_of(planes: Any) -> Array:
 
 
 def check_group(call: str, group: Any) -> None:
-    """Raise unless groups of so many columns end with words of the planes."""
+    """Raise ConfigError unless ``group`` columns are whole words of the planes."""
     if not isinstance(group, int) or group < WORD or group % WORD:
         raise ConfigError(f"{call}: group={group!r}; it must be a multiple of {WORD} columns")
 
 
 def check_codes(call: str, codes: Any) -> None:
-    """Raise where a code is not -1, 0 or 1."""
+    """Raise RangeError if a code is not -1, 0 or 1."""
     for part in row_blocks(*codes.shape):
         wrong = (codes[part] < -1) | (codes[part] > 1)
         if wrong.any():
             row, column = (int(axis[0]) for axis in np.nonzero(wrong))
             row += part.start
-            found = int(codes[row, column])
+            value = int(codes[row, column])
             raise RangeError(
-                f"{call}: codes[{row}, {column}] is {found}; it must be -1, 0 or 1",
+                f"{call}: codes[{row}, {column}] is {value}; it must be -1, 0 or 1",
                 expected=range(-1, 2),
-                actual=found,
+                actual=value,
             )

@@ -1,4 +1,4 @@
-"""What the state of a quantized weight is checked by, before anything is made of it."""
+"""Checks of the saved state of a quantized weight, which run before the weight is built."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from ...placement import to_numpy
 
 
 def named(call: str, state: Any) -> Mapping[str, Any]:
-    """Return a state; raise unless it is arrays by name."""
+    """Return a state; raise ConfigError unless it is a mapping of names to arrays."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"{call}: state is {type(state).__name__}; pass arrays by name")
     return state
@@ -21,22 +21,22 @@ def named(call: str, state: Any) -> Mapping[str, Any]:
 def array_of(
     call: str, state: Mapping[str, Any], name: str, shape: tuple[int, ...], dtype: Any
 ) -> Array:
-    """Return the array of this name; raise unless it has the shape, the dtype and finite values."""
+    """Return the array ``name``; raise unless it has the shape, the dtype and finite values."""
     array: Any = state.get(name)
     if not hasattr(array, "dtype"):
-        there = ", ".join(map(str, state))
-        raise ConfigError(f"{call}: {name} is missing among {there}; is the file cut short?")
-    given, wanted = (tuple(array.shape), array.dtype), (shape, np.dtype(dtype))
-    if given != wanted:
-        problem = f"{call}: {name} is {given[0]} {given[1]}; it must be {shape} {wanted[1]}"
-        raise ConfigError(problem, expected=wanted, actual=given)
+        names = ", ".join(map(str, state))
+        raise ConfigError(f"{call}: {name} is missing among {names}; is the file cut short?")
+    actual, expected = (tuple(array.shape), array.dtype), (shape, np.dtype(dtype))
+    if actual != expected:
+        problem = f"{call}: {name} is {actual[0]} {actual[1]}; it must be {shape} {expected[1]}"
+        raise ConfigError(problem, expected=expected, actual=actual)
     if array.dtype in FLOATS and not bool(np.isfinite(array).all()):
         raise ConfigError(f"{call}: {name} holds a number that is not finite")
     return array
 
 
 def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the facts that the one array of these names says as JSON in bytes."""
+    """Return the JSON object that the first array of these names holds as bytes."""
     name = next((name for name in names if name in named(call, state)), None)
     if name is None:
         raise ConfigError(f"{call}: none of {' and '.join(names)} is among {', '.join(state)}")
@@ -45,12 +45,12 @@ def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[s
     except (UnicodeDecodeError, ValueError, TypeError) as error:
         raise ConfigError(f"{call}: {name} is not JSON in bytes: {error}") from error
     if not isinstance(facts, dict):
-        raise ConfigError(f"{call}: {name} says {facts!r}; it must hold facts by name")
+        raise ConfigError(f"{call}: {name} holds {facts!r}; it must hold a JSON object")
     return facts
 
 
 def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the shape of a matrix that facts tell; raise where they tell none."""
+    """Return the shape of the matrix in ``facts``; raise ConfigError if there is none."""
     shape = facts.get("shape")
     listed = isinstance(shape, list | tuple) and len(shape) == 2
     if not listed or not all(type(size) is int and size >= 0 for size in shape or ()):
@@ -59,11 +59,12 @@ def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, int]:
     return rows, columns
 
 
-def check_table(call: str, state: Mapping[str, Any], name: str, wanted: Array) -> None:
-    """Raise unless an array is the table that codes stand for, to a last place.
+def check_table(call: str, state: Mapping[str, Any], name: str, expected: Array) -> None:
+    """Raise unless an array is the expected table of values by code, up to its last bit.
 
-    bitsandbytes makes it by torch.linspace, which rounds as the vectors of its CPU do.
+    bitsandbytes computes it with torch.linspace, whose rounding depends on the CPU's vector unit.
     """
-    found = to_numpy(array_of(call, state, name, wanted.shape, FLOAT32))
-    if not np.allclose(found, wanted, rtol=2.0**-22, atol=0):
-        raise ConfigError(f"{call}: {name} is another table than bitsandbytes'; quantize anew")
+    table = to_numpy(array_of(call, state, name, expected.shape, FLOAT32))
+    if not np.allclose(table, expected, rtol=2.0**-22, atol=0):
+        cure = "quantize the dense weight again"
+        raise ConfigError(f"{call}: {name} differs from the table of bitsandbytes; {cure}")

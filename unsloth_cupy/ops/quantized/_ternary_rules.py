@@ -1,4 +1,4 @@
-"""Which weights become 0, what the others share as their scale, and what that loses."""
+"""Ternary quantization: which weights become 0, the scale of the others, and the error."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,21 +11,21 @@ from ...core.stand_in import is_planned
 from ...errors import RangeError
 from ._planes import codes_of, planes_of, row_blocks, row_bytes, spread
 
-LEAST = 1e-5  # of absmean's scale, as BitNet has it
-TINY = np.finfo(np.float32).tiny  # below it float32 has no reciprocal
+LEAST = 1e-5  # lower bound of absmean's scale, as in BitNet
+TINY = np.finfo(np.float32).tiny  # below it, reciprocals can overflow float32
 
 
 class Sums(NamedTuple):
-    """Of |w| over what shares a scale, float64: (rows, groups), or (1, 1) of a tensor."""
+    """Float64 sums over the weights that share a scale: (rows, groups), or (1, 1) of a tensor."""
 
-    number: Any  # of values
-    total: Any
-    squares: Any
-    top: Any
+    number: Any  # how many values there are
+    total: Any  # sum of |w|
+    squares: Any  # sum of w**2
+    top: Any  # largest |w|
 
 
 class Rule(NamedTuple):
-    """Which codes are not 0: where |w| * factor > bound; scale None is the mean of |w| there."""
+    """A code is not 0 if |w| * factor > bound; scale None: the mean of |w| over those codes."""
 
     factor: Any
     bound: Any
@@ -44,7 +44,7 @@ def parts_of(
 ) -> tuple[Array, Array, tuple[float, float]]:
     """Return planes, scales, and the mean and the largest error."""
     rows, columns = w.shape
-    if is_planned(w):  # nobody can read it, and the codes of any weight take as much
+    if is_planned(w):  # it has no values, and the codes of any weight have the same size
         shape = () if per == "tensor" else (rows, -(-columns // group) if per == "group" else 1)
         planes = empty((rows, 2, row_bytes(columns)), np.uint8, like=w)
         return planes, empty(shape, _wide(w), like=w), (0.0, 0.0)
@@ -57,43 +57,47 @@ def parts_of(
     else:
         sums = _sums(w, width)
         rule = _rule(_joined(sums) if whole else sums, method, deviations, _wide(w))
-    planes, kept = _chosen(w, rule, width)
-    kept = _joined(kept) if whole else kept
-    scales = np.zeros_like(kept.total, dtype=_wide(w))
-    scales[...] = kept.total / np.maximum(kept.number, 1) if rule.scale is None else rule.scale
+    planes, nonzero = _apply(w, rule, width)
+    nonzero = _joined(nonzero) if whole else nonzero
+    scales = np.zeros_like(nonzero.total, dtype=_wide(w))
+    scales[...] = (
+        nonzero.total / np.maximum(nonzero.number, 1) if rule.scale is None else rule.scale
+    )
     return planes, scales.reshape(()) if whole else scales, _errors(w, planes, scales, width)
 
 
 def _wide(w: Any) -> np.dtype[Any]:
+    """Return the dtype in which weights are compared: float32, or float64 for float64."""
     return np.promote_types(w.dtype, FLOAT32)
 
 
 def _sizes(w: Any) -> Iterator[tuple[slice, Array]]:
-    """Return |w| by blocks of rows; raise where it is not finite."""
+    """Yield |w| in blocks of rows; raise RangeError if a value is not finite."""
     for part in row_blocks(*w.shape):
         size = np.abs(w[part].astype(_wide(w), copy=False))
         if size.size and not np.isfinite(size.max()):
             row, column = (int(axis[0]) for axis in np.nonzero(~np.isfinite(size)))
-            found = float(w[part.start + row, column])
+            value = float(w[part.start + row, column])
             raise RangeError(
-                f"ternary_quantize: w[{part.start + row}, {column}] is {found}; weights must be"
+                f"ternary_quantize: w[{part.start + row}, {column}] is {value}; weights must be"
                 " finite"
             )
         yield part, size
 
 
 def _grouped(size: Any, width: int) -> Array:
-    """Return (rows, groups, width), the last group filled up with zeros."""
+    """Return the array as (rows, groups, width), the last group padded with zeros."""
     rows, columns = size.shape
     groups = -(-columns // width) or 1
     if groups * width != columns:
-        filled = np.zeros_like(size, shape=(rows, groups * width))
-        filled[:, :columns] = size
-        size = filled
+        padded = np.zeros_like(size, shape=(rows, groups * width))
+        padded[:, :columns] = size
+        size = padded
     return size.reshape(rows, groups, width)
 
 
 def _sums(w: Any, width: int) -> Sums:
+    """Return the sums of each group of ``width`` columns."""
     rows, columns = w.shape
     groups = -(-columns // width) or 1
     number = np.full_like(w, width, dtype=np.float64, shape=(rows, groups))
@@ -102,20 +106,21 @@ def _sums(w: Any, width: int) -> Sums:
     for part, size in _sizes(w):
         grouped = _grouped(size, width)
         total[part] = grouped.sum(axis=-1, dtype=np.float64)
-        with np.errstate(over="ignore"):  # of float64 alone; mean_std then has no threshold
+        with np.errstate(over="ignore"):  # float64 weights only; mean_std's threshold is then inf
             squares[part] = np.square(grouped, dtype=np.float64).sum(axis=-1)
         top[part] = grouped.max(axis=-1)
     return Sums(number, total, squares, top)
 
 
 def _joined(sums: Sums) -> Sums:
-    """Return those of the whole tensor."""
+    """Return the sums of the whole tensor."""
     top = sums.top.max() if sums.top.size else sums.top.sum()
     number, total, squares = (each.sum().reshape(1, 1) for each in sums[:3])
     return Sums(number, total, squares, top.reshape(1, 1))
 
 
 def _percentiles(w: Any, percentile: float, width: int, whole: bool) -> Array:
+    """Return the percentile of |w| in each group, (rows, groups), or in the tensor, (1, 1)."""
     sizes = [size for _, size in _sizes(w)]
     size = np.concatenate(sizes) if sizes else np.zeros_like(w, dtype=_wide(w))
     if not size.size:
@@ -124,8 +129,8 @@ def _percentiles(w: Any, percentile: float, width: int, whole: bool) -> Array:
         return np.percentile(size, percentile).reshape(1, 1).astype(size.dtype)
     full = w.shape[1] // width * width
     parts = [size[:, :full].reshape(len(w), -1, width), size[:, None, full:]]
-    found = [np.percentile(part, percentile, axis=-1) for part in parts if part.size]
-    return np.concatenate(found, axis=1).astype(size.dtype)
+    thresholds = [np.percentile(part, percentile, axis=-1) for part in parts if part.size]
+    return np.concatenate(thresholds, axis=1).astype(size.dtype)
 
 
 def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Rule:
@@ -145,14 +150,14 @@ def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Ru
 
 
 def _of(values: Any, part: slice) -> Any:
-    """Return what belongs to a block of rows, beside (rows, groups, width)."""
+    """Return the values of a block of rows, with an axis for the columns of a group."""
     if np.ndim(values) == 0:
         return values
     return values[..., None] if len(values) == 1 else values[part, :, None]
 
 
-def _chosen(w: Any, rule: Rule, width: int) -> tuple[Array, Sums]:
-    """Return the planes, and what is summed up over the codes that are not 0."""
+def _apply(w: Any, rule: Rule, width: int) -> tuple[Array, Sums]:
+    """Return the planes, and the number and total of |w| where the code is not 0."""
     rows, columns = w.shape
     planes = np.zeros_like(w, dtype=np.uint8, shape=(rows, 2, row_bytes(columns)))
     number, total = (
@@ -161,11 +166,11 @@ def _chosen(w: Any, rule: Rule, width: int) -> tuple[Array, Sums]:
     )
     for part, size in _sizes(w):
         grouped = _grouped(size, width)
-        chosen = grouped * _of(rule.factor, part) > _of(rule.bound, part)
-        number[part] = chosen.sum(axis=-1)
-        total[part] = np.where(chosen, grouped, 0).sum(axis=-1, dtype=np.float64)
+        nonzero = grouped * _of(rule.factor, part) > _of(rule.bound, part)
+        number[part] = nonzero.sum(axis=-1)
+        total[part] = np.where(nonzero, grouped, 0).sum(axis=-1, dtype=np.float64)
         signs = np.where(w[part] > 0, 1, -1).astype(np.int8)
-        planes[part] = planes_of(signs * chosen.reshape(len(size), -1)[:, :columns])
+        planes[part] = planes_of(signs * nonzero.reshape(len(size), -1)[:, :columns])
     return planes, Sums(number, total, total, total)
 
 

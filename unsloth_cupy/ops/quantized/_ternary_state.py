@@ -1,4 +1,4 @@
-"""A ternary weight as the arrays of a checkpoint, and of those the layer of BitNet."""
+"""A ternary weight as arrays of a checkpoint, in the format of Hugging Face's BitNet layers."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,13 @@ from ._state import array_of, json_of, named, stored_shape
 
 
 def _inverse(scale: Any) -> Any:
+    """Return 1 / scale in float32; infinity for 0."""
     with np.errstate(divide="ignore"):
         return 1 / scale.astype(np.float32)
 
 
 class FolderForm:
-    """What ``Ternary`` is written as beside a layer's name, and is read from."""
+    """The methods of ``Ternary`` that convert it to the arrays of a checkpoint, and back."""
 
     shape: tuple[int, int]
     dtype: Any
@@ -29,46 +30,46 @@ class FolderForm:
     unpack: Any
 
     def state(self, inverse: bool = False) -> dict[str, Any]:
-        """Return arrays by what follows a layer's name in a checkpoint.
+        """Return the arrays of a checkpoint, by the part of their names after the layer's name.
 
-        Of an inverse scale codes are divided by it, as BitNet's BitLinear has them.
+        With ``inverse``, ``weight_scale`` is the number that codes are divided by, as in BitNet's
+        BitLinear.
 
-        ``weight`` has the bytes of ``pack("bitnet")``.  Where they and ``weight_scale`` are all
-        that there is to know, they are what Hugging Face's BitNet writes; else ``weight_form``
-        tells the rest.
+        ``weight`` has the bytes of ``pack("bitnet")``.  If it and ``weight_scale`` describe the
+        weight fully, these two arrays are what Hugging Face's BitNet writes; otherwise
+        ``weight_form`` holds the rest, as JSON.
         """
         rows, columns = self.shape
         weight = np.frombuffer(self.pack("bitnet"), np.uint8).reshape(-(-rows // 4), columns)
         scale = self.scale.reshape(1) if self.scale.ndim == 0 else self.scale
-        told = _inverse(scale) if inverse else scale
-        narrow = told.astype(self.dtype)
-        again = _inverse(narrow) if inverse else narrow
+        stored = _inverse(scale) if inverse else scale
+        narrow = stored.astype(self.dtype)
+        restored = _inverse(narrow) if inverse else narrow
         like: Any = self.planes
-        known = rows % 4 == 0 and scale.ndim == 1 and self.activations == "int8"
-        if known and bool((again == scale).all()):
+        standard = rows % 4 == 0 and scale.ndim == 1 and self.activations == "int8"
+        if standard and bool((restored == scale).all()):
             return {"weight": placed(weight, like), "weight_scale": narrow}
         facts = {"shape": list(self.shape), "group": self.group, "dtype": self.dtype.name}
         text = json.dumps(facts | {"activations": self.activations}).encode()
-        found = {"weight": placed(weight, like), "weight_scale": told}
-        return found | {"weight_form": placed(np.frombuffer(text, np.uint8), like)}
+        arrays = {"weight": placed(weight, like), "weight_scale": stored}
+        return arrays | {"weight_form": placed(np.frombuffer(text, np.uint8), like)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], inverse: bool = False) -> Self:
-        """Return the weight of arrays that ``state`` gave, or of a layer of BitNet.
+        """Return the weight from the arrays of ``state``, or from those of a BitNet layer.
 
         Raises
         ------
         ConfigError
-            An array is missing, or is not of the shape, the dtype or the values that the others
-            ask for.
+            An array is missing, or its shape, dtype or values do not fit the other arrays.
         RangeError
-            A code or a scale is none.
+            A code or a scale is invalid.
         """
         call = "Ternary.from_state"
         weight, scale = (named(call, state).get(name) for name in ("weight", "weight_scale"))
         if weight is None or scale is None or getattr(weight, "ndim", 0) != 2:
-            there = ", ".join(map(str, state))
-            raise ConfigError(f"{call}: weight, a matrix, or weight_scale is missing among {there}")
+            names = ", ".join(map(str, state))
+            raise ConfigError(f"{call}: weight, a matrix, or weight_scale is missing among {names}")
         facts: dict[str, Any] = {"shape": [weight.shape[0] * 4, weight.shape[1]]}
         facts |= {"group": None, "dtype": scale.dtype.name, "activations": "int8"}
         if "weight_form" in state:
@@ -77,12 +78,12 @@ class FolderForm:
         array_of(call, state, "weight", (-(-rows // 4), columns), np.uint8)
         array_of(call, state, "weight_scale", tuple(scale.shape), scale.dtype)
         whole = facts.get("group") is None and scale.shape == (1,) and scale.dtype.kind != "O"
-        told = _inverse(to_numpy(scale)) if inverse else to_numpy(scale)
+        stored = _inverse(to_numpy(scale)) if inverse else to_numpy(scale)
         return cls.unpack(
             to_numpy(weight),
             "bitnet",
             shape,
-            scale=told.reshape(()) if whole else told,
+            scale=stored.reshape(()) if whole else stored,
             dtype=facts.get("dtype"),
             like=weight,
             group=facts.get("group"),
@@ -90,7 +91,7 @@ class FolderForm:
         )
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
-        """Return what ``quantization_config`` says of such weights."""
+        """Return the ``quantization_config`` of a checkpoint with such weights."""
         return {
             "quant_method": "bitnet",
             "linear_class": "autobitlinear",

@@ -1,9 +1,9 @@
-"""The linear layer of BitNet b1.58, as it is trained.
+"""The linear layer of BitNet b1.58 for training, with quantization in every forward pass.
 
 y = scale_x w_scale * (round(x / scale_x) round(w / w_scale)^T) + bias
 
 scale_x = max(|x|) / 127 of each row, at least 1e-5 / 127        w_scale = mean(|w|), at least 1e-5
-rounded to integers, of w to -1, 0 and 1        the gradient of both roundings is 1
+round gives integers, for w clipped to -1, 0 and 1        the gradient of both roundings is 1
 
 Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits, 2024.
 """
@@ -30,29 +30,31 @@ from ._int8_rows import launch_quantize
 from ._int8_tiles import launch_product
 from .int8_product import launch_dequantize
 
-LEAST = 1e-5  # what the scales count as at least, as BitNet has it
+LEAST = 1e-5  # lower bound of max(|x|) and mean(|w|), as in BitNet
 LARGEST = 127
-CHUNK = 2**22  # values of a weight whose codes are there at a time
-MOST_INPUTS = (2**31 - 1) // LARGEST  # whose sum 32 bits hold
-SUMS = 1024  # blocks that add sizes of a weight: as many as an H200 holds, and no more to add up
+CHUNK = 2**22  # values of a weight whose codes are in memory at a time
+MOST_INPUTS = (2**31 - 1) // LARGEST  # a sum of more products may overflow 32 bits
+SUMS = 1024  # blocks that sum |w|: as many as an H200 runs at once; each leaves one sum to add
 
 
 def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
-    """Multiply rows of 8 bits by a weight of -1, 0 and 1, both rounded on the way.
+    """Round rows to int8 and a weight to -1, 0 and 1, and multiply them.
 
     Parameters
     ----------
     x : (*rows, inputs) float
         Each row is rounded to integers -127 .. 127 times a scale.
     weight : (outputs, inputs) float
-        As it is trained; rounded to -1, 0 and 1 times the mean of its size.
+        The trained weight; it is rounded to -1, 0 and 1 times the mean of its absolute values.
     bias : (outputs,) dtype of x or float32, optional
+        Added to each row.
 
     Returns
     -------
     y : (*rows, outputs) float
-        Products of integers, which are exact, times the scales.  Gradients pass straight through
-        both roundings: ``dx = dy @ w``, ``dweight = dy.T @ x``, of x and w as they were rounded.
+        Exact products of integers, times the scales.  Gradients treat both roundings as the
+        identity (straight-through): ``dx = dy @ w`` and ``dweight = dy.T @ x``, with the rounded
+        w and x.
 
     Raises
     ------
@@ -61,16 +63,16 @@ def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
 
     Notes
     -----
-    On a GPU the weight is read twice, for its mean and for its codes of a byte each, and y is one
-    product of integers on tensor cores.  For dx, chunks of the weight become codes in the dtype of
-    dy, and cuBLAS multiplies by them.
+    On a GPU the weight is read twice, for its mean and for its codes, one byte each; y is one
+    integer product on tensor cores.  For dx, chunks of the weight are rounded to codes in the dtype
+    of dy, and cuBLAS multiplies by them.
 
     Examples
     --------
     >>> import numpy as np
     >>> from unsloth_cupy import bit_linear, bit_linear_backward, bit_linear_forward
     >>> x, weight = np.random.default_rng(0).standard_normal((2, 32, 64), np.float32)
-    >>> y = bit_linear(x, weight)  # rounded at every call, as BitNet is trained
+    >>> y = bit_linear(x, weight)  # rounds x and weight at every call
     >>> y, scale = bit_linear_forward(x, weight)
     >>> dx, dweight, _ = bit_linear_backward(y, x, weight, None, scale)
     >>> assert dweight.shape == weight.shape
@@ -86,7 +88,7 @@ def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
     operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
 )
 def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Array]:
-    """Return y as bit_linear does, and the scale of the weight."""
+    """Return y of bit_linear, and the scale of the weight."""
     outputs, wide = len(weight), np.promote_types(x.dtype, FLOAT32)
     codes, scales = _rows(flat(x))
     w_scale = _weight_scale(weight)
@@ -105,35 +107,39 @@ def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tu
 def _launch(x: Array, weight: Array, bias: Array | None) -> Any:
     outputs, inputs = weight.shape
     if inputs > MOST_INPUTS:
-        return no_kernel(f"{inputs} inputs are more than 32 bits hold sums of: {MOST_INPUTS}")
+        return no_kernel(f"sums of {inputs} products may overflow 32 bits; at most {MOST_INPUTS}")
     w_scale = _launch_scale(weight)
     codes = empty(weight.shape, INT8, like=x)
     _launch_codes(weight, codes, w_scale)
     x_codes, scales, _ = launch_quantize(x, least=LEAST)
     y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
-    launch_product(y, x_codes, scales, codes, w_scale, one=True, bias=packed(bias))
+    launch_product(y, x_codes, scales, codes, w_scale, one_scale=True, bias=packed(bias))
     return y, w_scale
 
 
 def _launch_scale(weight: Array) -> Array:
-    go = walk(weight)
-    blocks = min(SUMS, go.tiles)
+    """Return the scale of the weight, computed by the kernel."""
+    plan = walk(weight)
+    blocks = min(SUMS, plan.tiles)
     sums, w_scale = (empty((n,), FLOAT32, like=weight) for n in (blocks, 1))
-    kernel = _kernel("bit_scale", go, weight, weight.dtype)
+    kernel = _kernel("bit_scale", plan, weight, weight.dtype)
     arrived = counters(1, weight)
-    kernel[blocks, THREADS](*go.arrays, sums, arrived, w_scale, go.rows, go.tiles, weight.size)
+    kernel[blocks, THREADS](
+        *plan.arrays, sums, arrived, w_scale, plan.rows, plan.tiles, weight.size
+    )
     return w_scale
 
 
 def _launch_codes(weight: Any, codes: Array, w_scale: Array) -> None:
-    """Write codes of a weight, or of a part of it, in their dtype."""
-    go = walk(weight, codes)
-    kernel = _kernel("bit_codes", go, weight, codes.dtype)
-    kernel[go.tiles, THREADS](*go.arrays, go.rows, w_scale)
+    """Write the codes of a weight, or of a part of it, to codes, in the dtype of codes."""
+    plan = walk(weight, codes)
+    kernel = _kernel("bit_codes", plan, weight, codes.dtype)
+    kernel[plan.tiles, THREADS](*plan.arrays, plan.rows, w_scale)
 
 
-def _kernel(name: str, go: Walk, like: Array, codes: Any) -> Any:
-    chosen = constants(like.dtype, go.lanes, U=codes, STRIDED=go.strided)
+def _kernel(name: str, plan: Walk, like: Array, codes: Any) -> Any:
+    """Return a kernel of bit_linear.cu for arrays traversed by a plan."""
+    chosen = constants(like.dtype, plan.lanes, U=codes, STRIDED=plan.strided)
     return load("bit_linear.cu", name, like, chosen)
 
 
@@ -151,12 +157,12 @@ def bit_linear_backward(
     rows, wide = flat(dy), np.promote_types(x.dtype, FLOAT32)
     dx = dweight = dbias = None
     if wanted is None or "x" in wanted:
-        made = empty((len(rows), x.shape[-1]), x.dtype, like=x)
+        dx_rows = empty((len(rows), x.shape[-1]), x.dtype, like=x)
         for part in _chunks(weight, x.shape[-1], len(weight)):
             sums = gemm(rows, weight_codes(weight[:, part], w_scale), dtype=wide)
             sums *= w_scale
-            made[:, part] = sums
-        dx = made.reshape(x.shape)
+            dx_rows[:, part] = sums
+        dx = dx_rows.reshape(x.shape)
     if wanted is None or "weight" in wanted:
         codes, scales = _rows(flat(x))
         dweight = gemm(rows.T, (codes.astype(wide) * scales).astype(x.dtype, copy=False))
@@ -179,29 +185,29 @@ def _launch_backward(
     w_scale: Array,
     wanted: Set[str] | None,
 ) -> Any:
-    asked, rows = asked_of(wanted, x=x, weight=weight, bias=bias), flat(dy)
-    dx = _launch_dx(rows, x, weight, w_scale) if "x" in asked else None
-    dweight = gemm(rows.T, _launch_rounded(x)) if "weight" in asked else None
-    dbias = row_sum(rows, bias.dtype) if bias is not None and "bias" in asked else None
+    needed, rows = asked_of(wanted, x=x, weight=weight, bias=bias), flat(dy)
+    dx = _launch_dx(rows, x, weight, w_scale) if "x" in needed else None
+    dweight = gemm(rows.T, _launch_rounded(x)) if "weight" in needed else None
+    dbias = row_sum(rows, bias.dtype) if bias is not None and "bias" in needed else None
     return dx, dweight, dbias
 
 
 def _launch_dx(rows: Array, x: Array, weight: Any, w_scale: Array) -> Array:
-    """Return the gradient of x, by chunks of columns of the weight."""
+    """Return the gradient of x, computed in chunks of columns of the weight."""
     outputs, inputs = weight.shape
     dx: Any = empty((len(rows), inputs), x.dtype, like=x)
     for part in _chunks(weight, inputs, outputs):
         codes = empty((outputs, part.stop - part.start), weight.dtype, like=x)
         _launch_codes(weight[:, part], codes, w_scale)
-        go = walk(gemm(rows, codes, dtype=FLOAT32), dx[:, part])
-        kernel = _kernel("bit_gradient", go, x, x.dtype)
-        kernel[go.tiles, THREADS](*go.arrays, go.rows, w_scale)
-        del codes, go  # before the next ones are made
+        plan = walk(gemm(rows, codes, dtype=FLOAT32), dx[:, part])
+        kernel = _kernel("bit_gradient", plan, x, x.dtype)
+        kernel[plan.tiles, THREADS](*plan.arrays, plan.rows, w_scale)
+        del codes, plan  # frees their arrays before the next chunk is allocated
     return dx.reshape(x.shape)
 
 
 def _launch_rounded(x: Array) -> Array:
-    """Return the rows of x as they were rounded."""
+    """Return the rows of x after rounding: codes times scales."""
     codes, _, tops = launch_quantize(x, least=LEAST)
     rounded = empty(flat(codes).shape, x.dtype, like=x)
     launch_dequantize(rounded, flat(codes), tops.reshape(len(rounded)))
@@ -209,25 +215,25 @@ def _launch_rounded(x: Array) -> Array:
 
 
 def _chunks(weight: Any, length: int, other: int) -> Any:
-    """Return slices of an axis of the weight, beside another."""
+    """Yield slices of an axis of ``length``, each of about CHUNK values with the ``other`` axis."""
     step = max(1, CHUNK // max(1, other))
     starts = representative_steps(weight, range(0, length, step))
     return (slice(start, min(start + step, length)) for start in starts)
 
 
 def _rows(rows: Any) -> tuple[Array, Array]:
-    """Return rows as integers -127 .. 127 and the scales."""
+    """Return rows rounded to integers -127 .. 127, and their scales."""
     return row_codes(rows, row_tops(rows))
 
 
 def row_tops(rows: Any) -> Array:
-    """Return the largest size in each row, (rows, 1)."""
+    """Return the largest absolute value of each row, (rows, 1)."""
     x = rows.astype(np.promote_types(rows.dtype, FLOAT32), copy=False)
     return np.abs(x).max(axis=1, keepdims=True) if x.shape[1] else x.sum(axis=1, keepdims=True)
 
 
 def row_codes(rows: Any, tops: Array) -> tuple[Array, Array]:
-    """Return rows as integers -127 .. 127 in their own dtype, which holds them, and the scales."""
+    """Return rows rounded to integers -127 .. 127, in their own dtype, and their scales."""
     wide: Any = tops.dtype
     top = np.maximum(tops, wide.type(LEAST))
     codes = np.rint(rows.astype(wide, copy=False) * (wide.type(LARGEST) / top))
@@ -235,12 +241,12 @@ def row_codes(rows: Any, tops: Array) -> tuple[Array, Array]:
 
 
 def _weight_scale(weight: Any) -> Array:
-    """Return the mean of |w|, as an array of one."""
+    """Return the mean of |w|, an array of one element."""
     return mean_size(sum_of_sizes(weight), weight.size)
 
 
 def sum_of_sizes(weight: Any) -> Array:
-    """Return the sum of |w|, as an array of one."""
+    """Return the sum of |w|, an array of one element."""
     wide: Any = np.promote_types(weight.dtype, FLOAT32)
     total = np.zeros_like(weight, dtype=wide, shape=1)
     for part in _chunks(weight, len(weight), weight.shape[1]):
@@ -249,13 +255,13 @@ def sum_of_sizes(weight: Any) -> Array:
 
 
 def mean_size(total: Any, count: int) -> Array:
-    """Return the scale of a weight of so many values."""
+    """Return the scale of a weight of ``count`` values, from the sum of their absolute values."""
     wide: Any = total.dtype
     scale: Array = np.maximum(total / wide.type(max(1, count)), wide.type(LEAST))
     return scale
 
 
 def weight_codes(weight: Any, w_scale: Any) -> Array:
-    """Return -1, 0 and 1 in the dtype of the weight."""
+    """Return the codes -1, 0 and 1 of a weight, in its dtype."""
     codes = np.rint(weight.astype(w_scale.dtype, copy=False) * (1 / w_scale))
     return np.clip(codes, -1, 1).astype(weight.dtype, copy=False)

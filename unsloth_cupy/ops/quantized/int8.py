@@ -1,4 +1,4 @@
-"""Weights of eight bits: those of bitsandbytes, codes and a scale for each row.
+"""8-bit weights in the format of bitsandbytes: int8 codes, and a scale for each row.
 
 w = codes * absmax / 127
 
@@ -23,21 +23,22 @@ from .weight import Quantized, check_finite, checked_weight, on_gpu
 
 
 def int8_weight(w: Array) -> "Int8":
-    """Quantize a weight to eight bits: each row is integers -127 .. 127 times a scale.
+    """Quantize a weight to 8 bits: each row is integers -127 .. 127 times a scale.
 
     Parameters
     ----------
     w : (outputs, inputs) float
+        The dense weight.
 
     Returns
     -------
     weight : Int8
-        Where w is; its codes and absmax are those of bitsandbytes.
+        On the device of w; its codes and absmax are those of bitsandbytes.
 
     Raises
     ------
     RangeError
-        A value is not finite; the message names its place.
+        A value is not finite; the message names its position.
     ShapeError, DTypeError
         w is not a matrix of floats, or is quantized already.
 
@@ -60,23 +61,22 @@ def int8_weight(w: Array) -> "Int8":
 
 
 class Int8(Quantized):
-    """A frozen weight of eight bits: see ``Quantized`` for what products and listings ask of it.
+    """A frozen 8-bit weight; see ``Quantized`` for its interface.
 
-    ``linear`` and its relatives compute with x as it is; ``int8_linear`` rounds x too.
+    ``linear`` and the other ops that take a ``Quantized`` do not round x; ``int8_linear`` does.
 
     Attributes
     ----------
     codes : (outputs, inputs) int8
-        -127 .. 127.
+        The codes, in -127 .. 127.
     absmax : (outputs,) float32
-        The greatest size of each row, which a code of 127 stands for.
+        The largest absolute value of each row, which a code of 127 stands for.
 
     Notes
     -----
-    Of products on a GPU, 1 to 16 rows read the codes once, as they lie: the weight is all that such
-    a product waits for.  More rows multiply chunks of the weight that are dequantized into L2:
-    tensor cores would wait for codes that become floats inside of a product, again for each tile
-    of rows.
+    On a GPU, a product of 1 to 16 rows reads the codes directly, once: its time is that of reading
+    the weight.  A product of more rows uses chunks of the weight that are dequantized into L2: if
+    codes became floats inside the product, tensor cores would wait for it in each tile of rows.
     """
 
     KIND = "int8"
@@ -87,24 +87,24 @@ class Int8(Quantized):
         self.shape = (int(codes.shape[0]), int(codes.shape[1]))
 
     def held(self) -> dict[str, Any]:
-        """Return the arrays that the weight is kept in, by name."""
+        """Return the arrays that store the weight, by name."""
         return {"codes": self.codes, "absmax": self.absmax}
 
     def facts(self) -> dict[str, Any]:
-        """Return what its class takes beside the arrays of ``held`` to make the weight again."""
+        """Return the arguments of the constructor other than the arrays of ``held``."""
         return {"dtype": self.dtype}
 
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns: codes, and the greatest sizes of whole rows."""
+        """Return rows or columns; a part of a row keeps the absmax of the whole row."""
         codes = [self.codes[:, where] if axis else self.codes[where] for where in places]
-        sizes = [self.absmax] if axis else [self.absmax[where] for where in places]
-        return type(self)(np.concatenate(codes, axis), np.concatenate(sizes), dtype=self.dtype)
+        absmax = [self.absmax] if axis else [self.absmax[where] for where in places]
+        return type(self)(np.concatenate(codes, axis), np.concatenate(absmax), dtype=self.dtype)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         codes = self.codes[rows, columns]
-        made = empty(codes.shape, dtype, like=self.codes)
-        int8_dequantize_(made, codes, self.absmax[rows])
-        return made
+        dense = empty(codes.shape, dtype, like=self.codes)
+        int8_dequantize_(dense, codes, self.absmax[rows])
+        return dense
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
         if len(x) > MOST_ROWS or not on_gpu(x) or x.dtype not in KERNEL_DTYPES:
@@ -115,31 +115,31 @@ class Int8(Quantized):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the arrays that bitsandbytes writes to a file, by the ends of their names."""
-        rows = placed(np.zeros((), np.uint8), self.codes)  # how the codes lie: row by row
-        return {"weight": self.codes, "SCB": self.absmax, "weight_format": rows}
+        """Return the arrays that bitsandbytes saves, by the ends of their names."""
+        row_major = placed(np.zeros((), np.uint8), self.codes)  # 0: the codes are in row order
+        return {"weight": self.codes, "SCB": self.absmax, "weight_format": row_major}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
-        """Return what ``quantization_config`` says of such weights, to be computed in a dtype."""
+        """Return the ``quantization_config`` of a checkpoint with such weights."""
         facts = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
         return {**facts, "llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}
 
     def requantized(self, w: Array) -> Self:
-        """Return another matrix of the same shape, quantized as this one is."""
-        made: Any = int8_weight(w)
-        return made
+        """Return another matrix, quantized in the same way as this one."""
+        quantized: Any = int8_weight(w)
+        return quantized
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], dtype: Any = FLOAT32) -> Self:
-        """Return the weight of arrays that ``state`` gave, or that bitsandbytes wrote.
+        """Return the weight from the arrays of ``state``, or from those that bitsandbytes saved.
 
-        A file does not say what dtype the weight had: ``dtype`` does.
+        ``dtype`` is the dtype of the dense weight, which files do not contain.
 
         Raises
         ------
         ConfigError
-            An array is missing, or is not of the shape, the dtype or the values that the others
-            ask for; the message names it.
+            An array is missing, or its shape, dtype or values do not fit the other arrays; the
+            message names it.
         """
         call = "Int8.from_state"
         codes: Any = named(call, state).get("weight")
@@ -149,9 +149,9 @@ class Int8(Quantized):
         codes = array_of(call, state, "weight", shape, INT8)
         absmax = array_of(call, state, "SCB", shape[:1], FLOAT32)
         if to_numpy(state.get("weight_format", np.zeros(()))).any():
-            raise ConfigError(f"{call}: codes do not lie row by row; save them by a newer program")
+            raise ConfigError(f"{call}: codes are not in row order; save them with a newer program")
         if bool((absmax < 0).any()):
-            raise ConfigError(f"{call}: SCB holds a negative number; it must hold sizes of rows")
+            raise ConfigError(f"{call}: SCB holds a negative number; all must be 0 or more")
         if bool((codes == -128).any()):
             raise ConfigError(f"{call}: weight holds -128; codes are in -127 .. 127")
         return cls(codes, absmax, dtype=float_dtype(call, dtype))

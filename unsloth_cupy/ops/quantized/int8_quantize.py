@@ -1,4 +1,4 @@
-"""Rows as integers of eight bits, and a scale a row.
+"""Row-wise int8 quantization: integers, and one scale per row.
 
 absmax = max |x|        codes = round(x * (127 / absmax))        scales = absmax / 127
 
@@ -17,14 +17,16 @@ def int8_quantize(x: Array) -> tuple[Array, Array]:
     Parameters
     ----------
     x : (*rows, columns) float
+        Rows; any number of leading axes.
 
     Returns
     -------
     codes : (*rows, columns) int8
         x / scale, rounded to the nearest integer, ties to even.
     scales : (*rows,) float32
-        The greatest size of a row, by 127; 0 for a row below 1.5e-36, whose codes are 0.  NaN for
-        a row that holds NaN or infinity, and whose codes are 0: nothing hides it.
+        The largest absolute value of each row, divided by 127.  A row whose largest value is below
+        1.5e-36 has a scale of 0 and codes of 0.  A row that holds NaN or infinity has a scale of
+        NaN, so that the error stays visible, and codes of 0.
 
     Raises
     ------
@@ -47,7 +49,7 @@ def int8_quantize(x: Array) -> tuple[Array, Array]:
     no_gradient="its results are integers; int8_linear has a gradient",
 )
 def int8_quantize_forward(x: Array) -> tuple[Array, Array, Array]:
-    """Return codes and scales as int8_quantize does, and the greatest size of each row."""
+    """Return codes and scales of int8_quantize, and the largest absolute value of each row."""
     return quantized(x)
 
 

@@ -148,5 +148,5 @@ def test_a_backward_op_refuses_tables_too_wide() -> None:
         lambda: uc.rope_backward(x, *tables, None),
         lambda: uc.rope_qk_backward(x, x, *tables, None),
     ):
-        with pytest.raises(ShapeError, match="turns 6 columns"):
+        with pytest.raises(ShapeError, match="rotates 6 columns"):
             call()

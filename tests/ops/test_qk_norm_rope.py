@@ -135,7 +135,7 @@ def test_wrong_calls() -> None:
         uc.qk_norm_rope(q, k, *weights, *tables, eps=-1.0)
     with pytest.raises(ShapeError, match="k_weight has dim=7; it must be 8"):
         uc.qk_norm_rope(q, k, weights[0], weights[1][:7], *tables)
-    with pytest.raises(ShapeError, match="turns 10 columns"):
+    with pytest.raises(ShapeError, match="rotates 10 columns"):
         uc.qk_norm_rope(q, k, *weights, *uc.rope_tables(9, 10))
     with pytest.raises(DTypeError, match="q_weight is float64; it must be float32"):
         uc.qk_norm_rope(q, k, weights[0].astype(float), weights[1], *tables)

@@ -277,7 +277,7 @@ def test_more_tokens_than_positions() -> None:
 
 def test_wrong_shapes_and_dtypes() -> None:
     q, k = _qk()
-    with pytest.raises(ShapeError, match="turns 10 columns"):
+    with pytest.raises(ShapeError, match="rotates 10 columns"):
         uc.rope(q, *uc.rope_tables(9, 10))
     with pytest.raises(ShapeError, match="positions has tokens=2; it must be 3"):
         uc.rope(q, *uc.rope_tables(9, 8), np.array([0, 1]))

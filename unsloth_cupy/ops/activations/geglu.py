@@ -1,4 +1,4 @@
-"""The gate of Gemma's feed-forward layer.
+"""GEGLU, the gated activation of Gemma's feed-forward layer.
 
 y = gelu(gate) * up        gelu(x) = x * (1 + erf(x / sqrt(2))) / 2
                            approximately x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3))) / 2
@@ -19,17 +19,17 @@ from .swiglu import sigmoid
 
 CUBIC = 0.044715
 STEEPNESS = math.sqrt(2 / math.pi)
-FAR = 40.0  # from here on shares are 0 or 1 in float64 too; x**3 may not overflow
+FAR = 40.0  # from |x| = 40 on gelu(x) / x is 0 or 1 even in float64; clipping avoids x**3 = inf
 
 
 @op("gate(*axes), up(*axes) -> y(*axes)", torch=lambda nn, t, o: nn.gelu(t["gate"]) * t["up"])
 def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
-    """Gate up by the Gaussian error linear unit of gate: ``y = gelu(gate) * up``.
+    """Multiply up by the Gaussian error linear unit of gate: ``y = gelu(gate) * up``.
 
     Parameters
     ----------
     gate, up : (*axes) float
-        Of one shape and dtype.
+        Both have the same shape and dtype.
     approximate : bool
         True for the formula with tanh (Hugging Face's ``gelu_pytorch_tanh``), False for erf.
 
@@ -52,7 +52,7 @@ def geglu(gate: Array, up: Array, *, approximate: bool = False) -> Array:
     >>> _ = geglu_backward_(np.ones_like(y), gate, up, approximate=True)
     >>> np.testing.assert_array_equal(up, dup)
     """
-    y = _share(gate, approximate)
+    y = _factor(gate, approximate)
     y *= gate
     y *= up
     return y
@@ -63,14 +63,14 @@ def geglu_backward(
     dy: Array, gate: Array, up: Array, *, approximate: bool = False
 ) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
-    share = _share(gate, approximate)
-    slope = _rise(gate, share, approximate)
-    slope += share
+    factor = _factor(gate, approximate)
+    slope = _slope_term(gate, factor, approximate)
+    slope += factor
     slope *= up
     slope *= dy
-    share *= gate
-    share *= dy
-    return slope, share
+    factor *= gate
+    factor *= dy
+    return slope, factor
 
 
 geglu_backward_over_ = written_over(geglu_backward, "gate", "up")
@@ -80,38 +80,38 @@ by_element(geglu_backward, "geglu.cu", APPROXIMATE="approximate")
 by_element(geglu_backward_over_, "geglu.cu", APPROXIMATE="approximate")
 
 
-def _share(x: Array, approximate: bool) -> Array:
+def _factor(x: Array, approximate: bool) -> Array:
     """Return ``gelu(x) / x``, between 0 and 1, in a new array."""
-    # sigmoid and erfc, for 1 + tanh and 1 + erf cancel where x is far below 0
+    # sigmoid and erfc, because 1 + tanh and 1 + erf cancel where x is far below 0
     if approximate:
-        near = np.clip(x, -FAR, FAR)
-        return sigmoid(_bent(near, CUBIC))
-    share = np.multiply(x, -math.sqrt(0.5), out=np.empty_like(x))
-    scipy_of("special", x).erfc(share, out=share)
-    share /= 2
-    return share
+        clipped = np.clip(x, -FAR, FAR)
+        return sigmoid(_polynomial_(clipped, CUBIC))
+    factor = np.multiply(x, -math.sqrt(0.5), out=np.empty_like(x))
+    scipy_of("special", x).erfc(factor, out=factor)
+    factor /= 2
+    return factor
 
 
-def _rise(x: Array, share: Array, approximate: bool) -> Array:
-    """Return x times the derivative of its share; 0 where x is far from 0."""
-    near = np.clip(x, -FAR, FAR)
+def _slope_term(x: Array, factor: Array, approximate: bool) -> Array:
+    """Return x times the derivative of ``_factor(x)``; 0 where x is far from 0."""
+    clipped = np.clip(x, -FAR, FAR)
     if approximate:
-        steep = _bent(near, 3 * CUBIC)  # 1 - tanh^2 = 4 s (1 - s)
-        steep *= share
-        steep *= 1 - share
-        return steep
-    bell = np.multiply(near, near, out=np.empty_like(near))
-    bell /= -2
-    near *= np.exp(bell, out=bell)
-    near /= math.sqrt(2 * math.pi)
-    return near
+        slope = _polynomial_(clipped, 3 * CUBIC)  # 1 - tanh^2 = 4 s (1 - s)
+        slope *= factor
+        slope *= 1 - factor
+        return slope
+    gaussian = np.multiply(clipped, clipped, out=np.empty_like(clipped))
+    gaussian /= -2
+    clipped *= np.exp(gaussian, out=gaussian)
+    clipped /= math.sqrt(2 * math.pi)
+    return clipped
 
 
-def _bent(near: Array, cubic: float) -> Array:
-    """Write ``2 * STEEPNESS * near * (1 + cubic * near**2)`` over near, and return it."""
-    bend = cubic * near
-    bend *= near
-    bend += 1
-    near *= 2 * STEEPNESS
-    near *= bend
-    return near
+def _polynomial_(x: Array, cubic: float) -> Array:
+    """Overwrite x with ``2 * STEEPNESS * x * (1 + cubic * x**2)`` and return it."""
+    square = cubic * x
+    square *= x
+    square += 1
+    x *= 2 * STEEPNESS
+    x *= square
+    return x

@@ -1,4 +1,4 @@
-"""The squared rectifier of BitNet's feed-forward layer.
+"""Squared ReLU, the activation of BitNet's feed-forward layer.
 
 y = max(x, 0)**2
 

@@ -17,7 +17,7 @@ from ...core.target import limits
 from ..common.rows import held_rows
 from ..common.strides import row_layout
 
-HELD = 32  # registers of a thread that a row may fill: two blocks of 512 threads fit on an SM
+HELD = 32  # registers per thread for elements of a row: two blocks of 512 threads fit on an SM
 
 
 @op(
@@ -26,25 +26,26 @@ HELD = 32  # registers of a thread that a row may fill: two blocks of 512 thread
     torch=lambda nn, t, o: nn.softmax(t["x"], dim=-1),
 )
 def softmax(x: Array, *, scale: float = 1.0) -> Array:
-    """Turn each row into shares that add up to 1: ``y = exp(scale * x) / sum(exp(scale * x))``.
+    """Return the softmax of each row, ``y = exp(scale * x) / sum(exp(scale * x))``.
 
     Parameters
     ----------
     x : (*rows, columns) float
-        An element of -inf gets 0, and so does each element of a row that holds nothing else.
+        An element of -inf gets 0, even in a row of only -inf.
     scale : float
         Inverse temperature.
 
     Returns
     -------
     y : (*rows, columns) float
+        Each row sums to 1, or to 0 if all its elements are -inf.
 
     Raises
     ------
     ConfigError
         scale is not finite.
     ShapeError, DTypeError
-        x is not a float array with an axis.
+        x is not a float array, or has no axis.
 
     Examples
     --------
@@ -87,7 +88,7 @@ def _launch_backward(dy: Array, y: Array, scale: float) -> Array:
 
 
 def _launch_rows(name: str, operands: tuple[Any, ...], result: Any, scale: float) -> None:
-    """Launch a kernel of softmax.cu, with the rows shared out to threads, blocks and clusters."""
+    """Launch a kernel of softmax.cu, in which threads, a block or a cluster compute each row."""
     columns = result.shape[-1]
     arrays, layout = row_layout(*operands)
     width = lanes(layout.alignment(columns), *arrays)
@@ -100,14 +101,14 @@ def _launch_rows(name: str, operands: tuple[Any, ...], result: Any, scale: float
 
 @cache
 def _constants(dtype: Any, columns: int, lanes: int, arrays: int, clusters: bool) -> Constants:
-    """Return the constants of softmax.cu, whose threads hold a register of each array a value.
+    """Return the constants of softmax.cu, whose threads hold a value of each array in a register.
 
-    Rows are read once up to 262,144 columns forward and 131,072 backward, before sm_90 up to
-    32,768 and 16,384.
+    Rows are read only once up to 262,144 columns in the forward and 131,072 in the backward pass;
+    before sm_90 up to 32,768 and 16,384.
     """
     return Constants(T=dtype, **held_rows(columns, HELD // arrays, lanes, clusters))
 
 
 def finite(top: Array) -> Array:
-    """Return top, with 0 for -inf: so a row of nothing but -inf stays free of -inf - -inf."""
+    """Return the row maxima with 0 for -inf, so that a row of only -inf avoids -inf - -inf."""
     return np.where(top == -np.inf, top.dtype.type(0), top)

@@ -1,4 +1,4 @@
-"""The gate of Llama's feed-forward layer.
+"""SwiGLU, the gated activation of Llama's feed-forward layer.
 
 y = silu(gate) * up        silu(x) = x * sigmoid(x)
 
@@ -15,12 +15,12 @@ from ..common.in_place import in_place, written_over
 
 @op("gate(*axes), up(*axes) -> y(*axes)", torch=lambda nn, t, o: nn.silu(t["gate"]) * t["up"])
 def swiglu(gate: Array, up: Array) -> Array:
-    """Gate up by the swish of gate: ``y = gate * sigmoid(gate) * up``.
+    """Multiply up by the swish of gate: ``y = gate * sigmoid(gate) * up``.
 
     Parameters
     ----------
     gate, up : (*axes) float
-        Of one shape and dtype.
+        Both have the same shape and dtype.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def swiglu(gate: Array, up: Array) -> Array:
     >>> y = swiglu(gate, up)
     >>> np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
     >>> dgate, dup = swiglu_backward(np.ones_like(y), gate, up)
-    >>> _ = swiglu_backward_(np.ones_like(y), gate, up)  # over gate and up
+    >>> _ = swiglu_backward_(np.ones_like(y), gate, up)  # overwrites gate and up
     >>> np.testing.assert_array_equal(gate, dgate)
     """
     y = sigmoid(gate)
@@ -51,11 +51,11 @@ def swiglu(gate: Array, up: Array) -> Array:
 @swiglu.gradient
 def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
-    share = sigmoid(gate)
-    dup = share * gate
-    slope = 1 - share  # silu' = s + x s (1 - s)
+    sigma = sigmoid(gate)
+    dup = sigma * gate
+    slope = 1 - sigma  # silu' = s + x s (1 - s) with s = sigmoid(x)
     slope *= dup
-    slope += share
+    slope += sigma
     slope *= up
     slope *= dy
     dup *= dy
@@ -69,9 +69,9 @@ swiglu_backward_ = in_place(swiglu_backward_over_)
 
 
 def sigmoid(x: Array) -> Array:
-    """Return ``1 / (1 + exp(-x))`` in a new array; exact at both ends."""
+    """Return ``1 / (1 + exp(-x))`` in a new array; exact for very small and very large x."""
     y = np.negative(x, out=np.empty_like(x))
-    with np.errstate(over="ignore"):  # an infinite exp gives the right limit: 0
+    with np.errstate(over="ignore"):  # an infinite exp gives the correct limit: 0
         np.exp(y, out=y)
     y += 1
     return np.reciprocal(y, out=y)

@@ -1,9 +1,9 @@
-"""Llama's feed-forward layer, whose inner activations never exist as a whole.
+"""Llama's feed-forward layer, computed in chunks of rows to save memory.
 
 y = (silu(x gate_weight^T) * (x up_weight^T)) down_weight^T
 
-Row by row independent, so chunks of rows go through all three products; backward makes the inner
-activations of a chunk anew.
+Rows are independent, so each chunk goes through all three products, and the inner activations of
+all rows are never in memory together.  Backward recomputes those of a chunk.
 
 Shazeer, GLU Variants Improve Transformer, 2020.
 """
@@ -24,9 +24,9 @@ from ..common.steps import representative_steps
 from ..linear.linear import flat
 from .swiglu import swiglu, swiglu_backward
 
-CHUNK_BYTES = 32 * 2**20  # of one inner activation
-CHUNKS = 8  # at least: then the inner activations of backward are small beside one whole one
-CHUNK_ROWS = 32  # of fewer rows a matrix product is no faster than its weights can be read
+CHUNK_BYTES = 32 * 2**20  # the most that one inner activation of a chunk takes
+CHUNKS = 8  # at least: then all inner activations of backward are small beside one of all rows
+CHUNK_ROWS = 32  # with fewer rows, reading the weights bounds a matrix product
 
 
 @op(
@@ -52,7 +52,7 @@ def swiglu_mlp(
     *,
     chunk: int | None = None,
 ) -> Array:
-    """Return ``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T`` in little memory.
+    """Return ``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, chunk by chunk.
 
     Parameters
     ----------
@@ -60,12 +60,13 @@ def swiglu_mlp(
     gate_weight, up_weight : (inner, hidden) float, or quantized weights
     down_weight : (outputs, inner) float, or a quantized weight
     chunk : int, optional
-        Rows at a time.  Where absent an eighth of them, at least 32, and at most as many as make
+        Rows per chunk.  By default an eighth of them, at least 32, and at most as many as make
         32 MiB of one inner activation.
 
     Returns
     -------
     y : (*rows, outputs) float
+        The output of the layer for each row.
 
     Raises
     ------
@@ -127,17 +128,18 @@ def _launch_backward(
     wanted: Set[str] | None,
 ) -> tuple[Array | None, ...]:
     arrays = x, gate_weight, up_weight, down_weight
-    return _backward(dy, *arrays, chunk, wanted, x.dtype, _activated, _turned)
+    return _backward(dy, *arrays, chunk, wanted, x.dtype, _activated, _activated_backward_)
 
 
 def _activated(gate: Array, up: Array) -> Array:
+    """Return swiglu of gate and up, which are contiguous, by its kernel."""
     inner = empty(gate.shape, gate.dtype, like=gate)
     launch_rows("swiglu.cu", "swiglu", (gate, up), (inner,))
     return inner
 
 
-def _turned(dinner: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-    """Write the gradients of gate and up over gate and up, and return them."""
+def _activated_backward_(dinner: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+    """Overwrite gate and up with their gradients, and return them."""
     launch_rows("swiglu.cu", "swiglu_backward", (dinner, gate, up), (gate, up))
     return gate, up
 
@@ -151,14 +153,14 @@ def _forward(
     dtype: Any,
     activate: Callable[[Array, Array], Array],
 ) -> Array:
-    """Return y; inner activations are of the dtype."""
+    """Return y; inner activations have the given dtype."""
     rows = flat(x)
     y = empty((len(rows), len(down_weight)), x.dtype, like=x)
     for part in _parts(rows, gate_weight, chunk):
         gate = gemm(rows[part], gate_weight.T, dtype=dtype)
         up = gemm(rows[part], up_weight.T, dtype=dtype)
         gemm(activate(gate, up), down_weight.T, out=y[part])
-        del gate, up  # before the next chunk's are made
+        del gate, up  # free them before the next chunk
     return y.reshape(*x.shape[:-1], len(down_weight))
 
 
@@ -172,25 +174,25 @@ def _backward(
     wanted: Set[str] | None,
     dtype: Any,
     activate: Callable[[Array, Array], Array],
-    turn: Callable[[Array, Array, Array], tuple[Array, Array]],
+    activate_backward: Callable[[Array, Array, Array], tuple[Array, Array]],
 ) -> tuple[Array | None, ...]:
-    """Return the gradients; what backward makes anew is of the dtype."""
-    rows, seeds, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
+    """Return the gradients; the recomputed inner activations have the given dtype."""
+    rows, drows, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    asked = asked_of(wanted, x=x, **weights)
+    requested = asked_of(wanted, x=x, **weights)
     sums = {
         name: _zeros(weight.shape, wide, like=x)
         for name, weight in weights.items()
-        if name in asked
+        if name in requested
     }
-    dx = empty(rows.shape, x.dtype, like=x) if "x" in asked else None
+    dx = empty(rows.shape, x.dtype, like=x) if "x" in requested else None
     for part in _parts(rows, gate_weight, chunk):
         gate = gemm(rows[part], gate_weight.T, dtype=dtype)
         up = gemm(rows[part], up_weight.T, dtype=dtype)
         if "down_weight" in sums:
-            gemm(seeds[part].T, activate(gate, up), out=sums["down_weight"], add=True)
-        dgate, dup = turn(gemm(seeds[part], down_weight, dtype=dtype), gate, up)
-        del gate, up  # a launch has written dgate and dup over them
+            gemm(drows[part].T, activate(gate, up), out=sums["down_weight"], add=True)
+        dgate, dup = activate_backward(gemm(drows[part], down_weight, dtype=dtype), gate, up)
+        del gate, up  # the launch has overwritten them with dgate and dup
         if "gate_weight" in sums:
             gemm(dgate.T, rows[part], out=sums["gate_weight"], add=True)
         if "up_weight" in sums:
@@ -199,19 +201,20 @@ def _backward(
             both = gemm(dgate, gate_weight, dtype=wide)
             dx[part] = rounded(gemm(dup, up_weight, out=both, add=True), x.dtype)
             del both
-        del dgate, dup  # before the next chunk's are made
+        del dgate, dup  # free them before the next chunk
     dweights = (rounded(sums.get(name), weight.dtype) for name, weight in weights.items())
     return None if dx is None else dx.reshape(x.shape), *dweights
 
 
 def _zeros(shape: Any, dtype: Any, like: Array) -> Array:
+    """Return zeros in the library and on the device of an array."""
     zeros = empty(shape, dtype, like=like)
     zeros[...] = 0
     return zeros
 
 
 def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
-    """Yield slices that cover the rows, each of chunk rows but the last."""
+    """Yield slices of chunk rows each; the last may have fewer."""
     if chunk is None:
         most = max(1, CHUNK_BYTES // max(1, len(weight) * rows.itemsize))
         chunk = min(most, max(CHUNK_ROWS, -(-len(rows) // CHUNKS)))
@@ -220,6 +223,7 @@ def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
 
 
 def _check(chunk: int | None) -> None:
+    """Raise ConfigError unless chunk is None or positive."""
     if chunk is not None and chunk <= 0:
         raise ConfigError(f"swiglu_mlp(chunk={chunk}): chunk must be a positive number of rows")
 
@@ -228,7 +232,7 @@ swiglu_mlp.require(_check)
 swiglu_mlp_backward.require(_check)
 
 
-swiglu_mlp_backward.facts["operations"] = lambda a: (  # gate and up again, then their gradients
+swiglu_mlp_backward.facts["operations"] = lambda a: (  # recompute gate and up, then the gradients
     2 * a["x"].size * a["gate_weight"].shape[0] * 2
     + 2 * a["dy"].size * a["down_weight"].shape[1]
     + 4 * a["x"].size * a["gate_weight"].shape[0] * (a.get("dx") is not None)

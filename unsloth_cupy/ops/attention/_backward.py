@@ -85,7 +85,7 @@ def workspace(
     of_bias = {"keys": keys, "queries": queries}.get(_summed(bias), 0)
     of_query = 3 if itemsize == 4 else 2
     rows = of_query * _padded(queries) + of_bias + (0 if alibi is None else queries)
-    sums = 0 if one_pass is None else one_pass.beside(batch * heads * _padded(queries), dim)
+    sums = 0 if one_pass is None else one_pass.workspace(batch * heads * _padded(queries), dim)
     return batch * heads * rows * 4 + sums
 
 
@@ -138,7 +138,7 @@ def launch_backward(
     }
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
-        by_key = dx is not dq
+        by_key = dx is not dq  # blocks own keys, else queries
         if warpgroups:
             on = warpgroups.of(by_key)
             launch_on_warpgroups(on, by_key, inputs, (dx, dy, *sums), call, numbers)

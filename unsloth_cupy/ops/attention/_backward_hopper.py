@@ -65,8 +65,8 @@ class OnePass(Backward):
         """Return the bytes of a tile of dq in float32, with columns rounded up to panels of 64."""
         return self.tile * max(64, -(-dim // 64) * 64) * 4
 
-    def beside(self, rows: int, dim: int) -> int:
-        """Return the bytes of dq in float32, for the padded rows of all heads, and of the turns."""
+    def workspace(self, rows: int, dim: int) -> int:
+        """Return the bytes of dq in float32, for the padded rows of all heads, and of its turns."""
         tiles = rows // self.tile
         return tiles * self.sums(dim) + 4 * (1 + tiles)
 

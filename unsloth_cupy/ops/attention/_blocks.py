@@ -89,8 +89,8 @@ class Blocks:
         scores = self.group * min(rows, self.queries) * min(span, self.keys)
         room = (HOST_SCORES if self.on_host else DEVICE_SCORES) // max(1, scores)
         kv_heads = max(1, min(room, self.kv_heads))
-        alone = self.on_host and (self.each_batch or self.block_mask is not None)
-        self.steps = (1 if alone else max(1, room // kv_heads), kv_heads, rows)
+        single = self.on_host and (self.each_batch or self.block_mask is not None)
+        self.steps = (1 if single else max(1, room // kv_heads), kv_heads, rows)
 
     def walk(
         self, step: Callable[[Block], None], *, in_order: bool = False, serial: bool = False
@@ -103,6 +103,7 @@ class Blocks:
         """
 
         def run(blocks: list[Block]) -> None:
+            """Call step on the blocks of one task, in order, except those without keys."""
             for block in map(self._narrowed, blocks):
                 if not isinstance(block.keys, slice) or block.keys.start < block.keys.stop:
                     step(block)

@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
     keys: int
 
     def resident(self, size: int, shared: int, eight: bool = False) -> int:
-        """Return how many blocks of this size an SM should hold: up to 8 warps, or 12 in fours.
+        """Return how many blocks of this size an SM should hold: 8 warps, or 12 in blocks of 4.
 
         No more than the shared memory allows, so that the compiler may use the other registers.
         With ``eight``, never more than 8 warps: at 12, the addresses of a page and of a mask
@@ -119,7 +119,7 @@ def launch_decode(
         if spills:
             return no_kernel(f"head dim {max(dim, value_dim)} in float32 with masks or dropout")
         return no_kernel(f"head dims {dim}, {value_dim} are not multiples of 16, required for int8")
-    k, v, apart = batch_stride(k, v)
+    k, v, batch_tokens = batch_stride(k, v)
     (q,) = in_chunks(q)
     size = tiles.bytes(q.dtype.itemsize, dim, value_dim)
     eight = (by_pair and page_table is not None) or scales is not None
@@ -150,7 +150,7 @@ def launch_decode(
         parts = empty((sequences, slots, rows, value_dim + 4), np.float32, like=q)
         arrived = counters(sequences * slots, like=q)
     kernel = load("attention_decode.cu", "attention_decode", q, named)
-    numbers = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": apart}
+    numbers = {"options": call.numbers, "chunks": chunks, "slots": slots, "apart": batch_tokens}
     numbers |= {"row_pages": keys // page, "pages": pages}
     numbers["values"] = 0 if scales is None else scales.size // 2
     operands = call.operands if scales is None else (*call.operands[:-1], scales)

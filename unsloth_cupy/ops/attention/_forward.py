@@ -48,7 +48,7 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     tiles = call and resolve(size, dim, value_dim, level, limits(q), start)
     if call is None or tiles is None:
         return refused(q, v)
-    k, v, apart = batch_stride(k, v)
+    k, v, batch_tokens = batch_stride(k, v)
     (q,) = in_chunks(q)
     out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
     lse = empty((*batch, heads, queries), np.float32, like=q)
@@ -59,6 +59,6 @@ def launch_forward(q: Array, k: Array, v: Array, options: Options) -> Any:
     blocks *= -(-value_dim // columns)
     kernel = load("attention_forward.cu", "attention_forward", q, constants)
     kernel[blocks, tiles.threads, tiles.bytes(size, dim, value_dim)](
-        *(q, k, v, sinks, out, lse, *call.operands, call.numbers, apart)
+        *(q, k, v, sinks, out, lse, *call.operands, call.numbers, batch_tokens)
     )
     return out, lse

@@ -12,8 +12,8 @@ from ._options import ANY, CAUSAL, HIDING, row_bytes
 WIDEST = 256  # columns of accumulators that fit into a warp's registers: the most a block owns
 
 # The keys of a launch table are architecture, itemsize and the larger of dim and value_dim; the
-# best tiles come first.  Tiles of sm_80 run on all later architectures; those that OWN lists try
-# the tiles of another key before them.
+# best tiles come first.  Tiles of sm_80 run on all later architectures; architectures in OWN try
+# the tiles of other keys before them.
 OWN = {86: (86,), 89: (86,), 120: (86,)}
 Row = TypeVar("Row")
 Table = dict[tuple[int, int, int], tuple[Row, ...]]
@@ -66,7 +66,7 @@ class Start(NamedTuple):
 
 FORWARD: Table[Tiles] = {
     # Products on sm_80 and sm_90 wait for what they read from shared memory.  Two tiles of queries
-    # per warp halve those reads and take up to 255 registers: two blocks of 4 warps then fill an SM
+    # per warp halve those reads and take up to 255 registers: two blocks of 4 warps fill an SM.
     (80, 2, 64): (
         Tiles(4, 2, 64, True, blocks=2, options=CAUSAL),  # 48 KB: two fit into 99
         Tiles(8, 1, 64, True),  # the same queries and keys: fits every GPU

@@ -176,6 +176,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
         lse[:] = sinks[:, None]
 
     def step(block: Block) -> None:
+        """Write out and lse of the block's queries."""
         rows = (block.batch, block.heads, block.rows)
         _, p, _ = scores.logits(block)
         by_head = scores.by_head(p, block)
@@ -247,6 +248,7 @@ def attend_backward(
         dsinks = -(np.exp(sinks[:, None] - lse) * delta).sum(axis=(0, 2))
 
     def step(block: Block) -> None:
+        """Write dq of the block's queries, and add to the other gradients."""
         rows = (block.batch, block.heads, block.rows)
         keys = (block.batch, block.keys, block.kv_heads)
         rows_of_q, p, tanh = scores.logits(block)

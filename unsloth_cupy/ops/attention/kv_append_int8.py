@@ -66,6 +66,7 @@ def kv_append_int8_(
 
 @kv_append_int8_.require
 def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
+    """Raise ShapeError where, without a page_table, keys and k have different batches."""
     if page_table is None and keys.shape[0] != k.shape[0]:
         problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
         expected, actual = k.shape[0], keys.shape[0]

@@ -1,1 +1,1 @@
-"""Ops on single elements, and those that move or sum them."""
+"""Elementwise arithmetic, casts, reductions, reshaping and indexing."""

@@ -1,4 +1,4 @@
-"""What joins ops on a tape: sums, products, and other views of the same elements."""
+"""Basic ops that connect others on a tape: add, multiply, scale, reshape, transpose and index."""
 
 import math
 from types import EllipsisType
@@ -67,7 +67,7 @@ def scale_backward(dy: Array, *, factor: float) -> Array:
 
 @op("x(*axes), factor: table -> y(*axes)", autocast="float32")
 def scale_by(x: Array, factor: Array) -> Array:
-    """Return ``y = factor * x``, rounded once; factor, of shape (), may lie on a GPU unread."""
+    """Return ``y = factor * x``, rounded once; factor, of shape (), is not copied from the GPU."""
     return x * factor
 
 
@@ -78,7 +78,7 @@ def scale_by_backward(dy: Array, factor: Array) -> tuple[Array, None]:
 
 
 def _reshaped(own: Any, *, shape: Any) -> dict[str, Any]:
-    """Return the axes of a reshape by name; sizes may be symbols."""
+    """Return the sizes of the result's axes by name; sizes may be symbolic."""
     known, size = math.prod(n for n in shape if n != -1), math.prod(own)
     if (size != known) if -1 not in shape else (known == 0 or size % known):
         problem = f"reshape: x {tuple(own)} has {size} elements; shape={shape} does not"
@@ -88,9 +88,9 @@ def _reshaped(own: Any, *, shape: Any) -> dict[str, Any]:
 
 @op("x(*axes) -> y(*shape)", widen=False, sizes=_reshaped)
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """Return the elements of x in another shape; one size may be -1.
+    """Return the elements of x in another shape; one size may be -1, to be computed.
 
-    y lies in the memory of x where the order of its elements allows that.
+    y is a view of x if the order of the elements in memory allows it.
 
     Raises
     ------
@@ -110,9 +110,9 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     >>> np.testing.assert_array_equal(ops.sum(x, axis=1), [3, 12])
     >>> np.testing.assert_array_equal(ops.mean(x, axis=0), [1.5, 2.5, 3.5])
     """
-    given: Any = shape
-    whole = isinstance(given, tuple | list) and all(isinstance(n, int | np.integer) for n in given)
-    if not whole or min(given, default=0) < -1 or list(given).count(-1) > 1:
+    sizes: Any = shape
+    valid = isinstance(sizes, tuple | list) and all(isinstance(n, int | np.integer) for n in sizes)
+    if not valid or min(sizes, default=0) < -1 or list(sizes).count(-1) > 1:
         problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _reshaped(x.shape, shape=shape)
@@ -126,7 +126,7 @@ def reshape_backward(dy: Array, x: Array) -> Array:
 
 
 def _length(size: Any, part: slice) -> Any:
-    """Return how many elements a slice takes of an axis; all may be symbols."""
+    """Return how many elements of an axis a slice selects; all may be symbolic."""
     step = 1 if part.step is None else part.step
     least, most = (0, size) if step > 0 else (-1, size - 1)
     ends = (least, most) if step > 0 else (most, least)
@@ -143,7 +143,7 @@ def _length(size: Any, part: slice) -> Any:
     sizes=lambda own, *, start, stop: {"part": _length(own[-1], slice(start, stop))},
 )
 def columns(x: Array, *, start: int, stop: int) -> Array:
-    """Return ``y = x[..., start:stop]``, in the memory of x: what splits a fused projection."""
+    """Return ``y = x[..., start:stop]``, a view of x; it splits a fused projection."""
     return x[..., start:stop]
 
 
@@ -156,7 +156,7 @@ def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
 
 
 def _transposed(own: Any, *, order: Any = None) -> dict[str, Any]:
-    """Return the axes of a transpose by name; sizes may be symbols."""
+    """Return the sizes of the result's axes by name; sizes may be symbolic."""
     order = None if order is None else [int(i) for i in order]
     return {"turned": tuple(own[i] for i in _places(own, order))}
 
@@ -167,7 +167,7 @@ def _transposed(own: Any, *, order: Any = None) -> dict[str, Any]:
     sizes=_transposed,
 )
 def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
-    """Return x with its axes in another order, in the memory of x; None: in reverse.
+    """Return a view of x with its axes in another order; None reverses them.
 
     Raises
     ------
@@ -185,12 +185,12 @@ def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = N
 
 
 def _places(shape: Any, order: Any) -> list[int]:
-    """Return the axes of x, from 0 on, in the order asked for."""
+    """Return the requested order of the axes of x, counted from 0."""
     axes = len(shape)
     if order is None:
         return list(range(axes))[::-1]
-    whole = isinstance(order, tuple | list) and all(is_integer(n, -axes) for n in order)
-    if not whole or sorted(n % axes if n < 0 else n for n in order) != list(range(axes)):
+    valid = isinstance(order, tuple | list) and all(is_integer(n, -axes) for n in order)
+    if not valid or sorted(n % axes if n < 0 else n for n in order) != list(range(axes)):
         cure = f"name each of its {axes} axes once"
         problem = f"transpose(order={order!r}): x is {tuple(shape)}; {cure}"
         raise ShapeError(problem, expected=tuple(range(axes)), actual=order)
@@ -198,54 +198,55 @@ def _places(shape: Any, order: Any) -> list[int]:
 
 
 def _indexed(own: Any, *, key: Any) -> dict[str, Any]:
-    """Return the axes of an index by name; sizes may be symbols."""
-    given = list(key) if isinstance(key, tuple) else [key]
-    taken = sum(each is not None and each is not ... for each in given)
-    if taken > len(own):
+    """Return the sizes of the result's axes by name; sizes may be symbolic."""
+    parts = list(key) if isinstance(key, tuple) else [key]
+    indexed = sum(part is not None and part is not ... for part in parts)
+    if indexed > len(own):
         raise RangeError(f"index(key={key!r}): x is {tuple(own)}; too many indices")
-    rest = [slice(None)] * (len(own) - taken)
-    at = next((i for i, each in enumerate(given) if each is ...), len(given))
-    sizes, found = iter(own), []
-    for each in [*given[:at], *rest, *given[at + 1 :]]:
-        if each is None:
-            found.append(1)
+    rest = [slice(None)] * (len(own) - indexed)
+    ellipsis = next((i for i, part in enumerate(parts) if part is ...), len(parts))
+    sizes, result = iter(own), []
+    for part in [*parts[:ellipsis], *rest, *parts[ellipsis + 1 :]]:
+        if part is None:
+            result.append(1)
             continue
         size = next(sizes)
-        if isinstance(each, slice):
-            found.append(_length(size, each))
-        elif not -size <= each < size:
-            raise RangeError(f"index(key={key!r}): x is {tuple(own)}; {each} is out of bounds")
-    return {"part": tuple(found)}
+        if isinstance(part, slice):
+            result.append(_length(size, part))
+        elif not -size <= part < size:
+            raise RangeError(f"index(key={key!r}): x is {tuple(own)}; {part} is out of bounds")
+    return {"part": tuple(result)}
 
 
 @op("x(*axes) -> y(*part)", widen=False, sizes=_indexed)
 def index(x: Array, *, key: Key) -> Array:
-    """Return ``y = x[key]``, in the memory of x.
+    """Return ``y = x[key]``, a view of x.
 
     Parameters
     ----------
     x : (*axes) float
     key : int, slice, ``...``, None, or a tuple of them
-        As NumPy takes it.
+        With the meaning of NumPy's basic indexing.
 
     Returns
     -------
     y : (*part) float
+        The selected elements.
 
     Raises
     ------
     ConfigError
-        key holds something else, such as an array.
+        key contains something else, such as an array.
     RangeError
-        x has no such element, or too few axes.
+        An index is out of bounds, or x has too few axes.
     """
     for each in key if isinstance(key, tuple) else (key,):
         basic = each is None or each is ... or isinstance(each, slice)
         if not (basic or is_integer(each, -math.inf)):
-            raise ConfigError(f"index(key={key!r}): pass integers, slices, ... and None alone")
+            raise ConfigError(f"index(key={key!r}): pass integers, slices, ... or None")
     try:
         return x[key]
-    except (IndexError, ValueError, TypeError) as error:  # a step of 0; a slice of no integers
+    except (IndexError, ValueError, TypeError) as error:  # also a step of 0, slices of floats
         raise RangeError(f"index(key={key!r}): x is {tuple(x.shape)}; {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Values in another dtype, and sums in float32 of values in any.
+"""Casts between float dtypes, and accumulation of values of any of them in float32.
 
 y = x rounded to a dtype        total = total + x
 """
@@ -30,12 +30,12 @@ def cast(x: Array, dtype: Any) -> Array:
     Returns
     -------
     y : (*axes) dtype
-        x itself where it has that dtype; infinite beyond the range of float16.
+        x itself if it has that dtype; values beyond the range of float16 become infinite.
 
     Raises
     ------
     ConfigError
-        The dtype is none of the three.
+        The dtype is not one of the three.
     DTypeError
         x is not a float array.
 
@@ -55,9 +55,9 @@ def cast(x: Array, dtype: Any) -> Array:
 
 
 def _name(dtype: Any) -> str:
-    """Return the name of a dtype of any library, or of what is none."""
+    """Return the name of a dtype of any library; of other objects, their text; "" for None."""
     name = str(dtype)
-    if name.startswith("torch."):  # whose compiler cannot trace what NumPy says of them
+    if name.startswith("torch."):  # torch.compile cannot trace np.dtype
         return name.removeprefix("torch.")
     try:
         return np.dtype(dtype).name if dtype is not None else ""
@@ -66,7 +66,7 @@ def _name(dtype: Any) -> str:
 
 
 def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
-    """Return the op that casts to a dtype: a signature names what it returns."""
+    """Return the op that casts to a dtype; there is one per dtype, as signatures name it."""
 
     def definition(x: Array) -> Array:
         return x
@@ -78,19 +78,20 @@ def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
     definition.__doc__ = f"Return x rounded to {dtype.name}."
     back.__doc__ = "Return the gradient of x: dy, rounded to the dtype of x."
     cast_to = op(f"x(*axes) -> y(*axes): {dtype.name}")(definition)
-    cast_to.kernel(lambda x: _launched(x, dtype))
-    cast_to.gradient(back).kernel(lambda dy, x: _launched(dy, x.dtype))
+    cast_to.kernel(lambda x: _cast(x, dtype))
+    cast_to.gradient(back).kernel(lambda dy, x: _cast(dy, x.dtype))
     return cast_to
 
 
-def _launched(x: Array, dtype: Any) -> Array:
+def _cast(x: Array, dtype: Any) -> Array:
+    """Return x rounded to a dtype, by the kernel."""
     y = empty(x.shape, dtype, like=x)
-    _flat("cast", x, y)
+    _launch("cast", x, y)
     return y
 
 
-def _flat(name: str, x: Array, result: Array) -> None:
-    """Run a kernel of cast.cu on x and a result of another dtype."""
+def _launch(name: str, x: Array, result: Array) -> None:
+    """Launch a kernel of cast.cu on x and a result of another dtype."""
     wide, narrow = sorted((result, x), key=lambda array: -array.dtype.itemsize)
     width = lanes(16 // wide.dtype.itemsize, wide, narrow)
     kernel = load("cast.cu", name, x, constants(x.dtype, width, U=result.dtype))
@@ -102,12 +103,12 @@ CASTS: Mapping[str, Op[[Array], Array]] = {d.name: _cast_to(d) for d in KERNEL_D
 
 
 def accumulate_(total: Array, x: Array) -> Array:
-    """Add x to a float32 total where it lies: ``total = total + x``.
+    """Add x to a float32 total in place: ``total = total + x``.
 
     Parameters
     ----------
     total : (*axes) float32, or float64 where x is float64
-        To be written to: 16 bits would lose what is small beside the sum.
+        Writable; 16 bits would lose values that are small compared to the sum.
     x : (*axes) float
 
     Returns
@@ -117,9 +118,9 @@ def accumulate_(total: Array, x: Array) -> Array:
     Raises
     ------
     ConfigError
-        total cannot be written to, or x lies partly over it.
+        total is read-only, or x overlaps it in part.
     GradientError
-        total is on a tape, whose record a change would falsify.
+        total is on a tape, whose record the change would make wrong.
     ShapeError, DTypeError
         The arrays do not fit each other; total is then unchanged.
     """
@@ -132,16 +133,16 @@ def accumulate_(total: Array, x: Array) -> Array:
 @op(
     "total(*axes): stat, x(*axes) -> sum(*axes): stat",
     widen=False,
-    no_gradient="it changes what a tape would remember",
+    no_gradient="it changes an array that a tape would record",
 )
 def accumulate_over_(total: Array, x: Array) -> Array:
-    """Add x to total and return it."""
+    """Add x to total in place and return total."""
     return np.add(total, x, out=total)
 
 
 @accumulate_over_.kernel
 def _launch_accumulate(total: Array, x: Array) -> Array:
     if not in_one_piece(total):
-        return no_kernel("total lies with gaps; pass it in one piece")
-    _flat("accumulate", packed(x), total)
+        return no_kernel("total is not contiguous")
+    _launch("accumulate", packed(x), total)
     return total

@@ -1,4 +1,4 @@
-"""Arithmetic of elements beside ``add``, ``multiply`` and ``scale``: for losses of one's own."""
+"""Elementwise arithmetic besides ``add``, ``multiply`` and ``scale``, for custom losses."""
 
 from collections.abc import Set
 
@@ -53,7 +53,7 @@ def power_backward(dy: Array, x: Array, *, exponent: float) -> Array:
 
 @op("x(*axes) -> y(*axes)", autocast="float32")
 def exp(x: Array) -> Array:
-    """Return ``y``, e to the power of x."""
+    """Return ``y = e ** x``."""
     return np.exp(x)
 
 
@@ -65,7 +65,7 @@ def exp_backward(dy: Array, y: Array) -> Array:
 
 @op("x(*axes) -> y(*axes)", autocast="float32")
 def log(x: Array) -> Array:
-    """Return ``y``, the natural logarithm of x; -inf for 0 and NaN for what is negative."""
+    """Return the natural logarithm of x; -inf for 0, and NaN for negative values."""
     return np.log(x)
 
 

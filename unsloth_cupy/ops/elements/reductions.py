@@ -1,4 +1,4 @@
-"""Sums and means over axes, and arrays repeated along axes: each is the other's gradient.
+"""Sums and means over axes, and broadcasting along axes: each is the gradient of the other.
 
 y = sum of x over axes        y = sum of x / number of elements        y = x, repeated
 """
@@ -17,7 +17,7 @@ Axes = int | tuple[int, ...] | None
 
 
 def _rest(own: Any, *, axis: Axes = None, keepdims: bool = False) -> dict[str, Any]:
-    """Return the axes that are left, by name; sizes may be symbols."""
+    """Return the sizes of the remaining axes by name; sizes may be symbolic."""
     listed = axis if isinstance(axis, tuple | list) else () if axis is None else (axis,)
     axes = _axes("sum", own, None if axis is None else [int(i) for i in listed])
     kept = [1 if i in axes else n for i, n in enumerate(own) if keepdims or i not in axes]
@@ -26,27 +26,27 @@ def _rest(own: Any, *, axis: Axes = None, keepdims: bool = False) -> dict[str, A
 
 @op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
 def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
-    """Return the sum of x over some axes, made in float32 and rounded once.
+    """Return the sum of x over some axes, computed in float32 and rounded once.
 
     Parameters
     ----------
     x : (*axes) float
     axis : int, tuple of int, or None
-        Which axes; negative ones count from the last.  None: all.
+        The axes to sum over; negative ones count from the last.  None: all.
     keepdims : bool
-        Whether these axes stay, with size 1.
+        Whether to keep these axes, with size 1.
 
     Returns
     -------
     y : (*rest) float
-        0 where there is nothing to sum.
+        0 for an empty sum.
 
     Raises
     ------
     ConfigError
-        axis is not made of integers.
+        axis is not an integer, a tuple of integers, or None.
     ShapeError
-        There is no such axis, or it stands twice.
+        There is no such axis, or it occurs twice.
     """
     return x.sum(axis=_axes("sum", x.shape, axis), keepdims=keepdims)
 
@@ -59,27 +59,27 @@ def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = Fal
 
 @op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
 def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
-    """Return the mean of x over some axes, made in float32 and rounded once.
+    """Return the mean of x over some axes, computed in float32 and rounded once.
 
     Parameters
     ----------
     x : (*axes) float
     axis : int, tuple of int, or None
-        Which axes; negative ones count from the last.  None: all.
+        The axes to average over; negative ones count from the last.  None: all.
     keepdims : bool
-        Whether these axes stay, with size 1.
+        Whether to keep these axes, with size 1.
 
     Returns
     -------
     y : (*rest) float
-        0 where there is nothing to sum.
+        0 for an empty sum.
 
     Raises
     ------
     ConfigError
-        axis is not made of integers.
+        axis is not an integer, a tuple of integers, or None.
     ShapeError
-        There is no such axis, or it stands twice.
+        There is no such axis, or it occurs twice.
     """
     axes = _axes("mean", x.shape, axis)
     return x.sum(axis=axes, keepdims=keepdims) / x.dtype.type(_count(x, axes))
@@ -87,13 +87,13 @@ def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
 
 @mean.gradient
 def mean_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
-    """Return the gradient of x: dy by the number of elements, repeated."""
+    """Return the gradient of x: dy divided by the number of averaged elements, repeated."""
     axes = _axes("mean", x.shape, axis)
     return _repeated(dy / dy.dtype.type(_count(x, axes)), x, axes)
 
 
 def _broadcast(own: Any, *, shape: Any) -> dict[str, Any]:
-    """Return the axes of a broadcast by name; sizes may be symbols."""
+    """Return the sizes of the result's axes by name; sizes may be symbolic."""
     padded = (1,) * (len(shape) - len(own)) + tuple(own)
     fits = len(padded) == len(shape)
     if not fits or any(n not in (1, m) for n, m in zip(padded, shape, strict=True)):
@@ -111,20 +111,20 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     ----------
     x : (*axes) float
     shape : tuple of int
-        What x broadcasts to by NumPy's rule.
+        The result's shape; x must broadcast to it by NumPy's rules.
 
     Returns
     -------
     y : (*shape) float
-        In the memory of x, to be read alone.
+        A view of x, to be read only.
 
     Raises
     ------
     ShapeError
         x does not broadcast to this shape.
     """
-    given: Any = shape
-    if not isinstance(given, tuple | list) or not all(map(is_integer, given)):
+    sizes: Any = shape
+    if not isinstance(sizes, tuple | list) or not all(map(is_integer, sizes)):
         problem = f"broadcast_to(shape={shape!r}): pass a tuple of sizes"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _broadcast(x.shape, shape=shape)
@@ -133,14 +133,14 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
 
 @broadcast_to.gradient
 def broadcast_to_backward(dy: Array, x: Array) -> Array:
-    """Return the gradient of x: the sum of dy over what was repeated, in float32."""
+    """Return the gradient of x: the sum of dy over the repeated axes, in float32."""
     lead = dy.ndim - x.ndim
     repeated = [lead + axis for axis, size in enumerate(x.shape) if size == 1]
     return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)
 
 
 def _axes(call: str, shape: Any, axis: Any) -> tuple[int, ...]:
-    """Return axes as integers from 0 on."""
+    """Return the axes as a tuple of non-negative integers; raise where they are invalid."""
     count = len(shape)
     if axis is None:
         return tuple(range(count))
@@ -148,21 +148,22 @@ def _axes(call: str, shape: Any, axis: Any) -> tuple[int, ...]:
     if not all(is_integer(each, -math.inf) for each in listed):
         raise ConfigError(f"{call}(axis={axis!r}): pass an integer, a tuple of them, or None")
     if not all(-count <= each < count for each in listed):
-        problem = f"{call}(axis={axis!r}): x is {tuple(shape)}, of {count} axes"
+        problem = f"{call}(axis={axis!r}): x is {tuple(shape)}, with {count} axes"
         raise ShapeError(problem, expected=range(-count, count), actual=axis)
-    found = tuple(int(each) % count for each in listed)
-    if len(set(found)) < len(found):
-        problem = f"{call}(axis={axis!r}): an axis of {tuple(shape)} stands twice"
+    axes = tuple(int(each) % count for each in listed)
+    if len(set(axes)) < len(axes):
+        problem = f"{call}(axis={axis!r}): an axis of {tuple(shape)} occurs twice"
         raise ShapeError(problem, expected="each axis once", actual=axis)
-    return found
+    return axes
 
 
 def _count(x: Array, axes: tuple[int, ...]) -> int:
-    """Return how many elements make one of a mean; 1 where there are none."""
+    """Return how many elements are averaged into one; 1 if there are none."""
     return max(math.prod(x.shape[axis] for axis in axes), 1)
 
 
 def _repeated(dy: Array, x: Array, axes: tuple[int, ...]) -> Array:
+    """Return dy repeated along the summed axes, in a new array of the shape of x."""
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
     dx: Array = np.empty_like(x)
     dx[...] = dy.reshape(kept)

@@ -1,1 +1,1 @@
-"""Normalisation of rows."""
+"""Normalisation of rows: layer norm and RMS norm."""

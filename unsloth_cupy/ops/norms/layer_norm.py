@@ -20,7 +20,7 @@ def layer_norm(
     eps: float = 1e-5,
     residual: Array | None = None,
 ) -> Array:
-    """Shift each row of ``h = x + residual`` to mean 0, scale it to variance 1, then by weight.
+    """Normalise each row of ``h = x + residual`` to mean 0 and variance 1; scale it by weight.
 
     ``y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias``, over the last axis; the variance
     is the mean square of ``h - mean(h)``.
@@ -41,6 +41,7 @@ def layer_norm(
     Returns
     -------
     y : (*rows, hidden) float
+        The normalised rows.
 
     Raises
     ------
@@ -76,9 +77,9 @@ def layer_norm_forward(
     *,
     eps: float = 1e-5,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return y as layer_norm does; h, which the next layer adds to; what the backward op needs.
+    """Return y as layer_norm does; h, the next layer's residual; mean and rstd for backward.
 
-    Without a residual, h may lie in the memory of x: copy it before writing to either.
+    Without a residual, h may share the memory of x: copy it before writing to either.
     """
     h = x if residual is None else x + residual
     hidden = max(1, x.shape[-1])
@@ -113,7 +114,10 @@ def layer_norm_backward(
     mean: Array,
     rstd: Array,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return the gradients of x, weight, bias and residual; x and residual share theirs."""
+    """Return the gradients of x, weight, bias and residual; those of x and residual are one array.
+
+    dh is the gradient of h, None for 0.
+    """
     rows, hidden = tuple(range(dy.ndim - 1)), max(1, h.shape[-1])
     hhat = h - mean[..., None]
     hhat *= rstd[..., None]

@@ -21,7 +21,7 @@ def rms_norm(
     bias: Array | None = None,
     offset: float = 0.0,
 ) -> Array:
-    """Scale each row of ``h = x + residual`` to unit mean square, then by weight.
+    """Normalise each row of ``h = x + residual`` to mean square 1, then scale it by weight.
 
     ``y = h / sqrt(mean(h**2) + eps) * (weight + offset) + bias``, the mean over the last axis.
 
@@ -38,11 +38,12 @@ def rms_norm(
     bias : (hidden,) dtype of x or float32, optional
         Added last.
     offset : float
-        1.0 where the weight is stored minus one, as in Gemma.
+        Added to weight: 1.0 if the checkpoint stores the weight minus 1, as in Gemma.
 
     Returns
     -------
     y : (*rows, hidden) float
+        The normalised rows.
 
     Raises
     ------
@@ -80,13 +81,13 @@ def rms_norm_forward(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """Return y as rms_norm does; h, which the next layer adds to; rstd, for the backward op.
+    """Return y as rms_norm does; h, the next layer's residual; rstd for backward.
 
-    Without a residual, h may lie in the memory of x: copy it before writing to either.
+    Without a residual, h may share the memory of x: copy it before writing to either.
     """
     h = x if residual is None else x + residual
     y = h * h
-    rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1: no columns
+    rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1 if there are no columns
     np.multiply(h, rstd[..., None], out=y)
     y *= weight + offset
     if bias is not None:
@@ -117,7 +118,10 @@ def rms_norm_backward(
     *,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return the gradients of x, weight, residual and bias; x and residual share theirs."""
+    """Return the gradients of x, weight, residual and bias; those of x and residual are one array.
+
+    dh is the gradient of h, None for 0.
+    """
     rows, scale = tuple(range(dy.ndim - 1)), weight + offset
     hhat = h * rstd[..., None]
     dx = dy * hhat

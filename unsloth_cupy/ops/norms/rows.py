@@ -1,4 +1,4 @@
-"""What rms_norm and layer_norm share: the check of eps, and their launch.
+"""Shared by rms_norm and layer_norm: the check of eps, and the kernel launches.
 
 kernels_cu/norm.cu explains the constants.
 """
@@ -18,8 +18,8 @@ from ..common.columns import column_sums
 from ..common.rows import spread
 from ..common.strides import row_layout
 
-VALUES = 16  # of a row that a thread holds: 64 registers, so 1024 threads of an SM
-MOST = 32  # ... where rows are longer: forward in 16 bits, without a residual; backward
+VALUES = 16  # values of a row per thread: it uses 64 registers, and an SM holds 1024 threads
+MOST = 32  # the same for longer rows: forward in 16 bits without a residual, and backward
 
 
 @cache
@@ -32,23 +32,23 @@ def constants(
     clusters: bool,
     shared: int | None = None,
 ) -> Constants:
-    """Return the constants for dtypes of x, weight and bias (None: there is none).
+    """Return the constants for dtypes of x, weight and bias (None without a bias).
 
-    ``centred`` says whether the mean of a row is subtracted, as by layer_norm.  ``shared`` is given
-    backward: the bytes that a block may use for its sums of dw and dbias.
+    ``centred``: whether the mean of a row is subtracted, as in layer_norm.  ``shared``: None in the
+    forward pass; in the backward pass, the bytes that a block may use for its sums of dw and dbias.
 
-        hidden <= 8        a thread takes a row; backward, 48 registers where only dw is summed
-        hidden <= 512      a power of two of threads a row, several rows a block: no barrier
-                           backward, 8 values a thread: the compiler, which meets no barrier, moves
-                           sums from shared memory to registers
-        hidden <= 8192     the block takes a row, 16 values a thread; two blocks an SM or more
-        beyond, sm_90      2, 4 or 8 such blocks in a cluster; then 8 of 1024 threads: 131,072
-        ..., backward      8 of 512 threads that hold 32 values instead, and 512 threads of an SM
-                           where there is a bias: 64 registers are too few for both
-        beyond, before     1024 threads: 16,384
-        beyond, forward    32 values a thread, in 16 bits without a residual
-        else               rows are read twice; the cluster is there so that fewer of them are
-                           under way at a time, and they lie in L2 yet
+        hidden <= 8        one thread per row; backward, 48 registers where only dw is summed
+        hidden <= 512      a power of two of threads per row, several rows per block, no barrier;
+                           backward, 8 values per thread: without a barrier, the compiler moves sums
+                           from shared memory to registers
+        hidden <= 8192     one block per row, 16 values per thread; two or more blocks per SM
+        above, sm_90       2, 4 or 8 such blocks in a cluster, then 8 of 1024 threads, up to 131,072
+        ..., backward      8 of 512 threads that hold 32 values instead; with a bias 512 threads per
+                           SM, as 64 registers are too few for both sums
+        above, older       1024 threads, up to 16,384
+        above, forward     32 values per thread, in 16 bits without a residual
+        otherwise          rows are read twice; with clusters fewer rows are processed at a time, so
+                           that they are still in L2 the second time
     """
     x, weight, bias = dtypes
     backward = shared is not None
@@ -83,11 +83,11 @@ def constants(
     return chosen
 
 
-STATIC = 4096  # bytes of shared memory at most that the sums of rows take
+STATIC = 4096  # upper limit of the bytes of shared memory for sums of rows
 
 
 def sums(chosen: Constants) -> int:
-    """Return the bytes of shared memory that hold a block's sums of dw and dbias."""
+    """Return the bytes of shared memory for a block's sums of dw and dbias."""
     if not chosen["KEEP"]:
         return 0
     step = chosen["CLUSTER"] * chosen["ROW_THREADS"] * chosen["LANES"]
@@ -96,7 +96,7 @@ def sums(chosen: Constants) -> int:
 
 
 def check_eps(call: str, eps: float) -> None:
-    """Raise where eps could make what the root is taken of negative."""
+    """Raise ConfigError for a negative eps: the square root could be of a negative number."""
     if eps < 0:
         raise ConfigError(f"{call}(eps={eps}): eps must be 0 or more")
 
@@ -111,7 +111,7 @@ def forward(
     offset: float = 0.0,
     centred: bool = False,
 ) -> tuple[Array, Array, Any, Array]:
-    """Return y, h and of each row the mean, None unless it is subtracted, and rstd."""
+    """Return y, h, and for each row its mean (None unless centred) and rstd."""
     hidden, rows = x.shape[-1], x.size // x.shape[-1]
     y = empty(x.shape, x.dtype, like=x)
     h = x if residual is None else empty(x.shape, x.dtype, like=x)
@@ -119,9 +119,9 @@ def forward(
     rstd = empty(x.shape[:-1], np.float32, like=x)
     (own_x, own_residual), layout = row_layout(x, residual)
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    most = lanes(layout.alignment(hidden), own_x, own_residual, weight, bias)
-    there = limits(x)
-    chosen = constants(dtypes, hidden, most, residual is not None, centred, there.clusters)
+    width = lanes(layout.alignment(hidden), own_x, own_residual, weight, bias)
+    device = limits(x)
+    chosen = constants(dtypes, hidden, width, residual is not None, centred, device.clusters)
     threads = chosen["THREADS"]
     blocks = -(-rows * chosen["ROW_THREADS"] // threads) * chosen["CLUSTER"]
     kernel = load("norm.cu", "norm_forward", x, chosen)
@@ -150,20 +150,22 @@ def backward(
     dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
     (own_dy, own_dh, own_h), layout = row_layout(dy, dh, h)
     dtypes = h.dtype, weight.dtype, None if bias is None else bias.dtype
-    most = lanes(layout.alignment(hidden), own_h, own_dy, own_dh, weight)
-    there, centred = limits(h), mean is not None
-    chosen = constants(dtypes, hidden, most, dh is not None, centred, there.clusters, there.shared)
-    threads, cluster, held = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
+    width = lanes(layout.alignment(hidden), own_h, own_dy, own_dh, weight)
+    device, centred = limits(h), mean is not None
+    chosen = constants(
+        dtypes, hidden, width, dh is not None, centred, device.clusters, device.shared
+    )
+    threads, cluster, shared = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
     # as many blocks as the device holds at once, so that each sums many rows before it writes;
-    # 16 SMs and sometimes 18 form a group that clusters do not leave
-    resident = min(chosen["RESIDENT"], (there.shared + 1024) // (held + STATIC + 1024))
-    room = there.processors
-    room -= room % 16 if cluster > 1 and room > 16 else 0
+    # a cluster stays within a group of 16 SMs, on some devices 18
+    resident = min(chosen["RESIDENT"], (device.shared + 1024) // (shared + STATIC + 1024))
+    processors = device.processors
+    processors -= processors % 16 if cluster > 1 and processors > 16 else 0
     groups = -(-rows * chosen["ROW_THREADS"] // threads)
-    groups = min(groups, max(1, room * resident // cluster))
+    groups = min(groups, max(1, processors * resident // cluster))
     partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
-    kernel[groups * cluster, threads, held](
+    kernel[groups * cluster, threads, shared](
         own_dy, own_dh, own_h, weight, mean, rstd, dx, partial, rows, layout.struct(), offset
     )
     column_sums(partial, dweight, dbias)

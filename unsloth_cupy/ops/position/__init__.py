@@ -1,1 +1,1 @@
-"""Rotary embeddings, and the tables they read."""
+"""Rotary position embeddings, and the tables that they read."""

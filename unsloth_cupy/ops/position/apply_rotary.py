@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, with angles worked out on the spot.
+"""Rotary position embedding of queries and keys, with angles computed in the kernel.
 
 y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
 
@@ -22,7 +22,7 @@ WIDEST = 4096  # columns of a head whose angles a block keeps in shared memory
 def apply_rotary_embedding(
     q: Array, k: Array, positions: Array, rope_theta: float = 10000.0
 ) -> tuple[Array, Array]:
-    """Return ``rope_qk`` of q and k with angles worked out on the spot.
+    """Return ``rope_qk`` of q and k, computing the angles instead of reading tables.
 
     ``angle = position * rope_theta**(-2 i / dim)``, in float32.
 
@@ -31,13 +31,14 @@ def apply_rotary_embedding(
     q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
         Queries and keys; dim is even.
     positions : (tokens,) or (batch, tokens) int32 or int64
-        Any integers: there is no table to leave.
+        Any integers: there is no table that they could exceed.
     rope_theta : float
-        Wavelengths, in positions, run from 2 pi to almost 2 pi times rope_theta.
+        Wavelengths, in positions, range from 2 pi to almost 2 pi times rope_theta.
 
     Returns
     -------
-    q, k : of the shapes and the dtype of the arguments
+    q, k : with the shapes and the dtype of the arguments
+        The rotated queries and keys.
 
     Raises
     ------
@@ -76,7 +77,7 @@ def apply_rotary_embedding_forward(
 
 @apply_rotary_embedding_forward.kernel(strided=("q", "k"))
 def _launch(q: Array, k: Array, positions: Array, rope_theta: float) -> tuple[Array, Array]:
-    return _launched(q, k, positions, rope_theta, False)
+    return _rotate(q, k, positions, rope_theta, False)
 
 
 @apply_rotary_embedding_forward.gradient
@@ -93,25 +94,25 @@ def apply_rotary_embedding_backward(
 def _launch_backward(
     dturned_q: Array, dturned_k: Array, positions: Array, rope_theta: float
 ) -> tuple[Array, Array, None]:
-    turned = _launched(dturned_q, dturned_k, positions, rope_theta, True)
-    return NotImplemented if turned is NotImplemented else (*turned, None)
+    gradients = _rotate(dturned_q, dturned_k, positions, rope_theta, True)
+    return NotImplemented if gradients is NotImplemented else (*gradients, None)
 
 
-def _launched(
+def _rotate(
     q: Array, k: Array, positions: Array, base: float, inverse: bool
 ) -> tuple[Array, Array]:
-    """Turn q and k by angles that the kernel works out: no table, nothing sent to the device."""
+    """Rotate q and k by angles that the kernel computes: nothing is copied to the device."""
     if q.shape[3] > WIDEST:
         return no_kernel(f"head dim {q.shape[3]} is above {WIDEST}")
     return launch_rope(q, k, None, positions, inverse=inverse, base=base)
 
 
 def _check(rope_theta: float, **rest: Any) -> None:
-    """Raise for a base that makes no wavelengths, and for heads whose columns are no pairs."""
+    """Raise ConfigError for an invalid base, and ShapeError for an odd head dim."""
     check_base(rope_theta)
     shape = next(iter(rest.values())).shape
     if shape[3] % 2:
-        problem = f"apply_rotary_embedding: q {shape} has an odd dim; pairs turn"
+        problem = f"apply_rotary_embedding: q {shape} has an odd dim; it must be even"
         raise ShapeError(problem, expected="an even dim", actual=tuple(shape))
 
 
@@ -120,7 +121,7 @@ apply_rotary_embedding_backward.require(_check)
 
 
 def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:
-    """Return cosines and sines of the tokens: (tokens, 1, half) or (batch, tokens, 1, half)."""
+    """Return the cosines and sines of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
     frequency = frequencies(x.shape[3], base, like=x)
     angle = positions.astype(np.float32)[..., None, None] * frequency
     return np.cos(angle), np.sin(angle)

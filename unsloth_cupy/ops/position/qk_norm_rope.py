@@ -1,9 +1,9 @@
-"""Queries and keys, each head normalised to unit mean square and then turned by its position.
+"""Normalise each head of queries and keys by RMS norm, then rotate it by its position.
 
 z = x * rstd * (weight + offset)        rstd = 1 / sqrt(mean(x**2) + eps), over each head
 y1 = z1 cos - z2 sin        y2 = z2 cos + z1 sin
 
-Pairs and tables are those of ``rope``.  Qwen3 and Gemma 3 do this before attention.
+Pairs of columns and tables are those of ``rope``.  Qwen3 and Gemma 3 do this before attention.
 
 Henry et al., Query-Key Normalization for Transformers, 2020.  Su et al., RoFormer, 2021.
 """
@@ -29,7 +29,7 @@ from ..norms.rows import check_eps
 from .rope import INT64, by_token, check_tables, reports, rotated, tokens_of
 
 REPORTER = faults.reporter("qk_norm_rope", "positions", "length")
-VALUES = 16  # of a head that a thread keeps at most: heads of up to 512 columns
+VALUES = 16  # most values of a head that a thread holds: head dims up to 512
 
 
 def qk_norm_rope(
@@ -45,10 +45,10 @@ def qk_norm_rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
-    """Return ``rope_qk`` of the queries and keys whose heads ``rms_norm`` has normalised.
+    """Return ``rope_qk`` of queries and keys, after ``rms_norm`` of each head.
 
     ``z = x / sqrt(mean(x**2) + eps) * (weight + offset)``, the mean over dim; then
-    ``y1 = z1 cos - z2 sin`` and ``y2 = z2 cos + z1 sin``.  Rounded once.
+    ``y1 = z1 cos - z2 sin`` and ``y2 = z2 cos + z1 sin``.  The result is rounded once.
 
     Parameters
     ----------
@@ -57,26 +57,27 @@ def qk_norm_rope(
     q_weight, k_weight : (dim,) dtype of q or float32
         Scale of each column, the same for all heads.
     cos, sin : (length, half) dtype of q or float32
-        As ``rope_tables`` makes them.  Columns from ``2 * half`` on are normalised alone.
+        Tables from ``rope_tables``.  Columns from ``2 * half`` on are normalised but not rotated.
     positions : (tokens,) or (batch, tokens) int32 or int64, optional
-        Rows of the tables, in 0 .. length - 1; 0 .. tokens - 1 where absent.
+        Rows of the tables, in 0 .. length - 1; by default 0 .. tokens - 1.
     eps : float
         Added to the mean square, in units of q squared.
     offset : float
-        1.0 where the weights are stored minus one, as in Gemma.
+        Added to the weights: 1.0 if the checkpoint stores the weights minus 1, as in Gemma.
     interleaved : bool
         Pairs are neighbours (2 i, 2 i + 1), as in GPT-J, and not (i, i + half), as in Llama.
 
     Returns
     -------
-    q, k : of the shapes and the dtype of the arguments
+    q, k : with the shapes and the dtype of the arguments
+        The normalised and rotated queries and keys.
 
     Raises
     ------
     ConfigError
         eps is negative.
     RangeError
-        A position lies outside the tables; on a GPU as in ``rope``.
+        A position is outside the tables; on a GPU as in ``rope``.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -87,12 +88,12 @@ def qk_norm_rope(
     >>> from unsloth_cupy import rms_norm, rope_qk, rope_tables
     >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 6, 4, 16), np.float32)
     >>> weight, (cos, sin) = np.ones(16, np.float32), rope_tables(6, 16)
-    >>> given = q, k, weight, weight, cos, sin
-    >>> turned = qk_norm_rope(*given)
-    >>> apart = rope_qk(rms_norm(q, weight), rms_norm(k, weight), cos, sin)
-    >>> np.testing.assert_allclose(turned[0], apart[0], atol=1e-5)
-    >>> *turned, q_rstd, k_rstd = qk_norm_rope_forward(*given)
-    >>> grads = qk_norm_rope_backward(*turned, *given, q_rstd=q_rstd, k_rstd=k_rstd)
+    >>> inputs = q, k, weight, weight, cos, sin
+    >>> rotated = qk_norm_rope(*inputs)
+    >>> separate = rope_qk(rms_norm(q, weight), rms_norm(k, weight), cos, sin)
+    >>> np.testing.assert_allclose(rotated[0], separate[0], atol=1e-5)
+    >>> *rotated, q_rstd, k_rstd = qk_norm_rope_forward(*inputs)
+    >>> grads = qk_norm_rope_backward(*rotated, *inputs, q_rstd=q_rstd, k_rstd=k_rstd)
     """
     arrays = q, k, q_weight, k_weight, cos, sin, positions
     return qk_norm_rope_forward(*arrays, eps=eps, offset=offset, interleaved=interleaved)[:2]
@@ -122,7 +123,7 @@ def qk_norm_rope_forward(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return q and k as qk_norm_rope does; rstd of each head, for the backward op."""
+    """Return q and k as qk_norm_rope does, and rstd of each head for the backward op."""
     cos, sin = by_token(q, cos, sin, positions)
     normalised = rms_norm_forward.definition
     z_q, _, q_rstd = normalised(q, q_weight, eps=eps, offset=offset)
@@ -137,10 +138,10 @@ def _constants(
 ) -> Constants:
     """Return the constants of qk_norm_rope.cu for these dtypes and this shape of a token.
 
-    A thread keeps two accesses of a head, so 8 threads take a head of 128 columns in 16 bits and
-    a warp four heads at a time; two such rounds are in flight.  Forward, 64 registers hold them
-    beside the row of the tables: half of an SM's threads.  Backward, 128 do, with the sums of
-    both weights: a quarter.
+    A thread holds the values of two accesses to a head, so 8 threads process a head of 128 columns
+    in 16 bits, and a warp four heads at a time; two such rounds are in flight.  Forward, they and
+    the row of the tables need 64 registers: an SM runs half of its threads.  Backward, with the
+    sums of both weights, they need 128: a quarter.
     """
     x, q_weight, k_weight, table, positions = dtypes
     heads, kv_heads, dim, half = token
@@ -193,11 +194,11 @@ def _launch_forward(
 
 
 def _chosen(
-    name: str, arrays: tuple[Any, ...], interleaved: bool, *seeds: Any
+    name: str, arrays: tuple[Any, ...], interleaved: bool, *gradients: Any
 ) -> tuple[tuple[Any, ...], Constants, Any, dict[str, Any]]:
-    """Return the arrays of a forward call for a kernel; constants, kernel and its Tokens.
+    """Return the arrays of a forward call for a kernel, its constants, the kernel and its Tokens.
 
-    ``seeds``: gradients that it reads as it reads q and k.
+    ``gradients``: further arrays that the kernel reads with the same accesses as q and k.
     """
     q, k, q_weight, k_weight, cos, sin, positions = arrays
     (_, _, heads, dim), (length, half) = q.shape, cos.shape
@@ -208,7 +209,7 @@ def _chosen(
     constants = _constants(
         (*dtypes, INT64 if positions is None else positions.dtype),
         (heads, k.shape[2], dim, half),
-        lanes(whole, flat_q, flat_k, q_weight, k_weight, cos, sin, *seeds),
+        lanes(whole, flat_q, flat_k, q_weight, k_weight, cos, sin, *gradients),
         interleaved,
     )
     walk = tokens_of(q, length, positions, q_strides, k_strides)

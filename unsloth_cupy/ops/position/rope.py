@@ -1,8 +1,8 @@
-"""Rotary position embedding: each pair of columns turns by an angle that grows with position.
+"""Rotary position embedding: rotate pairs of columns by an angle that grows with position.
 
 y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
 
-Pairs are (i, i + rotated / 2), or neighbours (2 i, 2 i + 1) where interleaved.
+Pairs are (i, i + rotated / 2), or neighbours (2 i, 2 i + 1) if interleaved.
 
 Su et al., RoFormer, 2021.
 """
@@ -48,21 +48,22 @@ def rope(
     x : (batch, tokens, heads, dim) float
         Queries or keys.
     cos, sin : (length, half) dtype of x or float32
-        As ``rope_tables`` makes them.  Columns from ``2 * half`` on are left as they are.
+        Tables from ``rope_tables``.  Columns from ``2 * half`` on are copied unchanged.
     positions : (tokens,) or (batch, tokens) int32 or int64, optional
-        Rows of the tables, in 0 .. length - 1; 0 .. tokens - 1 where absent.
+        Rows of the tables, in 0 .. length - 1; by default 0 .. tokens - 1.
     interleaved : bool
         Pairs are neighbours (2 i, 2 i + 1), as in GPT-J, and not (i, i + half), as in Llama.
 
     Returns
     -------
     y : (batch, tokens, heads, dim) float
+        The rotated heads.
 
     Raises
     ------
     RangeError
-        A position lies outside the tables.  On a GPU, whose positions nobody reads, its token is
-        NaN, and the next ``check_errors()`` raises.
+        A position is outside the tables.  On a GPU, where positions are not checked before the
+        launch, the token becomes NaN, and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -74,7 +75,7 @@ def rope(
     >>> cos, sin = rope_tables(6, 16, base=10_000.0)
     >>> y = rope(x, cos, sin)
     >>> np.testing.assert_allclose((y**2).sum(axis=-1), (x**2).sum(axis=-1), rtol=1e-5)
-    >>> np.testing.assert_allclose(rope_backward(y, cos, sin)[0], x, atol=1e-5)  # it turns back
+    >>> np.testing.assert_allclose(rope_backward(y, cos, sin)[0], x, atol=1e-5)  # rotates back
     """
     return rotated(x, *by_token(x, cos, sin, positions), interleaved)
 
@@ -88,7 +89,7 @@ def _launch(x: Array, cos: Array, sin: Array, positions: Array | None, interleav
 def rope_backward(
     dy: Array, cos: Array, sin: Array, positions: Array | None, *, interleaved: bool = False
 ) -> tuple[Array, None, None, None]:
-    """Return the gradient of x: dy, turned back."""
+    """Return the gradient of x: dy rotated back."""
     cos, sin = by_token(dy, cos, sin, positions)
     return rotated(dy, cos, -sin, interleaved), None, None, None
 
@@ -102,9 +103,9 @@ def _launch_backward(
 
 
 def check_tables(call: str, cos: Array, positions: Array | None, **rest: Any) -> None:
-    """Raise for tables of two dtypes, too wide for a head, or too short without positions.
+    """Raise for tables of different dtypes, too wide for a head, or too short without positions.
 
-    The first of the other operands has the heads.
+    The first array in ``rest`` has the heads.
     """
     (length, half), shape = cos.shape, next(iter(rest.values())).shape
     if cos.dtype != (sin := rest["sin"]).dtype:
@@ -113,14 +114,14 @@ def check_tables(call: str, cos: Array, positions: Array | None, **rest: Any) ->
         raise DTypeError(f"{problem}; {cure}", expected=cos.dtype, actual=sin.dtype)
     if 2 * half > shape[3]:
         raise ShapeError(
-            f"{call}: cos {cos.shape} turns {2 * half} columns and a head of x {shape} has"
+            f"{call}: cos {cos.shape} rotates {2 * half} columns, but a head of x {shape} has"
             f" {shape[3]}; make tables with rope_tables(length, dim <= {shape[3]})",
             expected=(length, shape[3] // 2),
             actual=(length, half),
         )
     if positions is None and shape[1] > length:
         raise RangeError(
-            f"{call}: x {shape} has {shape[1]} tokens and cos {cos.shape} {length} positions;"
+            f"{call}: x {shape} has {shape[1]} tokens, but cos {cos.shape} has {length} positions;"
             f" make tables with rope_tables({shape[1]}, {2 * half})"
         )
 
@@ -130,27 +131,27 @@ rope_backward.require(check_tables)
 
 
 def reports(like: Array, positions: Array | None) -> Array | None:
-    """Return where a kernel reports positions outside the tables; None where there are none."""
+    """Return the buffer where a kernel reports positions outside the tables; None without any."""
     return None if positions is None else faults.record(like)
 
 
 def tokens_of(
     q: Array, length: int, positions: Array | None, q_strides: Any, k_strides: Any
 ) -> dict[str, Any]:
-    """Return the Tokens of heads.cuh, which a kernel goes through."""
+    """Return the struct Tokens of heads.cuh: how a kernel iterates over tokens."""
     count = q.shape[0] * q.shape[1]
     period = q.shape[1] if positions is None else positions.size
     return {"count": count, "period": period, "length": length, "q": q_strides, "k": k_strides}
 
 
 def by_token(x: Array, cos: Array, sin: Array, positions: Array | None) -> tuple[Array, Array]:
-    """Return the row of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
+    """Return each token's row of both tables: (tokens, 1, half) or (batch, tokens, 1, half)."""
     rows = slice(x.shape[1]) if positions is None else positions
     return cos[rows][..., None, :], sin[rows][..., None, :]
 
 
 def rotated(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
-    """Return x with the pairs of its leading columns turned, in a new array."""
+    """Return x with the pairs of its leading columns rotated, in a new array."""
     half = cos.shape[-1]
     pairs = [slice(0, 2 * half, 2), slice(1, 2 * half, 2)]
     if not interleaved:
@@ -179,8 +180,8 @@ def _constants(
 ) -> Constants:
     """Return the constants of rope.cu for these dtypes and this shape of a token.
 
-    A thread turns up to four heads: enough accesses in flight, and a table read once for each.
-    About 256 threads a block, of as many tokens as it takes.
+    A thread rotates up to four heads: this keeps enough accesses in flight, and the tables are read
+    once for all four.  A block has about 256 threads, and as many tokens as they can process.
     """
     x, table, positions = dtypes
     heads, kv_heads, dim, half = token
@@ -217,19 +218,19 @@ def launch_rope(
     in_place: bool = False,
     base: float = 1.0,
 ) -> tuple[Array, Any]:
-    """Return q and k turned by the rows of their positions; without tables, by angles of base.
+    """Return q and k rotated by the table rows of their positions; without tables, by base.
 
-    In place they must have ``head_strides``.
+    With in_place, q and k must have ``head_strides``.
     """
-    turned: Any = q, k
+    outputs: Any = q, k
     if not in_place:
-        turned = [None if x is None else empty(x.shape, x.dtype, like=x) for x in turned]
+        outputs = [None if x is None else empty(x.shape, x.dtype, like=x) for x in outputs]
     (batch, tokens, heads, dim), kv_heads = q.shape, 0 if k is None else k.shape[2]
     length, half = (0, dim // 2) if tables is None else tables[0].shape
     cos, sin = (None, None) if tables is None else tables
     flat_q, q_strides = with_head_strides(q)
     flat_k, k_strides = (None, (0, 0)) if k is None else with_head_strides(k)
-    results = (flat_q, flat_k) if in_place else turned
+    results = (flat_q, flat_k) if in_place else outputs
     constants = _constants(
         (
             q.dtype,
@@ -254,4 +255,4 @@ def launch_rope(
         *(flat_q, flat_k, cos, sin, positions, *results, walk, math.log2(base)),
         *(reports(q, positions), REPORTER),
     )
-    return turned[0], turned[1]
+    return outputs[0], outputs[1]

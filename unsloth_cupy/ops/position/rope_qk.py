@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries and keys, together.
+"""Rotary position embedding of queries and keys in one launch.
 
 y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
 
-Pairs and tables are those of ``rope``.
+Pairs of columns and tables are those of ``rope``.
 """
 
 from ...core.arrays import packed
@@ -29,7 +29,7 @@ def rope_qk(
     *,
     interleaved: bool = False,
 ) -> tuple[Array, Array]:
-    """Return ``rope`` of queries and of keys, whose tables are read once for both.
+    """Return ``rope`` of queries and of keys; the tables are read once for both.
 
     Parameters
     ----------
@@ -40,12 +40,13 @@ def rope_qk(
 
     Returns
     -------
-    q, k : of the shapes and the dtype of the arguments
+    q, k : with the shapes and the dtype of the arguments
+        The rotated queries and keys.
 
     Raises
     ------
     RangeError
-        A position lies outside the tables; on a GPU as in ``rope``.
+        A position is outside the tables; on a GPU as in ``rope``.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -99,8 +100,8 @@ def _launch_backward(
     interleaved: bool,
 ) -> tuple[Array, Array, None, None, None]:
     tables = cos, sin
-    turned = launch_rope(dturned_q, dturned_k, tables, positions, interleaved, inverse=True)
-    return *turned, None, None, None
+    gradients = launch_rope(dturned_q, dturned_k, tables, positions, interleaved, inverse=True)
+    return *gradients, None, None, None
 
 
 rope_qk_over_ = written_over(rope_qk, "q", "k")
@@ -112,7 +113,7 @@ def _launch_over(
     q: Array, k: Array, cos: Array, sin: Array, positions: Array | None, interleaved: bool
 ) -> tuple[Array, Array]:
     if head_strides(q) is None or head_strides(k) is None:
-        return no_kernel("heads of q or k lie with gaps between their values")
+        return no_kernel("the heads of q or k are not contiguous")
     tables = packed(cos), packed(sin)
     return launch_rope(q, k, tables, packed(positions), interleaved, in_place=True)
 

@@ -1,7 +1,7 @@
-"""The angles of rotary position embeddings, with the scalings of Hugging Face's configs.
+"""Tables of rotary position embeddings, with the scalings of Hugging Face's configs.
 
 cos, sin [position, i] = factor * cos, sin (position * frequency[i])
-frequency[i] = base**(-2 i / dim), then stretched for contexts beyond the one trained on
+frequency[i] = base**(-2 i / dim), then scaled for contexts longer than that of the training
 
 Su et al., RoFormer, 2021.  linear: Chen et al., Position Interpolation, 2023.  dynamic, yarn:
 Peng et al., YaRN, 2023.  longrope: Ding et al., LongRoPE, 2024.  llama3: Llama 3.1, 2024.
@@ -32,34 +32,34 @@ def rope_tables(
 ) -> tuple[Array, Array]:
     """Return cosine and sine of ``position * frequency[i]``, ``frequency[i] = base**(-2 i / dim)``.
 
-    Angles are rounded to float32 as Hugging Face rounds them: models were trained on those.
+    Angles are rounded to float32 exactly as Hugging Face does: models were trained with those.
 
     Parameters
     ----------
     length : int
         Number of positions, from 0.  ``dynamic`` and ``longrope`` choose frequencies by it.
     dim : int
-        Number of rotated columns of a head, even.  A config's ``partial_rotary_factor`` is the
-        caller's to apply.
+        Number of rotated columns of a head, even.  The caller must apply a config's
+        ``partial_rotary_factor``.
     base : float
-        Wavelengths, in positions, run from 2 pi to almost 2 pi times base.
+        Wavelengths, in positions, range from 2 pi to almost 2 pi times base.
     scaling : mapping, optional
         The whole dict of a Hugging Face config (``rope_scaling`` or ``rope_parameters``), with
-        ``rope_type`` (or ``type``) one of default, linear, dynamic, yarn, longrope, llama3.  A
-        ``rope_theta`` inside wins over base.  Where a config keeps ``max_position_embeddings``
-        or ``original_max_position_embeddings`` outside, add them to the dict.
+        ``rope_type`` (or ``type``) one of default, linear, dynamic, yarn, longrope, llama3.  Its
+        ``rope_theta``, if present, replaces base.  If the config has ``max_position_embeddings``
+        or ``original_max_position_embeddings`` outside of this dict, add them to it.
     like : array, optional
-        The tables come from its library and device; from NumPy where absent.
+        The tables are created in its library and on its device; by default in NumPy.
 
     Returns
     -------
     cos, sin : (length, dim / 2) float32
-        Times the attention factor of yarn and longrope.
+        Multiplied by the attention factor of yarn and longrope.
 
     Raises
     ------
     ConfigError
-        The type of the scaling is unknown, or a number that it needs is missing or senseless.
+        The type of the scaling is unknown, or a number that it needs is missing or invalid.
     ShapeError
         dim is odd, or length or dim is negative.
 
@@ -74,7 +74,7 @@ def rope_tables(
     if not is_integer(length) or not is_integer(dim) or dim % 2:
         raise ShapeError(
             f"rope_tables(length={length}, dim={dim}): length must be 0 or more, and dim even:"
-            " rotations turn pairs of columns",
+            " columns are rotated in pairs",
             expected="a length of 0 or more, and an even dim",
             actual=(length, dim),
         )
@@ -90,29 +90,31 @@ def rope_tables(
 def scaled_frequencies(
     scaling: Scaling | None, length: int, dim: int, base: float
 ) -> tuple[Array, float]:
-    """Return the frequencies of a length, and what multiplies cosines and sines.
+    """Return the frequencies for a length, and the factor of cosines and sines.
 
     Raises
     ------
     ConfigError
-        As ``rope_tables`` raises it.
+        For the same reasons as in ``rope_tables``.
     """
-    given: Any = {} if scaling is None else scaling
-    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
-        raise ConfigError(f"rope_tables(scaling={given}): pass the dict of one layer type, or None")
-    base = _number(given, "rope_theta", base)
-    kind = given.get("rope_type") or given.get("type") or "default"
+    config: Any = {} if scaling is None else scaling
+    if not isinstance(config, Mapping) or any(isinstance(v, Mapping) for v in config.values()):
+        raise ConfigError(
+            f"rope_tables(scaling={config}): pass the dict of one layer type, or None"
+        )
+    base = _number(config, "rope_theta", base)
+    kind = config.get("rope_type") or config.get("type") or "default"
     if kind not in tuple(RULES):
         raise ConfigError(
-            f"rope_tables(scaling={dict(given)}): rope_type must be one of {', '.join(RULES)}"
+            f"rope_tables(scaling={dict(config)}): rope_type must be one of {', '.join(RULES)}"
         )
-    return RULES[kind](given, length, dim, base)
+    return RULES[kind](config, length, dim, base)
 
 
 def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any = None) -> Array:
     """Return ``base**(-2 i / dim) / stretch``, in radians per position: (dim / 2,) float32.
 
-    They are computed where ``like`` lives: a captured graph cannot be sent arrays of the host.
+    They are computed on the device of ``like``: a captured graph cannot copy arrays from the host.
     """
     check_base(base)
     exponent = np.arange(0, dim, 2, dtype=np.float32, like=like) / np.float32(max(1, dim))
@@ -121,25 +123,26 @@ def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any =
 
 
 def check_base(base: float) -> None:
-    """Raise for a base that makes no wavelengths."""
+    """Raise ConfigError unless the base is finite and above 1."""
     if not 1 < base < math.inf:
         raise ConfigError(f"rope: the base of the wavelengths is {base}; it must be above 1")
 
 
-# A rule returns frequencies, and the attention factor that multiplies cosines and sines.
+# Each rule returns the frequencies, and the attention factor that multiplies cosines and sines.
 
 
 def _default(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Leave all wavelengths as they are."""
     return frequencies(dim, base), 1.0
 
 
 def _linear(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Stretch all wavelengths alike."""
+    """Stretch all wavelengths by the same factor."""
     return frequencies(dim, base) / np.float32(_number(scaling, "factor")), 1.0
 
 
 def _dynamic(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Stretch the longest wavelengths by as much as length exceeds the context trained on."""
+    """Raise the base as length exceeds the trained context: long wavelengths are stretched most."""
     factor, trained = _number(scaling, "factor"), _trained(scaling, "max_position_embeddings")
     stretch = factor * max(length, trained) / trained - (factor - 1)
     power = dim / (dim - 2) if dim > 2 else 0.0
@@ -147,7 +150,7 @@ def _dynamic(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arra
 
 
 def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Stretch only wavelengths that turn fewer than beta_fast times in the context trained on."""
+    """Stretch only wavelengths with fewer than beta_fast rotations in the trained context."""
     trained = _trained(scaling, "original_max_position_embeddings")
     factor = _factor(scaling, trained)
     growth = 0.1 * math.log(max(factor, 1))
@@ -158,7 +161,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
     unscaled = frequencies(dim, base)
 
     def column(turns: float) -> float:
-        """Return the column, not an integer, that makes so many turns."""
+        """Return the fractional column index that makes so many turns in the trained context."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first = column(_number(scaling, "beta_fast", 32.0))
@@ -174,7 +177,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
 
 
 def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Stretch each wavelength by a number of its own, one for short and one for long contexts."""
+    """Stretch each wavelength by its own factor, one for short and one for long contexts."""
     trained = _trained(scaling, "original_max_position_embeddings")
     factor = _factor(scaling, trained)
     attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
@@ -192,7 +195,7 @@ def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arr
 
 
 def _llama3(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Stretch wavelengths that turn fewer than low times, leave those of more than high."""
+    """Stretch wavelengths with fewer than low rotations, keep those with more than high."""
     trained = _trained(scaling, "original_max_position_embeddings")
     factor = np.float32(_number(scaling, "factor"))
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
@@ -217,21 +220,21 @@ RULES: Mapping[str, Callable[[Scaling, int, int, float], tuple[Array, float]]] =
 
 
 def _factor(scaling: Scaling, trained: float) -> float:
-    """Return how many times longer the context became; by default as both lengths tell."""
+    """Return by how much the context is extended; by default the ratio of both lengths."""
     if scaling.get("factor") is None and scaling.get("max_position_embeddings") is not None:
         return _number(scaling, "max_position_embeddings") / trained
     return _number(scaling, "factor")
 
 
 def _trained(scaling: Scaling, first: str) -> float:
-    """Return the number of positions trained on, from the first of two keys that is there."""
+    """Return the number of positions in training: the key ``first`` or, if absent, the other."""
     keys = ["max_position_embeddings", "original_max_position_embeddings"]
-    there = [key for key in keys if scaling.get(key) is not None]
-    return _number(scaling, first if first in there or not there else there[0], above=1)
+    present = [key for key in keys if scaling.get(key) is not None]
+    return _number(scaling, first if first in present or not present else present[0], above=1)
 
 
 def _number(scaling: Scaling, key: str, default: float | None = None, above: float = 0) -> float:
-    """Return a number of the scaling, or its default where it is absent or null."""
+    """Return a number of the scaling, or the default if it is absent or null."""
     value = default if scaling.get(key) is None else scaling[key]
     if not isinstance(value, int | float) or not above < value < math.inf:
         raise ConfigError(

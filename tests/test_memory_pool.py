@@ -307,5 +307,5 @@ def test_on_a_gpu() -> None:
         assert y.value.nbytes == 4 * MIB
     del x, y
     cupy.get_default_memory_pool().free_all_blocks()
-    with pytest.raises(DeviceMemoryError, match="more do not fit beside"), memory_pool(2 * MIB):
+    with pytest.raises(DeviceMemoryError, match="more do not fit, as arrays hold"), memory_pool(2 * MIB):
         cupy.ones(16 * MIB, np.float32)

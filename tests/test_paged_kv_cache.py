@@ -189,5 +189,5 @@ def test_bad_input() -> None:
     with pytest.raises(DTypeError, match="like is not an array but str"):
         PagedKVCache(1, 1, 1, 1, 1, dtype="float32", like="cuda")
     for size in (0, -1, 1.5, None):
-        with pytest.raises(ConfigError, match=r"nor page be 0|page must be an integer"):
+        with pytest.raises(ConfigError, match=r"and page 1 or more|page must be an integer"):
             PagedKVCache(1, 1, size, 1, 1, dtype="float32")

@@ -124,7 +124,7 @@ from .ops.elements.reductions import broadcast_to as broadcast_to
 from .ops.elements.reductions import mean as mean
 from .ops.elements.reductions import sum as sum
 
-# What kernels found wrong
+# Errors that kernels report
 from .ops.common.faults import check_errors as check_errors
 
 # Inference
@@ -144,7 +144,7 @@ from .memory.plan import plan_memory as plan_memory
 from .memory.pool import MemoryPool as MemoryPool
 from .memory.pool import memory_pool as memory_pool
 
-# What a call does
+# Inspection of calls
 from .profiling.explain import explain as explain
 from .profiling.profile import profile as profile
 from .profiling.shapes import shape as shape

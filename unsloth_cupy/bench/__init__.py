@@ -1,1 +1,1 @@
-"""Ops judged and timed: cases, clock, peers, tables."""
+"""Checks and times ops: cases, clocks, peers and tables."""

@@ -1,4 +1,4 @@
-"""``bench attention``: known shapes and a grid of lengths, beside torch and the unfused chain."""
+"""``bench attention``: times shapes and a grid of lengths, with torch and the unfused chain."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ UNFUSED = "unfused"
 
 
 class Shape(NamedTuple):
-    """Queries, keys and values of one call: as many heads of each."""
+    """Sizes of the queries, keys and values of one call, with equal numbers of heads."""
 
     name: str
     batch: int
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     dim: int
 
     def operations(self, causal: bool, backward: bool) -> float:
-        """Return the operations of the products: two forward, five backward; half where causal."""
+        """Return the operations of the products: two forward, five backward; half if causal."""
         pairs = self.batch * self.heads * self.tokens**2 / (1 + causal)
         return (10 if backward else 4) * pairs * self.dim
 
@@ -88,7 +88,7 @@ def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
 
 
 def unfused(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Return attention by whole matrices of scores, as three calls of NumPy would."""
+    """Return attention computed with whole matrices of scores, unfused: as three calls of NumPy."""
     scores = q.transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1) / math.sqrt(q.shape[3])
     if causal:
         scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
@@ -105,9 +105,9 @@ def torch_calls(
     on_gpu: bool,
     chain: bool = True,
 ) -> Calls:
-    """Return torch's ways of the same computation by name: those that run here.
+    """Return torch's methods for the same computation by name: those that run on this machine.
 
-    Without `chain`, the fused ones alone.
+    Without ``chain``, only the fused ones.
     """
     import torch
     from torch.nn import attention as torch_attention
@@ -129,31 +129,31 @@ def torch_calls(
         scores = scores.masked_fill(hidden, -math.inf) if causal else scores
         return scores.softmax(-1) @ v
 
-    ways: Calls = {"torch": lambda: fused(None)}
+    methods: Calls = {"torch": lambda: fused(None)}
     if on_gpu:
         backends = torch_attention.SDPBackend
         flash, cudnn = backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION
-        ways = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
-        ways |= {UNFUSED: unfused_chain} if chain else {}
+        methods = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
+        methods |= {UNFUSED: unfused_chain} if chain else {}
 
-    def tried(way: Callable[[], Any]) -> Callable[[], Any] | None:
+    def tried(method: Callable[[], Any]) -> Callable[[], Any] | None:
         try:
-            made = way()
-            gradient = partial(torch.autograd.grad, made, leaves, seed, retain_graph=True)
-            call = gradient if backward else way
+            result = method()
+            gradient = partial(torch.autograd.grad, result, leaves, seed, retain_graph=True)
+            call = gradient if backward else method
             call()
-        except (RuntimeError, torch.OutOfMemoryError):  # this backend, or this much, is not here
+        except (RuntimeError, torch.OutOfMemoryError):  # no such backend, or not enough memory
             return None
         return call
 
-    calls = {name: call for name, way in ways.items() if (call := tried(way)) is not None}
+    calls = {name: call for name, method in methods.items() if (call := tried(method)) is not None}
     if on_gpu:
-        torch.cuda.empty_cache()  # what did not fit is no longer torch's: CuPy needs memory too
+        torch.cuda.empty_cache()  # free the memory of failed calls: CuPy needs it too
     return calls
 
 
 def held(call: Callable[[], Any]) -> int:
-    """Return the bytes that a call holds at most, its results included."""
+    """Return the peak bytes of a call, including its results."""
     with memory_pool() as pool:
         before = pool.allocated
         pool.reset_peak()
@@ -163,15 +163,15 @@ def held(call: Callable[[], Any]) -> int:
 
 
 def shape_table(rows: list[Row], on_gpu: bool) -> Any:
-    """Return the rows for a terminal, and how many times as fast as each peer we are."""
+    """Return a table for a terminal, with how many times as fast as each peer unsloth_cupy is."""
     from rich.table import Table
 
     peers = [n for n in dict.fromkeys(n for row in rows for n in row["microseconds"]) if n != OURS]
-    made = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
+    result = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
     ratios_of = [ratio_title(peer) for peer in peers]
-    folding = ("shape", "memory", *ratios_of)  # where the terminal is narrow
+    folding = ("shape", "memory", *ratios_of)  # wrapped if the terminal is narrow
     for title in ("shape", "", "", "time", "TFLOP/s", "memory", *ratios_of):
-        made.add_column(
+        result.add_column(
             title,
             justify="left" if title in ("shape", "") else "right",
             no_wrap=title not in folding,
@@ -184,7 +184,7 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
         if UNFUSED in row["bytes"] and row["bytes"][UNFUSED]:
             memory += f" ({row['bytes'][OURS] / row['bytes'][UNFUSED]:.0%} of unfused)"
         ratios = [ratio(times[p], times[OURS]) if p in times else "-" for p in peers]
-        made.add_row(
+        result.add_row(
             f"{row['name']} {sizes}" if row["name"] != before else "",
             "causal" if row["causal"] else "full",
             row["direction"],
@@ -194,9 +194,9 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
             *ratios,
         )
         before = row["name"]
-    made.caption = None if on_gpu else GRID_LINE
-    made.caption_justify = "left"
-    return made
+    result.caption = None if on_gpu else GRID_LINE
+    result.caption_justify = "left"
+    return result
 
 
 def draw_shapes(path: Path, report: dict[str, Any]) -> None:
@@ -206,16 +206,16 @@ def draw_shapes(path: Path, report: dict[str, Any]) -> None:
     names = {shape.name for shape in SHAPES}
     grid = [row for row in report["attention"] if row["name"] not in names]
     everyone = dict.fromkeys(name for row in grid for name in row["microseconds"])
-    colours = {name: f"C{number}" for number, name in enumerate(everyone)}  # in every panel
+    colours = {name: f"C{number}" for number, name in enumerate(everyone)}  # same in all panels
     lengths = sorted({row["tokens"] for row in grid})
     figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
     kinds = [(d, c) for d in ("forward", "backward") for c in (True, False)]
     for axes, (direction, causal) in zip(figure.subplots(2, 2).flat, kinds, strict=True):
-        found = [r for r in grid if (r["direction"], r["causal"]) == (direction, causal)]
+        selected = [r for r in grid if (r["direction"], r["causal"]) == (direction, causal)]
         for name, colour in colours.items():
             points = [
                 (r["tokens"], r["tflop_per_s"] * r["microseconds"][OURS] / r["microseconds"][name])
-                for r in found
+                for r in selected
                 if name in r["microseconds"]
             ]
             if points:

@@ -1,7 +1,7 @@
-"""Calls of every op with random arrays of a chosen scale: what is checked and measured.
+"""Calls of every op with random arrays of a chosen scale, for checks and measurements.
 
-Shapes and dtypes are read off an op's signature.  What no signature tells stands in two tables:
-the size of every axis, and the few arrays whose values have a meaning.
+Shapes and dtypes come from an op's signature.  Two tables hold what a signature does not say: the
+size of every axis, and the values of the few arrays that cannot be random.
 """
 
 import difflib
@@ -17,11 +17,11 @@ from ..core.op import OPS, Op
 from ..core.signature import Operand, shape_of
 from ..errors import ConfigError
 
-SEQUENCES, PAGE = 2, 16  # packed in one row; tokens a page of a cache holds
+SEQUENCES, PAGE = 2, 16  # sequences packed in one row; tokens of a page of a cache
 
 
 class Scale(NamedTuple):
-    """How large the arrays of a call are; the default is what ``asv_benchmarks`` measures."""
+    """The sizes of the arrays of a call; the defaults are those of ``asv_benchmarks``."""
 
     tokens: int = 1024
     hidden: int = 1024
@@ -33,12 +33,12 @@ class Scale(NamedTuple):
 
 
 def forward_ops() -> list[str]:
-    """Return the library's ops that are nobody's backward op."""
+    """Return the names of the library's ops that are not a backward op."""
     ours = {name: op for name, op in OPS.items() if op.__module__.startswith("unsloth_cupy.")}
     return sorted(ours.keys() - {op.backward.__name__ for op in ours.values() if op.backward})
 
 
-# Public functions that are several ops: what is checked and measured is those.
+# Public functions that call several ops: these are checked and measured instead.
 COMPOSED = {
     "attention_layer": ["linear", "rope_qk", "attention_forward"],
     "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
@@ -53,9 +53,9 @@ NOTHING = {
 
 
 def chosen(*names: str) -> list[Op[..., Any]]:
-    """Return the forward ops that names stand for: public names, ops, backward ops; each once.
+    """Return the forward ops for public names, ops and backward ops, each once.
 
-    No name stands for every op.
+    Without a name, return all of them.
     """
     public = {op.removesuffix("_forward").replace("_over_", "_"): [op] for op in forward_ops()}
     public |= COMPOSED
@@ -75,13 +75,13 @@ def chosen(*names: str) -> list[Op[..., Any]]:
 
 
 def composed(names: Iterable[str]) -> list[str]:
-    """Return a line about each name that is not an op by itself."""
-    found = [name for name in dict.fromkeys(names) if name in COMPOSED]
-    return [f"{name} is made of {', '.join(COMPOSED[name])}: those follow." for name in found]
+    """Return a line about each name that is not a single op."""
+    parts = [name for name in dict.fromkeys(names) if name in COMPOSED]
+    return [f"{name} is made of {', '.join(COMPOSED[name])}: those follow." for name in parts]
 
 
 def sizes(scale: Scale) -> dict[str, Any]:
-    """Return the size of every axis, and the options that an op cannot do without."""
+    """Return the size of every axis, and the values of required options."""
     tokens, part = scale.tokens, scale.tokens // SEQUENCES
     return {
         **scale._asdict(),
@@ -100,7 +100,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         **dict.fromkeys(("max_queries", "max_keys"), part),
         **dict.fromkeys(("pages", "max_pages", "row_pages"), tokens // PAGE),
         "page": PAGE,
-        "axis": -1,  # of all axes, a sum of 16 bits would overflow
+        "axis": -1,  # a 16-bit sum over all axes would overflow
         "start": 0,
         "stop": scale.hidden // 2,
         "shape": (-1,),
@@ -109,7 +109,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "signs": 2,
         **dict.fromkeys(("q_rows", "k_rows"), tokens),
         "groups": 1,
-        "int8": True,  # of many rows, which a kernel multiplies as integers alone
+        "int8": True,  # a kernel multiplies many rows only as integers
         "key": np.s_[1:],
         "exponent": 2.0,
         "factor": 0.5,
@@ -122,9 +122,9 @@ def sizes(scale: Scale) -> dict[str, Any]:
 
 
 def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
-    """Return how to make the arrays whose values have a meaning that no signature tells.
+    """Return functions that create the arrays whose values cannot be random, by name.
 
-    They are named alone, or after the op whose they are.
+    A name is that of an array, alone or after the name of its op.
     """
     tokens = scale.tokens
     angles = np.outer(np.arange(tokens), 1e4 ** (-2 * np.arange(scale.dim // 2) / scale.dim))
@@ -137,7 +137,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],
         "lengths": lambda: np.array([tokens]),
         "starts": lambda: np.zeros(1, int),
-        "cos": lambda: np.cos(angles),  # a rotation: in place, again and again, nothing grows
+        "cos": lambda: np.cos(angles),  # a rotation: repeated in place, values do not grow
         "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
         # codes 1 and -1 in half of the bits each, and never both
@@ -146,7 +146,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "ternary_scores_forward.q": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
-        # slots of one row: there is no page_table
+        # without a page_table, one row of slots
         **dict.fromkeys(
             ("kv_append_int8_.keys", "kv_append_int8_.values"),
             lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.int8),
@@ -161,7 +161,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             lambda: rng.random(scale.hidden**2 // 64) * scale.hidden**-0.5,
         ),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
-        # no logarithm of what is negative, no sum or quotient whose size is that of rounding
+        # positive: no logarithm of a negative number, no sum or quotient as small as its rounding
         **dict.fromkeys(
             ("log.x", "divide.b", "sum.x", "mean.x"),
             lambda: rng.random((tokens, scale.hidden)) + 0.5,
@@ -170,7 +170,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
 
 
 def _planes(rng: np.random.Generator, rows: int, columns: int) -> Any:
-    """Return a ternary weight as its ops take it: (rows, 2, bytes)."""
+    """Return a ternary weight in the format of its ops: (rows, 2, bytes)."""
     plus = rng.integers(0, 256, (rows, 1, -(-columns // 32) * 4), np.uint8)
     return np.concatenate([plus, ~plus], axis=1)
 
@@ -183,35 +183,35 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> dict[str, Any]:
-        """Return the outputs by name; those that are None are left out."""
-        found = self()
-        found = found if isinstance(found, tuple) else (found,)
+        """Run the op and return its outputs by name, except those that are None."""
+        result = self()
+        result = result if isinstance(result, tuple) else (result,)
         names = [operand.name for operand in self.op.contract.outputs]
-        return {n: a for n, a in zip(names, found, strict=True) if a is not None}
+        return {n: a for n, a in zip(names, result, strict=True) if a is not None}
 
     def __call__(self) -> Any:
-        """Run the op as a caller would."""
+        """Run the op as a user's call would."""
         return self.op.call([self.arrays[name] for name in self.op.names], dict(self.options))
 
     def launched(self) -> Any:
-        """Return what the launch alone does; NotImplemented where none is for such a call."""
+        """Return the result of the launch alone; NotImplemented if there is no kernel for it."""
         op = self.op
-        meant = inspect.signature(op.definition).parameters  # a call gives every option
-        defaults = {n: meant[n].default for n in op.options}
+        parameters = inspect.signature(op.definition).parameters  # a call passes every option
+        defaults = {n: parameters[n].default for n in op.options}
         arrays = [self.arrays.get(name) for name in op.names]
         return op.launch(arrays, defaults | self.options) if op.launch else NotImplemented
 
     def launches(self) -> bool:
-        """Run the launch alone; say whether it has a kernel for these options and dtypes."""
+        """Run the launch alone; return whether it has a kernel for these options and dtypes."""
         return self.launched() is not NotImplemented
 
     def mapped(self, place: Callable[[Any], Any]) -> "Call":
-        """Return the same call of other arrays: copies, or copies on a GPU."""
+        """Return the same call with other arrays: copies, or copies on a GPU."""
         moved = {name: None if a is None else place(a) for name, a in self.arrays.items()}
         return self._replace(arrays=moved)
 
     def cast(self, dtype: Any) -> "Call":
-        """Return the same call with every float array in a dtype, or in what goes with it."""
+        """Return the same call with every float array in a dtype, or in the one that suits it."""
         kinds = {o.name: o.kind for o in self.op.contract.inputs}
 
         def converted(name: str, array: Any) -> Any:
@@ -222,40 +222,40 @@ class Call(NamedTuple):
         return self._replace(arrays={n: converted(n, a) for n, a in self.arrays.items()})
 
     def backward(self, outputs: dict[str, Any], seeds: dict[str, Any]) -> "Call":
-        """Return the call of the backward op, wired by name; op must have one."""
+        """Return the call of the backward op, its arguments found by name; op must have one."""
         op: Any = self.op.backward
-        wired = self.arrays | outputs | seeds
+        known = self.arrays | outputs | seeds
         options = {name: value for name, value in self.options.items() if name in op.options}
-        return Call(op, {name: wired.get(name) for name in op.names}, options)
+        return Call(op, {name: known.get(name) for name in op.names}, options)
 
     def seeds(self, outputs: dict[str, Any], *, every: bool) -> dict[str, Any]:
-        """Return random gradients of the outputs, NumPy's; without ``every`` only what must be."""
+        """Return random NumPy gradients of outputs; without ``every``, only of required ones."""
         op: Any = self.op.backward
         rng = np.random.default_rng(1)
-        taken = {o.name for o in op.contract.inputs if every or not o.optional}
+        accepted = {o.name for o in op.contract.inputs if every or not o.optional}
         return {
             "d" + name: rng.standard_normal(a.shape, np.float32).astype(a.dtype)
             for name, a in outputs.items()
-            if "d" + name in taken
+            if "d" + name in accepted
         }
 
 
 def draw(op: Op[..., Any], scale: Scale, *, optional: bool = False) -> Call:
     """Return a call with random float32 arrays on the host, writable.
 
-    ``optional`` gives every optional array too that a signature tells how to draw.
+    ``optional`` also draws every optional array that a signature says how to draw.
     """
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
         known["shape"] = (2, *known["axes"])
-    meant = meaning(scale, rng)
+    creators = meaning(scale, rng)
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     for operand in op.contract.inputs:
         if operand.optional and not (optional and _drawable(operand)):
             continue
-        made = meant.get(f"{op.__name__}.{operand.name}", meant.get(operand.name))
-        if made is not None:
-            array = np.array(made())
+        create = creators.get(f"{op.__name__}.{operand.name}", creators.get(operand.name))
+        if create is not None:
+            array = np.array(create())
             arrays[operand.name] = array.astype(np.float32) if array.dtype.kind == "f" else array
         else:
             arrays[operand.name] = _random(operand, known, rng)
@@ -276,5 +276,5 @@ def _random(operand: Operand, known: dict[str, Any], rng: np.random.Generator) -
         return rng.integers(0, known[operand.below or ""], shape)
     array = rng.standard_normal(shape, np.float32)
     if operand.name.endswith("weight") and len(shape) == 2:
-        array *= shape[1] ** -0.5  # as layers begin: their results are near 1
+        array *= shape[1] ** -0.5  # as in a new layer, whose results are near 1
     return array

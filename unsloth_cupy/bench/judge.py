@@ -1,4 +1,4 @@
-"""The error of an op against float64, on the machine at hand."""
+"""Measures the error of an op against its definition in float64, on this machine."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -28,14 +28,14 @@ class Result(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Say whether the error is within the rule."""
+        """Return whether the error is at most the allowed one."""
         return not self.problem and self.error <= self.allowed
 
 
 def judged(op: Op[..., Any], gpu: str | None) -> Iterator[Result]:
-    """Judge an op and its backward op, each in every dtype.
+    """Yield the results of an op and of its backward op, each in every dtype.
 
-    The worst of two calls counts: with no optional array, and with all of them.
+    Each is the worst of two calls: without optional arrays, and with all of them.
     """
     drawn = [draw(op, SCALE)]
     if any(operand.optional for operand in op.contract.inputs):
@@ -45,8 +45,8 @@ def judged(op: Op[..., Any], gpu: str | None) -> Iterator[Result]:
             calls = [call.cast(dtype) for call in drawn]
             if backward:
                 calls = [turned(call) for call in calls]
-            found = [_judge(call, dtype, gpu) for call in calls]
-            yield max(found, key=_severity)
+            results = [_judge(call, dtype, gpu) for call in calls]
+            yield max(results, key=_severity)
 
 
 def _severity(result: Result) -> tuple[bool, float]:
@@ -54,30 +54,30 @@ def _severity(result: Result) -> tuple[bool, float]:
 
 
 def turned(call: Call) -> Call:
-    """Return the call of the backward op, with what the forward definition returns."""
+    """Return the call of the backward op, with the outputs of the forward definition."""
     outputs = call.mapped(np.copy).run()
     return call.backward(outputs, call.seeds(outputs, every=True))
 
 
 def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
-    """Run a call of NumPy arrays on a GPU, if there is one and a kernel, and compare."""
-    there = gpu is not None and call.op.launch is not None
-    name, where = call.op.__name__, f"kernel on {gpu}" if there else DEFINITION
+    """Run a call of NumPy arrays, on a GPU if there is one and a kernel; return its error."""
+    on_gpu = gpu is not None and call.op.launch is not None
+    name, where = call.op.__name__, f"kernel on {gpu}" if on_gpu else DEFINITION
     exact = call.cast(np.float64).mapped(np.copy).run()
-    plain = (call if there else _nudged(call)).mapped(np.copy).run()
+    plain = (call if on_gpu else _nudged(call)).mapped(np.copy).run()
     place: Callable[[Any], Any] = np.copy
-    if there:
+    if on_gpu:
         place = cupy().asarray
     try:
-        if there and not call.mapped(place).launches():
+        if on_gpu and not call.mapped(place).launches():
             where = f"definition on {gpu}"
-        found = {key: to_numpy(array) for key, array in call.mapped(place).run().items()}
-    except RuntimeError as error:  # KernelError, and what CUDA reports
+        actual = {key: to_numpy(array) for key, array in call.mapped(place).run().items()}
+    except RuntimeError as error:  # KernelError, and errors of CUDA
         return Result(name, dtype.name, where, np.inf, 0.0, str(error).strip() or repr(error))
-    if found.keys() != exact.keys():
-        return Result(name, dtype.name, where, np.inf, 0.0, f"returns {[*found]}, not {[*exact]}")
+    if actual.keys() != exact.keys():
+        return Result(name, dtype.name, where, np.inf, 0.0, f"returns {[*actual]}, not {[*exact]}")
     results = []
-    for key, array in found.items():
+    for key, array in actual.items():
         largest = float(np.abs(_finite(exact[key])).max(initial=0)) or 1.0
         slack = 2 * _error(plain[key], exact[key]) / largest
         allowed = slack + 4 * EPS[array.dtype.name]
@@ -87,7 +87,7 @@ def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
 
 
 def _nudged(call: Call) -> Call:
-    """Return the call in float64, its float inputs off by 4 eps of float32."""
+    """Return the call in float64, with float inputs changed by 4 eps of float32."""
     rng = np.random.default_rng(2)
 
     def nudge(array: Any) -> Any:
@@ -102,12 +102,12 @@ def _finite(array: Any) -> Any:
     return np.where(np.isfinite(array), array, 0)
 
 
-def _error(found: Any, exact: Any) -> float:
-    """Return the largest difference; inf where shapes, infinities or NaN differ."""
-    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
-    if found.shape != exact.shape:
+def _error(computed: Any, exact: Any) -> float:
+    """Return the largest difference; inf if shapes, infinities or NaN differ."""
+    computed, exact = np.asarray(computed, np.float64), np.asarray(exact, np.float64)
+    if computed.shape != exact.shape:
         return np.inf
     infinite = ~np.isfinite(exact)
-    if not np.isfinite(found[~infinite]).all() or (found[infinite] != exact[infinite]).any():
+    if not np.isfinite(computed[~infinite]).all() or (computed[infinite] != exact[infinite]).any():
         return np.inf
-    return float(np.abs(_finite(found) - _finite(exact)).max(initial=0))
+    return float(np.abs(_finite(computed) - _finite(exact)).max(initial=0))

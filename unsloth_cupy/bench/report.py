@@ -1,4 +1,4 @@
-"""What ``bench`` found: as a table, as a picture, as the table of docs/performance.md."""
+"""The results of ``bench``: as a table, as a picture, and as the table of docs/performance.md."""
 
 import json
 from pathlib import Path
@@ -19,23 +19,23 @@ COLOURS = {OURS: "#3b6fb6", "torch": "#d1495b", "torch.compile": "#e8a33d", "Lig
 
 
 def table(report: Report) -> Any:
-    """Return the rows for a terminal, each peer with how many times as fast unsloth_cupy is."""
+    """Return a table for a terminal, with how many times as fast as each peer unsloth_cupy is."""
     from rich.table import Table
 
     peers = _peers(report)
     on_gpu = report["copy_gb_per_s"] is not None
-    made = Table(title_justify="left")
+    result = Table(title_justify="left")
     for title in ("op", "dtype", "size", *(["ran as"] if on_gpu else [])):
-        made.add_column(title, no_wrap=True)
+        result.add_column(title, no_wrap=True)
     for title in ("time", "GB/s", *(["of copy", "of roofline"] if on_gpu else [])):
-        made.add_column(title, justify="right")
+        result.add_column(title, justify="right")
     for peer in peers:
-        made.add_column(f"time of {peer}", justify="right")
-        made.add_column(ratio_title(peer), justify="right")
+        result.add_column(f"time of {peer}", justify="right")
+        result.add_column(ratio_title(peer), justify="right")
     before = None
     for row in report["rows"]:
         if before not in (None, row["op"]):
-            made.add_section()
+            result.add_section()
         cells = [row["op"] if before != row["op"] else "", row["dtype"], _size(row)]
         cells += [row["ran_as"].partition(" ")[0]] if on_gpu else []
         cells += [_time(row["microseconds"]), _number(row["gb_per_s"])]
@@ -43,26 +43,26 @@ def table(report: Report) -> Any:
         for peer in peers:
             time = row["peers"].get(peer)
             cells += [_time(time), ratio(time, row["microseconds"])] if time else ["-", "-"]
-        made.add_row(*cells)
+        result.add_row(*cells)
         before = row["op"]
     if on_gpu:
-        made.caption = f"on this GPU, in this run: {_ceilings(report)}"
-        made.caption_justify = "left"
-    return made
+        result.caption = f"on this GPU, in this run: {_ceilings(report)}"
+        result.caption_justify = "left"
+    return result
 
 
 def ratio_title(peer: str) -> str:
-    """Return the head of a column of ratios, which says what a large one means."""
+    """Return the title of a column of ratios, which says what a large ratio means."""
     return f"times as fast as {peer}"
 
 
 def ratio(peer: float, ours: float) -> str:
-    """Return how many times as fast ours is, of two times: above 1 it is the faster one."""
+    """Return how many times as fast ours is, from two times: above 1, ours is faster."""
     return f"{peer / ours:.2f}x"
 
 
 def _ceilings(report: Report) -> str:
-    """Return what rooflines are made of."""
+    """Return the measured rates of copies and products, which rooflines are computed from."""
     products = [
         f"products of {dtype} {rate:.0f} TFLOP/s"
         for dtype, rate in report["product_tflop_per_s"].items()
@@ -71,8 +71,8 @@ def _ceilings(report: Report) -> str:
 
 
 def _peers(report: Report) -> list[str]:
-    found = {peer for row in report["rows"] for peer in row["peers"]}
-    return [peer for peer in COLOURS if peer in found]
+    peers = {peer for row in report["rows"] for peer in row["peers"]}
+    return [peer for peer in COLOURS if peer in peers]
 
 
 def _size(row: dict[str, Any]) -> str:
@@ -94,16 +94,16 @@ def _share(value: float | None) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return what a picture says above all: which machine took the times, and when."""
+    """Return the title of a picture: the machine that was measured, and the date."""
     here = report["machine"]
     where = here["gpu"] or f"NumPy definitions on {here['cores']} cores, {here['processor']}"
     return f"{where}, {report['date'][:10]}"
 
 
 def draw_times(path: Path, report: Report) -> None:
-    """Draw a PNG file: a panel for each dtype, a line for each op at the largest size it ran.
+    """Draw a PNG file: a panel for each dtype, a row for each op at the largest measured size.
 
-    Dots are GB/s beside the copy bandwidth on a GPU, times on a CPU.
+    Dots are GB/s on a GPU, with a line at the bandwidth of a copy; on a CPU they are times.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -174,22 +174,22 @@ def check_markers(page: Path) -> None:
 
 
 def write_block(page: Path, report: Report) -> None:
-    """Keep what kernels showed in the JSON file beside a page, and renew the page's table."""
+    """Save results of kernels to the JSON file next to a page, and renew the page's table."""
     check_markers(page)
-    found_here = ("ops", "rows", "attention")
-    facts = {name: value for name, value in report.items() if name not in found_here}
-    found: dict[str, list[dict[str, Any]]] = {}
+    excluded = ("ops", "rows", "attention")
+    facts = {name: value for name, value in report.items() if name not in excluded}
+    rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         if row["ran_as"].startswith("kernel"):
-            found.setdefault(row["op"], []).append(row)
-    kept = _confirmed(page) | {op: {"facts": facts, "rows": rows} for op, rows in found.items()}
+            rows_of.setdefault(row["op"], []).append(row)
+    kept = _confirmed(page) | {op: {"facts": facts, "rows": rows} for op, rows in rows_of.items()}
     with written_beside(page.with_suffix(".json")) as partial:
         partial.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     renew(page)
 
 
 def renew(page: Path) -> None:
-    """Write the table of a page from the JSON file beside it; leave the rest as it is."""
+    """Write the table of a page from the JSON file next to it; keep the rest of the page."""
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     with written_beside(page) as partial:
@@ -203,7 +203,7 @@ def _confirmed(page: Path) -> dict[str, Any]:
 
 
 def _block(confirmed: dict[str, Any]) -> str:
-    """Return the table: what was measured last of every op that has a kernel."""
+    """Return the table: the last results of every op that has a kernel."""
     lines = [
         "| kernel | last confirmed | dtype | size | time | GB/s | fraction of the roofline |"
         " times as fast as the best peer |",
@@ -244,5 +244,5 @@ def _where(facts: dict[str, Any]) -> str:
 
 def _about(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if v)
-    told = f"{_ceilings(facts)}; {versions}. Times are {facts['method']}."
-    return " ".join([told, *facts["notes"]])
+    text = f"{_ceilings(facts)}; {versions}. Times are {facts['method']}."
+    return " ".join([text, *facts["notes"]])

@@ -1,6 +1,6 @@
-"""How long calls take: on the host's clock, or by events on a GPU.
+"""Times calls by the host's clock, or by events on a GPU.
 
-Contestants take turns, so that what slows the machine for a moment slows all of them.
+Contestants take turns, so that anything that slows the machine for a moment slows all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from ..core.gpu import cupy
 Calls = Sequence[Callable[[], Any]]
 
 RUNS = 25
-HOST_SECONDS = 0.2  # for one contestant; slow calls run less often, at least HOST_RUNS times
+HOST_SECONDS = 0.2  # for one contestant; slow calls run fewer times, but at least HOST_RUNS
 HOST_RUNS = 3
-FLUSH_BYTES = 512 << 20  # 0.1 ms or more: the host queues the next call meanwhile
+FLUSH_BYTES = 512 << 20  # writing them takes 0.1 ms or more: the host queues the next call then
 COPY_BYTES = 1 << 30
-PRODUCT_ROWS = 8192  # 1.1 TFLOP: long enough to reach the clock that long products run at
+PRODUCT_ROWS = 8192  # 1.1 TFLOP: long enough for the GPU to reach the clock rate of long products
 
 
 class HostClock:
-    """Wall time of calls on the CPU."""
+    """Measures the wall time of calls on the CPU."""
 
     method = (
         f"wall time on the CPU, median of {RUNS} runs after a warm-up, fewer where they take more"
@@ -32,7 +32,7 @@ class HostClock:
     )
 
     def __call__(self, calls: Calls) -> tuple[list[float], int]:
-        """Return the median seconds of each call, and how many runs it is of."""
+        """Return the median seconds of each call, and the number of runs."""
         for call in calls:
             call()
         times: list[list[float]] = []
@@ -48,7 +48,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Time between two events on the current stream of a GPU, its L2 cache flushed before."""
+    """Measures time between two events on the current stream of a GPU, with a flushed L2 cache."""
 
     method = (
         f"device events around each call, median of {RUNS} runs after 3 warm-up runs, a buffer"
@@ -62,7 +62,7 @@ class DeviceClock:
         self.buffer = self.cupy.zeros(max(FLUSH_BYTES, 4 * cache) // 4, np.float32)
 
     def __call__(self, calls: Calls) -> tuple[list[float], int]:
-        """Return the median seconds of each call, and how many runs it is of."""
+        """Return the median seconds of each call, and the number of runs."""
         event = self.cupy.cuda.Event
         for call in calls:
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""The time of an op, forward and backward, and how near it comes to what the machine can do."""
+"""Times ops, forward and backward, and compares them with the limits of the machine."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +21,10 @@ DEVICE_SCALES = (
 
 
 def shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str, float | None]:
-    """Return how near a row comes to a copy of its bytes, and to its roofline.
+    """Return the speed of a row as a share of a copy of as many bytes, and of its roofline.
 
-    That is the longer of two times: of such a copy, and of a matrix product of as many operations.
+    The roofline is the longer of two times: that of such a copy, and that of a matrix product of as
+    many operations.
     """
     if not (report["copy_gb_per_s"] and row["bytes"]):
         return {"of_copy": None, "of_roofline": None}
@@ -37,14 +38,14 @@ def shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str,
 
 
 def launches(op: Op[..., Any]) -> bool:
-    """Say whether an op or its backward op has a kernel."""
+    """Return whether an op or its backward op has a kernel."""
     return op.launch is not None or (op.backward is not None and op.backward.launch is not None)
 
 
 def timed(
     op: Op[..., Any], clock: Any, gpu: str | None, peers: bool
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Time an op and its backward op in every size and dtype; on a GPU what has a kernel."""
+    """Time an op and its backward op in every size and dtype; on a GPU only those with a kernel."""
     place: Callable[[Any], Any] = np.copy
     if gpu is not None:
         place = cupy().asarray
@@ -65,7 +66,7 @@ def timed(
 def _row(
     call: Call, forward: Call, seeds: Any, dtype: Any, clock: Any, gpu: str | None, peers: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Time a call, and its peers beside it."""
+    """Time a call and its peers; return the row of the report, and notes."""
     others: dict[str, Callable[[], Any]] = {}
     notes: list[str] = []
     if peers:
@@ -76,7 +77,7 @@ def _row(
     if gpu is not None:
         kernel = call.mapped(lambda a: a.copy()).launches()
         ran_as = f"{'kernel' if kernel else 'definition'} on {gpu}"
-    in_place = call.op.__name__.endswith("_")  # what it writes over is moved twice
+    in_place = call.op.__name__.endswith("_")  # arrays that it overwrites are moved twice
     outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
     moved = traffic(call, outputs)
     seconds, runs = clock([call, *others.values()])
@@ -99,7 +100,7 @@ def _row(
 def traffic(call: Call, outputs: dict[str, Any]) -> int:
     """Return the bytes that a call must move: inputs and outputs, each once.
 
-    0 where every output is a view of an input, and nothing has to.
+    This is 0 if every output is a view of an input.
     """
     special: Callable[[dict[str, Any]], int] | None = call.op.facts.get("traffic")
     inputs = {name: a for name, a in call.arrays.items() if a is not None}
@@ -112,7 +113,7 @@ def traffic(call: Call, outputs: dict[str, Any]) -> int:
 
 
 def operations(call: Call, outputs: dict[str, Any]) -> int:
-    """Return the operations of a call's products: a multiplication and an addition are two."""
+    """Return the operations of a call's matrix products: a multiply-add counts as two."""
     count: Callable[[dict[str, Any]], int] | None = call.op.facts.get("operations")
     return 0 if count is None else int(count(call.options | call.arrays | outputs))
 

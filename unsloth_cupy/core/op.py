@@ -47,7 +47,7 @@ class Traced:
 
     __slots__ = ()
     value: Any
-    run_op: Callable[["Op[..., Any]", list[Any], dict[str, Any]], Any]  # it is one of the arrays
+    run_op: Callable[["Op[..., Any]", list[Any], dict[str, Any]], Any]  # self is one of the arrays
 
 
 class Op(Generic[P, R]):

@@ -1,6 +1,6 @@
-"""What caches of integers of eight bits share: their dtypes, their checks, and how they are read.
+"""What all int8 caches share: their dtypes, their checks, and the conversion to floats.
 
-k = scale * code        a scale a token and head
+k = scale * code        one scale for each token and head
 """
 
 from typing import Any
@@ -12,34 +12,34 @@ from ..core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array
 from ..errors import DTypeError, ShapeError
 
 INT8 = np.dtype("int8")
-STORED = (*FLOATS, INT8)  # what a cache may be kept in
+STORED = (*FLOATS, INT8)  # the dtypes that a cache may have
 
 
 def scale_bytes(kind: np.dtype[Any], heads: int) -> int:
-    """Return the bytes of the scales of so many keys of a head, and of as many values."""
+    """Return the bytes of the scales of ``heads`` keys of one head, and of as many values."""
     return 2 * 4 * heads if kind == INT8 else 0
 
 
 def scales_like(kind: np.dtype[Any], shape: tuple[int, ...], like: Any) -> Any:
-    """Return the scales of an empty cache of this shape, zeros; None where it holds floats."""
+    """Return the scales of an empty cache, zeros of this shape; None for a cache of floats."""
     if kind != INT8:
         return None
     scales = arrays.empty(shape, FLOAT32, like)
-    scales[...] = 0  # a definition reads what no token was written to, and masks it
+    scales[...] = 0  # a definition also reads slots without a token, and masks them
     return scales
 
 
 def read(codes: Array, scales: Array, dtype: Any) -> Array:
     """Return keys or values as floats: (..., dim) codes times (...) scales, rounded once."""
-    with np.errstate(over="ignore"):  # what float16 cannot hold is infinite, as on a GPU
-        found: Array = (codes * scales[..., None]).astype(dtype, copy=False)
-    return found
+    with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
+        floats: Array = (codes * scales[..., None]).astype(dtype, copy=False)
+    return floats
 
 
 def check_new(call: str, axis: str, rows: int, k: Any, v: Any, storage: Array) -> None:
     """Raise unless k and v are (rows, tokens, kv_heads, dim) of the storage's library and dtype.
 
-    Into codes of eight bits go floats of one dtype, but for float64.
+    For int8 codes they must be floats of one dtype, but not float64.
     """
     arrays.common(call, ("the cache", "k", "v"), (storage, k, v))
     kv_heads, dim = storage.shape[2:]

@@ -1,10 +1,10 @@
-"""What attention remembers while text is generated: the keys and values of past tokens.
+"""The KV cache: keys and values of past tokens, which attention reads while text is generated.
 
     cache = KVCache(layers, batch, capacity, kv_heads, dim, dtype="float32")
     k, v = cache.append(layer, k, v)        all keys and values of this layer, old and new
 
 Bytes: 2 * layers * batch * slots * kv_heads * dim * itemsize, where slots is capacity, or
-sinks + window where that is less; of int8, dim + 4 for dim * itemsize.
+sinks + window if that is less; for int8, dim + 4 instead of dim * itemsize.
 """
 
 import math
@@ -35,36 +35,36 @@ class KVCache(Storage):
     layers, batch, capacity, kv_heads, dim : int
         Sizes; capacity is the largest number of tokens a row can hold.
     dtype : dtype or its name
-        float16, bfloat16, float32 or float64; or int8: codes, and a scale a token and head.
+        float16, bfloat16, float32 or float64; or int8: codes, and a scale for each token and head.
     like : array, optional
-        The cache lives where this array lives; NumPy where absent.
+        The cache is on the device of this array; on the host, in NumPy arrays, without one.
     window : int, None, or one of them for each layer
-        Of the tokens after the sinks only the last ``window`` are kept: where capacity holds sinks
-        and window, tokens never run out of room.
+        Of the tokens after the sinks only the last ``window`` are kept: if capacity is at least
+        sinks + window, there is always room for new tokens.
     sinks : int
-        How many of the first tokens stay for good in layers with a window.
+        Number of first tokens that layers with a window always keep.
 
     Attributes
     ----------
     keys, values : list of (batch, slots, kv_heads, dim) dtype
-        The storage of each layer.  Token p lies in slot p; with a window and from slot sinks on,
-        the slots are a ring.
+        The storage of each layer.  Token p is in slot p; with a window, the slots from ``sinks`` on
+        are a ring buffer.
     scales : list of (2, batch, slots, kv_heads) float32, or None
-        Of int8, what the codes of keys, and of values, are multiplied by.
+        For int8, the factors of the codes of keys and of values.
     real : (batch, tokens) bool
-        Which tokens are not padding; a model notes it here and attention obeys it later.
+        Which tokens are not padding; a model notes its mask here, and attention applies it later.
     padded : bool
-        Whether any may be: False until a model notes a mask.
+        Whether any token may be padding: False until a model notes a mask.
 
     Raises
     ------
     ConfigError
-        A size is negative, window or sinks make no sense, or dtype is not a float.
+        A size is negative, window or sinks are invalid, or dtype is not a float.
 
     Notes
     -----
-    Keys are stored as they come, turned by the position of their token among all tokens.  Xiao and
-    others, Efficient Streaming Language Models with Attention Sinks, 2024.
+    Keys are stored without change, after the rotary embedding of their position among all tokens.
+    Xiao and others, Efficient Streaming Language Models with Attention Sinks, 2024.
     """
 
     def __init__(
@@ -83,23 +83,23 @@ class KVCache(Storage):
         shape = (layers, batch, capacity, kv_heads, dim)
         if not all(map(is_integer, shape)) or layers > MOST_LAYERS:
             problem = (
-                f"sizes must be integers, none of them negative, nor layers above {MOST_LAYERS}"
+                f"sizes must be integers, none of them negative, and layers at most {MOST_LAYERS}"
             )
             raise ConfigError(f"KVCache{shape}: {problem}")
         kind = float_dtype("KVCache", dtype, STORED)
         each: Any = window
         windows = [*each] if isinstance(each, tuple | list) else [each] * layers
-        whole = all(w is None or is_integer(w, 1) for w in windows)
-        if len(windows) != layers or not whole:
-            cure = "pass how many tokens stay, 1 or more, None for all, or one such for each layer"
+        valid = all(w is None or is_integer(w, 1) for w in windows)
+        if len(windows) != layers or not valid:
+            cure = "pass how many tokens to keep, 1 or more, None for all, or a list, one per layer"
             raise ConfigError(f"KVCache(window={window!r}): {cure}")
         if not is_integer(sinks):
             raise ConfigError(
-                f"KVCache(sinks={sinks!r}): pass how many first tokens stay, 0 or more"
+                f"KVCache(sinks={sinks!r}): pass how many first tokens to keep, 0 or more"
             )
         place = home_of("KVCache", like)
         self.capacity, self.sinks = capacity, int(sinks)
-        # a window that the capacity does not reach is none
+        # a window beyond the capacity has no effect
         self.windows = [w if w is not None and sinks + w <= capacity else None for w in windows]
         slots = [capacity if w is None else self.sinks + int(w) for w in self.windows]
         shapes = [(batch, each, kv_heads, dim) for each in slots]
@@ -115,7 +115,7 @@ class KVCache(Storage):
 
     @property
     def length(self) -> int:
-        """The number of tokens that each row was given: the position of its next one."""
+        """The number of tokens that each row has received: the position of the next one."""
         return max(self.filled, default=0)
 
     @property
@@ -131,31 +131,31 @@ class KVCache(Storage):
         held = max((self.filled[i] for i in layers if self.windows[i] is None), default=None)
         if held is not None and held + new > self.capacity:
             raise RangeError(
-                f"KVCache: {new} tokens do not fit beside {held} of capacity={self.capacity};"
+                f"KVCache: {new} tokens do not fit: {held} of capacity={self.capacity} are in use;"
                 f" make the cache with capacity={held + new} or call reset()"
             )
 
     def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
-        """Store the keys and values of new tokens; return those that they may see.
+        """Store the keys and values of new tokens; return those that the new tokens may see.
 
         Parameters
         ----------
         layer : int
             0 .. layers - 1.
-        k, v : (batch, tokens, kv_heads, dim) dtype of the cache, or floats into one of int8
-            Of the new tokens.
+        k, v : (batch, tokens, kv_heads, dim) dtype of the cache, or floats for one of int8
+            Keys and values of the new tokens.
 
         Returns
         -------
         k, v : (batch, keys, kv_heads, dim) dtype of k
             All tokens of this layer, in order; with a window the sinks and, before each of the new
-            tokens, ``window - 1`` others: after a single one, what the cache holds.  Valid until
-            the next ``append``, ``reorder`` or ``reset``; they may be views of the storage.
+            tokens, ``window - 1`` others: after a single token, all that the cache holds.  Valid
+            until the next ``append``, ``reorder`` or ``reset``; they may be views of the storage.
 
         Raises
         ------
         RangeError
-            There is no such layer, or no room for the tokens; the cache is left as it was.
+            There is no such layer, or no room for the tokens; the cache is not changed.
         ShapeError, DTypeError, FrameworkError
             k or v do not fit the storage.
         """
@@ -163,7 +163,7 @@ class KVCache(Storage):
         slots, start = self.keys[layer].shape[1], self.filled[layer]
         stop = start + k.shape[1]
         together: Any = None
-        if stop > slots:  # some token goes, but these may see it still
+        if stop > slots:  # old tokens are overwritten, but the new ones may still see them
             old = self._slots(layer, start - int(self.windows[layer] or 0) + 1, start)
             parts = [self._held(layer, part, k.dtype) for part in old]
             together = (k, v)
@@ -174,7 +174,7 @@ class KVCache(Storage):
         return together or self._held(layer, slice(0, stop), k.dtype)
 
     def _slots(self, layer: int, first: int, stop: int) -> list[slice]:
-        """Return where the sinks and the tokens first .. stop - 1 lie, in order."""
+        """Return the slots of the sinks and of the tokens first .. stop - 1, in order."""
         first, ring = max(first, self.sinks), self.keys[layer].shape[1] - self.sinks
         runs = [slice(0, min(self.sinks, stop))]
         if first < stop:
@@ -191,13 +191,13 @@ class KVCache(Storage):
         layer : int
             0 .. layers - 1.
         queries : int
-            How many tokens that append brought.
+            Number of tokens in that append.
 
         Returns
         -------
         mask : (queries, keys) bool, or None
             The sinks and the query's own window, never a later key: ``mask`` of ``attention``.
-            None where no token was left out, or one query sees them all: causal then says it all.
+            None if no token was dropped, or a single query sees them all: causal is enough then.
 
         Raises
         ------
@@ -220,7 +220,7 @@ class KVCache(Storage):
         return self.held(layer, queries, seen)
 
     def held(self, layer: int, queries: int, every: Array) -> Array:
-        """Return the columns, of (..., tokens), of the keys that the last append returned."""
+        """Return, from ``every`` (..., tokens), the columns of the keys of the last append."""
         window, tokens = self.windows[layer], every.shape[-1]
         first = self.sinks if window is None else tokens - queries - window + 1
         if first <= self.sinks:
@@ -231,9 +231,9 @@ class KVCache(Storage):
         return np.concatenate(parts, axis=-1) if self.sinks else parts[0]
 
     def note(self, real: Array | None, new: int) -> Array | None:
-        """Note which of the last tokens, ``new`` ones to come included, are not padding.
+        """Record which of the last tokens, including the ``new`` next ones, are not padding.
 
-        Return it of all tokens, (batch, tokens) bool; None where none was ever noted.
+        Return the record of all tokens, (batch, tokens) bool; None if nothing was ever recorded.
         """
         stop = self.length + new
         self.padded |= real is not None
@@ -248,13 +248,13 @@ class KVCache(Storage):
         return self.real[:, :stop]
 
     def reset(self) -> None:
-        """Forget every token; the storage is kept."""
+        """Remove all tokens; the storage is kept."""
         self.filled = [0] * len(self.filled)
         self.real[...] = True
         self.padded = False
 
     def reorder(self, index: Array) -> None:
-        """Let row i go on from what row ``index[i]`` holds, as beam search does.
+        """Make row i continue from the tokens of row ``index[i]``, as in beam search.
 
         Raises
         ------
@@ -280,7 +280,7 @@ class KVCache(Storage):
         self.real[...] = self.real[index]
 
     def check_append(self, call: str, layer: int, k: Any, v: Any) -> None:
-        """Raise unless there is such a layer, and room in it for these keys and values."""
+        """Raise unless there is such a layer, and it has room for these keys and values."""
         self._check_layer(call, layer)
         check_new(f"KVCache.{call}", "batch", self.shape[0], k, v, self.keys[layer])
         self.check_room(k.shape[1], layer)

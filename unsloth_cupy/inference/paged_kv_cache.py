@@ -1,4 +1,4 @@
-"""A cache in pages: sequences of any length share one allocation, and a common beginning.
+"""A KV cache in pages: sequences of any length share one allocation, and may share a prefix.
 
     cache = PagedKVCache(layers, pages, page, kv_heads, dim, dtype="float32")
     sequence = cache.allocate(tokens)
@@ -36,17 +36,17 @@ class PagedKVCache:
     layers, pages, page, kv_heads, dim : int
         Sizes; any page size from 1.
     dtype : dtype or its name
-        float16, bfloat16, float32 or float64; or int8: codes, and a scale a token and head.
+        float16, bfloat16, float32 or float64; or int8: codes, and a scale for each token and head.
     like : array, optional
-        The cache lives where this array lives; NumPy where absent.
+        The cache is on the device of this array; on the host, in NumPy arrays, without one.
 
     Attributes
     ----------
     keys, values : (layers, pages, page, kv_heads, dim) dtype
         The storage; a sequence has the same pages in every layer.
     scales : (layers, 2, pages, page, kv_heads) float32, or None
-        Of int8, what the codes of keys, and of values, are multiplied by: ``attention_paged``
-        takes those of a layer.
+        For int8, the factors of the codes of keys and of values: ``attention_paged`` takes those of
+        a layer.
 
     Raises
     ------
@@ -55,9 +55,9 @@ class PagedKVCache:
 
     Notes
     -----
-    Sequences that were forked share pages; the first that writes to a shared page gets a copy of
-    it.  Kwon and others, Efficient Memory Management for Large Language Model Serving with
-    PagedAttention, 2023.
+    Forked sequences share pages; the first that writes to a shared page gets a copy of it.  Kwon
+    and others, Efficient Memory Management for Large Language Model Serving with PagedAttention,
+    2023.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class PagedKVCache:
     ) -> None:
         shape = (layers, pages, page, kv_heads, dim)
         if not all(map(is_integer, shape)) or page == 0:
-            cure = "sizes must be integers, none of them negative, nor page be 0"
+            cure = "sizes must be integers, none of them negative, and page 1 or more"
             raise ConfigError(f"PagedKVCache{shape}: {cure}")
         kind = float_dtype("PagedKVCache", dtype, STORED)
         place = home_of("PagedKVCache", like)
-        held = 2 * math.prod(shape) * kind.itemsize + scale_bytes(kind, math.prod(shape[:-1]))
-        check_bytes(f"PagedKVCache{shape}", held, place)
+        size = 2 * math.prod(shape) * kind.itemsize + scale_bytes(kind, math.prod(shape[:-1]))
+        check_bytes(f"PagedKVCache{shape}", size, place)
         self.keys = arrays.empty(shape, kind, place)
         self.values = arrays.empty(shape, kind, place)
         self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
-        self.uses = [0] * pages  # sequences that have a page
+        self.uses = [0] * pages  # by page: the number of sequences that have it
         self.free_pages = list(range(pages))[::-1]
-        self.tables: dict[int, list[int]] = {}  # pages of a sequence
-        self.filled: dict[int, list[int]] = {}  # tokens of a sequence, by layer
+        self.tables: dict[int, list[int]] = {}  # by sequence: its pages
+        self.filled: dict[int, list[int]] = {}  # by sequence: its number of tokens in each layer
         self.numbers = itertools.count()
 
     def allocate(self, tokens: int) -> int:
-        """Return a new, empty sequence that has pages for so many tokens.
+        """Return a new, empty sequence that has pages for ``tokens`` tokens.
 
-        It may grow beyond them while there are free pages.
+        It may grow beyond them as long as there are free pages.
 
         Raises
         ------
@@ -121,8 +121,8 @@ class PagedKVCache:
             0 .. layers - 1.
         sequences : sequence of int
             As ``allocate`` and ``fork`` return them, each once.
-        k, v : (sequences, tokens, kv_heads, dim) dtype of the cache, or floats into one of int8
-            Of the new tokens.
+        k, v : (sequences, tokens, kv_heads, dim) dtype of the cache, or floats for one of int8
+            Keys and values of the new tokens.
 
         Returns
         -------
@@ -134,7 +134,7 @@ class PagedKVCache:
         DeviceMemoryError
             There are too few free pages; nothing changes.
         RangeError
-            There is no such layer or sequence, or a sequence stands twice.
+            There is no such layer or sequence, or a sequence is passed twice.
         ShapeError, DTypeError, FrameworkError
             k or v do not fit the sequences and the storage.
         """
@@ -156,9 +156,9 @@ class PagedKVCache:
         return self.keys[layer], self.values[layer]
 
     def page_table(self, sequences: Sequence[int]) -> Array:
-        """Return the pages of each sequence, in order: (sequences, most pages) int32.
+        """Return the pages of each sequence, in order: (sequences, most pages of one) int32.
 
-        Short rows end in -1, which stands for no page.
+        Shorter rows are padded with -1.
 
         Raises
         ------
@@ -173,7 +173,7 @@ class PagedKVCache:
         return self._placed(table)
 
     def lengths(self, sequences: Sequence[int], layer: int = 0) -> Array:
-        """Return how many tokens of each sequence a layer holds: (sequences,) int32.
+        """Return the number of tokens that a layer holds of each sequence: (sequences,) int32.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class PagedKVCache:
         return self._placed([self.filled[sequence][layer] for sequence in sequences])
 
     def fork(self, sequence: int) -> int:
-        """Return a new sequence that goes on from the same tokens; pages are shared, not copied.
+        """Return a new sequence that continues from the same tokens; pages are shared, not copied.
 
         Raises
         ------
@@ -200,12 +200,12 @@ class PagedKVCache:
         return new
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; pages that no other has are free again.
+        """Remove a sequence; pages that no other sequence has become free.
 
         Raises
         ------
         RangeError
-            There is no such sequence, or not any more.
+            There is no such sequence, or it has been freed already.
         """
         self.check_sequences("free", [sequence])
         del self.filled[sequence]
@@ -213,7 +213,7 @@ class PagedKVCache:
             self._leave(page)
 
     def _make_room(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
-        """Give each sequence pages of its own for new tokens, or raise and change nothing."""
+        """Give each sequence unshared pages for its new tokens, or raise and change nothing."""
         page = self.keys.shape[2]
         shared, wanted = [], 0
         leaving: dict[int, int] = {}
@@ -247,13 +247,13 @@ class PagedKVCache:
             self.free_pages.append(page)
 
     def check_layer(self, call: str, layer: Any) -> None:
-        """Raise unless there is such a layer; a call names it in the error."""
+        """Raise unless there is such a layer; the error shows the name of the call."""
         if not is_integer(layer) or layer >= len(self.keys):
             last = len(self.keys) - 1
             raise RangeError(f"PagedKVCache.{call}: layer {layer} is not in 0 .. {last}")
 
     def check_sequences(self, call: str, sequences: Any) -> None:
-        """Raise unless these are sequences of this cache; a call names it in the error."""
+        """Raise unless these are sequences of this cache; the error shows the name of the call."""
         if not hasattr(sequences, "__len__") or isinstance(sequences, str):
             cure = "pass a list of what allocate or fork returned"
             raise ConfigError(f"PagedKVCache.{call}: sequences are {sequences!r}; {cure}")
@@ -274,6 +274,6 @@ class PagedKVCache:
             )
 
     def _placed(self, numbers: Any) -> Array:
-        """Return integers of the host where the cache lives."""
+        """Return integers of the host as an int32 array on the device of the cache."""
         array: Array = placed(np.asarray(numbers, np.int32), self.keys)
         return array

@@ -1,4 +1,4 @@
-"""The rows of a call that go on from sequences of a cache in pages, one each."""
+"""The rows of a call, each of which continues one sequence of a paged KV cache."""
 
 import inspect
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def rows_of(call: str, cache: Any, sequences: Any, batch: int) -> "KVCache | PagedRows | None":
-    """Return a cache as the rows of a call use it; raise ConfigError for what is not one."""
+    """Return a cache in the form that the rows of a call use; raise ConfigError for other types."""
     if isinstance(cache, PagedKVCache):
         return PagedRows(call, cache, sequences, batch)
     if not isinstance(cache, KVCache | None):
@@ -34,7 +34,7 @@ def rows_of(call: str, cache: Any, sequences: Any, batch: int) -> "KVCache | Pag
 
 
 class PagedRows:
-    """A cache in pages, and which of its sequences the rows of one call are.
+    """A paged cache, and the sequence of it that each row of one call continues.
 
     Raises
     ------
@@ -65,20 +65,20 @@ class PagedRows:
         return max(self.starts(), default=0)
 
     def starts(self, layer: int = 0) -> list[int]:
-        """Return how many tokens each row holds."""
+        """Return the number of tokens that each row holds."""
         return [self.cache.filled[sequence][layer] for sequence in self.sequences]
 
     def places(self, new: int, layer: int = 0) -> tuple[int, Array | None]:
-        """Return the position of the first of new tokens; and, where rows differ, of all of them.
+        """Return the position of the first new token and None; if rows differ, 0 and all positions.
 
-        Then they are (batch, tokens) int32, and the first is 0.
+        All positions are an array (batch, tokens) of int32.
         """
         self.cache.check_layer("append", layer)
         starts = self.starts(layer)
         if len(set(starts)) <= 1:
             return next(iter(starts), 0), None
-        found = np.add.outer(starts, np.arange(new)).astype(np.int32)
-        return 0, placed(found, self.cache.keys)
+        positions = np.add.outer(starts, np.arange(new)).astype(np.int32)
+        return 0, placed(positions, self.cache.keys)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """Store new keys and values; return the attention of q over all that each row holds.
@@ -88,16 +88,16 @@ class PagedRows:
         ConfigError
             An option is not one of ``attention_paged``.
         RangeError
-            A sequence stands twice, or there is no such layer.
+            A sequence is passed twice, or there is no such layer.
         DeviceMemoryError
             There are too few free pages; nothing changes.
         """
-        if strange := sorted(options.keys() - OPTIONS):
+        if unknown := sorted(options.keys() - OPTIONS):
             cure = f"choose from {', '.join(sorted(OPTIONS))}"
-            raise ConfigError(f"a PagedKVCache has no option {strange[0]!r} of attention; {cure}")
+            raise ConfigError(f"a PagedKVCache has no option {unknown[0]!r} of attention; {cure}")
         fresh = not any(self.starts(layer)) if layer in range(len(self.cache.keys)) else False
         k_pages, v_pages = self.cache.append(layer, self.sequences, k, v)
-        if fresh:  # all keys are at hand, in order
+        if fresh:  # k and v are all keys and values, in order
             return attention(q, k, v, **options)
         table = self.cache.page_table(self.sequences)
         lengths = self.cache.lengths(self.sequences, layer)

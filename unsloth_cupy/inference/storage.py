@@ -1,4 +1,4 @@
-"""The storage of a cache in order: floats, or codes of eight bits that are read as they are."""
+"""The storage of a KV cache without pages: floats, or int8 codes that attention reads directly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ from ..ops.attention.kv_append_int8 import kv_append_int8_
 from ..placement import full_like
 from .codes import INT8, read
 
-FEW = 16  # queries that read codes as they are: more multiply what these stand for
+FEW = 16  # queries: up to so many read codes directly; for more they are converted to floats first
 
 
 class Storage:
-    """Keys and values of layers, each with a number of tokens that it was given."""
+    """Keys and values of layers, and the number of tokens that each layer has received."""
 
     keys: list[Array]
     values: list[Array]
@@ -40,7 +40,7 @@ class Storage:
         self.filled[layer] = start + k.shape[1]
 
     def _held(self, layer: int, part: slice, dtype: Any) -> tuple[Array, Array]:
-        """Return the keys and values of some slots: views, or what codes stand for."""
+        """Return the keys and values of some slots: views, or codes converted to floats."""
         keys, values = self.keys[layer][:, part], self.values[layer][:, part]
         if self.dtype != INT8:
             return keys, values
@@ -48,20 +48,20 @@ class Storage:
         return read(keys, of_keys, dtype), read(values, of_values, dtype)
 
     def reads_codes(self, layer: int, new: int, window: int | None = None) -> bool:
-        """Say whether ``attend`` is for so many new tokens of a layer: few, of int8.
+        """Return whether ``attend`` can process ``new`` tokens of a layer: few, in an int8 cache.
 
-        Of a layer with a window for one, which sees all that the layer holds, unless the window of
-        its model is narrower: slots of a ring are not in order.
+        In a layer with a window it takes only one, which sees everything that the layer holds, and
+        none if the window of its model is narrower: the slots of a ring are not in order.
         """
         kept = self.windows[layer]
         ring = kept is not None and new == 1 and (window is None or window >= kept)
         return self.dtype == INT8 and (ring or (kept is None and new <= FEW))
 
     def attend(self, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-        """Store new keys and values; return causal attention of q over codes, as they are kept.
+        """Store new keys and values; return causal attention of q, computed directly from codes.
 
-        Of a layer that ``reads_codes``; what was noted as padding is not seen.  Options are those
-        of ``attention_paged``, its window that of a layer which keeps all tokens.
+        The layer must be one that ``reads_codes``; noted padding is masked.  Options are those of
+        ``attention_paged``; its window applies only to a layer that keeps all tokens.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Storage:
         return attention_paged_int8_forward(q, *stored, rows[:, None], held, **options)[0]
 
     def _real_slots(self, layer: int) -> Array | None:
-        """Return which slots hold no padding, (batch, 1, 1, slots); None where none was noted."""
+        """Return which slots are not padding, (batch, 1, 1, slots); None if no mask was noted."""
         if self.note(None, 0) is None:
             return None
         slots, last = self.keys[layer].shape[1], self.filled[layer] - 1

@@ -1,7 +1,7 @@
-"""Memory by formulas, for those who have no config: ``plan_memory`` counts, given one.
+"""Estimates memory by formulas, without a config; with one, ``plan_memory`` counts it.
 
 Training holds the weights, a gradient for each, the optimizer's averages, a float32 master of
-16-bit weights, what the tape keeps of the forward pass for the backward one, and the logits.
+16-bit weights, the activations that the tape keeps for the backward pass, and the logits.
 """
 
 import math
@@ -12,13 +12,13 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 
-AVERAGES = 2  # that AdamW keeps of every weight, in float32
+AVERAGES = 2  # of every weight, which AdamW keeps in float32
 PARTS = ("weights", "gradients", "optimizer", "master", "activations", "logits")
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that training needs, by what they hold."""
+    """Bytes that training needs, by part."""
 
     weights: int
     gradients: int
@@ -29,19 +29,19 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all parts."""
         return sum(getattr(self, part) for part in PARTS)
 
 
 def estimate_training_memory(
     model_params: int, batch_size: int, seq_len: int, dtype: Any = "float32"
 ) -> MemoryEstimate:
-    """Estimate what training with AdamW holds when only the number of weights is known.
+    """Estimate the memory of training with AdamW from the number of weights alone.
 
     Weights, gradients, averages and master follow from the number.  For activations and logits
-    the model is taken to be a Llama of the usual proportions: ``layers = hidden / 128``,
+    the model is assumed to be a Llama of the usual proportions: ``layers = hidden / 128``,
     ``weights = 12 * layers * hidden**2``, 18 arrays of the hidden size kept per layer, 32,000
-    tokens in the vocabulary.  ``plan_memory`` counts instead, given a config.
+    tokens in the vocabulary.  With a config, ``plan_memory`` counts instead.
     """
     sizes = {"model_params": model_params, "batch_size": batch_size, "seq_len": seq_len}
     itemsize, model_params, *rows_of = _checked("estimate_training_memory", dtype, **sizes)
@@ -65,7 +65,7 @@ def estimate_forward_memory(
     checkpoint_every: int = 1,
     dtype: Any = "float32",
 ) -> int:
-    """Return the bytes of the hidden states that are kept, one for every so many layers.
+    """Return the bytes of the hidden states that are kept: one per ``checkpoint_every`` layers.
 
     ``batch_size * seq_len * hidden_size * itemsize * ceil(num_layers / checkpoint_every)``
     """
@@ -83,8 +83,8 @@ def estimate_attention_memory(
     ``(4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize``
     """
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
-    given = _checked("estimate_attention_memory", dtype, **sizes, num_heads=num_heads)
-    itemsize, batch, tokens, hidden, heads = given
+    values = _checked("estimate_attention_memory", dtype, **sizes, num_heads=num_heads)
+    itemsize, batch, tokens, hidden, heads = values
     return (4 * tokens * hidden + heads * tokens**2) * batch * itemsize
 
 
@@ -96,13 +96,13 @@ def estimate_flash_attention_memory(
     ``(4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len``
     """
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
-    given = _checked("estimate_flash_attention_memory", dtype, **sizes, num_heads=num_heads)
-    itemsize, batch, tokens, hidden, heads = given
+    values = _checked("estimate_flash_attention_memory", dtype, **sizes, num_heads=num_heads)
+    itemsize, batch, tokens, hidden, heads = values
     return (4 * hidden * itemsize + 4 * heads) * batch * tokens
 
 
 def _checked(call: str, dtype: Any, **sizes: Any) -> list[int]:
-    """Return the bytes of an element, and the sizes; raise for what makes no sense."""
+    """Return the bytes of an element, then the sizes; raise ConfigError for invalid ones."""
     for name, size in sizes.items():
         if not is_number(size) or size < 1 or size % 1:
             raise ConfigError(f"{call}({name}={size!r}): pass sizes of 1 or more, whole numbers")

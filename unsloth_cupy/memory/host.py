@@ -1,8 +1,8 @@
-"""What NumPy's arrays hold, by tracemalloc: see ``memory_pool.py``.
+"""Counts the bytes of NumPy arrays with tracemalloc: see ``pool.py``.
 
-tracemalloc tells at once how many bytes are held, and how many at most, but Python's own objects
-are among them.  Which bytes are theirs a walk over all of them finds.  Objects change slowly, so
-the last walk is believed until the peak has grown.
+tracemalloc reports the bytes that are held, and their peak, at once, but including Python's own
+objects.  A walk over all allocations tells them apart.  Objects change slowly, so the result of
+the last walk is used until the peak has grown.
 """
 
 import threading
@@ -15,7 +15,7 @@ from ..errors import DeviceMemoryError
 from ..machine import format_bytes
 from ..training import offload, tape
 
-GROWN = 1.25  # a peak higher by a quarter is worth another walk
+GROWN = 1.25  # if the peak is higher by a quarter, walk again
 
 
 class Usage(NamedTuple):
@@ -27,13 +27,13 @@ class Usage(NamedTuple):
 
 
 class HostCounter:
-    """Counts what arrays hold, beyond what they held at the start but for some."""
+    """Counts the bytes of arrays: ``held`` at the start, and all that are allocated since."""
 
-    active: ClassVar[list["HostCounter"]] = []  # pools inside each other, or of several threads
-    lock: ClassVar[Any] = threading.RLock()  # of what follows
-    before_all: ClassVar[tuple[bool, Any]]  # of the first pool: whether others trace, and watch
-    objects: ClassVar[int] = 0  # bytes of Python's own, by the last walk
-    walked: ClassVar[int] = 0  # bytes of everything that it was believed for
+    active: ClassVar[list["HostCounter"]] = []  # nested pools, or those of several threads
+    lock: ClassVar[Any] = threading.RLock()  # guards these attributes
+    before_all: ClassVar[tuple[bool, Any]]  # before the first pool: is_tracing(), watch_memory
+    objects: ClassVar[int] = 0  # bytes of Python's own objects at the last walk
+    walked: ClassVar[int] = 0  # bytes of everything, up to which that walk is used
 
     def __init__(self, limit: int | None, held: int = 0) -> None:
         self.limit, self.held, self.moved = limit, held, dict(offload.moved)
@@ -41,13 +41,13 @@ class HostCounter:
         self.last: tuple[int, int] | None = None
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         with self.lock:
             if not self.active:
                 HostCounter.before_all = tracemalloc.is_tracing(), tape.watch_memory
                 tracemalloc.start()
                 tape.watch_memory = _check_all
-            self._settle()  # of pools around this one
+            self._settle()  # for pools around this one
             self.before = self._walk()
             self.active.append(self)
             self.reset_peak()
@@ -57,24 +57,24 @@ class HostCounter:
         with self.lock:
             self.last = self._now(), self.peak()
             self.active.remove(self)
-            if self.active:  # another began before this one, and is not done
+            if self.active:  # another pool is still counting
                 return
             traced, tape.watch_memory = self.before_all
             if not traced:
                 tracemalloc.stop()
 
     def _walk(self) -> int:
-        """Return the bytes of arrays; what else is held are Python's own objects."""
+        """Return the bytes of arrays; all other bytes are Python's own objects."""
         traces, numpy = tracemalloc.take_snapshot().traces, np.lib.tracemalloc_domain
         arrays = sum(trace.size for trace in traces if trace.domain == numpy)
         del traces
-        tracemalloc.reset_peak()  # the walk itself was a part of it
+        tracemalloc.reset_peak()  # the walk itself has raised it
         HostCounter.walked = tracemalloc.get_traced_memory()[0]
         HostCounter.objects = HostCounter.walked - arrays
         return arrays
 
     def _settle(self) -> None:
-        """Hold the peak since the last time against those that the pools know."""
+        """Raise the peaks of all pools to the peak since the last call."""
         peak = tracemalloc.get_traced_memory()[1]
         if self.held + peak > GROWN * (self.held + HostCounter.walked):
             self._walk()
@@ -95,24 +95,24 @@ class HostCounter:
         return {"cpu": Usage(now, peak, now)}
 
     def peak(self) -> int:
-        """Return the most bytes."""
+        """Return the most bytes held at a time."""
         if self.last is not None:
             return self.last[1]
         self._settle()
         return self._beyond(self.most)
 
     def reset_peak(self) -> None:
-        """Begin with what is held now."""
-        self._settle()  # of pools around this one
+        """Restart the peak from the bytes that are held now."""
+        self._settle()  # for pools around this one
         self.most, HostCounter.walked = 0, tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
 
     def check(self, op: str) -> None:
-        """Raise if the limit is passed after an op."""
+        """Raise if the limit is exceeded after an op."""
         self._settle()
         held = self._beyond(tracemalloc.get_traced_memory()[0] - self.objects)
         if self.limit is not None and held > self.limit:
-            held = self._now()  # a part may be new objects
+            held = self._now()  # some may be new Python objects
         if self.limit is not None and held > self.limit:
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): after {op} arrays hold {format_bytes(held)};"
@@ -123,7 +123,7 @@ class HostCounter:
 
 
 def _check_all(op: str) -> None:
-    """Let every pool look, those around others first."""
+    """Check every pool, outer ones first."""
     with HostCounter.lock:
         if HostCounter.active and (others := HostCounter.before_all[1]) is not None:
             others(op)

@@ -1,4 +1,4 @@
-"""What a step of training takes and gives back, op by op, and what that amounts to."""
+"""The ledger of a training step: what each op allocates and frees, and the plan of all of it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ from .planned import Planned
 
 ALL = (*PARTS, "workspace")
 WEIGHTS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, WORKSPACE = range(len(ALL))
-HEAD = "linear_cross_entropy"  # what it holds beside its results are logits
+HEAD = "linear_cross_entropy"  # its temporary arrays are logits
 
 
 class Moment(NamedTuple):
-    """A piece of a step: the most that was held while an op ran, by part."""
+    """An op of a step: the most bytes that were held while it ran, by part."""
 
     op: str
     layer: str
@@ -31,29 +31,29 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all parts."""
         return sum(self.held.values())
 
     def __str__(self) -> str:
-        """Return where it is: ``attention_backward of layer 3``."""
+        """Return the op and its layer: ``attention_backward of layer 3``."""
         return f"{self.op} of {self.layer}" if self.layer else self.op
 
 
 @dataclass(frozen=True)
 class MemoryPlan(MemoryEstimate):
-    """Bytes of a step of training: the most that each part holds, and all moments of the step.
+    """Bytes of a step of training: the peak of each part, and all moments of the step.
 
-    ``total`` is the most that is held at a time, less than the sum of the parts: they do not have
-    their most at one moment.
+    ``total`` is the peak of all parts together.  It is less than the sum of their peaks, which are
+    not at the same moment.
 
     Attributes
     ----------
     workspace : int
-        What ops hold while they run, and gradients of activations on their way.
+        Temporary arrays of ops while they run, and gradients of activations.
     layers : dict of str to int
-        Activations by layer, when they are most.
+        Activations by layer, at the peak of their sum.
     workspaces : dict of str to int
-        The most that each op takes and gives back while it runs.
+        The most that each op allocates for the time it runs.
     moments : tuple of Moment
         One for every op that has run: ``op``, ``layer``, and ``held`` by part.
     peak : int
@@ -68,33 +68,33 @@ class MemoryPlan(MemoryEstimate):
 
     @property
     def at_peak(self) -> Mapping[str, int]:
-        """What each part holds at the peak."""
+        """Bytes that each part holds at the peak."""
         return self.moments[self.peak].held
 
     @property
     def total(self) -> int:
-        """The most that is held at a time."""
+        """The most bytes that are held at a time."""
         return self.moments[self.peak].total
 
     def beyond(self, limit: int) -> Moment | None:
-        """Return the first moment that holds more than limit bytes; None where all fits."""
+        """Return the first moment that holds more than limit bytes; None if all of them fit."""
         return next((moment for moment in self.moments if moment.total > limit), None)
 
 
 class Ledger:
-    """What was taken and given back, in order; to which part and layer it belongs."""
+    """All allocations and frees in order, with the part and layer that each belongs to."""
 
     def __init__(self, granule: int) -> None:
         self.granule, self.layer, self.first, self.start = granule, "", 0, 0
-        self.sizes: list[int] = []  # by number, as are the next two
+        self.sizes: list[int] = []  # by number of the allocation, as are the next two
         self.parts: list[int] = []
         self.layers: list[str] = []
         self.held: set[int] = set()
-        self.changes: list[int] = []  # numbers that were taken; inverted, that were given back
-        self.notes: list[tuple[int, str, str]] = []  # changes so far, op, layer
+        self.changes: list[int] = []  # numbers of allocations; inverted (~) for frees
+        self.notes: list[tuple[int, str, str]] = []  # number of changes so far, op, layer
 
     def take(self, size: int) -> int:
-        """Enter so many bytes; return their number."""
+        """Record an allocation of ``size`` bytes; return its number."""
         number = len(self.sizes)
         self.sizes.append(-(-size // self.granule) * self.granule)
         self.parts.append(WORKSPACE)
@@ -104,29 +104,29 @@ class Ledger:
         return number
 
     def give_back(self, number: int) -> None:
-        """Take the bytes of this number off."""
+        """Record that the allocation of this number is freed."""
         self.changes.append(~number)
         self.held.remove(number)
 
     def enter(self, part: int, named: Mapping[str, Any]) -> None:
-        """Say to which part arrays belong, and to which layers by their names."""
+        """Assign arrays to a part, and to layers by their names."""
         for name, array in held_arrays(named):
             if isinstance(array, Planned):
                 self.parts[array.memory.number] = part
                 self.layers[array.memory.number] = _layer_of(name)
 
     def begin(self) -> None:
-        """Leave out of the plan what was before a step."""
+        """Begin the step: moments before it are not in the plan."""
         self.first, self.start, self.notes = len(self.sizes), len(self.changes), []
 
     def note(self, op: str, layer: str = "") -> None:
-        """Write down that an op has run."""
+        """Record that an op has run."""
         self.first = len(self.sizes)
         self.notes.append((len(self.changes), op, layer))
 
     @contextmanager
     def watching_ops(self) -> Iterator[None]:
-        """Be told of every op of a tape, inside a ``with`` block."""
+        """Watch every op of a tape, inside a ``with`` block."""
         token = tape.watch_results.set(self.on_op)
         try:
             yield
@@ -134,7 +134,7 @@ class Ledger:
             tape.watch_results.reset(token)
 
     def on_op(self, op: Any, values: Any, result: Any) -> None:
-        """Find the part of what an op has taken: results, gradients among them, and the rest."""
+        """Assign what an op has allocated to parts: results, gradients among them, and the rest."""
         weights = set()
         for operand, value in zip(op.contract.inputs, values, strict=True):
             home = value.home if isinstance(value, Stored) else value
@@ -143,15 +143,15 @@ class Ledger:
                 self.layer = self.layers[home.memory.number]
         if op.__name__.startswith(HEAD):
             self.layer = "head"
-        found = result if type(result) is tuple else (result,)
-        for operand, value in zip(op.contract.outputs, found, strict=True):
+        results = result if type(result) is tuple else (result,)
+        for operand, value in zip(op.contract.outputs, results, strict=True):
             number = value.memory.number if isinstance(value, Planned) else -1
-            if number < self.first:  # none of this op's own
+            if number < self.first:  # not allocated by this op
                 continue
             of, self.layers[number] = operand.name[1:], self.layer
-            slope = operand.name[0] == "d" and (of in op.names or op.__name__ in _backward())
+            is_gradient = operand.name[0] == "d" and (of in op.names or op.__name__ in _backward())
             self.parts[number] = ACTIVATIONS
-            if slope:
+            if is_gradient:
                 self.parts[number] = GRADIENTS if of in weights else WORKSPACE
         if op.__name__.startswith(HEAD):
             for number in range(self.first, len(self.sizes)):
@@ -160,7 +160,7 @@ class Ledger:
         self.note(op.__name__, self.layer)
 
     def since(self, start: int) -> tuple[int, int]:
-        """Return what changes from a number on have added: at most at a time, and in the end."""
+        """Return the bytes that changes from ``start`` on have added: the peak, and the end."""
         running = top = 0
         for change in self.changes[start:]:
             running += self.sizes[change] if change >= 0 else -self.sizes[~change]
@@ -168,7 +168,7 @@ class Ledger:
         return top, running
 
     def plan(self) -> MemoryPlan:
-        """Return what the changes amount to."""
+        """Return the plan that follows from all changes."""
         numbers = np.array(self.changes)
         taken = numbers >= 0
         numbers = np.where(taken, numbers, ~numbers)
@@ -179,7 +179,7 @@ class Ledger:
         workspaces: dict[str, int] = {}
         for stop, op, layer in self.notes:
             workspaces[op] = max(workspaces.get(op, 0), self._within(start, stop))
-            begin = max(start - 1, 0)  # what an op finds counts, too
+            begin = max(start - 1, 0)  # bytes held before the op count too
             top = begin + int(total[begin : max(stop, 1)].argmax())
             moments.append(Moment(op, layer, dict(zip(ALL, held[:, top].tolist(), strict=True))))
             start = stop
@@ -193,10 +193,10 @@ class Ledger:
         )
 
     def _within(self, start: int, stop: int) -> int:
-        """Return the most held at a time of what was taken and given back between two notes."""
+        """Return the peak of what was both allocated and freed between two notes."""
         changes = self.changes[start:stop]
-        gone = {~change for change in changes if change < 0}
-        own = {n for n in gone.intersection(changes) if self.parts[n] == WORKSPACE}  # no logits
+        freed = {~change for change in changes if change < 0}
+        own = {n for n in freed.intersection(changes) if self.parts[n] == WORKSPACE}  # not logits
         steps = (
             self.sizes[change] if change >= 0 else -self.sizes[~change]
             for change in changes
@@ -205,15 +205,15 @@ class Ledger:
         return max(accumulate(steps, initial=0))
 
     def _by_layer(self, stop: int) -> dict[str, int]:
-        """Return the activations of each layer that are held after so many changes."""
-        found: dict[str, int] = {}
+        """Return the bytes of activations of each layer after change number ``stop``."""
+        result: dict[str, int] = {}
         for change in self.changes[: stop + 1]:
             number = max(change, ~change)
             if self.parts[number] == ACTIVATIONS:
                 layer = self.layers[number]
                 sign = 1 if change >= 0 else -1
-                found[layer] = found.get(layer, 0) + sign * self.sizes[number]
-        return {layer: size for layer, size in found.items() if size}
+                result[layer] = result.get(layer, 0) + sign * self.sizes[number]
+        return {layer: size for layer, size in result.items() if size}
 
 
 @cache

@@ -1,10 +1,10 @@
-"""The memory of a step of training, before any is spent.
+"""Plans the memory of a step of training, before anything is allocated.
 
     plan = plan_memory(config, batch=4, tokens=2048, dtype="bfloat16", checkpoint_every=2)
     plan.total, plan.at_peak, plan.moments[plan.peak]
 
-What trains also plans: the model, its tape and the optimizer run on arrays that are shapes alone
-(``planned.py``), and a ledger enters what they take and let go of.
+The code that trains also plans: the model, its tape and the optimizer run on arrays that have only
+a shape (``planned.py``), and a ledger records what they allocate and free.
 """
 
 import reprlib
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .stage_plan import Job, Layout
 
 OPTIMIZERS = ("adamw", "none")
-ALIKE = 2  # forward passes of a step: the first begins a sum, all others add to it
-CLIPPED = 0.5  # the factor of gradients: any but 1, which would spare a copy
+ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
+CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
 
 @checked
@@ -53,7 +53,7 @@ def plan_memory(
     pipeline_parallel: int = 1,
     device: str = "cuda",
 ) -> MemoryPlan:
-    """Return what a step of training holds, op by op, from a step on shapes alone.
+    """Return the memory of a step of training, op by op, from a step on shapes alone.
 
     Weights are trained as ``unsloth-cupy finetune`` trains them: the optimizer owns them in
     float32, and a 16-bit dtype adds copies of the matrices, which the model computes with.
@@ -65,7 +65,7 @@ def plan_memory(
     batch, tokens : int
         Rows of a forward pass and tokens in a row.
     dtype : dtype or its name
-        Of what is computed: float16, bfloat16 or float32.
+        The dtype of computation: float16, bfloat16 or float32.
     optimizer : str
         adamw, or none: a forward and a backward pass, of weights in dtype.
     state_bits : int
@@ -73,22 +73,22 @@ def plan_memory(
     rank : int, optional
         Of adapters of all linear layers, which are trained in place of the weights.
     checkpoint_every : int or CheckpointConfig, optional
-        How many blocks make a part whose input alone is kept, or a CheckpointConfig; None: all is
-        kept.
+        Blocks of one part, of which only the input is kept, or a CheckpointConfig; None: all
+        activations are kept.
     accumulate : int
-        Forward passes whose gradients make one step; ``moments`` has two of them at the most, since
-        the others take what the second takes.
+        Forward passes whose gradients make one step; ``moments`` has at most two of them, since
+        the others need as much as the second.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs, by chunks of rows.
     adapter : Adapter, optional
-        ``model.adapter``, in place of a rank: trained as it is, on the layers that it has.
+        ``model.adapter``, instead of a rank: it is trained on the layers that it has.
     quantization : str, optional
         Of the linear layers, as ``models.quantize`` names it; with a rank or an adapter.
     tensor_parallel, pipeline_parallel : int
         Ranks that divide each weight, and ranks that divide the blocks (``pipeline_schedule``'s
         1f1b, of accumulate microbatches): the plan of the rank that holds most.
     device : str
-        cuda counts what kernels take, in the pieces of CuPy's pool; cpu what NumPy allocates.
+        cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
 
     Returns
     -------
@@ -98,9 +98,9 @@ def plan_memory(
     Raises
     ------
     ConfigError
-        The config or an option makes no sense, or ``swiglu_mlp`` is not the model's MLP.
+        The config or an option is invalid, or ``swiglu_mlp`` is not the model's MLP.
     ShapeError
-        No array takes such sizes.
+        An array cannot have such sizes.
     """
     from ..models.config import Config
     from ..models.parse import parse
@@ -134,10 +134,10 @@ def plan_memory(
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with keeping(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
-        given = new_adapter(parsed, rank) if rank is not None else adapter
+        trained_adapter = new_adapter(parsed, rank) if rank is not None else adapter
         codes = None if quantization is None else Quantizer("plan_memory", quantization)
-        given_to = (ledger, parsed, arrays, kind, optimizer, state_bits, given, codes)
-        model, steps = trained(*given_to)
+        arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, trained_adapter, codes)
+        model, steps = trained(*arguments)
         model.chunked_mlp = chunked_mlp
         ledger.begin()
 
@@ -153,10 +153,10 @@ def plan_memory(
         ledger.enter(GRADIENTS, gradients)
         ledger.note("sum of gradients" if accumulate > 1 else "gradients")
         if steps is not None:
-            found = measure_gradients(gradients, 1.0)
+            measure = measure_gradients(gradients, 1.0)
             ledger.note("measure_gradients")
             steps.step(gradients, finite=True, factor=CLIPPED)
-            del found
+            del measure
             ledger.note("AdamW.step")
         return ledger.plan()
 
@@ -178,16 +178,16 @@ def _of_ranks(
     from .stage_plan import plan_stages
 
     if optimizer == "none":
-        given = f"optimizer='none', tensor_parallel={layout.tensor}"
-        given += f", pipeline_parallel={layout.pipeline}"
-        raise ConfigError(f"plan_memory({given}): ranks have an optimizer; leave it out")
+        options = f"optimizer='none', tensor_parallel={layout.tensor}"
+        options += f", pipeline_parallel={layout.pipeline}"
+        raise ConfigError(f"plan_memory({options}): ranks have an optimizer; leave 'none' out")
     stages = plan_stages(config, layout, job, accumulate, "1f1b", None)
     return max((stage.memory for stage in stages), key=lambda plan: plan.total)
 
 
 @contextmanager
 def _counted(call: str) -> Iterator[None]:
-    """Name a count that a kernel's integers do not hold: no GPU has so large an array."""
+    """Raise ConfigError for sizes beyond a kernel's integers: no GPU holds so large an array."""
     try:
         yield
     except OverflowError as error:

@@ -1,7 +1,7 @@
-"""Arrays that are a shape, a dtype and strides alone: code runs on them to plan its memory.
+"""Planned arrays, which have only a shape, a dtype and strides: code runs on them to plan memory.
 
-NumPy's functions and operators give arrays like them, whose elements nobody can read, so that a
-definition or a launch allocates and lets go of what it would with numbers.
+NumPy's functions and operators return planned arrays for them, so that a definition or a launch
+allocates and frees what it would for real arrays.
 """
 
 import itertools
@@ -23,22 +23,22 @@ from .planned_functions import FUNCTIONS, METHODS, SCIPY, dtypes_of, packed, res
 
 
 class Ledger(Protocol):
-    """What sees memory that is taken and given back."""
+    """A record of memory that is allocated and freed."""
 
     def take(self, size: int) -> int:
-        """Enter so many bytes; return their number."""
+        """Record an allocation of ``size`` bytes; return its number."""
 
     def give_back(self, number: int) -> None:
-        """Take the bytes of this number off."""
+        """Record that the allocation of this number is freed."""
 
 
 _ledger: ContextVar[tuple[Ledger, int] | None] = ContextVar("ledger", default=None)
-_addresses = itertools.count(256, 256)  # no two arrays lie in one place
+_addresses = itertools.count(256, 256)  # no two arrays have the same
 
 
 @contextmanager
 def keeping(ledger: Ledger) -> Iterator[None]:
-    """Enter what planned arrays take, inside a ``with`` block."""
+    """Record the memory of planned arrays in a ledger, inside a ``with`` block."""
     token = _ledger.set((ledger, 1))
     try:
         yield
@@ -57,7 +57,7 @@ def _times(count: int) -> Iterator[None]:
 
 
 class Memory:
-    """What an array and its views lie in; it is given back when the last of them is gone."""
+    """The memory of an array and its views; it is freed when the last of them is deleted."""
 
     def __init__(self, size: int) -> None:
         ledger = _ledger.get()
@@ -66,13 +66,13 @@ class Memory:
             self.ledger, self.number = ledger[0], ledger[0].take(size * ledger[1])
 
     def __del__(self) -> None:
-        """Give the bytes back."""
+        """Free the bytes."""
         if self.ledger is not None:
             self.ledger.give_back(self.number)
 
 
 class Cpu(str):
-    """Where NumPy says that its arrays are, with the number that devices have."""
+    """The ``device`` of NumPy's arrays, with the ``id`` that CuPy's devices have."""
 
     id = 0
 
@@ -83,7 +83,7 @@ HERE = Cpu("cpu")
 class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     """An array of a GPU that has no elements, and takes no memory.
 
-    Its form is an array of NumPy's with the right strides, never read: it lies in one byte.
+    Its ``form`` is a NumPy array with the same strides; it is backed by one element and never read.
     """
 
     memory: Memory
@@ -92,7 +92,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
 
     @classmethod
     def of(cls, shape: Any, dtype: Any) -> Any:
-        """Return a new array, in memory of its own."""
+        """Return a new array with memory of its own."""
         sizes = (shape,) if isinstance(shape, int | np.integer) else tuple(map(int, shape))
         form = packed(sizes, np.dtype(dtype))
         return cls._made(form, Memory(form.nbytes))
@@ -100,20 +100,20 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     @classmethod
     def _made(cls, form: Any, memory: Memory) -> Any:
         kind: Any = cls
-        made = np.ndarray.__new__(kind, ()) if issubclass(kind, np.ndarray) else kind.__new__(kind)
-        made.form, made.memory = form, memory
-        return made
+        new = np.ndarray.__new__(kind, ()) if issubclass(kind, np.ndarray) else kind.__new__(kind)
+        new.form, new.memory = form, memory
+        return new
 
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
         """Return a new array."""
         return self.of(shape, dtype)
 
     def side_by_side(self, count: int) -> AbstractContextManager[None]:
-        """Enter what is taken inside a ``with`` block count times: as many threads do the same."""
+        """Count allocations inside a ``with`` block ``count`` times: for as many threads."""
         return _times(count)
 
     def placed(self, array: Any) -> Any:
-        """Return a new array of the form of a real one."""
+        """Return a new array with the shape and dtype of a real one."""
         return self.of(array.shape, array.dtype)
 
     def _view(self, form: Any) -> Any:
@@ -124,7 +124,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     device = property(lambda self: HERE)
     ctypes = property(lambda self: SimpleNamespace(data=self.memory.address))
     data = property(lambda self: SimpleNamespace(ptr=self.memory.address))
-    __dlpack__ = None  # it is an array, though nobody else can have it
+    __dlpack__ = None  # marks an array for framework_of; nobody can call it
     __hash__ = object.__hash__
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return int(self.shape[0])
 
     def __bool__(self) -> bool:
-        """Return False: elements are taken for zeros."""
+        """Return False: elements count as zeros."""
         return False
 
     def __int__(self) -> int:
@@ -142,7 +142,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     __float__ = lambda self: 0.0  # noqa: E731 -- as __int__
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a view, or, where arrays are the index, a new array."""
+        """Return a view, or a new array if arrays are in the index."""
         index = index if isinstance(index, tuple) else (index,)
         chosen = [i for i, part in enumerate(index) if isinstance(part, Planned | np.ndarray)]
         gap = next((i for i, part in enumerate(index) if part is Ellipsis), len(index))
@@ -160,16 +160,16 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self.of(sizes, self.dtype)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Leave everything as it is."""
+        """Do nothing: there are no elements."""
 
     def reshape(self, *shape: Any, **_: Any) -> Any:
-        """Return a view, or a copy where the elements lie in another order."""
-        asked = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        known = math.prod(n for n in asked if n != -1)
-        sizes = [self.size // max(known, 1) if n == -1 else int(n) for n in asked]
+        """Return a view, or a copy if the strides do not allow a view."""
+        requested = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        known = math.prod(n for n in requested if n != -1)
+        sizes = [self.size // max(known, 1) if n == -1 else int(n) for n in requested]
         if math.prod(sizes) != self.size:
-            problem = f"reshape: {self.shape} does not make {tuple(asked)}"
-            raise ShapeError(problem, expected=tuple(asked), actual=self.shape)
+            problem = f"reshape: {self.shape} does not make {tuple(requested)}"
+            raise ShapeError(problem, expected=tuple(requested), actual=self.shape)
         strides = reshaped(self.shape, self.strides, sizes)
         if strides is None:
             return self.of(sizes, self.dtype)
@@ -188,7 +188,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self._view(self.form.swapaxes(one, other))
 
     def spanned(self, size: int) -> Any:
-        """Return a view of so many elements from the first on, as one axis."""
+        """Return a view of the first ``size`` elements, as one axis."""
         return self._view(np.lib.stride_tricks.as_strided(self.form, (size,), (self.itemsize,)))
 
     def astype(self, dtype: Any, *_: Any, copy: bool = True, **__: Any) -> Any:
@@ -204,15 +204,15 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self.of(self.shape, self.dtype)
 
     def fill(self, value: Any) -> None:
-        """Leave everything as it is."""
+        """Do nothing: there are no elements."""
 
     def _reduced(self, name: str, axis: Any = None, dtype: Any = None, **options: Any) -> Any:
         axes = range(self.ndim) if axis is None else np.atleast_1d(axis) % max(self.ndim, 1)
         one = 1 if options.get("keepdims") else 0
         sizes = [one if i in axes else n for i, n in enumerate(self.shape)]
         kept = sizes if one else [n for i, n in enumerate(self.shape) if i not in axes]
-        found = dtype or getattr(np.ones(1, self.dtype), name)().dtype
-        return self.of(kept, found)
+        kind = dtype or getattr(np.ones(1, self.dtype), name)().dtype
+        return self.of(kept, kind)
 
     sum = partialmethod(_reduced, "sum")
     max = partialmethod(_reduced, "max")
@@ -222,7 +222,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     mean = partialmethod(_reduced, "mean")
 
     def clip(self, *bounds: Any, **_: Any) -> Any:
-        """Return a new array of the same form."""
+        """Return a new array of the same shape and dtype."""
         return self.copy()
 
     def cumsum(self, *_: Any, **__: Any) -> Any:
@@ -230,7 +230,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self.of(self.shape, np.ones(1, self.dtype).cumsum().dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """Return what a ufunc gives: an array of the broadcast shape, or the one to write to."""
+        """Return the result of a ufunc: an array of the broadcast shape, or ``out``."""
         out = options.get("out")
         if method == "reduce":
             names = {np.add: "sum", np.maximum: "max", np.minimum: "min"}
@@ -246,13 +246,13 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         else:
             shape = np.broadcast_shapes(*shapes)
         dtypes = options.get("dtype")
-        given = tuple(getattr(v, "dtype", None) or type(v) for v in inputs)
-        found = (dtypes,) if dtypes is not None else dtypes_of(ufunc, given)
-        made = tuple(self.of(shape, dtype) for dtype in found)
-        return made if len(made) > 1 else made[0]
+        kinds = tuple(getattr(v, "dtype", None) or type(v) for v in inputs)
+        result_dtypes = (dtypes,) if dtypes is not None else dtypes_of(ufunc, kinds)
+        results = tuple(self.of(shape, dtype) for dtype in result_dtypes)
+        return results if len(results) > 1 else results[0]
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        """Return what one of NumPy's functions gives; TypeError for one that is not known here."""
+        """Return the result of a function of NumPy; NumPy raises TypeError for an unknown one."""
         if function.__name__ in METHODS:
             return getattr(args[0], function.__name__)(*args[1:], **options)
         known = FUNCTIONS.get(function.__name__)
@@ -260,14 +260,14 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
-    """An array of NumPy's that has no elements."""
+    """A NumPy array that has no elements."""
 
 
 class Shapes:
-    """The GPU that planned arrays live on: it runs nothing; its numbers are those of an H200."""
+    """The target of planned arrays of a GPU: it runs nothing, and has the limits of an H200."""
 
     def owns(self, array: Any) -> bool:
-        """Say whether array is a planned array of a GPU."""
+        """Return whether array is a planned array of a GPU."""
         return array.__class__ is Planned
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
@@ -279,7 +279,7 @@ class Shapes:
         return Limits(90, 227 * 1024, 132, clusters=True)
 
     def tensor_map(self, box: tuple[int, ...], array: Any) -> None:
-        """Return no map, which takes no memory: kernels that get maps are planned too."""
+        """Return None as the map, which takes no memory: kernels that get maps are planned too."""
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new planned array."""

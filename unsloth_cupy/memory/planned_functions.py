@@ -1,4 +1,4 @@
-"""What NumPy's and SciPy's functions give for planned arrays: see ``planned.py``."""
+"""NumPy's and SciPy's functions for planned arrays: see ``planned.py``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +10,14 @@ import numpy as np
 
 from ..errors import ShapeError
 
-New = Callable[[Any, Any], Any]  # makes a planned array of a shape and a dtype
+New = Callable[[Any, Any], Any]  # (shape, dtype) -> a new planned array
 
 
 class Sparse:
-    """SciPy's matrix in rows, of planned arrays: its indices are copied to 32 bits."""
+    """SciPy's csr_matrix, of planned arrays: indices are copied to 32 bits if they fit."""
 
-    def __init__(self, made: Sequence[Any], shape: tuple[int, int]) -> None:
-        data, *indices = made
+    def __init__(self, arrays: Sequence[Any], shape: tuple[int, int]) -> None:
+        data, *indices = arrays
         self.held = [data, *(i if max(shape) >= 2**31 else i.astype(np.int32) for i in indices)]
         self.rows = shape[0]
 
@@ -32,7 +32,7 @@ SCIPY = {
     "sparse": SimpleNamespace(csr_matrix=Sparse),
     "special": SimpleNamespace(erfc=lambda x, out: out),
 }
-METHODS = (  # of arrays, which do what the functions do
+METHODS = (  # methods of arrays that do the same as the functions
     "sum",
     "max",
     "min",
@@ -73,9 +73,9 @@ def _joined(new: New, arrays: Sequence[Any], axis: int = 0) -> Any:
     return new(sizes, np.result_type(*(array.dtype for array in arrays)))
 
 
-def _where(new: New, *given: Any) -> Any:
-    dtypes = [np.empty(0, a.dtype) if hasattr(a, "dtype") else a for a in given[1:]]
-    return new(np.broadcast_shapes(*(np.shape(a) for a in given)), np.result_type(*dtypes))
+def _where(new: New, *arrays: Any) -> Any:
+    dtypes = [np.empty(0, a.dtype) if hasattr(a, "dtype") else a for a in arrays[1:]]
+    return new(np.broadcast_shapes(*(np.shape(a) for a in arrays)), np.result_type(*dtypes))
 
 
 def _full(new: New, shape: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
@@ -110,7 +110,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=4096)
 def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an array whose strides are those of so many elements; it has one, not to be read."""
+    """Return an array with the strides of a packed one, backed by one element; it is never read."""
     strides = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     try:
         return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
@@ -120,35 +120,35 @@ def packed(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 @cache
-def dtypes_of(ufunc: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the dtypes of a ufunc's results for dtypes, and for types of Python's numbers."""
-    values = [np.empty(0, g) if isinstance(g, np.dtype) else g(1) for g in given]
+def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the dtypes of a ufunc's results for arguments of these dtypes and number types."""
+    values = [np.empty(0, g) if isinstance(g, np.dtype) else g(1) for g in arguments]
     with np.errstate(all="ignore"):
-        made = ufunc(*(v.reshape(0, 0) if ufunc is np.matmul else v for v in values))
-    return tuple(a.dtype for a in (made if type(made) is tuple else (made,)))
+        results = ufunc(*(v.reshape(0, 0) if ufunc is np.matmul else v for v in values))
+    return tuple(a.dtype for a in (results if type(results) is tuple else (results,)))
 
 
 def reshaped(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> list[int] | None:
-    """Return the strides of a view in another shape, of as many elements; None where a copy is due.
+    """Return the strides of a view in another shape of equal size; None if it takes a copy.
 
-    NumPy would tell by making the copy.
+    NumPy would show it only by making the copy.
     """
     axes = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
-    found: list[int] = []
+    result: list[int] = []
     if 0 in wanted:
         return [0] * len(wanted)
-    for size in reversed(wanted):  # the last axis first: each is cut off what is left of an old one
+    for size in reversed(wanted):  # the last axis first: each takes a part of an old axis
         if size == 1:
-            found.append(0)
+            result.append(0)
             continue
         length, stride = axes.pop()
         while length % size and axes and axes[-1][1] == length * stride:
             length *= axes.pop()[0]
         if length % size:
             return None
-        found.append(stride)
+        result.append(stride)
         if length > size:
             axes.append((length // size, stride * size))
-    return found[::-1]
+    return result[::-1]

@@ -1,4 +1,4 @@
-"""A model and its optimizer before a step of training, of arrays that are shapes alone."""
+"""Creates a model and its optimizer of planned arrays, as they are before a step of training."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ..models.adapter import Adapter
     from ..models.config import Config
 
-# arrays of each, and the bytes that its allocator rounds to: CuPy's pool has pieces of 512
+# class of arrays, and the bytes that the allocator rounds to: CuPy's pool has pieces of 512
 DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
 
 
 def new_adapter(config: "Config", rank: int) -> "Adapter":
-    """Return adapters of all linear layers, outside of the plan."""
+    """Return adapters of all linear layers, which are not counted in the plan."""
     from ..models.adapter import DOWN, PREFIX, UP, Adapter, linear_layers
 
     parameters = {}
@@ -42,23 +42,25 @@ def trained(
     shapes: Mapping[str, Any] | None = None,
     ranks: Any = None,
 ) -> "tuple[Transformer, AdamW | None]":
-    """Return a model as it is before a step, and its optimizer; shapes are those of a part.
+    """Return a model as it is before a step, and its optimizer.
 
-    Where there are ranks, they divide the parameters by Zero3.
+    ``shapes`` are those of a part of the model; ``ranks``, if passed, divide parameters by Zero3.
     """
     from ..models.adapter import Adapter
     from ..models.transformer import Transformer
     from ..parallel.zero3 import Zero3
 
-    def made(shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False) -> dict[str, Any]:
+    def created(
+        shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False
+    ) -> dict[str, Any]:
         return {
             name: arrays.of(shape, kind if narrow and (all_axes or len(shape) > 1) else FLOAT32)
             for name, shape in shapes.items()
         }
 
-    learns_all = adapter is None and optimizer != "none"
-    of_all = config.shapes() if shapes is None else shapes
-    parameters = made(of_all, narrow=not learns_all, all_axes=optimizer == "none")
+    trains_all = adapter is None and optimizer != "none"
+    all_shapes = config.shapes() if shapes is None else shapes
+    parameters = created(all_shapes, narrow=not trains_all, all_axes=optimizer == "none")
     if codes is not None:
         for name in parameters:
             parameters[name] = codes(name, parameters[name])
@@ -68,13 +70,13 @@ def trained(
     ledger.enter(WEIGHTS, parameters)
     if adapter is not None:
         shapes = {name: array.shape for name, array in adapter.parameters.items()}
-        model.adapter = Adapter(adapter.settings, made(shapes, narrow=False))
+        model.adapter = Adapter(adapter.settings, created(shapes, narrow=False))
         ledger.enter(WEIGHTS, model.adapter.parameters)
     if optimizer == "none":
         return model, None
     steps = AdamW(model.trainable, state_bits=state_bits)
     ledger.enter(OPTIMIZER, steps.state())
-    if learns_all:
+    if trains_all:
         copies = (
             compute_copies(parameters, kind.name)
             if parts is None

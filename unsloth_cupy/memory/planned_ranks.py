@@ -1,6 +1,6 @@
-"""A rank among others that are not there: its exchanges give planned arrays, and bytes count.
+"""A rank without peers: its exchanges return planned arrays and count the bytes that they send.
 
-What a rank takes for an exchange is what the collectives of ``parallel`` take, since they run.
+The collectives of ``parallel`` themselves run, so that their buffers are planned too.
 """
 
 from collections import Counter
@@ -13,11 +13,11 @@ from ..core.arrays import packed
 from ..parallel.exchanges import Exchanges
 from ..parallel.schedule import Step
 
-Calls = Mapping[str, tuple[int, int]]  # bytes by the call, in a microbatch forward and back
+Calls = Mapping[str, tuple[int, int]]  # bytes by name of the call: forward, backward; a microbatch
 
 
 class PlannedRanks(Exchanges):
-    """One rank of a group, of arrays that are shapes alone.
+    """One rank of a group, for planned arrays.
 
     Parameters
     ----------
@@ -25,12 +25,12 @@ class PlannedRanks(Exchanges):
     groups : int
         Ranks in each group that ``split`` makes.
     ahead : bool
-        Whether they exchange while they compute, as ranks on GPUs do.
+        Whether ranks communicate while they compute, as on GPUs.
 
     Attributes
     ----------
     sent : Counter
-        Bytes that this rank has sent, by the call.
+        Bytes that this rank has sent, by name of the call.
     """
 
     def __init__(self, rank: int, size: int, groups: int = 1, *, ahead: bool = False) -> None:
@@ -39,10 +39,10 @@ class PlannedRanks(Exchanges):
         self.sent: Counter[str] = Counter()
 
     def split(self, color: int) -> "PlannedRanks":
-        """Return this rank's place in a group, whose bytes count with those of this one."""
-        made = PlannedRanks(self.rank % self.groups, self.groups)
-        made.sent = self.sent
-        return made
+        """Return this rank as a member of a group, whose bytes are added to those of this one."""
+        member = PlannedRanks(self.rank % self.groups, self.groups)
+        member.sent = self.sent
+        return member
 
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
         for rank, array in enumerate(given):
@@ -60,7 +60,7 @@ class PlannedRanks(Exchanges):
 
 
 class Sent:
-    """Bytes that a group has sent in the last step of each chunk, forward and back."""
+    """Bytes that a group has sent in the last step of each chunk, forward and backward."""
 
     def __init__(self, group: PlannedRanks, chunks: int) -> None:
         self.group = group
@@ -69,14 +69,14 @@ class Sent:
         self.chunks = [{False: Counter[str](), True: Counter[str]()} for _ in range(chunks)]
 
     def note(self, step: Step) -> None:
-        """Take down what a step has sent."""
+        """Record the bytes that a step has sent."""
         now = dict(self.group.sent)
-        found = Counter({n: v - self.before.get(n, 0) for n, v in now.items()})
-        self.chunks[step.chunk][step.backward] = found
+        sent = Counter({n: v - self.before.get(n, 0) for n, v in now.items()})
+        self.chunks[step.chunk][step.backward] = sent
         self.before = now
 
     def by_call(self) -> list[Calls]:
-        """Return bytes forward and back by the call, for each chunk."""
+        """Return the bytes forward and backward by name of the call, for each chunk."""
         return [
             {name: (ways[False][name], ways[True][name]) for name in ways[False] | ways[True]}
             for ways in self.chunks

@@ -1,11 +1,11 @@
-"""Memory while it is spent: what arrays hold, the most they held, and a limit.
+"""Measures memory while a program runs: the bytes that arrays hold, their peak, and a limit.
 
     with memory_pool(limit=8 << 30) as pool:
         train()
     print(format_bytes(pool.peak), pool.efficiency)
 
-Where there is a GPU this looks at CuPy's pool; else at what NumPy allocates, through tracemalloc,
-which makes small ops up to twice as slow.
+With a GPU this watches CuPy's pool; without one, NumPy's allocations through tracemalloc, which
+makes small ops up to twice as slow.
 """
 
 import threading
@@ -21,7 +21,7 @@ from .host import HostCounter, Usage
 
 
 class MemoryPool:
-    """What arrays hold inside a ``with`` block; see ``memory_pool``."""
+    """The bytes that arrays hold inside a ``with`` block; see ``memory_pool``."""
 
     def __init__(self, limit: int | None, device: int | None, held: Iterable[Any]) -> None:
         self.limit, self.device = limit, device
@@ -29,9 +29,9 @@ class MemoryPool:
         self._source: Any = None
 
     def __enter__(self) -> "MemoryPool":
-        """Begin to count."""
+        """Start counting."""
         if self._source is not None:
-            raise ConfigError("memory_pool: this one is in use; make another")
+            raise ConfigError("memory_pool: this pool is in use; create another")
         gpus = gpu.count()
         if self.device is not None and self.device >= gpus:
             known = f"CuPy sees {gpus} GPUs; leave device out"
@@ -48,21 +48,22 @@ class MemoryPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop; what CuPy could not allocate becomes a DeviceMemoryError."""
+        """Stop counting; CuPy's OutOfMemoryError becomes a DeviceMemoryError."""
         self._source.stop()
         if kind is not None and kind.__name__ == "OutOfMemoryError":
             required = bytes_asked(error)
             most = self.limit or _total(self.device)
             raise DeviceMemoryError(
-                f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit beside"
-                f" {format_bytes(self.allocated)}; raise the limit, or compute in smaller batches",
+                f"memory_pool(limit={self.limit}): {format_bytes(required)} more do not fit, as"
+                f" arrays hold {format_bytes(self.allocated)}; raise the limit, or compute in"
+                " smaller batches",
                 required + self.allocated,
                 most,
             ) from error
 
     @property
     def by_device(self) -> dict[str, Usage]:
-        """What each device holds: "cuda:0" and so on, or "cpu" where NumPy computes."""
+        """The usage of each device: "cuda:0" and so on, or "cpu" without a GPU."""
         return dict(self._source.usage())
 
     @property
@@ -77,17 +78,17 @@ class MemoryPool:
 
     @property
     def efficiency(self) -> float:
-        """Share of the reserved bytes that arrays use: 1 where nothing is reserved beyond them."""
+        """Share of the reserved bytes that arrays use: 1 if nothing else is reserved."""
         reserved = sum(usage.reserved for usage in self.by_device.values())
         return self.allocated / reserved if reserved else 1.0
 
     @property
     def transferred(self) -> dict[str, int]:
-        """Bytes that checkpoints moved since the block began, by way: to_host and to_device."""
-        return {way: offload.moved[way] - before for way, before in self._source.moved.items()}
+        """Bytes that checkpoints moved since the block began: to_host and to_device."""
+        return {name: offload.moved[name] - before for name, before in self._source.moved.items()}
 
     def reset_peak(self) -> None:
-        """Let ``peak`` begin with what is held now."""
+        """Restart ``peak`` from the bytes that are held now."""
         self._source.reset_peak()
 
 
@@ -99,13 +100,13 @@ def memory_pool(
     Parameters
     ----------
     limit : int, optional
-        Bytes that arrays may hold on a device.  CuPy's pool refuses to allocate beyond it.  Where
-        NumPy computes, every op on a tape is looked at when it returns.
+        Bytes that arrays may hold on a device.  CuPy's pool refuses to allocate beyond it.  Without
+        a GPU the limit is checked when an op on a tape returns.
     device : int, optional
-        The GPU to look at; None: all of them.
+        The GPU to watch; None: all of them.
     held : iterable of array
-        Arrays that are there already, such as a model's: NumPy cannot tell of those that it made
-        before the block.  CuPy's pool can, and counts all that it has handed out.
+        Arrays that exist already, such as a model's: tracemalloc does not know NumPy arrays that
+        were created before the block.  CuPy's pool counts all that it has allocated.
 
     Returns
     -------
@@ -130,17 +131,17 @@ def memory_pool(
 
 
 def _total(device: int | None) -> int:
-    """Return the bytes of memory that a GPU has, or all of them: also where none was counted."""
+    """Return the bytes of memory of a GPU, or of all GPUs for None, whether counted or not."""
     numbers = range(gpu.count()) if device is None else [device]
     return sum(gpu_memory(number)[1] for number in numbers)
 
 
-_limits: dict[int, list[tuple[Any, Any]]] = {}  # of each GPU: who set it; None: it was there
-_limiting = threading.Lock()
+_limits: dict[int, list[tuple[Any, Any]]] = {}  # by GPU: (who set it, limit); None: set before
+_limits_lock = threading.Lock()
 
 
 class OnDevices:
-    """Counts what CuPy's pool hands out, by a hook, for the thread that entered the block."""
+    """Counts allocations of CuPy's pool by a hook, for the thread that entered the block."""
 
     def __init__(self, devices: Any, limit: int | None) -> None:
         self.cupy = gpu.cupy()
@@ -149,7 +150,7 @@ class OnDevices:
         self.last: dict[str, Usage] | None = None
 
     def start(self) -> None:
-        """Set the limit, behind a hook into the pool."""
+        """Install a hook into the pool, then set the limit."""
         self.held, self.most = {}, {}
         for device in self.devices:
             with self.cupy.cuda.Device(device):
@@ -158,55 +159,55 @@ class OnDevices:
         self.hook = _hook(self)
         self.hook.__enter__()
         for device in self.devices if self.limit is not None else ():
-            with _limiting, self.cupy.cuda.Device(device):
+            with _limits_lock, self.cupy.cuda.Device(device):
                 _limits.setdefault(device, [(None, self.pool.get_limit())])
                 _limits[device].append((self, self.limit))
                 self.pool.set_limit(size=self.limit)
 
     def note(self, device: int, size: int) -> None:
-        """Add bytes that were allocated, or take those that were freed."""
+        """Add the bytes of an allocation, or subtract those of a free: their size is negative."""
         if device in self.held:
             self.held[device] += size
             self.most[device] = max(self.most[device], self.held[device])
             self.top = max(self.top, sum(self.held.values()))
 
     def stop(self) -> None:
-        """Keep the last numbers, and take the limit back."""
+        """Keep the last numbers, and restore the limit."""
         self.last = self.usage()
         self.hook.__exit__(None, None, None)
         for device in self.devices if self.limit is not None else ():
-            with _limiting, self.cupy.cuda.Device(device):
+            with _limits_lock, self.cupy.cuda.Device(device):
                 left = [pair for pair in _limits.pop(device) if pair[0] is not self]
                 self.pool.set_limit(size=left[-1][1])
-                if len(left) > 1:  # another thread's
+                if len(left) > 1:  # those of other threads
                     _limits[device] = left
 
     def usage(self) -> dict[str, Usage]:
         """Return the bytes of each device."""
         if self.last is not None:
             return self.last
-        found = {}
+        result = {}
         for device in self.devices:
             with self.cupy.cuda.Device(device):
                 reserved = self.pool.total_bytes()
-            found[f"cuda:{device}"] = Usage(self.held[device], self.most[device], reserved)
-        return found
+            result[f"cuda:{device}"] = Usage(self.held[device], self.most[device], reserved)
+        return result
 
     def peak(self) -> int:
-        """Return the most bytes at a time."""
+        """Return the most bytes held at a time."""
         return self.top
 
     def reset_peak(self) -> None:
-        """Begin with what is held now."""
+        """Restart the peaks from the bytes that are held now."""
         self.most = dict(self.held)
         self.top = sum(self.held.values())
 
 
 def _hook(pool: OnDevices) -> Any:
-    """Return a hook of CuPy's memory that tells of every block that is handed out or comes back."""
+    """Return a memory hook for CuPy that reports every block that is allocated or freed."""
 
     class Hook(pool.cupy.cuda.MemoryHook):  # type: ignore[name-defined]
-        name = f"unsloth_cupy {id(pool)}"  # CuPy takes each name once, and pools may be nested
+        name = f"unsloth_cupy {id(pool)}"  # CuPy accepts each name once; pools may be nested
 
         def malloc_postprocess(self, **about: Any) -> None:
             pool.note(about["device_id"], about["mem_size"])

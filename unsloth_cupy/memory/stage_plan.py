@@ -1,6 +1,6 @@
-"""One stage of a grid of ranks, run on shapes alone: what its first rank holds, sends, multiplies.
+"""Plans one pipeline stage of a grid of ranks: memory, messages and operations of its first rank.
 
-The steps go in the order of the schedule, with the collectives that ranks run.
+The steps of the schedule run in order on planned arrays, with the collectives of real ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,28 +25,28 @@ from .planned_model import DEVICES, new_adapter, trained
 from .planned_ranks import Calls, PlannedRanks, Sent
 from .stage_products import products
 
-SPARE = 2  # microbatches beyond those that fill a pipeline: later ones take what these take
-ROUNDS = 4  # of as many microbatches as stages, which do so where stages have chunks
+SPARE = 2  # microbatches beyond those that fill a pipeline: later ones need the same as these
+ROUNDS = 4  # of as many microbatches as stages: the same, if stages have chunks
 
 
 class Layout(NamedTuple):
-    """A grid of ranks, numbered as those of ``parallel.grid`` are."""
+    """A grid of ranks, numbered as in ``parallel.grid``."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 0
-    node: int = 8  # ranks that the faster link joins
+    node: int = 8  # ranks that are joined by the faster link
     context: int = 1
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.tensor * self.pipeline * self.alike
 
     @property
     def alike(self) -> int:
-        """How many hold the same part of the weights, and have other tokens."""
+        """The number of ranks that hold the same part of the weights, for different tokens."""
         return self.data * self.context
 
     def rank(self, tensor: int, stage: int, data: int, context: int = 0) -> int:
@@ -54,18 +54,18 @@ class Layout(NamedTuple):
         return ((data * self.pipeline + stage) * self.context + context) * self.tensor + tensor
 
     def column(self, stage: int, tensor: int = 0, data: int | None = None) -> list[int]:
-        """Return the ranks that are alike, of all data ranks or of so many."""
+        """Return the ranks with the same weights, of all data ranks or of the first ``data``."""
         replicas = range(self.data if data is None else data)
         places = ((each, context) for each in replicas for context in range(self.context))
         return [self.rank(tensor, stage, each, context) for each, context in places]
 
     def joined(self, ranks: Sequence[int]) -> bool:
-        """Say whether ranks are of one node."""
+        """Return whether ranks belong to one node."""
         return len({rank // self.node for rank in ranks}) == 1
 
 
 class Job(NamedTuple):
-    """What each rank is asked to do in a step; a rank of adapters, or an adapter, or neither."""
+    """The settings of a step: ``rank`` of new adapters, or an adapter, or neither."""
 
     batch: int
     tokens: int
@@ -82,7 +82,7 @@ class Job(NamedTuple):
 
 
 class StagePlan(NamedTuple):
-    """What the first tensor rank of a stage, which has the largest parts, holds and sends.
+    """Memory and messages of the first tensor rank of a stage, which has the largest parts.
 
     Attributes
     ----------
@@ -90,18 +90,19 @@ class StagePlan(NamedTuple):
     begin : int
         Bytes held before a step.
     held : list of (int, int)
-        What each step adds: most at a time, and in the end; of the steps that were run.
+        Bytes that each step adds, at its peak and at its end; for the steps that were run.
     after : tuple of (int, int)
-        The same of the sums of gradients and the optimizer.
+        The same for the sums of gradients and the optimizer.
     calls : dict of str to list of dict
-        Bytes sent by the call, in a microbatch forward and back, for each chunk of blocks, to the
-        other ranks of a group: ``tensor``, ``context``, and ``data``, of ranks that divide the
-        weights by ZeRO.
-    passes, gradients : int
-        Bytes of a message to the next stage; sent for the sums of gradients, and with ZeRO for
-        the parameters.
+        For each group of ranks, ``tensor``, ``context`` and ``data`` (ranks that divide the weights
+        by ZeRO), and each chunk of blocks: the bytes that are sent in a microbatch, forward and
+        backward, by name of the call.
+    passes : int
+        Bytes of a message to the next stage.
+    gradients : int
+        Bytes that are sent for the sums of gradients, and with ZeRO for the parameters.
     products : list of (float, float)
-        Operations of each chunk, in a microbatch forward and back.
+        Operations of each chunk in a microbatch, forward and backward.
     """
 
     memory: MemoryPlan
@@ -114,7 +115,7 @@ class StagePlan(NamedTuple):
     products: Sequence[tuple[float, float]]
 
     def sent(self, group: str) -> Calls:
-        """Return bytes by the call, in a microbatch forward and back, of all chunks together."""
+        """Return the ``calls`` of a group, all chunks added up."""
         chunks = self.calls[group]
         names = sorted({name for calls in chunks for name in calls})
         every = {name: [calls.get(name, (0, 0)) for calls in chunks] for name in names}
@@ -124,8 +125,8 @@ class StagePlan(NamedTuple):
 def plan_stages(
     config: Config, layout: Layout, job: Job, microbatches: int, kind: str, chunks: int | None
 ) -> list[StagePlan]:
-    """Run each stage on shapes alone: the microbatches from which is known what others take."""
-    run = microbatches  # gpipe holds each to the end
+    """Run each stage on planned arrays, for as few microbatches as determine what others need."""
+    run = microbatches  # gpipe keeps all of them to the end
     if kind != "gpipe":
         most = ROUNDS * layout.pipeline if kind == "interleaved" else layout.pipeline + SPARE
         run = min(run, most)
@@ -136,7 +137,7 @@ def plan_stages(
 def plan_stage(
     config: Config, layout: Layout, stage: int, steps: Sequence[Step], job: Job
 ) -> StagePlan:
-    """Run the steps of a stage on shapes alone."""
+    """Run the steps of a stage on planned arrays."""
     arrays, granule = DEVICES[job.device]
     times = max(1, layout.tensor // config.kv_heads)
     tensor = PlannedRanks(0, layout.tensor, times)
@@ -161,8 +162,8 @@ def plan_stage(
     with keeping(ledger), ledger.watching_ops():
         here = config if division is None else division.config
         zero = layout.zero if layout.alike > 1 else 0
-        given = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
-        model, adamw = trained(*given, adapter, codes, read, data if zero == 3 else None)
+        arguments = (ledger, here, arrays, job.dtype, "adamw", job.state_bits)
+        model, adamw = trained(*arguments, adapter, codes, read, data if zero == 3 else None)
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
         states = _divided(ledger, adamw, data) if zero == 1 else None
@@ -208,7 +209,7 @@ def plan_stage(
 
 
 def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | None:
-    """Return this rank's part of the adapter that learns."""
+    """Return this rank's part of the adapter that is trained."""
     whole = job.adapter if job.rank is None else new_adapter(config, job.rank)
     if whole is None:
         return None
@@ -217,17 +218,17 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
 
 
 def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks) -> Zero1:
-    """Return an optimizer that keeps a part of the states, and of the masters of 16 bits."""
-    made = Zero1(adamw, data)
-    inner = made.inner
+    """Return an optimizer that holds a part of the states and of the float32 masters."""
+    result = Zero1(adamw, data)
+    inner = result.inner
     ledger.enter(OPTIMIZER, inner.state())
     masters = (name for name, tensor in inner.tensors.items() if tensor.copy is not None)
     ledger.enter(MASTER, {name: inner.parameters[name] for name in masters})
-    return made
+    return result
 
 
 def _sums(gradients: Mapping[str, Any], data: PlannedRanks, states: Zero1 | None) -> dict[str, Any]:
-    """Return what this rank steps by, of the gradients of ranks that have other tokens."""
+    """Return the sums of gradients that this rank's step uses, over ranks with other tokens."""
     if states is not None:
         return states.sums(gradients)
     buckets = Buckets(gradients, data, BUCKET_BYTES)
@@ -237,7 +238,7 @@ def _sums(gradients: Mapping[str, Any], data: PlannedRanks, states: Zero1 | None
 
 
 class _Runs:
-    """The steps of a stage, with the gradients that they sum."""
+    """Runs the steps of a stage, and sums their gradients."""
 
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
         self.model, self.batch = model, batch
@@ -250,16 +251,16 @@ class _Runs:
         self.sums: dict[str, Any] = {} if self.stage is None else self.stage.sums
 
     def learn_the_order(self) -> None:
-        """Let a Zero3 see which block comes behind which, as the first step of a run does."""
+        """Run a step from which Zero3 learns the order of blocks, as in the first step of a run."""
         self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
 
     def run(self, step: Step) -> None:
-        """Go forward, or back; where there is one stage both are done on the way back."""
+        """Run a step forward or backward; with a single stage the backward step does both."""
         stage = self.stage
         if stage is None:
             if step.backward:
-                found = self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
-                self._add(found[1])
+                pair = self.learns.loss_and_gradients(**self.batch, checkpoint=self.parts, count=1)
+                self._add(pair[1])
             return
         of = stage.stages
         if step.backward:
@@ -278,7 +279,7 @@ class _Runs:
 
 
 def _place(model: Any, division: Division | None, context: Any, dtype: Any) -> None:
-    """Say which part of a model this rank has."""
+    """Set the part of a model that this rank has."""
     model.division, model.context = division, context
     if division is not None and model.gather is not None:
         division.kept = model.gather.__self__.kept

@@ -1,4 +1,4 @@
-"""Operations of the products of one stage of a grid, by the chunks of blocks that it holds."""
+"""Counts operations of the matrix products of a pipeline stage, for each chunk of its blocks."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,10 +20,10 @@ def products(
     own: int,
     again: bool,
 ) -> list[tuple[float, float]]:
-    """Return the operations of each chunk in a microbatch, forward and back.
+    """Return the operations of each chunk in a microbatch, forward and backward.
 
-    A product is done once more on the way back for the gradient of its input, and once more for
-    that of its weight where the weight learns: where there is an adapter, that alone.
+    The backward pass has one product for the gradient of the input, and one for that of the weight
+    if the weight is trained: with an adapter, only the adapter is.
 
     Parameters
     ----------
@@ -39,12 +39,12 @@ def products(
     own : int
         Tokens of each row that this rank has.
     again : bool
-        Whether blocks run a second time on the way back.
+        Whether blocks run a second time in the backward pass.
     """
     stages = None if division is None else division.stages
     heads = (config if division is None else division.config).heads
     batch, tokens = rows
-    found = []
+    result = []
     for chunk in range(1 if stages is None else stages.chunks):
         layers: Iterable[int] = range(config.layers) if stages is None else stages.layers[chunk]
         here = _used(shapes, chunk, stages)
@@ -57,8 +57,8 @@ def products(
         times = 1 if adapter else 2
         back = times * (blocks + loss) + 2 * adapters + 2.5 * scores
         once = blocks + adapters + scores
-        found.append((float(once + loss), float(back + once * again)))
-    return found
+        result.append((float(once + loss), float(back + once * again)))
+    return result
 
 
 def _used(shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any) -> list[tuple[int, ...]]:
@@ -72,6 +72,6 @@ def _used(shapes: Mapping[str, tuple[int, ...]], chunk: int, stages: Any) -> lis
 
 
 def _seen(config: Config, layers: Iterable[int], tokens: int) -> int:
-    """Return how many keys all queries of a row see, in all layers."""
+    """Return the number of keys that all queries of a row see, in all layers."""
     windows = (config.window_of(layer) or tokens for layer in layers)
     return sum(min(query + 1, window) for window in windows for query in range(tokens))

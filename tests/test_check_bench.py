@@ -138,7 +138,7 @@ def test_check_judges_definitions_without_a_gpu(name: str, no_gpu: None) -> None
     assert "No GPU was found (CUDA sees no device)" in result.output
     assert result.output.count("NumPy definition") == 7, "a line and 2 ops in 3 dtypes"
     assert f"{name}_backward" in result.output
-    assert "6 of 6 within the rule" in result.output
+    assert "6 of 6 within the bound" in result.output
 
 
 @pytest.mark.parametrize("name", forward_ops())
@@ -197,7 +197,7 @@ def test_check_fails_at_a_broken_kernel(gpu: FakeGpu) -> None:
     result = run("check", "scale")
     assert result.exit_code == 1
     assert "scale in float32, kernel on Fake 9: error" in result.output
-    assert "0 of 6 within the rule" in result.output
+    assert "0 of 6 within the bound" in result.output
 
 
 def test_what_runs_without_a_kernel_is_called_a_definition(
@@ -278,7 +278,7 @@ def test_every_name_of_the_readme_is_known(command: str, no_gpu: None) -> None:
 def test_ops_without_a_kernel_are_named(gpu: FakeGpu) -> None:
     result = run("bench", "scale", "linear", "reshape")
     assert result.exit_code == 0, result.output
-    assert "Left out, without one: linear, reshape." in result.output
+    assert "Skipped, without a kernel: linear, reshape." in result.output
 
 
 @pytest.mark.parametrize("name", ["softmax", "add"])

@@ -274,7 +274,7 @@ class TestFinetune:
         )
         result = run(*arguments)
         assert result.exit_code == 0, result.output
-        assert f"going on from {stopped}" in result.stderr
+        assert f"resuming from {stopped}" in result.stderr
         assert weights(folder) == weights(finished[0])
         assert numbers(folder) == numbers(finished[0])
 
@@ -386,7 +386,7 @@ class TestFinetune:
         kinds = {array.dtype for array in load_file(state).values()}
         assert (np.dtype(np.uint8) in kinds) == ("--state-bits" in changed)
         again = run(*command, tmp_path / "half")
-        assert "going on from" in again.output
+        assert "resuming from" in again.output
         found = [(tmp_path / name / "model" / written).read_bytes() for name in ("whole", "half")]
         assert found[0] == found[1]
 
@@ -442,7 +442,7 @@ class TestFinetune:
 
     def test_adapters_need_a_model(self, tmp_path: Path) -> None:
         done = run("finetune", "--lora", 4, "--out", tmp_path / "out")
-        assert_one_clear_error(done, "--lora adapts a model that exists")
+        assert_one_clear_error(done, "--lora is for an existing model")
 
     def test_accumulated_batches_and_checkpoints_learn_the_same(
         self, text: Path, tmp_path: Path

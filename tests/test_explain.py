@@ -248,7 +248,7 @@ def test_what_a_kernel_takes_is_what_the_budget_says() -> None:
     found, share = launch.resources, launch.occupancy
     assert found is not None
     assert found[:2] == pytest.approx(used[:2], abs=budget.REGISTER_UNIT)
-    assert f"{found.registers} registers of a thread" in str(step)
+    assert f"{found.registers} registers per thread" in str(step)
     assert f"occupancy {share} %" in str(step)
 
 

@@ -221,11 +221,11 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "there is no GPU here; say for which, as --arch sm_90"),
+        ((), "this machine has no GPU; name one, as --arch sm_90"),
         (("--arch", "sm_70"), "--arch 'sm_70': 'sm_70' is not an architecture; choose from a100"),
         (("--arch", "h100,x"), "--arch 'h100,x': 'x' is not an architecture; choose from a100"),
-        (("--arch", "sm_90", "--tokens", "0"), "is not a list of integers from 1 on"),
-        (("--arch", "sm_90", "--batch", "x"), "is not a list of integers from 1 on"),
+        (("--arch", "sm_90", "--tokens", "0"), "is not a list of positive integers"),
+        (("--arch", "sm_90", "--batch", "x"), "is not a list of positive integers"),
         (("--arch", "sm_90", "--tokens", "256"), "config.json: "),
     ],
 )

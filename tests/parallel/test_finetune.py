@@ -189,7 +189,7 @@ def whole_after_two(text: Path, out: Path) -> None:
     assert [path.name for path in RunFolder(out).checkpoints()] == ["checkpoint-00000002"]
     done = invoke(*asked(text, out))
     assert done.exit_code == 0, done.output
-    assert "going on from" in done.output
+    assert "resuming from" in done.output
     assert {path.name for path in out.iterdir()} == {
         "checkpoint-00000006", "curve.png", "log.jsonl", "model", "settings.json",
     }  # fmt: skip

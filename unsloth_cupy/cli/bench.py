@@ -1,4 +1,4 @@
-"""``unsloth-cupy bench``: the time of every op, beside the copy bandwidth and beside peers."""
+"""``unsloth-cupy bench``: the time of every op, compared with the copy bandwidth and with peers."""
 
 import datetime
 import json
@@ -27,17 +27,20 @@ LIBRARIES = {
     **{name: (name,) for name in ("numpy", "torch", "triton", "liger-kernel")},
 }
 
-SHAPED = {"attention", "attention_forward", "attention_backward"}  # names that have known shapes
+# names that are also timed at known shapes and at a grid of lengths
+SHAPED = {"attention", "attention_forward", "attention_backward"}
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[OP]...")
-@click.option("--peers", is_flag=True, help="Time torch too; on a GPU torch.compile and Liger.")
+@click.option(
+    "--peers", is_flag=True, help="Time torch too; on a GPU also torch.compile and Liger."
+)
 @click.option("--plot", type=NewPicture(), metavar="PATH", help="Draw the times: PNG, PDF, SVG.")
 @click.option(
     "--json", "numbers", type=NewFile(), metavar="PATH", help="Write the numbers as JSON."
 )
-@click.option("--write", type=FILE, metavar="PATH", help="Renew the table of docs/performance.md.")
+@click.option("--write", type=FILE, metavar="PATH", help="Update the table of docs/performance.md.")
 def bench(
     names: tuple[str, ...],
     peers: bool,
@@ -47,9 +50,9 @@ def bench(
 ) -> None:
     """Time ops on this machine, forward and backward, in every dtype.
 
-    OP is an op; attention is timed at known shapes and at a grid of lengths too.  Without OP all
-    are timed: on a GPU those that have a kernel, by device events; without a GPU the NumPy
-    definitions, by wall time on the CPU.  Files are renewed after each op.
+    OP is an op; attention is also timed at known shapes and at a grid of lengths.  Without OP all
+    ops are timed: on a GPU those that have a kernel, with device events; without a GPU the NumPy
+    definitions, as wall time on the CPU.  Files are rewritten after each op.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -59,9 +62,9 @@ def bench(
     gpus, reason = machine.gpus()
     gpu = gpus[0].name if gpus else None
     if write is not None:
-        _may_write(write, gpu, reason)
+        _check_page(write, gpu, reason)
     if peers:
-        _need_torch(gpu is not None)
+        _check_torch(gpu is not None)
     console = machine.console()
     if gpu is None:
         line = f"No GPU was found ({reason}): these are times of NumPy definitions on the CPU."
@@ -92,7 +95,7 @@ def bench(
         if each.__name__ == "attention_forward" and {*names} & SHAPED:
             report["attention"] = [*shape_rows(clock, gpu is not None, peers)]
         report["ops"].append(each.__name__)
-        _keep(report, numbers, write)
+        _write_report(report, numbers, write)
     console.print(table(report))
     if "attention" in report:
         console.print(shape_table(report["attention"], gpu is not None))
@@ -105,18 +108,22 @@ def bench(
 def _kernels(
     ops: list[Op[..., Any]], gpu: str, names: Sequence[str]
 ) -> tuple[list[Op[..., Any]], str | None, str]:
-    """Return the ops that are timed, where, and a line about it: kernels, if there are some."""
+    """Return the ops to time, the GPU or None, and a line that says so; ops with kernels if any."""
     kernels = [each for each in ops if launches(each)]
-    left = ", ".join(each.__name__ for each in ops if each not in kernels)
+    skipped = ", ".join(each.__name__ for each in ops if each not in kernels)
     if not kernels:
         line = f"No kernel for {', '.join(names)}: these are times of NumPy definitions on the CPU."
         return ops, None, line
     line = f"Kernels on {gpu}, by device events."
-    return kernels, gpu, f"{line} Left out, without one: {left}." if names and left else line
+    return (
+        kernels,
+        gpu,
+        f"{line} Skipped, without a kernel: {skipped}." if names and skipped else line,
+    )
 
 
-def _keep(report: dict[str, Any], numbers: Path | None, page: Path | None) -> None:
-    """Write what is known so far."""
+def _write_report(report: dict[str, Any], numbers: Path | None, page: Path | None) -> None:
+    """Write the times measured so far to the JSON file and to the page."""
     if numbers is not None:
         with written_beside(numbers) as partial:
             partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -124,13 +131,15 @@ def _keep(report: dict[str, Any], numbers: Path | None, page: Path | None) -> No
         write_block(page, report)
 
 
-def _may_write(page: Path, gpu: str | None, reason: str) -> None:
+def _check_page(page: Path, gpu: str | None, reason: str) -> None:
+    """Raise unless there is a GPU to measure and the page has the markers of a table."""
     if gpu is None:
         raise ConfigError(f"no GPU was found ({reason}): nothing is written to {page}")
     check_markers(page)
 
 
-def _need_torch(gpu: bool) -> None:
+def _check_torch(gpu: bool) -> None:
+    """Raise unless torch is installed and, where there is a GPU, can use it."""
     try:
         import torch
     except ImportError as error:
@@ -143,6 +152,7 @@ def _need_torch(gpu: bool) -> None:
 
 
 def _machine(gpu: str | None) -> dict[str, Any]:
+    """Return the hardware and system of a report."""
     return {
         "gpu": gpu,
         "system": platform.platform(),
@@ -153,13 +163,15 @@ def _machine(gpu: str | None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout this runs from, "-dirty" where files differ from it."""
+    """Return the commit of the checkout, with "-dirty" if files differ from it; else None."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude", "*"]
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", check=False)
-    except FileNotFoundError:  # no git here
+        process = subprocess.run(
+            command, cwd=root, capture_output=True, encoding="utf-8", check=False
+        )
+    except FileNotFoundError:  # git is not installed
         return None
-    return done.stdout.strip() or None
+    return process.stdout.strip() or None

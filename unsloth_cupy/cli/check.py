@@ -1,4 +1,4 @@
-"""``unsloth-cupy check``: the error of every op against float64, on the machine at hand."""
+"""``unsloth-cupy check``: the error of every op relative to float64, on this machine."""
 
 import click
 
@@ -13,13 +13,13 @@ from ..bench.judge import judged
 def check(ctx: click.Context, names: tuple[str, ...]) -> None:
     """Compare ops with their definitions in float64, on this machine.
 
-    Without OP all are compared. Random inputs in float16, bfloat16 and float32,
-    forward and backward; the exit status is 1 if an error is larger than
+    Without OP all ops are compared, forward and backward, on random inputs in float16, bfloat16
+    and float32. The exit status is 1 if an error is larger than
     2 * max|plain - exact| + 4 * eps * max|exact|.
 
     exact is the definition in float64. Where a kernel runs on a GPU, plain is the definition in
-    the dtype of the row. Where the definition itself is judged, plain is the definition in
-    float64 of inputs that are off by 4 eps of float32, which it computes in.
+    the dtype of the row. Where the definition itself is checked, it computes in float32, and
+    plain is the definition in float64 of inputs that are off by 4 eps of float32.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -62,6 +62,6 @@ def check(ctx: click.Context, names: tuple[str, ...]) -> None:
         problem = result.problem or f"error {result.error:.1e}, allowed {result.allowed:.1e}"
         line = f"{result.op} in {result.dtype}, {result.where}: {problem}"
         console.print(f"[bold red]{escape(line)}[/]")
-    console.print(f"{len(results) - len(failed)} of {len(results)} within the rule")
+    console.print(f"{len(results) - len(failed)} of {len(results)} within the bound")
     if failed:
         ctx.exit(1)

@@ -1,4 +1,4 @@
-"""The group of commands, and how errors end one of them."""
+"""The group of all commands, and the messages with which errors end a command."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import click
 
 from .._version import __version__
 from ..errors import UnslothCupyError
-from ..finetune.ranks import said_here
+from ..finetune.ranks import prints_errors
 from .bench import bench
 from .check import check
 from .explain import explain
@@ -22,17 +22,17 @@ from .precompile import precompile
 
 
 class Commands(click.Group):
-    """Commands whose errors are one message, with the cure, and an exit status of 1."""
+    """Commands that end with one message, its cure and the exit status 1 if an error is raised."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; what the user can mend is not a traceback."""
+        """Run a command; an error that the user can correct prints no traceback."""
         if getattr(sys.stdout, "errors", "") == "strict":  # a terminal may lack a character
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        os.environ["MPLBACKEND"] = "agg"  # that of a notebook around us may be missing here
+        os.environ["MPLBACKEND"] = "agg"  # a notebook may have set a backend that is missing here
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            if said_here(asked=any("-parallel" in word for word in sys.argv)):
+            if prints_errors(parallel=any("-parallel" in word for word in sys.argv)):
                 raise
             raise SystemExit(error.exit_code) from None
         except UnslothCupyError as error:
@@ -43,7 +43,7 @@ class Commands(click.Group):
             raise  # click ends quietly when the reader of a pipe is gone
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            cure = "see that the disk has room and lets you write"
+            cure = "check that the disk has room and that you may write there"
             raise click.ClickException(f"{where}{error.strerror or error}; {cure}") from error
         except MemoryError as error:
             cure = "try a smaller --batch, fewer --tokens or a smaller model"
@@ -53,7 +53,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="unsloth-cupy")
 def group() -> None:
-    """Train transformers on NumPy and CUDA, let them write, know the memory before."""
+    """Train transformers with NumPy and CUDA, generate text, plan memory in advance."""
 
 
 for command in (info, check, bench, finetune, generate, plan, precompile, explain, export):

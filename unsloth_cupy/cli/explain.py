@@ -29,12 +29,14 @@ from .options import QUANTIZE, option
 @click.command()
 @click.argument("what", metavar="OP|CONFIG")
 @option("--device", str, "h200, rtx4090, sm_86, or a file of JSON with rates.", "h200")
-@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "To compute in.", "bfloat16")
+@option(
+    "--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the computation.", "bfloat16"
+)
 @option("--batch", click.IntRange(1), "Rows of a step.", 1)
 @option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
-@option("--optimizer", click.Choice(OPTIMIZERS), "none: a forward and a backward pass.", "adamw")
-@option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
-@option("--quantize", QUANTIZE, "Keep the model in fewer bits; with --lora.")
+@option("--optimizer", click.Choice(OPTIMIZERS), "none: forward and backward pass only.", "adamw")
+@option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
+@option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 def explain(
     what: str,
     device: str,
@@ -45,14 +47,14 @@ def explain(
     lora: int | None,
     quantize: str | None,
 ) -> None:
-    """Say what a call does on a GPU: launches and why, bytes, operations, floors.
+    """Show what a call does on a GPU: launches and why, bytes, operations, floors.
 
-    OP is an op of the README's table, whose arrays are as large as bench has them on a GPU. CONFIG
-    is a config.json or the folder of a model, of a run or of an adapter, whose base it is then: a
-    step of training, as finetune does it, is grouped by op; without an optimizer weights are in
-    the dtype. Nothing is computed, and no GPU is needed.
+    OP is an op of the README's table; its arrays have the sizes that bench uses on a GPU. CONFIG
+    is a config.json or the folder of a model, a run or an adapter, which stands for its base
+    model: a training step, as finetune runs it, is shown grouped by op; without an optimizer,
+    weights are in the dtype. Nothing is computed, and no GPU is needed.
     """
-    stated: Any = read_json(Path(device)) if device.endswith(".json") else device
+    card: Any = read_json(Path(device)) if device.endswith(".json") else device
     kind = float_dtype("explain", dtype, KERNEL_DTYPES)
     path = Path(what)
     if path.exists():
@@ -60,22 +62,22 @@ def explain(
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
         form = Form(batch, tokens, kind, optimizer, lora, quantized)
         try:
-            click.echo(str(_step(values, form, stated)))
+            click.echo(str(_step(values, form, card)))
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from error
         return
     if lora or quantize:
-        raise ConfigError(f"explain {what}: --lora and --quantize are of a model; pass its config")
+        raise ConfigError(f"explain {what}: --lora and --quantize are for a model; pass its config")
     for line in composed([what]):
         click.echo(line)
     for op in chosen(what):
         call = draw(op, DEVICE_SCALES[0]).cast(kind)
-        shown: Any = op
-        click.echo(str(explained(shown, **call.arrays, **call.options, device=stated)))
+        function: Any = op
+        click.echo(str(explained(function, **call.arrays, **call.options, device=card)))
 
 
 class Form(NamedTuple):
-    """What a step computes, and on how much."""
+    """The sizes and options of a training step."""
 
     batch: int
     tokens: int | None
@@ -86,7 +88,7 @@ class Form(NamedTuple):
 
 
 def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
-    """Return what a forward and a backward pass do, and the optimizer behind them if it is used."""
+    """Return the explanation of a forward and a backward pass, and of the optimizer if any."""
     config, ledger = parse(values), Ledger(1)
     sizes = form.batch, tokens_of(form.tokens, config.positions)
     adapter = None if form.rank is None else new_adapter(config, form.rank)
@@ -105,25 +107,25 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
             measure_gradients(gradients, 1.0)
             steps.step(gradients, finite=True, factor=CLIPPED)
 
-    found = explained(step, shape(sizes, "int64"), device=device)
+    explanation = explained(step, shape(sizes, "int64"), device=device)
     if steps is None:
-        return found
-    # a gradient is read; weights and two averages are read and written, and copies written
-    learned = steps.parameters
-    moved += sum(6 * array.nbytes for array in learned.values())
+        return explanation
+    # a gradient is read; weights and two averages are read and written; copies are written
+    trained_arrays = steps.parameters
+    moved += sum(6 * array.nbytes for array in trained_arrays.values())
     moved += sum(
         model.parameters[n].nbytes
-        for n in learned.keys() & model.parameters.keys()
-        if model.parameters[n] is not learned[n]
+        for n in trained_arrays.keys() & model.parameters.keys()
+        if model.parameters[n] is not trained_arrays[n]
     )
-    bandwidth = None if found.card is None else found.card.bandwidth
+    bandwidth = None if explanation.card is None else explanation.card.bandwidth
     floor = moved / bandwidth / 1e9 if bandwidth else None
     last = Step(
         op="AdamW.step",
-        arguments=f"{len(learned)} weights",
+        arguments=f"{len(trained_arrays)} weights",
         kernel=True,
         why="one launch for all weights",
-        launches=found.outside,
+        launches=explanation.outside,
         arrays=0,
         allocated_bytes=0,
         moved=moved,
@@ -131,4 +133,4 @@ def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
         floor=floor,
         bound="memory",
     )
-    return replace(found, steps=(*found.steps, last), outside=())
+    return replace(explanation, steps=(*explanation.steps, last), outside=())

@@ -1,4 +1,4 @@
-"""``unsloth-cupy export``: a model as one GGUF file, which llama.cpp and its relatives run."""
+"""``unsloth-cupy export``: a model as one GGUF file, for llama.cpp and programs like it."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from .options import FILE, NewFile
 @click.argument("file", metavar="FILE.gguf", type=NewFile())
 @click.option(
     "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), default="f16",
-    show_default=True, help="Of the matrices; vectors stay f32.",
+    show_default=True, help="Type of the matrices; vectors stay f32.",
 )  # fmt: skip
 @click.option(
     "--tokenizer",
@@ -26,8 +26,8 @@ def export(folder: Path, file: Path, kind: str, tokenizer: Path | None) -> None:
     """Write the model in MODEL_FOLDER, its tokenizer and chat template to FILE.gguf.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json), the folder
-    of an adapter, which becomes part of the weights, or that of a finetune run. What llama.cpp
-    will do otherwise than the model does here is said at the end.
+    of an adapter, which is merged into the weights, or that of a finetune run. The command ends
+    with a list of what llama.cpp will compute differently from the model here.
     """
     from ..models import export_gguf
 

@@ -1,4 +1,4 @@
-"""``unsloth-cupy finetune``: a model learns a text."""
+"""``unsloth-cupy finetune``: trains a model on a text."""
 
 import math
 import shlex
@@ -45,50 +45,50 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @click.command()
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
-@option("--text", FILE, "UTF-8 file to learn; .jsonl: in lines.  [default: Python's docs]")
+@option("--text", FILE, "UTF-8 file to train on, or .jsonl lines.  [default: Python's docs]")
 @click.option("--pack/--no-pack", default=None, help="Lines share rows.  [default: --pack]")
 @option("--out", FILE, "Folder of the run.  [default: runs/MODEL-TEXT]")
-@option("--config", ConfigFile(), "TrainingConfig as JSON or TOML; options go before it.")
+@option("--config", ConfigFile(), "TrainingConfig as JSON or TOML; options override it.")
 @option("--steps", click.IntRange(1), f"Updates of the weights.  [default: {STEPS}]")
 @option("--epochs", Number(0, min_open=True), "Passes through the text, in place of --steps.")
 @option("--lr", Number(0, min_open=True), "Highest learning rate.  [default: by model]")
 @option("--batch", click.IntRange(1), "Rows of text in a step.", 4)
 @option("--tokens", click.IntRange(2), "Tokens in a row.", 128)
-@option("--weight-decay", Number(0), "Share of the weights lost per step and rate.", 0.1)
+@option("--weight-decay", Number(0), "Share of the weights removed per step, times lr.", 0.1)
 @option("--max-norm", Number(0, min_open=True), "Norm to clip gradients to.", 1.0)
 @option(
     "--dtype",
     click.Choice(DTYPES),
-    "To compute in; the weights that are learned stay float32.",
+    "Of the computation; trained weights stay float32.",
     "float32",
 )
-@option("--save-dtype", click.Choice(DTYPES), "Of the weights that the run ends with.", "float32")
-@option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
-@option("--quantize", QUANTIZE, "Keep the model in fewer bits, as nf4; with --lora.")
-@click.option("--train-weights", is_flag=True, help="Of a new model with --quantize ternary.")
-@option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
-@option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many: less memory.")
-@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks, twice: less memory.")
-@option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
+@option("--save-dtype", click.Choice(DTYPES), "Of the weights saved at the end.", "float32")
+@option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
+@option("--quantize", QUANTIZE, "Store the model in fewer bits, as nf4; with --lora.")
+@click.option("--train-weights", is_flag=True, help="With --quantize ternary: a new model.")
+@option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
+@option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N: less memory.")
+@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, twice: less memory.")
+@option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
 @option("--seed", click.IntRange(0), "Of new weights, the order of the text and the sample.", 0)
 @option(
     "--evaluate-every",
     click.IntRange(1),
-    "Steps between held-out losses.  [default: a tenth of all]",
+    "Steps between held-out losses.  [default: a tenth of all steps]",
 )
 @option("--save-every", click.IntRange(1), "Steps between checkpoints.", 100)
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
-@option("--schedule", SCHEDULE, "Of the pipeline's work.  [default: 1f1b]")
-@option("--chunks", click.IntRange(1), "Of blocks in each stage, if interleaved.  [default: 2]")
+@option("--schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
+@option("--chunks", click.IntRange(1), "Parts of each stage, if interleaved.  [default: 2]")
 @option("--data-parallel", click.IntRange(1), "Ranks that divide the rows of a batch.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
-@option("--limit-memory", Size(), "Most that arrays may hold, as 2GiB; planned before training.")
-@click.option("--find-nan", is_flag=True, help="Name the layer whose values turn NaN; slower.")
-@option("--profile", click.IntRange(1), "Steps to time, op by op; they are slower.")
+@option("--limit-memory", Size(), "Limit of array memory, as 2GiB; checked before training.")
+@click.option("--find-nan", is_flag=True, help="Name the first layer with a NaN; slower.")
+@option("--profile", click.IntRange(1), "Number of steps to time op by op; they are slower.")
 @option("--layers", click.IntRange(1), f"Of a new model.  [default: {SIZES['layers']}]")
 @option("--hidden", click.IntRange(1), f"Of a new model.  [default: {SIZES['hidden']}]")
 @option("--vocabulary", click.IntRange(1), f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]")
@@ -133,12 +133,12 @@ def finetune(
     hidden: int | None,
     vocabulary: int | None,
 ) -> None:
-    """Teach a text to the model in MODEL_FOLDER, or to a new small Llama.
+    """Train the model in MODEL_FOLDER, or a new small Llama, on a text.
 
-    A .jsonl file holds a text, an instruction or a chat in each line; what is asked there is not
-    learned. The run is kept in the folder --out: the same command goes on with a run that was
-    stopped. Started by mpiexec, torchrun or srun, ranks share the work; another grid of ranks may
-    go on with a run.
+    A .jsonl file holds a text, an instruction or a chat in each line; the model is not trained on
+    the questions in it. The run is saved in the folder --out: the same command resumes a run that
+    was stopped. If mpiexec, torchrun or srun starts the command, ranks share the work; a
+    different grid of ranks may resume a run.
     """
     from ..models.folder import on_device
 
@@ -152,7 +152,7 @@ def finetune(
         by_lines = text is not None and text.suffix.lower() == SUFFIX
         if pack is not None and not by_lines:
             problem = f"--pack and --no-pack are for the lines of a {SUFFIX} file"
-            raise ConfigError(f"{problem}; leave them")
+            raise ConfigError(f"{problem}; leave them out")
         if steps is not None and epochs is not None:
             raise ConfigError("--steps and --epochs both say when to end; leave one out")
         pack = by_lines and pack is not False
@@ -167,13 +167,13 @@ def finetune(
                 " MODEL_FOLDER out"
             )
         if lora is not None and source is None:
-            raise ConfigError("--lora adapts a model that exists; name its MODEL_FOLDER")
+            raise ConfigError("--lora is for an existing model; name its MODEL_FOLDER")
         if train_weights and (quantize != "ternary" or source is not None):
-            problem = "--train-weights is for a new model of --quantize ternary"
+            problem = "--train-weights is for a new model with --quantize ternary"
             raise ConfigError(f"{problem}; leave it out")
         if quantize is not None and source is None and not train_weights:
-            raise ConfigError("--quantize is for a model that exists; name its MODEL_FOLDER")
-        kind = None if train_weights else quantize  # of weights that are frozen
+            raise ConfigError("--quantize is for an existing model; name its MODEL_FOLDER")
+        kind = None if train_weights else quantize  # of frozen weights
         rate = lr or (4e-3 if source is None else 1e-4 if lora is None else 1e-3)
         ends = steps or STEPS
         plan = Settings(
@@ -186,7 +186,7 @@ def finetune(
             packed=pack,
         )  # fmt: skip
         stop.together = not ranks.alone
-        stop.leavable = ranks.alone
+        stop.interruptible = ranks.alone
         try:
             words = read_records(text) if text is not None and by_lines else read_text(text)
             new = "small-bitnet" if train_weights else "small-llama"
@@ -194,30 +194,30 @@ def finetune(
             run = RunFolder(out or Path("runs") / name)
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:
-                    asked = asked_for(run, request, plan, words, source)
-                    stack.enter_context(run.claimed(asked))
-                ranks.comm.barrier()  # the folder is as rank 0 leaves it
-                if ranks.told(run.finished):
-                    click.echo(f"{run.folder} is finished; more --steps or --epochs go on from its")
-                    click.echo("end, and another --out trains anew\n")
+                    requested = requested_settings(run, request, plan, words, source)
+                    stack.enter_context(run.claimed(requested))
+                ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
+                if ranks.broadcast(run.finished):
+                    click.echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
+                    click.echo("and another --out starts a new run\n")
                     report(run)
                     return
                 trainer = prepare(run, request, plan, words, source, ranks)
                 with blas_threads(trainer.model.config.hidden), profiled(trainer, profile):
-                    learn(trainer, name, stop, save_dtype)
+                    train(trainer, name, stop, save_dtype)
         except Interrupted:
-            stopped(run, stop)
+            exit_stopped(run, stop)
 
 
-def asked_for(
+def requested_settings(
     run: RunFolder, request: Request, plan: Settings, text: Text | Records, source: Path | None
 ) -> dict[str, Any]:
-    """Return the settings of a run, with a digest of what its adapters stand on."""
+    """Return the settings of a run, with digests of the base model's files if it has adapters."""
     base: dict[str, Any] = {}
-    stands_on = source if plan.lora is not None else source and base_of(source)
-    if stands_on is not None:
+    base_folder = source if plan.lora is not None else source and base_of(source)
+    if base_folder is not None:
         known = read_settings(run.settings) if run.settings.is_file() else {}
-        base = fingerprints(stands_on, known.get("base") or {})
+        base = fingerprints(base_folder, known.get("base") or {})
     more: dict[str, Any] = {"batch": request.batch, "tokens": request.tokens}
     if isinstance(text, Records):
         more["pack"] = request.pack
@@ -229,18 +229,18 @@ def asked_for(
     return settings_of(plan, text, source, base, **more)
 
 
-def learn(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
-    """Train to the end; draw the curve, however it ends; keep the model, and show what it says."""
+def train(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
+    """Train to the end and draw the loss curve, even after an error; save the model and sample."""
     run = trainer.run
     if trainer.ranks.first:
-        for needed in ("matplotlib.figure", "rich.table"):  # a run that lacks one does not begin
+        for needed in ("matplotlib.figure", "rich.table"):  # fail now, not after the training
             import_module(needed)
     try:
         trainer.train(stop)
     finally:
         if trainer.ranks.first and run.lines():
             draw_curve(run.curve, run.lines(), name)
-    stop.finishing("the model that is saved")
+    stop.finishing("the saving of the model")
     trainer.save_result(run.model, save_dtype)
     newest = trainer.save().name
     if trainer.ranks.first:
@@ -250,8 +250,8 @@ def learn(trainer: Trainer, name: str, stop: Stop, save_dtype: str) -> None:
         sample(trainer, trainer.plan.seed)
 
 
-def stopped(run: RunFolder | None, stop: Stop) -> NoReturn:
-    """Say what is kept of a run that was asked to stop, and how it goes on."""
+def exit_stopped(run: RunFolder | None, stop: Stop) -> NoReturn:
+    """Print which step of a stopped run is saved and how to resume it, then exit."""
     newest = None if run is None else run.newest_checkpoint()
     if run is None or newest is None:
         click.echo("stopped before the first evaluation: nothing is kept", err=True)
@@ -263,4 +263,4 @@ def stopped(run: RunFolder | None, stop: Stop) -> NoReturn:
             f"  {command}",
             err=True,
         )
-    raise SystemExit(128 + (stop.signal or 0))  # as shells count
+    raise SystemExit(128 + (stop.signal or 0))  # the exit status of shells for a signal

@@ -1,4 +1,4 @@
-"""``unsloth-cupy generate``: a model continues a text, or answers."""
+"""``unsloth-cupy generate``: a model continues a text, or answers a question."""
 
 import sys
 import time
@@ -21,31 +21,31 @@ from ..finetune.tokenizer import load_tokenizer
 from ..machine import blas_threads
 from .options import FILE, QUANTIZE, Device, Number, Words, option, utf8
 
-Write = Callable[..., tuple[str, int]]  # of stream_text, its first arguments known
+Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
 
 
 @click.command()
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("prompt", required=False, type=Words())
-@option("--max-new-tokens", click.IntRange(1), "Tokens to write at most.", 200)
+@option("--max-new-tokens", click.IntRange(1), "Maximum number of new tokens.", 200)
 @option("--temperature", Number(0), "0 always takes the likeliest token.", 0.8)
 @option("--top-k", click.IntRange(1), "Choose among the N likeliest tokens.")
 @option(
-    "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens with this share."
+    "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens of this total share."
 )
 @option("--min-p", Number(0, 1), "Choose among tokens of this share of the likeliest one's.")
 @option(
-    "--repetition-penalty", Number(0, min_open=True), "Above 1: tokens that were said are rarer."
+    "--repetition-penalty", Number(0, min_open=True), "Above 1: tokens are less often repeated."
 )
-@option("--seed", click.IntRange(0), "Of the choices.", 0)
+@option("--seed", click.IntRange(0), "Of the random choices.", 0)
 @click.option(
-    "--stop", multiple=True, type=Words(some=True), metavar="TEXT",
-    help="End before this text; may be said several times.",
+    "--stop", multiple=True, type=Words(nonempty=True), metavar="TEXT",
+    help="End before this text; may be repeated.",
 )  # fmt: skip
-@click.option("--chat", is_flag=True, help="PROMPT is a question, put by the model's template.")
-@option("--system", Words(), "What the model is told before the questions of --chat.")
-@option("--cache-dtype", click.Choice(["int8"]), "Keep keys and values in half of the bytes.")
-@option("--quantize", QUANTIZE, "Keep the weights in fewer bits, as nf4.")
+@click.option("--chat", is_flag=True, help="Format PROMPT as a question, by the chat template.")
+@option("--system", Words(), "System message before the questions of --chat.")
+@option("--cache-dtype", click.Choice(["int8"]), "Store keys and values in 8 bits.")
+@option("--quantize", QUANTIZE, "Store the weights in fewer bits, as nf4.")
 @option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
 @option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks of mpiexec that divide the blocks.")
@@ -64,10 +64,10 @@ def generate(
     """Continue PROMPT with the model in MODEL_FOLDER.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
-    of a finetune run. PROMPT may come from standard input, without the line break that ends it: as
-    -, or left out where that is not a terminal. --chat without PROMPT at a terminal is a
-    conversation, which Ctrl-D ends. The text goes to standard output as it is written, the speed to
-    standard error.
+    of a finetune run. PROMPT is read from standard input, without its final line break, if it is -,
+    or if it is omitted and standard input is not a terminal. --chat without PROMPT at a terminal is
+    a conversation, which Ctrl-D ends. The text is streamed to standard output; the speed is printed
+    to standard error.
     """
     from ..models.folder import on_device
 
@@ -75,33 +75,36 @@ def generate(
     with ranks.ending():
         if system is not None and not chat:
             raise click.UsageError("--system is for questions; add --chat.")
-        talk = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
+        interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
         source = model_folder(folder)
         tokenizer, template = load_tokenizer(source), Chat(source)
-        told = [] if system is None else [{"role": "system", "content": system}]
-        if talk and not ranks.alone:
+        start_messages = [] if system is None else [{"role": "system", "content": system}]
+        if interactive and not ranks.alone:
             raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
         with on_device("generate", ranks.device):
-            mine = ranks.first and not talk  # standard input is that of rank 0
-            asked = ranks.told(_prompt(prompt) if mine else "")
+            reads = ranks.first and not interactive  # only rank 0 has standard input
+            text = ranks.broadcast(_prompt(prompt) if reads else "")
             model = models.load(source, device=ranks.device, quantize=quantize, **ranks.placing)
             write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
             with blas_threads(model.config.hidden):
-                if talk:
-                    converse(partial(answer, write, tokenizer, template), told, options["seed"])
+                if interactive:
+                    reply = partial(answer, write, tokenizer, template)
+                    converse(reply, start_messages, options["seed"])
                     return
                 started = time.perf_counter()
                 if chat:
-                    _, made = answer(write, tokenizer, template, [*told, _question(asked)])
+                    messages = [*start_messages, _question(text)]
+                    _, new_tokens = answer(write, tokenizer, template, messages)
                 else:
-                    _, made = write(asked)
+                    _, new_tokens = write(text)
             seconds = time.perf_counter() - started
     if ranks.first:
-        click.echo(f"{made} tokens in {seconds:.1f} s: {made / seconds:.1f} tokens/s", err=True)
+        speed = new_tokens / seconds
+        click.echo(f"{new_tokens} tokens in {seconds:.1f} s: {speed:.1f} tokens/s", err=True)
 
 
 def _prompt(prompt: str | None) -> str:
-    """Return the prompt, which may be on standard input."""
+    """Return the prompt argument, or what standard input holds; an empty text without either."""
     if prompt not in (None, "-"):
         return str(prompt)
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
@@ -114,32 +117,33 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _question(text: str) -> Message:
+    """Return a chat message of the user."""
     return {"role": "user", "content": text}
 
 
 def answer(
     write: Write, tokenizer: Any, template: Chat, messages: Sequence[Message], **options: Any
 ) -> tuple[str, int]:
-    """Write what the assistant says next; return it and the number of its tokens."""
+    """Write the assistant's answer to a chat; return it and the number of its tokens."""
     text = template.text(messages, answer=True)
     return write("", tokenizer.encode(text, add_special_tokens=False).ids, **options)
 
 
-def converse(reply: Write, told: Sequence[Message], seed: int) -> None:
-    """Answer line after line, each with all that was said before, until there is none."""
+def converse(reply: Write, start_messages: Sequence[Message], seed: int) -> None:
+    """Answer each line of the terminal, with all previous messages, until the input ends."""
     with suppress(ImportError):
-        import readline  # noqa: F401 -- lines can be edited then
-    said = [*told]
+        import readline  # noqa: F401 -- makes input() lines editable
+    messages = [*start_messages]
     with suppress(EOFError, KeyboardInterrupt):
         for turn in count():
-            said.append(_question(_line()))
-            text, _ = reply(said, seed=seed + turn)
-            said.append({"role": "assistant", "content": text})
+            messages.append(_question(_line()))
+            text, _ = reply(messages, seed=seed + turn)
+            messages.append({"role": "assistant", "content": text})
     click.echo()
 
 
 def _line() -> str:
-    """Return a line of text from the terminal, asked for until there is one."""
+    """Return a line from the terminal that is not blank; ask again until there is one."""
     while True:
         try:
             line = utf8(input("> ").encode("utf-8", "surrogateescape"))

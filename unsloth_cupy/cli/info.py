@@ -1,4 +1,4 @@
-"""``unsloth-cupy info``: what is here and what will run where."""
+"""``unsloth-cupy info``: devices, installed versions, and what runs on each device."""
 
 import platform
 
@@ -24,7 +24,7 @@ LIBRARIES = {
 
 @click.command()
 def info() -> None:
-    """Show devices, versions, and where the ops will run."""
+    """Show devices, versions, and where ops will run."""
     from rich.table import Table
 
     gpus, reason = machine.gpus()

@@ -1,4 +1,4 @@
-"""Options of the commands: a name, a kind, one line of help."""
+"""Types of the command-line options, and the function that declares an option."""
 
 import math
 import os
@@ -25,10 +25,10 @@ ATTENTION = click.Choice([*CONTEXTS])
 
 
 class Number(click.FloatRange):
-    """A finite number in a range; click alone would let nan and inf pass."""
+    """A finite number in a range; ``click.FloatRange`` would accept nan and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or fail with what it must be."""
+        """Return the number, or fail with a message if it is not finite or out of range."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not finite.", param, ctx)
@@ -36,16 +36,16 @@ class Number(click.FloatRange):
 
 
 class Words(click.ParamType):  # type: ignore[type-arg]
-    """Text in UTF-8, of at least one character if it is said so."""
+    """Text in UTF-8; with ``nonempty`` of at least one character."""
 
     name = "text"
 
-    def __init__(self, *, some: bool = False) -> None:
-        self.some = some
+    def __init__(self, *, nonempty: bool = False) -> None:
+        self.nonempty = nonempty
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text, or fail with the byte that is not part of one."""
-        if self.some and not value:
+        """Return the text, or fail with the byte that is not UTF-8."""
+        if self.nonempty and not value:
             self.fail("it is empty; write at least one character.", param, ctx)
         try:
             return utf8(os.fsencode(value))
@@ -54,7 +54,7 @@ class Words(click.ParamType):  # type: ignore[type-arg]
 
 
 def utf8(data: bytes) -> str:
-    """Return the text that bytes spell, or raise a ConfigError with the byte that does not."""
+    """Return bytes decoded as UTF-8, or raise a ConfigError that names the invalid byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -65,10 +65,10 @@ def utf8(data: bytes) -> str:
 
 
 class NewFile(click.Path):
-    """A file to write: where it cannot be, the command says so before it works for minutes."""
+    """A file to write; checked at once, so that a long command does not fail at its end."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or fail with why no file can be written there."""
+        """Return the path, or fail with the reason why no file can be written there."""
         path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if path.is_dir():
             self.fail(f"{path} is a folder; name a file.", param, ctx)
@@ -80,54 +80,54 @@ class NewFile(click.Path):
 
 
 class NewPicture(NewFile):
-    """A picture to write, in a format that its name ends with."""
+    """A picture to write, in the format of its file name."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or fail with what its name must end with."""
+        """Return the path, or fail with the supported file name suffixes."""
         path: Path = super().convert(value, param, ctx)
         if path.suffix[1:].lower() not in FORMATS:
             ends = ", ".join(f".{each}" for each in FORMATS)
             self.fail(f"{path} is not a picture; end its name with one of {ends}.", param, ctx)
-        import_module("matplotlib")  # where it is missing, that is said now too
+        import_module("matplotlib")  # if it is missing, fail now too
         return path
 
 
-class Device(click.ParamType):  # type: ignore[type-arg]  # of newer click alone
-    """Where arrays live: None for cpu, else a GPU by the name that ``models.load`` knows."""
+class Device(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
+    """The device of the arrays: None for cpu, else the name of a GPU as in ``models.load``."""
 
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return None or the name, or fail with what it must be."""
+        """Return None or the name, or fail with the accepted names."""
         if value != "cpu" and not re.fullmatch(r"cuda(:\d+)?", value):
             self.fail(f"{value!r} is not a device; choose cpu, cuda or cuda:1.", param, ctx)
         return None if value == "cpu" else value
 
 
 class ConfigFile(click.Path):
-    """A file of a TrainingConfig, which other options go before."""
+    """A file with a TrainingConfig, which other options override."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return what the file holds; its numbers become defaults of the other options."""
+        """Return the settings in the file; its options become defaults of the other options."""
         path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        found = read_training_config(path)
+        settings = read_training_config(path)
         if ctx is not None:
-            ctx.default_map = {**(ctx.default_map or {}), **found.options}
-        return found
+            ctx.default_map = {**(ctx.default_map or {}), **settings.options}
+        return settings
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
-    """Bytes, as 2GiB, 1.5 GB or a number alone."""
+    """A number of bytes, as 2GiB, 1.5 GB or without a unit."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number of bytes, or fail with what it must be."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B?)", str(value), re.I)
+        """Return the number of bytes, or fail with examples of a size."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B?)", str(value), re.I)
         size = 0
-        if found is not None:
-            power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
-            size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+        if match is not None:
+            power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+            size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
         if size < 1:
             self.fail(f"{value!r} is not a size; write one as 2GiB, 500MiB or 1.5GB.", param, ctx)
         return size
@@ -147,10 +147,10 @@ METAVARS: dict[type, str] = {
 
 
 def option(name: str, kind: Any, text: str, default: Any = None) -> Callable[..., Any]:
-    """Return an option that shows its default, if it has one."""
+    """Return a click option whose help shows its default, if it has one."""
     metavar = METAVARS.get(type(kind))
-    shown = default is not None
+    has_default = default is not None
     return click.option(
-        name, type=kind, default=default, show_default=shown, metavar=metavar, help=text,
+        name, type=kind, default=default, show_default=has_default, metavar=metavar, help=text,
         is_eager=isinstance(kind, ConfigFile),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``unsloth-cupy plan``: the memory of training, before any is spent."""
+"""``unsloth-cupy plan``: the memory that a training step will need, without allocating it."""
 
 import functools
 from collections.abc import Iterator
@@ -20,37 +20,39 @@ from ..memory.stage_plan import Layout
 from ..profiling.scale import plan_ranks
 from .options import ATTENTION, FILE, QUANTIZE, SCHEDULE, ZERO, NewPicture, Number, option
 from .plan_ranks import Interconnect, rate_of, show
-from .plan_tables import cards, ledger, told_of, ways
+from .plan_tables import cards, ledger, options_text, training_methods
 from .timeline import draw_timeline
 
-RANK = 16  # of the adapters that are compared
+RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 
 
 @click.command()
 @click.argument("config", type=FILE)
 @option("--batch", click.IntRange(1), "Rows of a forward pass.", 1)
 @option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
-@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "To compute in.", "bfloat16")
+@option(
+    "--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the computation.", "bfloat16"
+)
 @option("--optimizer", click.Choice(OPTIMIZERS), "none: no optimizer.", "adamw")
-@option("--state-bits", click.Choice(["32", "8"]), "Of the optimizer's averages.", "32")
-@option("--lora", click.IntRange(1), "Learn adapters of this rank; the model stays as it is.")
-@option("--quantize", QUANTIZE, "Keep the model in fewer bits; with --lora.")
-@option("--checkpoint-every", click.IntRange(1), "Keep one block's input in so many.")
-@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs by chunks of rows, and again.")
-@option("--accumulate", click.IntRange(1), "Batches whose gradients make one step.", 1)
-@option("--device", click.Choice([*DEVICES]), "cpu: what NumPy takes.", "cuda")
+@option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
+@option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
+@option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
+@option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
+@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
+@option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
+@option("--device", click.Choice([*DEVICES]), "cpu: memory that NumPy needs.", "cuda")
 @option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
-@option("--data-parallel", click.IntRange(1), "Ranks with rows of their own.")
+@option("--data-parallel", click.IntRange(1), "Ranks that process different rows.")
 @option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
 @option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
-@option("--schedule", SCHEDULE, "Of the pipeline's work.  [default: 1f1b]")
-@option("--chunks", click.IntRange(1), "Of blocks in each stage, if interleaved.  [default: 2]")
+@option("--schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
+@option("--chunks", click.IntRange(1), "Parts of each stage, if interleaved.  [default: 2]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
 @option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
 @option("--node", click.IntRange(1), "Ranks in a node.", 8)
 @option("--rate", Number(0, min_open=True), "TFLOP/s of a rank's products.  [default: by device]")
-@option("--plot", NewPicture(), "PNG, PDF or SVG file of the step's timeline, if wanted.")
+@option("--plot", NewPicture(), "Draw the step's timeline: PNG, PDF or SVG.")
 def plan(
     config: Path,
     batch: int,
@@ -77,11 +79,11 @@ def plan(
     rate: float | None,
     plot: Path | None,
 ) -> None:
-    """Say how much memory a step of training takes, and which cards have it.
+    """Show how much memory a training step needs, and which cards have enough.
 
-    CONFIG is a folder of a model or of an adapter, or a config.json; no weights of a model are
-    read. With numbers of ranks: memory, bytes and time of each, and a replay of all of them;
-    --batch is of one data rank then.
+    CONFIG is a config.json or the folder of a model or an adapter; no weights of a model are read.
+    With a number of ranks, the plan shows memory, sent bytes and time of each rank, and simulates
+    all of them; --batch is then the batch of one data rank.
     """
     from ..files import read_json
     from ..models.parse import parse
@@ -92,7 +94,7 @@ def plan(
     adapter, stored = (None, None) if folder is None else model_without_weights(folder)[1:]
     quantize = quantized_kind(folder, quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
-        raise ConfigError(f"{folder} holds an adapter, which is planned as it is; leave --lora out")
+        raise ConfigError(f"{folder} already holds an adapter, which is planned; leave --lora out")
     options: dict[str, Any] = {
         "dtype": dtype,
         "optimizer": optimizer,
@@ -119,49 +121,49 @@ def plan(
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
         tensor, pipeline, data, context = (size or 1 for size in sizes)
         layout = Layout(tensor, pipeline, data, int(zero), node, context)
-        speed, told_rate = rate_of(rate, device, dtype)
+        speed, rate_source = rate_of(rate, device, dtype)
         del options["optimizer"]
         with _named(path):
-            many = plan_ranks(
+            scale_plan = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
                 rate=speed, interconnect=interconnect, schedule=schedule or "1f1b",
                 chunks=chunks_of(schedule, chunks),
                 context_attention=context_attention or "ring", **options,
             )  # fmt: skip
-        also = told_of(options)
-        what = f"{accumulate} x {batch} x {length} tokens, {dtype}{also}"
+        extra = options_text(options)
+        settings = f"{accumulate} x {batch} x {length} tokens, {dtype}{extra}"
         parts = chunks and f"{chunks} chunks"
-        what += "".join(f", {each}" for each in (schedule, parts, context_attention) if each)
-        show(many, str(path), what, told_rate, batch * length, plot)
+        settings += "".join(f", {each}" for each in (schedule, parts, context_attention) if each)
+        show(scale_plan, str(path), settings, rate_source, batch * length, plot)
         return
 
     @functools.cache
     def planned(rows: int, length: int) -> MemoryPlan:
         return plan_memory(values, batch=rows, tokens=length, **options)
 
-    def otherwise(**changes: Any) -> MemoryPlan:
+    def planned_with(**changes: Any) -> MemoryPlan:
         return plan_memory(values, batch=batch, tokens=length, **{**options, **changes})
 
     with _named(path):
-        made = planned(batch, length)
-    also = told_of(options)
-    also += "" if adapter is None else f", the adapter in {folder}"
-    title = f"{path}: {batch} x {length} tokens, {dtype}{also}"
+        memory_plan = planned(batch, length)
+    extra = options_text(options)
+    extra += "" if adapter is None else f", the adapter in {folder}"
+    title = f"{path}: {batch} x {length} tokens, {dtype}{extra}"
     console = machine.console()
-    console.print(ledger(made, title))
+    console.print(ledger(memory_plan, title))
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
     adapts = adapter is None and stored is None and not parse(values).bit_layers
     if adapts and optimizer != "none":
-        console.print(ways(otherwise, lora or RANK, quantize or "nf4", here))
+        console.print(training_methods(planned_with, lora or RANK, quantize or "nf4", here))
     if plot is not None:
-        draw_timeline(plot, made, title)
+        draw_timeline(plot, memory_plan, title)
         console.print(f"timeline: {plot}", markup=False)
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Say of which file an error is."""
+    """Prefix a ConfigError with the path of the file that it is about."""
     try:
         yield
     except ConfigError as error:

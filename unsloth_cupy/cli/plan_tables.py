@@ -1,4 +1,4 @@
-"""What ``unsloth-cupy plan`` says of one device: what a step holds, and which cards have it."""
+"""Output of ``unsloth-cupy plan`` for one device: the memory of a step, and cards that fit it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 
-CARDS = (8, 16, 24, 48, 80, 141)  # GB, as cards are sold
+CARDS = (8, 16, 24, 48, 80, 141)  # GB, the memory sizes that cards are sold with
 GB = 2**30
-LARGEST = 4  # workspaces of ops that are shown
+LARGEST = 4  # number of ops whose workspaces are shown
 HOLDS = {
-    "weights": "what the model computes with, adapters too",
+    "weights": "weights of the forward pass, with adapters",
     "gradients": "of weights or adapters, and their sums",
-    "optimizer": "two averages for each weight that is learned",
+    "optimizer": "two averages for each trained weight",
     "master": "float32 copies of 16-bit weights",
-    "activations": "what the forward pass keeps for the backward pass",
-    "logits": "what the loss holds of them at a time, and the sums of its head's gradient",
-    "workspace": "what ops hold while they run, and gradients on their way",
+    "activations": "arrays that the forward pass keeps for the backward pass",
+    "logits": "the logits that the loss holds at a time, and the sum of the head's gradient",
+    "workspace": "arrays of running ops, and gradients in flight",
 }
 
 
-def told_of(options: Mapping[str, Any]) -> str:
-    """Return what options of a plan say beyond what goes without saying."""
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return the options of a plan that differ from their defaults, as text for its title."""
     known: dict[str, tuple[str, Any]] = {
         "lora": ("rank", None),
         "quantized to": ("quantization", None),
@@ -29,15 +29,15 @@ def told_of(options: Mapping[str, Any]) -> str:
         "accumulate": ("accumulate", 1),
         "state bits": ("state_bits", 32),
     }
-    found = ((name, options.get(key, plain), plain) for name, (key, plain) in known.items())
-    told = "".join(f", {name} {value}" for name, value, plain in found if value != plain)
-    return told + ", chunked MLP" * options["chunked_mlp"]
+    values = ((name, options.get(key, default), default) for name, (key, default) in known.items())
+    text = "".join(f", {name} {value}" for name, value, default in values if value != default)
+    return text + ", chunked MLP" * options["chunked_mlp"]
 
 
 def ledger(plan: MemoryPlan, title: str) -> Any:
-    """Return the table of a plan: each part at its most and at the peak.
+    """Return the table of a plan: the maximum of each category, and its size at the peak.
 
-    Below activations are the layers, below workspace the ops that take most while they run.
+    Below activations are the layers, below workspace the ops with the largest workspaces.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -48,8 +48,8 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     table.add_column("at the peak", justify="right")
     table.add_column("", style="dim")
     for name, meaning in HOLDS.items():
-        most, there = getattr(plan, name), plan.at_peak[name]
-        table.add_row(name, format_bytes(most), format_bytes(there), meaning)
+        most, at_peak = getattr(plan, name), plan.at_peak[name]
+        table.add_row(name, format_bytes(most), format_bytes(at_peak), meaning)
         inner = runs(plan.layers) if name == "activations" else []
         if name == "workspace":
             inner = sorted(plan.workspaces.items(), key=lambda each: -each[1])[:LARGEST]
@@ -62,17 +62,19 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     return table
 
 
-def ways(planned: Callable[..., MemoryPlan], rank: int, kind: str, here: int | None) -> Any:
-    """Return the table of what the same step takes where all weights learn, or adapters alone."""
+def training_methods(
+    planned: Callable[..., MemoryPlan], rank: int, kind: str, here: int | None
+) -> Any:
+    """Return the table of the step's memory if all weights are trained, or only adapters."""
     from rich.table import Table
 
-    table = Table(title="the same step by what learns", title_justify="left")
+    table = Table(title="the same step by what is trained", title_justify="left")
     table.add_column("")
     table.add_column("a step", justify="right")
     table.add_column("smallest card", justify="right")
     sizes = [(f"{size} GB", size * GB) for size in CARDS]
     sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
-    for told, changes in (
+    for method, changes in (
         ("all weights", {"rank": None, "quantization": None}),
         (f"--lora {rank}", {"rank": rank, "quantization": None, "chunked_mlp": False}),
         (
@@ -82,23 +84,23 @@ def ways(planned: Callable[..., MemoryPlan], rank: int, kind: str, here: int | N
     ):
         total = planned(**changes).total
         fits = [(size, name) for name, size in sizes if total <= size]
-        table.add_row(told, format_bytes(total), min(fits)[1] if fits else "-")
+        table.add_row(method, format_bytes(total), min(fits)[1] if fits else "-")
     return table
 
 
 def runs(layers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the layers with what each holds; neighbours that hold as much are one line."""
-    found: list[tuple[list[str], int]] = []
+    """Return layers and their bytes; consecutive layers of the same size share one line."""
+    groups: list[tuple[list[str], int]] = []
     for layer, size in layers.items():
-        if found and found[-1][1] == size and found[-1][0][-1].startswith("layer "):
-            found[-1][0].append(layer)
+        if groups and groups[-1][1] == size and groups[-1][0][-1].startswith("layer "):
+            groups[-1][0].append(layer)
         else:
-            found.append(([layer], size))
+            groups.append(([layer], size))
     return [
         (names[0], size)
         if len(names) == 1
         else (f"layers {names[0].split()[1]} .. {names[-1].split()[1]}, each", size)
-        for names, size in found
+        for names, size in groups
     ]
 
 
@@ -109,7 +111,7 @@ def cards(
     positions: int,
     here: int | None,
 ) -> Any:
-    """Return the table of what fits on which card and here, in rows of up to so many positions."""
+    """Return the table of the largest batches and rows, up to ``positions``, that fit each card."""
     from rich.table import Table
 
     table = Table(title="what fits", title_justify="left")
@@ -132,14 +134,14 @@ def cards(
 
 
 class Largest:
-    """Finds the largest number whose plan fits; what one search has learned, the next ones use."""
+    """Finds the largest number whose plan fits; keeps computed plans for later searches."""
 
     def __init__(self, plan: Callable[[int], int], step: int = 1, most: int | None = None) -> None:
         self.plan, self.step, self.most = plan, step, None if most is None else most // step
-        self.known = {0: 0}  # bytes by number of steps
+        self.known = {0: 0}  # bytes of the plan for each multiple of step
 
     def total(self, number: int) -> int:
-        """Return the bytes of a plan of so many steps."""
+        """Return the bytes of the plan for ``number * step``."""
         if number not in self.known:
             self.known[number] = self.plan(number * self.step)
         return self.known[number]
@@ -147,8 +149,8 @@ class Largest:
     def __call__(self, limit: int) -> int:
         """Return the largest multiple of step that fits into limit bytes; 0 if not even one does.
 
-        Bytes grow nearly in a straight line, so a guess is where the line through two plans meets
-        the limit.  One that fits is the answer if on that line the next number does not fit.
+        Bytes grow nearly linearly, so each guess is where the line through two plans reaches the
+        limit.  A guess that fits is the answer if the next number does not fit on that line.
         """
         if self.total(1) > limit:
             return 0

@@ -1,4 +1,4 @@
-"""Steps of a training run, timed op by op."""
+"""Profiles some steps of a training run op by op, for ``finetune --profile``."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,12 +11,12 @@ from ..finetune.trainer import Trainer
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
 
-FIRST = 2  # steps that count their arrays, and on a GPU compile kernels
+FIRST = 2  # first steps, not profiled: they count array memory, and on a GPU compile kernels
 
 
 @contextmanager
 def profiled(trainer: Trainer, count: int | None) -> Iterator[None]:
-    """Time so many steps of what a trainer does inside a ``with`` block, and report them."""
+    """Profile ``count`` training steps inside a ``with`` block, then report them; None: none."""
     if count is None or not trainer.ranks.first:
         yield
         return
@@ -29,11 +29,14 @@ def profiled(trainer: Trainer, count: int | None) -> Iterator[None]:
 
 
 class Steps:
-    """What is around each step: a profile, after the first ones, where enough are left."""
+    """Returns the context of each step: a profile for ``count`` steps, else an empty one.
+
+    The first steps are not profiled, as far as enough steps remain after them.
+    """
 
     def __init__(self, trainer: Trainer, count: int) -> None:
         self.trainer, self.count, self.done = trainer, count, 0
-        self.seen = Profile(trainer.model.parameters | trainer.model.trainable, nvtx=False)
+        self.profile = Profile(trainer.model.parameters | trainer.model.trainable, nvtx=False)
         self.waiting = max(0, min(FIRST, trainer.plan.steps - trainer.step - count))
         self.first = trainer.step + self.waiting + 1
 
@@ -43,16 +46,16 @@ class Steps:
             self.waiting -= 1
         elif self.done < self.count:
             self.done += 1
-            return watching(self.seen)
+            return watching(self.profile)
         return nullcontext()
 
     def report(self) -> None:
-        """Print the table of the steps, and keep it and a trace in the folder of the run."""
-        if not self.seen.records:
+        """Print the table of the steps; save it and a trace in the folder of the run."""
+        if not self.profile.records:
             return
         folder, last = self.trainer.run.folder, self.first + self.done - 1
-        table = f"steps {self.first} to {last}\n{self.seen.report()}"
+        table = f"steps {self.first} to {last}\n{self.profile.report()}"
         with written_beside(folder / "profile.txt") as partial:
             partial.write_text(table, encoding="utf-8")
-        self.seen.save_trace(folder / "trace.json")
+        self.profile.save_trace(folder / "trace.json")
         click.echo(f"\n{table}kept in {folder}/profile.txt and trace.json")

@@ -1,4 +1,4 @@
-"""The memory of a step as a picture: what each part holds, op after op."""
+"""The memory timeline of a training step as a picture: bytes of each category, op by op."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..pictures import INK, SOFT, save_picture, write_title
 
-COLOURS = {  # what stays through a step lies below what comes and goes
+COLOURS = {  # from bottom to top: memory that stays through a step is below temporary memory
     "weights": "#3b6fb6",
     "master": "#6d93c7",
     "optimizer": "#9db8d9",
@@ -17,12 +17,12 @@ COLOURS = {  # what stays through a step lies below what comes and goes
     "logits": "#d1495b",
     "workspace": "#8b95a1",
 }
-TITLE_WIDTH = 90  # characters that fit beside each other
+TITLE_WIDTH = 90  # characters that fit in a line
 SIZES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def draw_timeline(path: Path, plan: MemoryPlan, title: str) -> None:
-    """Draw a PNG file: what each part holds at most while each op runs, and where the peak is."""
+    """Draw the peak memory of each category during each op, and mark the peak of the step."""
     from matplotlib.figure import Figure
 
     unit = next((name for name, size in SIZES.items() if plan.total >= size), "KiB")

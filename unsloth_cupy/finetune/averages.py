@@ -1,10 +1,11 @@
-"""The averages of an optimizer, of 8 bits or 32, as a checkpoint keeps them for any grid of ranks.
+"""Optimizer averages in 8 or 32 bits, in the form that a checkpoint stores for any grid of ranks.
 
-    mean.NAME, square.NAME                        float32, or codes of 8 bits and
-    mean_scale.NAME, square_scale.NAME            the scale of each 256 of them
+    mean.NAME, square.NAME                        float32, or 8-bit codes and
+    mean_scale.NAME, square_scale.NAME            the scale of each block of 256 codes
 
-A part of a weight has other blocks than the whole.  Of weights that ranks divide, a checkpoint has
-the scale of each code; a part whose blocks are those that were saved goes on with equal bits.
+The blocks of a part of a weight differ from those of the whole weight.  So for weights that ranks
+divide, a checkpoint stores one scale for each code; a part with the same blocks as at saving
+resumes with identical bits.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,36 +21,39 @@ SCALES = ("mean_scale", "square_scale")
 
 
 def spread(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return averages with a scale of each code, in the shape of the parameter."""
-    found = dict(state)
+    """Return averages with one scale for each code, in the shape of the parameter."""
+    result = dict(state)
     for key, scale in state.items():
         field, _, name = key.partition(".")
         if field in SCALES:
             codes = state[f"{field.removesuffix('_scale')}.{name}"]
-            found[key] = _spread(codes, scale)
-    return found
+            result[key] = _spread(codes, scale)
+    return result
 
 
 def fitted(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
-    """Return averages by their names, as codes where the parameter is one of these alone."""
-    found = {}
+    """Return averages: 8-bit codes for the parameters in ``narrow``, float32 for all others."""
+    result = {}
     for key, array in state.items():
         field, _, name = key.partition(".")
         if field in SCALES:
             continue
         scale = state.get(f"{field}_scale.{name}")
         if field not in SIGNED or (scale is None and name not in narrow):
-            found[key] = array
+            result[key] = array
         elif name not in narrow:
-            found[key] = _decoded(array, scale, SIGNED[field])
+            result[key] = _decoded(array, scale, SIGNED[field])
         else:
-            codes, found[f"{field}_scale.{name}"] = _in_blocks(array, scale, SIGNED[field])
-            found[key] = codes.reshape(array.shape)
-    return found
+            codes, result[f"{field}_scale.{name}"] = _in_blocks(array, scale, SIGNED[field])
+            result[key] = codes.reshape(array.shape)
+    return result
 
 
 def _in_blocks(array: Any, scale: Any, signed: bool) -> tuple[Any, Any]:
-    """Return codes, and the scale of each block, of codes with any scale or of float32."""
+    """Return codes and the scale of each block, from float32 or from codes with scales.
+
+    ``scale`` is None for float32; else there is one for each block, or one for each code.
+    """
     if scale is None:
         return encode(array.reshape(-1), signed=signed)
     if scale.shape != array.shape:
@@ -62,10 +66,12 @@ def _in_blocks(array: Any, scale: Any, signed: bool) -> tuple[Any, Any]:
 
 
 def _decoded(codes: Any, scale: Any, signed: bool) -> Any:
+    """Return the float32 values of codes."""
     return placed(dynamic_map(signed), codes)[codes] * _spread(codes, scale)
 
 
 def _spread(codes: Any, scale: Any) -> Any:
+    """Return one scale for each code, from that or from one for each block."""
     if scale.shape == codes.shape:
         return scale
     return np.repeat(scale, BLOCK)[: codes.size].reshape(codes.shape)

@@ -1,12 +1,12 @@
-"""Chats as the text that a model was trained on: by its own template, or by ChatML.
+"""Chats as the text that a model was trained on: formatted by its own template, or as ChatML.
 
     <|im_start|>user
     What is the tallest mountain?<|im_end|>
     <|im_start|>assistant
     Mount Everest.<|im_end|>
 
-A template is a program that came with a model: it runs where it can change nothing, read no file
-and reach no module, for a limited time.
+A template is a program from a model's author: it runs in a sandbox, where it cannot change
+anything, read files or import modules, for a limited time.
 """
 
 import functools
@@ -25,8 +25,8 @@ from ..files import read_json
 from .new_model import TOKENIZER
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-AT_ONCE = 32  # texts that a template is asked for together
-SECONDS = 2  # for that; a template takes milliseconds
+AT_ONCE = 32  # texts in one request to the template process
+SECONDS = 2  # time limit of a request; a template takes milliseconds
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -44,14 +44,14 @@ class Span(NamedTuple):
 
 
 class Chat:
-    """A template that makes a text of messages: that of a model's folder, or a new model's.
+    """The template that formats messages as text: of a model's folder, or ChatML for a new model.
 
     Attributes
     ----------
     own : bool
-        Whether the template is a model's own, which ends an answer as the model is used to.
+        Whether the template is the model's own, which writes the end of an answer itself.
     files : dict of str to str
-        What a folder needs to hold the same template, by file name.
+        The files that store the template in a folder: their texts by name.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -61,102 +61,103 @@ class Chat:
         self.own = self.source != CHATML
 
     def _read(self, folder: Path) -> str:
-        """Return the template of a model's folder; keep the tokens that it may name."""
+        """Return the template of a model's folder; store the special tokens that it may use."""
         path = folder / CONFIG
         settings = read_json(path) if path.is_file() else {}
         for name in (CONFIG, FILE):
             if (folder / name).is_file():
                 self.files[name] = _text(folder / name)
-        found: Any = settings.get("chat_template")
-        if isinstance(found, list):  # several, by name
-            named = {each.get("name"): each for each in found if isinstance(each, dict)}
-            found = named.get("default", {}).get("template")
+        source: Any = settings.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            named = {each.get("name"): each for each in source if isinstance(each, dict)}
+            source = named.get("default", {}).get("template")
         if FILE in self.files:
-            path, found = folder / FILE, self.files[FILE]
-        if found is not None and not isinstance(found, str):
+            path, source = folder / FILE, self.files[FILE]
+        if source is not None and not isinstance(source, str):
             raise ConfigError(f"{path}: chat_template is not text; copy the file again")
-        self.where = str(path) if found is not None else self.where
+        self.where = str(path) if source is not None else self.where
         tokens = {
             key: value.get("content") if isinstance(value, dict) else value
             for key, value in settings.items()
             if key.endswith("_token")
         }
         self.tokens = {key: value for key, value in tokens.items() if isinstance(value, str)}
-        return found if found is not None else CHATML
+        return source if source is not None else CHATML
 
     @functools.cached_property
     def template(self) -> "Template":
-        """The program; nobody needs it, or jinja2, who has no chats."""
+        """The template process, started at first use: without chats, jinja2 is not needed."""
         return Template(self.source, self.where)
 
     def keep(self) -> dict[str, str]:
-        """Return the files that say how this model was taught, to lie beside its weights."""
+        """Return the files that store the template used in training, to save with the weights."""
         if self.own:
             return self.files
         settings = json.loads(self.files.get(CONFIG, "{}")) | {"chat_template": CHATML}
         return self.files | {CONFIG: _settings(settings)}
 
     def text(self, messages: Sequence[Message], *, answer: bool = False) -> str:
-        """Return messages as text; with answer, up to where the assistant begins to speak.
+        """Return messages as text; with ``answer``, with the beginning of an assistant's turn.
 
         Raises
         ------
         ConfigError
-            The template does not take these messages.
+            The template does not accept these messages.
         """
         return self._texts([(messages, answer)])[0]
 
-    def _texts(self, asked: list[tuple[Sequence[Message], bool]]) -> list[str]:
-        """Return several texts by one call of the template, which is much faster."""
+    def _texts(self, requests: list[tuple[Sequence[Message], bool]]) -> list[str]:
+        """Return the text of each (messages, answer); one call for all is much faster."""
         return self.template.render([
             {"messages": [*messages], "add_generation_prompt": answer, "tools": None,
              "documents": None, **self.tokens}
-            for messages, answer in asked
+            for messages, answer in requests
         ])  # fmt: skip
 
     def spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return a chat as text, and where in it the assistant speaks.
+        """Return a chat as text, and the spans of the assistant's answers in it.
 
-        A template may write an early answer otherwise once there is a later one (without its
-        reasoning, say): such an answer is part of the question then.
+        A template may write an early answer differently once there is a later one (for example
+        without its reasoning): such an answer gets no span, it is then part of the question.
 
         Raises
         ------
         ConfigError
-            The last answer cannot be told from what comes before it.
+            The last answer cannot be separated from the text before it.
         """
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        asked = [(messages, False)]
+        requests = [(messages, False)]
         for turn in turns:
-            asked.append((messages[: turn + 1], False))
-            asked += [(messages[:turn], answer) for answer in (True, False) if turn]
-        texts = iter(self._texts(asked))
-        whole, found = next(texts), []
+            requests.append((messages[: turn + 1], False))
+            requests += [(messages[:turn], answer) for answer in (True, False) if turn]
+        texts = iter(self._texts(requests))
+        whole, spans = next(texts), []
         for turn in turns:
             stop = next(texts)
             starts = [next(texts), next(texts)] if turn else [""]
             start = next((s for s in starts if stop.startswith(s)), None)
             last = turn == len(messages) - 1
             if start is not None and len(start) < len(stop) and whole.startswith(stop):
-                found.append(Span(len(start), len(stop)))
+                spans.append(Span(len(start), len(stop)))
             elif last:
                 raise ConfigError(
                     f"the template of {self.where} does not write an answer behind its question;"
                     " give prompt and completion instead of messages"
                 )
-        return whole, found
+        return whole, spans
 
 
 class Template:
-    """A program that makes texts, in a process of its own: see ``template``."""
+    """A chat template that runs in a separate process: see ``template.py``."""
 
     def __init__(self, source: str, where: str) -> None:
-        import jinja2  # noqa: F401 -- which its process needs: a missing package is named here
+        import jinja2  # noqa: F401 -- the process needs it: fail here if it is missing
 
         self.source, self.where = source, where
         self.process = self._started()
 
     def _started(self) -> "subprocess.Popen[str]":
+        """Start the process and send it the template; raise a ConfigError if that is broken."""
         process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("template.py")), str(SECONDS)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -168,10 +169,10 @@ class Template:
         return process
 
     def render(self, calls: list[dict[str, Any]]) -> list[str]:
-        """Return the texts that the template makes of sets of arguments, or raise a ConfigError."""
+        """Return the text of each call, a set of arguments, or raise a ConfigError."""
         if self.process.poll() is not None:
             self.process = self._started()
-        found = []
+        result = []
         for start in range(0, len(calls), AT_ONCE):
             texts, why = _asked(self.process, calls[start : start + AT_ONCE])
             if why:
@@ -179,18 +180,19 @@ class Template:
                     f"the template of {self.where} does not take the messages: {why}; write them"
                     " as the model's page says, or copy the template from there again"
                 )
-            found += texts
-        return found
+            result += texts
+        return result
 
 
 def _asked(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str]:
-    """Return what the process of a template answers: texts, or why there are none.
+    """Send a request to a template process; return the texts, or the reason why there are none.
 
-    Its clock reads frames that are changing, so that it may end the process by a fault.
+    Its watchdog reads frames while they change, so it may also end the process by a crash: a
+    crash at the time limit counts as a timeout.
     """
     started = time.monotonic()
     stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
-    with suppress(OSError):  # it has ended: there is no answer either
+    with suppress(OSError):  # the process has ended: then there is no answer to read either
         stdin.write(json.dumps(value) + "\n")
         stdin.flush()
     if line := stdout.readline():
@@ -202,16 +204,19 @@ def _asked(process: "subprocess.Popen[str]", value: Any) -> tuple[list[str], str
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
+    """Kill a process, wait for it and close its pipes."""
     process.kill()
-    with suppress(OSError), process:  # wait, and close its pipes
+    with suppress(OSError), process:
         pass
 
 
 def _settings(values: dict[str, Any]) -> str:
+    """Return the text of a JSON file."""
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def _text(path: Path) -> str:
+    """Return the text of a UTF-8 file, or raise a ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

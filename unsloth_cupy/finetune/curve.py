@@ -8,8 +8,8 @@ import numpy as np
 
 from ..pictures import INK, SOFT, save_picture, write_title
 
-SMOOTHING = 0.02  # share of the steps on either side that the smooth line averages over
-TITLE_WIDTH = 65  # characters that fit beside each other
+SMOOTHING = 0.02  # share of all steps, on either side of a step, that the smooth line averages
+TITLE_WIDTH = 65  # characters that fit in a line
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
 
 
@@ -56,7 +56,7 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return each step's mean with the steps around it, near ones weighing more."""
+    """Return each step's weighted mean with its neighbours; nearer steps have larger weights."""
     reach = int(SMOOTHING * len(losses))
     window = np.hanning(2 * reach + 3)
     total, weight = (

@@ -1,4 +1,4 @@
-"""Losses and gradients of a model that the ranks of a run share, and its whole arrays."""
+"""Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,30 +26,31 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What the ranks of a run do together with a model.
+    """The operations on a model in which all ranks of a run take part.
 
     Attributes
     ----------
     parts : Zero3 or None
-        What divides the parameters among ranks that are alike; the model has parts of them then.
+        With ZeRO-3: divides the parameters, of which the model then holds parts, among the ranks
+        that would otherwise hold the same weights (``Ranks.alike``).
     """
 
     def __init__(self, ranks: "Ranks", model: "Transformer") -> None:
         self.ranks, self.model = ranks, model
         self.data, self.alike = ranks.groups.data, ranks.alike
-        learns: Any = model
+        trained: Any = model
         model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
         model.context_attention = ranks.context_attention or "ring"
         if model.context is not None and model.context_attention == "ulysses":
             check_heads(model.config.heads, model.config.kv_heads, model.context)
         self.parts = Zero3(model, self.alike) if ranks.zero == 3 else None
         alone = self.alike.size == 1 or self.parts is not None
-        self.many = None if alone else DataParallel(learns, self.alike)
+        self.many = None if alone else DataParallel(trained, self.alike)
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
 
     def copies(self, dtype: str) -> dict[str, Any]:
-        """Return what the model computes with in place of float32 parameters."""
+        """Return copies in the dtype of the computation, used in place of float32 parameters."""
         if self.stages is not None:
             self.stages.dtype = DTYPES[dtype]
         if self.parts is not None:
@@ -57,22 +58,22 @@ class Engine:
         return compute_copies(self.model.parameters, dtype)
 
     def optimizer(self, optimizer: AdamW) -> AdamW | Zero1:
-        """Return an optimizer whose states are divided, where that is asked for."""
-        whole = self.parts is None or self.model.adapter is not None  # what is stepped
+        """Return the optimizer; with ZeRO, one that divides its states among ranks."""
+        whole = self.parts is None or self.model.adapter is not None  # each rank has all weights
         if not (self.ranks.zero and whole):
             return optimizer
-        made = Zero1(optimizer, self.alike)
-        self.states = made if self.parts is None else None  # else sums are whole already
-        return made
+        divided = Zero1(optimizer, self.alike)
+        self.states = divided if self.parts is None else None  # else gradients are summed already
+        return divided
 
     def gradients(
         self, passes: Sequence[Mapping[str, Any]], count: int, **options: Any
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield losses and gradients, whose sums over passes and data ranks are those of a step."""
+        """Yield losses and gradients whose sums over passes and data ranks are those of a step."""
         if self.stages is None:
-            learns = self.model if self.parts is None else self.parts
+            trained = self.model if self.parts is None else self.parts
             for each in passes:
-                yield learns.loss_and_gradients(**each, count=count, **options)
+                yield trained.loss_and_gradients(**each, count=count, **options)
             return
         stage = ModelStage(self.model, self.model.trainable, count, **options)
         schedule = schedule_of(self.stages, len(passes), self.ranks.schedule or "1f1b")
@@ -81,33 +82,37 @@ class Engine:
     def summed(
         self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
     ) -> tuple[float, dict[str, Any]]:
-        """Return the sums over passes, and over ranks that have other rows."""
+        """Return loss and gradients summed over passes, and over ranks with different rows."""
         loss, sums = sum_gradients(passes, 1 if self.stages is not None else count)
-        if self.many is None:  # alone, or both are summed already
+        if self.many is None:  # one rank, or both are summed over ranks already
             return loss, sums
-        adds = self.many.sums if self.states is None else self.states.sums
-        return float(self.alike.all_reduce(np.array(float(loss)))[()]), adds(sums)
+        sum_ranks = self.many.sums if self.states is None else self.states.sums
+        return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
-    def held_out(self, batches: Sequence[Mapping[str, Any]], asked: Sequence[int]) -> list[float]:
-        """Return the losses of batches, which the data ranks have shared among them."""
+    def held_out(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> list[float]:
+        """Return the loss of each batch; data ranks compute different batches.
+
+        ``counts`` are the numbers of labels that count in each batch.
+        """
         losses, data = np.zeros(len(batches)), self.data
         for first in range(0, len(batches), data.size):
             number = first + data.rank
             if number < len(batches):
-                losses[number] = self._loss(batches[number], asked[number])
-            elif self.parts is not None:  # the others gather what this rank has a part of
-                self._loss(batches[first], asked[first])
+                losses[number] = self._loss(batches[number], counts[number])
+            elif self.parts is not None:  # take part when others gather weights from this rank
+                self._loss(batches[first], counts[first])
         return [float(loss) for loss in self.alike.all_reduce(losses)]
 
-    def _loss(self, batch: Mapping[str, Any], asked: int) -> float:
+    def _loss(self, batch: Mapping[str, Any], count: int) -> float:
+        """Return the loss of a batch in which ``count`` labels count."""
         if self.stages is None:
             return float(self.model.loss(**batch))
-        return pipeline_loss(ModelStage(self.model, {}, max(1, asked)), batch)
+        return pipeline_loss(ModelStage(self.model, {}, max(1, count)), batch)
 
     def measured(
         self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
     ) -> GradientMeasure:
-        """Return ``measure_gradients`` of the gradients of all ranks, each counted once."""
+        """Return ``measure_gradients`` over all ranks, each gradient counted once."""
         division, holder = self.model.division, self.parts or self.states
         if division is None:
             measure = measure_gradients if holder is None else holder.measure_gradients
@@ -129,7 +134,10 @@ class Engine:
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
 
     def _place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
-        """Return where in a parameter this rank's part begins, and its shape; None: it is whole."""
+        """Return where this rank's part of a parameter begins, and the parameter's shape.
+
+        None: this rank has the whole parameter.
+        """
         if self.states is not None:
             own = self.states.pieces[self.alike.rank]
             where = next(piece.where for piece in own if piece.name == name)
@@ -138,14 +146,14 @@ class Engine:
         return None if cut is None else (self.alike.rank * cut.length, cut.shape)
 
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return whole arrays by the names of parameters, in rank 0; None in the others."""
+        """Return whole arrays by parameter name on rank 0, and None on the others."""
         division, first = self.model.division, self.alike.rank == 0
         if self.parts is not None:
             whole = {}
             for name, array in named.items():
-                made = self.parts.gathered({name: array})[name]
-                if first:  # on a host, where no rank need have room for all of them
-                    whole[name] = to_numpy(made) if division is None else made
+                array_whole = self.parts.gathered({name: array})[name]
+                if first:  # in host memory: a GPU may have no room for all of them
+                    whole[name] = to_numpy(array_whole) if division is None else array_whole
             named = whole
         if not first:
             return None
@@ -154,11 +162,11 @@ class Engine:
         return next(iter([*whole_parameters(spread(named), division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
-        """Return this rank's parts of whole averages, of 8 bits where parameters are these."""
+        """Return this rank's parts of whole averages: 8-bit codes for parameters in ``narrow``."""
         division = self.model.division
-        if division is not None:  # names are those of parameters, as in mean.model.norm.weight
-            here = (n for n in spread(named).items() if division.holds(n[0].partition(".")[2]))
-            named = {name: division.own(name, array) for name, array in here}
+        if division is not None:  # names contain a parameter's name, as mean.model.norm.weight
+            held = (n for n in spread(named).items() if division.holds(n[0].partition(".")[2]))
+            named = {name: division.own(name, array) for name, array in held}
         named = fitted(named, narrow)
         return named if self.parts is None else self.parts.divided(named)
 
@@ -166,7 +174,11 @@ class Engine:
 def squares(
     flat: Any, start: int, shape: Sequence[int], shares: Sequence[tuple[slice, float]]
 ) -> float:
-    """Return the sum of the squares of an array's elements from start on, by shares of its rows."""
+    """Return the sum of squares of a part of an array, each row weighted by its share.
+
+    ``flat`` is the part, which begins at element ``start`` of the array of this shape; ``shares``
+    are slices of rows, and the weight of each.
+    """
     total, row = 0.0, math.prod(shape[1:])
     for rows, share in shares:
         first, last, _ = rows.indices(shape[0])

@@ -1,8 +1,8 @@
-"""How a run that is asked to stop leaves what it does, and says so at once.
+"""Stops a run on Ctrl-C or SIGTERM, and prints at once what the run is waiting for.
 
-The signal is answered on a thread of its own, since Python calls no handler before the call that
-runs has returned, and a product of large matrices takes long.  Work that changes nothing that is
-kept is left where it stands; the rest, an update of weights or a file, is finished first.
+A separate thread prints the message: Python calls a signal handler only when the running call has
+returned, and a product of large matrices takes long.  Work that changes no weights or files is
+abandoned at once; an update of weights or the writing of a file is finished first.
 """
 
 import signal
@@ -13,98 +13,107 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SECONDS_TO_SAY = 1.0  # that a handler waits for the other thread, which may wait for a lock of ours
+# The handler waits no longer for the message: the thread that prints may need a lock that the
+# interrupted code holds.
+SECONDS_TO_SAY = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM came."""
+    """The run received Ctrl-C or SIGTERM."""
 
 
 class Stop:
-    """Whether a run is asked to stop, and what it does meanwhile.
+    """Whether a run was requested to stop, and what it is doing.
 
     Attributes
     ----------
     signal : int or None
-        What asked.
+        The signal of the request; None: there was none.
+    told : threading.Event
+        Set when the message about the request is printed.
     doing : str
-        What is left, or finished first.
+        The current work, which a request abandons or waits for.
+    interruptible : bool
+        Whether a request abandons the current work.
     together : bool
-        Whether other processes wait for what this one does: it stops where all of them do.
+        Whether the run has several ranks: a request then takes effect where all of them stop.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.told = threading.Event()
-        self.doing, self.leavable, self.together = "the preparation", True, False
+        self.doing, self.interruptible, self.together = "the preparation", True, False
 
     def check(self) -> None:
-        """Raise if the run is asked to stop."""
+        """Raise if the run was requested to stop."""
         if self.signal is not None and not self.together:
             raise Interrupted
 
     @contextmanager
     def leaving(self, doing: str) -> Iterator[None]:
-        """Let a request end a ``with`` block at once: nothing that is kept changes inside."""
-        self.doing, self.leavable = doing, not self.together
+        """Let a request abandon a ``with`` block, which must not change weights or files."""
+        self.doing, self.interruptible = doing, not self.together
         try:
             self.check()
             yield
         finally:
-            self.leavable = False
+            self.interruptible = False
 
     def finishing(self, doing: str) -> None:
-        """Say what a request waits for from now on."""
-        self.doing, self.leavable = doing, False
+        """Set the work that a request waits for from now on."""
+        self.doing, self.interruptible = doing, False
 
     def asked(self, number: int) -> None:
-        """Take a request: end the block that may be left, or wait for its end."""
+        """Record a request; raise if the current work is interruptible."""
         first, self.signal = self.signal is None, number
-        if first and self.leavable:
+        if first and self.interruptible:
             raise Interrupted
 
-    def said(self, number: int) -> str:
-        """Return what a request does now."""
-        how = "leaves" if self.leavable else "waits for"
+    def message(self, number: int) -> str:
+        """Return the message that says what the run does on a request."""
+        how = "leaves" if self.interruptible else "waits for"
         name = signal.Signals(number).name
         return f"\n{name} {how} {self.doing}; once more ends the program as it is"
 
 
 @contextmanager
 def stop_request() -> Iterator[Stop]:
-    """Give a request that the first Ctrl-C or SIGTERM makes; the second ends the program."""
+    """Yield a Stop, on which the first Ctrl-C or SIGTERM is a request; a second ends the program.
+
+    In a thread other than the main thread, signals are not handled.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
-    def ask(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
         stop.told.wait(SECONDS_TO_SAY)
         stop.asked(number)
 
-    def tell() -> None:
-        while data := receives.recv(1):
+    def print_message() -> None:
+        while data := receiver.recv(1):
             if data[0] in SIGNALS:
-                print(stop.said(data[0]), file=sys.stderr, flush=True)
+                print(stop.message(data[0]), file=sys.stderr, flush=True)
                 stop.told.set()
                 return
 
-    receives, sends = socket.socketpair()
-    sends.setblocking(False)
-    watcher = threading.Thread(target=tell, daemon=True)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    watcher = threading.Thread(target=print_message, daemon=True)
     watcher.start()
-    woken = signal.set_wakeup_fd(sends.fileno(), warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:
-        signal.signal(number, ask)
+        signal.signal(number, handle)
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(woken)
-        sends.close()
+        signal.set_wakeup_fd(previous_fd)
+        sender.close()
         watcher.join()
-        receives.close()
+        receiver.close()

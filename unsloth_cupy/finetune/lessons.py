@@ -1,8 +1,8 @@
-"""Batches of whole texts, several of them end to end, and what is held out of a file.
+"""Training batches and held-out batches of a run, from running text or from a file of records.
 
-A text is tokens and, for each, whether it is to be learned.  Texts come in a shuffled order, epoch
-after epoch; batch n takes those that follow the texts of batch n - 1 and fit, so it depends on
-seed and n alone.
+An example is the tokens of a text and, for each, whether it is a label to be learned.  Each epoch
+shuffles the examples; batch n takes as many as fit of those that follow batch n - 1, so it depends
+only on the seed and n.
 """
 
 import functools
@@ -24,12 +24,12 @@ from .tokens import tokens_of
 if TYPE_CHECKING:
     from ..models.config import Config
 
-PROMPT_TOKENS = 12  # of running text, for a sample
-LEAST = 4  # tokens to learn: as many as running text has in two rows of --tokens 2
+PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
+LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of --tokens 2
 
 
 class Example(NamedTuple):
-    """The tokens of a text, and their labels: the tokens themselves, or IGNORE."""
+    """The tokens of a text, its labels (a token or IGNORE), and its line in the file."""
 
     tokens: Array
     labels: Array
@@ -37,7 +37,7 @@ class Example(NamedTuple):
 
 
 class Examples(Sequence[Example]):
-    """Many texts, in few bytes: a token is 2 or 4, and whether it is learned is 1."""
+    """Many examples in little memory: 2 or 4 bytes for a token, and 1 for whether it is learned."""
 
     def __init__(self, kind: np.dtype[Any]) -> None:
         self.kind = kind
@@ -45,7 +45,7 @@ class Examples(Sequence[Example]):
         self.ends, self.lines = [0], list[int]()
 
     def append(self, example: Example) -> None:
-        """Add a text."""
+        """Add an example."""
         self.tokens += example.tokens.astype(self.kind).tobytes()
         self.learned += (example.labels != IGNORE).tobytes()
         self.ends.append(self.ends[-1] + len(example.tokens))
@@ -62,12 +62,12 @@ class Examples(Sequence[Example]):
         return Example(tokens, np.where(learned, tokens, IGNORE), self.lines[index])
 
     def labels(self) -> Array:
-        """Return the tokens of all texts that are learned."""
-        found: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
-        return found
+        """Return the learned tokens of all examples."""
+        labels: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
+        return labels
 
     def largest(self, shape: "Shape") -> tuple[int, int]:
-        """Return the rows, and the tokens in each, that hold any batch of these texts."""
+        """Return the rows, and the tokens in a row, of the largest batch of these examples."""
         longest = max(stop - start for start, stop in pairwise(self.ends))
         tokens = min(shape.batch * shape.length, self.ends[-1])
         return (-(-tokens // longest) if shape.pack else min(shape.batch, len(self)), longest)
@@ -79,21 +79,21 @@ class Examples(Sequence[Example]):
 
 
 class Shape(NamedTuple):
-    """Of a batch: rows, tokens in a row, whether texts share rows, what fills them up."""
+    """The shape of a batch."""
 
-    batch: int
-    length: int
-    pack: bool
-    pad: int
+    batch: int  # rows
+    length: int  # tokens in a row
+    pack: bool  # whether examples share rows
+    pad: int  # the token that fills rows up
 
     def fits(self, count: int, used: int) -> bool:
-        """Say whether so many texts, of so many tokens, are one batch or less."""
+        """Return whether ``count`` examples of ``used`` tokens in all fit into one batch."""
         return used <= self.batch * self.length if self.pack else count <= self.batch
 
-    def laid(self, examples: Sequence[Example]) -> Batch:
-        """Return texts as one batch: end to end, or each in a row of its own.
+    def batch_of(self, examples: Sequence[Example]) -> Batch:
+        """Return examples as one batch: packed end to end, or one in each row.
 
-        Texts end to end need no padding; rows are as long as the longest text in them.
+        Packed examples need no padding; else rows are as long as the longest example.
         """
         lengths = [len(example.tokens) for example in examples]
         ends = np.cumsum([0, *lengths])
@@ -102,32 +102,32 @@ class Shape(NamedTuple):
         labels = np.full_like(tokens, IGNORE)
         starts = ends if self.pack else np.arange(len(examples)) * size[1]
         for start, example in zip(starts.tolist(), examples, strict=False):
-            part = slice(start, start + len(example.tokens))
-            tokens.reshape(-1)[part] = example.tokens
-            labels.reshape(-1)[part] = example.labels
-        asked = int((labels != IGNORE).sum())
-        return Batch(tokens, labels, ends if self.pack else None, asked, int(ends[-1]))
+            place = slice(start, start + len(example.tokens))
+            tokens.reshape(-1)[place] = example.tokens
+            labels.reshape(-1)[place] = example.labels
+        count = int((labels != IGNORE).sum())
+        return Batch(tokens, labels, ends if self.pack else None, count, int(ends[-1]))
 
 
 class Packed:
-    """Batches of texts in a shuffled order."""
+    """Batches of examples in a shuffled order."""
 
     def __init__(self, examples: Sequence[Example], shape: Shape, seed: int, name: str) -> None:
         self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
-        self.starts = [0]  # of each batch: the number of its first text, counted through epochs
+        self.starts = [0]  # number of the first example of each batch, counted over all epochs
 
     def at(self, step: int) -> Batch:
         """Return the batch of one step."""
-        return self.shape.laid(self._examples(step))
+        return self.shape.batch_of(self._examples(step))
 
     def where(self, step: int) -> str:
-        """Return where in the file a batch comes from."""
+        """Return the lines of the file that a batch comes from, as text."""
         lines = sorted({example.line for example in self._examples(step)})
         shown = ", ".join(map(str, lines[:20])) + (", ..." if len(lines) > 20 else "")
         return f"line{'s' * (len(lines) > 1)} {shown} of {self.name}"
 
     def count(self, epochs: float) -> int:
-        """Return how many batches so many passes through the texts are."""
+        """Return the number of batches in ``epochs`` passes through the examples."""
         step, wanted = 0, epochs * len(self.examples)
         while self.starts[-1] < wanted:
             self._examples(len(self.starts) - 1)
@@ -136,6 +136,7 @@ class Packed:
         return step
 
     def _examples(self, step: int) -> list[Example]:
+        """Return the examples of a batch; find the limits of the batches before it on the way."""
         while len(self.starts) <= step + 1:
             first = last = self.starts[-1]
             used = len(self._example(last).tokens)
@@ -146,11 +147,13 @@ class Packed:
         return [self._example(n) for n in range(self.starts[step], self.starts[step + 1])]
 
     def _example(self, number: int) -> Example:
+        """Return an example by its number, counted over all epochs."""
         epoch, place = divmod(number, len(self.examples))
         return self.examples[self._order(epoch)[place]]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
     def _order(self, epoch: int) -> list[int]:
+        """Return the shuffled indices of the examples in an epoch."""
         order: list[int] = (
             np.random.default_rng([self.seed, epoch]).permutation(len(self.examples)).tolist()
         )
@@ -158,20 +161,20 @@ class Packed:
 
 
 def in_order(examples: Sequence[Example], shape: Shape) -> list[Batch]:
-    """Return all texts in batches, once each."""
+    """Return batches that hold each example once, in order."""
     batches: list[Batch] = []
     waiting: list[Example] = []
     for example in examples:
         used = sum(len(each.tokens) for each in waiting) + len(example.tokens)
         if not shape.fits(len(waiting) + 1, used):
-            batches.append(shape.laid(waiting))
+            batches.append(shape.batch_of(waiting))
             waiting = []
         waiting.append(example)
-    return [*batches, shape.laid(waiting)]
+    return [*batches, shape.batch_of(waiting)]
 
 
 def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int) -> Lessons:
-    """Return what is learned of running text: windows of it."""
+    """Return the batches of running text, each row a window of it."""
     held_out, train = encode(tokenizer, text.held_out), tokens_of(text, tokenizer)
     most = [int(part.max()) for part in (train, held_out) if len(part)]
     check_tokens(tokenizer, most, config.vocab)
@@ -186,12 +189,12 @@ def of_text(text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: in
 def of_records(
     records: Records, tokenizer: Any, config: "Config", shape: Shape, seed: int, chat: Chat
 ) -> Lessons:
-    """Return what is learned of the lines of a file: their texts, less what was asked.
+    """Return the batches of the records in a file, in which prompts are not learned.
 
     Raises
     ------
     ConfigError
-        No text has anything to learn in its first ``shape.length`` tokens.
+        No record has a label in its first ``shape.length`` tokens, or all have fewer than 4.
     """
     ends = [token for token in config.end_tokens if token < config.vocab]
     cut = functools.partial(_examples, records, tokenizer, ends, shape.length, chat)
@@ -204,23 +207,23 @@ def of_records(
             )
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     batches = Packed(train, shape, seed, records.path.name)
-    learned, asked = train.labels(), held_out.labels()
+    learned, held_out_labels = train.labels(), held_out.labels()
     if len(learned) < LEAST:
         raise ConfigError(
             f"--text {records.path} is too short: it has {len(learned)} token"
-            f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the least: give"
+            f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the minimum: give"
             " more lines"
         )
     first = held_out[0]
     begin = int((first.labels != IGNORE).argmax())
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
-    told = ""
+    note = ""
     if long:
-        told = f"{long} of {len(records.train)} texts are longer than --tokens {shape.length} and"
-        told += " lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
-    baseline = unigram_baseline(learned, asked, config.vocab)
-    return Lessons(batches, in_order(held_out, shape), baseline, len(learned), len(asked), prompt,
-                   told, train.largest(shape))  # fmt: skip
+        note = f"{long} of {len(records.train)} texts are longer than --tokens {shape.length} and"
+        note += " lose their end" + (f"; {lost} lose their answer: left out" if lost else "")
+    baseline = unigram_baseline(learned, held_out_labels, config.vocab)
+    return Lessons(batches, in_order(held_out, shape), baseline, len(learned),
+                   len(held_out_labels), prompt, note, train.largest(shape))  # fmt: skip
 
 
 def _examples(
@@ -231,12 +234,14 @@ def _examples(
     chat: Chat,
     part: list[Record],
 ) -> tuple[Examples, int, int]:
-    """Return the texts of records, how many lost their end, and how many all there was to learn.
+    """Return examples, the number of truncated records, and of those the number without labels.
 
-    Running text goes on in a text of its own; of what has a prompt the end is lost.
+    Running text longer than a row is split into several examples; a record with a prompt is
+    truncated.
     """
-    found, long, lost = Examples(token_kind(tokenizer)), 0, 0
-    share = range(records.size // (len(records.train) + len(records.held_out)))  # of each, about
+    result, long, lost = Examples(token_kind(tokenizer)), 0, 0
+    # for the progress bar: about the bytes of a record, as the length of a range
+    share = range(records.size // (len(records.train) + len(records.held_out)))
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         try:
             text, spans = record.text(chat)
@@ -248,30 +253,30 @@ def _examples(
         for start in range(0, len(tokens) if running else 1, most):
             piece = slice(start, start + most)
             example = Example(tokens[piece], labels[piece].copy(), record.line)
-            example.labels[:1] = IGNORE  # nothing comes before it
+            example.labels[:1] = IGNORE  # no token before it predicts it
             if (example.labels != IGNORE).any():
-                found.append(example)
+                result.append(example)
             elif not start:
                 lost += 1
-    return found, long, lost
+    return result, long, lost
 
 
 def encoded(
     tokenizer: Any, text: str, spans: Sequence[Span], is_chat: bool, ends: Sequence[int], chat: Chat
 ) -> tuple[Array, Array]:
-    """Return the tokens of a text, as the model would meet them, and their labels.
+    """Return the tokens of a text, as the model reads them, and their labels.
 
-    A token counts where it says some of what is to be learned, and so does the token that ends a
-    text.  A model's own template writes all special tokens of a chat itself.
+    A token is a label if it overlaps one of the spans, and so is the end token.  A model's own
+    template writes all special tokens of a chat itself.
     """
     encoding = tokenizer.encode(text, add_special_tokens=not is_chat)
     tokens = np.asarray(encoding.ids, np.int64)
     places = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
-    asked = np.zeros(len(tokens), bool)
+    learned = np.zeros(len(tokens), bool)
     for start, stop in spans:
-        asked |= (places[:, 1] > start) & (places[:, 0] < stop)
+        learned |= (places[:, 1] > start) & (places[:, 0] < stop)
     if len(ends) and not (is_chat and chat.own):
         if not len(tokens) or tokens[-1] not in ends:
-            tokens, asked = np.append(tokens, ends[0]), np.append(asked, False)
-        asked[-1] = True
-    return tokens, np.where(asked, tokens, IGNORE)
+            tokens, learned = np.append(tokens, ends[0]), np.append(learned, False)
+        learned[-1] = True
+    return tokens, np.where(learned, tokens, IGNORE)

@@ -1,4 +1,4 @@
-"""What a fine-tune takes, held against the memory that it may take."""
+"""Checks the planned memory of a run against a limit, and measures it during training."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -18,25 +18,26 @@ if TYPE_CHECKING:
     from ..models.config import Config
     from .settings import Settings
 
-COUNTED = 2  # steps without a limit: they take alike, and to count slows small ops down
-ADAPTER_RANK = 8  # of the adapters that are proposed
-TOKENS = 2048  # in a row that nobody asked for, as far as a model has positions
+# Steps measured if there is no limit: all steps take the same, and counting slows small ops down.
+COUNTED = 2
+ADAPTER_RANK = 8  # rank of the adapters that an error message proposes
+TOKENS = 2048  # default tokens in a row, if the model has as many positions
 ADAPTERS, CHUNKED = f"--lora {ADAPTER_RANK}", "--chunked-mlp"
 
 
 class Sizes(NamedTuple):
-    """What a plan of memory needs to know of a run."""
+    """The properties of a run that a memory plan depends on."""
 
     config: "Config"
     batch: int
     tokens: int
     device: str | None
-    exists: bool  # the model: adapters may be added
-    adapter: "Adapter | None" = None  # that it has
-    quantized: str | None = None  # the kind of its weights
+    exists: bool  # whether the model is not a new one, so that --lora may be proposed
+    adapter: "Adapter | None" = None  # the adapter that the model has
+    quantized: str | None = None  # the quantization of its weights
 
     def planned(self, plan: "Settings", **changes: Any) -> MemoryPlan:
-        """Return what a step takes, or would take with some changes."""
+        """Return the memory plan of a step, with some options changed."""
         options = {
             "batch": self.batch,
             "tokens": self.tokens,
@@ -53,16 +54,16 @@ class Sizes(NamedTuple):
         return plan_memory(self.config, **{**options, **changes})
 
 
-def tokens_of(asked: int | None, positions: int) -> int:
-    """Return the tokens of a row: those asked for, or 2048 as far as a model has positions."""
-    if asked is None:
+def tokens_of(tokens: int | None, positions: int) -> int:
+    """Return the tokens of a row; by default 2048, or all positions of the model if fewer."""
+    if tokens is None:
         return min(TOKENS, positions)
-    check_tokens(asked, positions)
-    return asked
+    check_tokens(tokens, positions)
+    return tokens
 
 
 def check_tokens(tokens: int, positions: int) -> None:
-    """Raise a ConfigError for rows that are longer than a model has positions."""
+    """Raise a ConfigError for rows of more tokens than the model has positions."""
     if tokens > positions:
         raise ConfigError(f"--tokens {tokens} is more than the {positions} positions of the model")
 
@@ -70,7 +71,7 @@ def check_tokens(tokens: int, positions: int) -> None:
 def quantized_kind(
     source: Any, wanted: str | None, lora: int | None, adapter: Any, stored: str | None
 ) -> str | None:
-    """Return what the model's weights are quantized to; raise where nothing could be learned."""
+    """Return the quantization of the model's weights; raise if no weight could be trained."""
     if wanted is not None and stored is not None:
         raise ConfigError(f"{source} is quantized already, as {stored}; leave --quantize out")
     kind = stored or wanted
@@ -81,40 +82,44 @@ def quantized_kind(
 
 
 def within(sizes: Sizes, plan: "Settings", limit: int | None) -> MemoryPlan:
-    """Return what a step takes; raise if that is more than the limit, naming where and the cures.
+    """Return the memory plan of a step; raise if it exceeds the limit.
 
-    Without a limit it is the memory of the machine that a step has to fit in.
+    The error names the op at which memory runs out, and options that would save memory.  Without a
+    limit, the plan is compared with the memory of the device.
 
     Raises
     ------
     DeviceMemoryError
         ``required`` is the peak of a step, ``available`` the limit.
     """
-    made = sizes.planned(plan)
+    step_plan = sizes.planned(plan)
     whole, free = device_memory(sizes.device) if limit is None else (limit, limit)
-    first = None if whole is None else made.beyond(whole)
+    first = None if whole is None else step_plan.beyond(whole)
     if whole is None or first is None:
-        if free is not None and made.total > free:
-            told = f"a step holds {format_bytes(made.total)}; {format_bytes(free)} are free now"
-            click.echo(f"{told}, of {format_bytes(whole or 0)}", err=True)
-        return made
+        if free is not None and step_plan.total > free:
+            message = (
+                f"a step holds {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
+            )
+            click.echo(f"{message}, of {format_bytes(whole or 0)}", err=True)
+        return step_plan
     held = sorted(first.held.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
-    peak, over = f"{format_bytes(made.total)} at its peak", format_bytes(first.total - whole)
+    peak, over = f"{format_bytes(step_plan.total)} at its peak", format_bytes(first.total - whole)
     where = f"--device {sizes.device or 'cpu'} has" if limit is None else "--limit-memory"
-    raised = f"--limit-memory {made.total / 2**20 * 1.02:.0f}MiB"  # plans are that exact
-    raised += " tries all the same" if limit is None else " would do"
-    cures = _cures(sizes, plan, made, whole)
+    raised = f"--limit-memory {step_plan.total / 2**20 * 1.02:.0f}MiB"  # plans are exact to 2 %
+    raised += " tries anyway" if limit is None else " would be enough"
+    cures = _cures(sizes, plan, step_plan, whole)
     raise DeviceMemoryError(
-        f"{where} {format_bytes(whole)}: a step holds {peak}, in {made.moments[made.peak]};"
-        f" {over} do not fit in {first} already ({listed}). {cures}{'; ' * bool(cures)}{raised}",
-        made.total,
+        f"{where} {format_bytes(whole)}: a step holds {peak},"
+        f" in {step_plan.moments[step_plan.peak]}; {over} do not fit in {first} already"
+        f" ({listed}). {cures}{'; ' * bool(cures)}{raised}",
+        step_plan.total,
         whole,
     )
 
 
-def _cures(sizes: Sizes, plan: "Settings", made: MemoryPlan, limit: int) -> str:
-    """Return what switches would save, the most first."""
+def _cures(sizes: Sizes, plan: "Settings", step_plan: MemoryPlan, limit: int) -> str:
+    """Return the memory that each option would save, the largest saving first, as text."""
     from ..models.block import check_chunked
 
     changes: dict[str, dict[str, Any]] = {}
@@ -131,31 +136,32 @@ def _cures(sizes: Sizes, plan: "Settings", made: MemoryPlan, limit: int) -> str:
         changes["--state-bits 8"] = {"state_bits": 8}
     adapted = plan.lora is not None or sizes.adapter is not None
     if not (adapted or plan.chunked_mlp):
-        with suppress(ConfigError):  # of an MLP that has no such form
+        with suppress(ConfigError):  # this kind of MLP has no chunked form
             check_chunked(sizes.config, None)
             changes[CHUNKED] = {"chunked_mlp": True}
     if sizes.exists and not (adapted or plan.chunked_mlp):
         changes[ADAPTERS] = {"rank": ADAPTER_RANK}
     totals = {switch: sizes.planned(plan, **change).total for switch, change in changes.items()}
-    useful = sorted((total, switch) for switch, total in totals.items() if total < made.total)
-    if useful and useful[0][0] > limit:  # none is enough
+    useful = sorted((total, switch) for switch, total in totals.items() if total < step_plan.total)
+    if useful and useful[0][0] > limit:  # no option alone is enough
         chosen = [switch for _, switch in useful]
-        if ADAPTERS in chosen and CHUNKED in chosen:  # of the two either: adapters are on MLPs
+        if ADAPTERS in chosen and CHUNKED in chosen:  # not both: adapters are on MLPs
             chosen.remove(CHUNKED)
         together: dict[str, Any] = {}
         for switch in chosen:
             together |= changes[switch]
         most = sizes.planned(plan, **together).total
-        useful += [(most, " ".join(chosen))] * (most < useful[0][0])  # one may undo another
-    told = [
-        f"{switch} saves {format_bytes(made.total - total)}" + " and fits" * (total <= limit)
+        # together they may save less than one alone
+        useful += [(most, " ".join(chosen))] * (most < useful[0][0])
+    savings = [
+        f"{switch} saves {format_bytes(step_plan.total - total)}" + " and fits" * (total <= limit)
         for total, switch in useful
     ]
-    return "; ".join(told)
+    return "; ".join(savings)
 
 
 class Memory:
-    """Counts the arrays of a run: in all of its steps under a limit, else in the first ones."""
+    """Measures the array memory of steps: of all under a limit, else of the first ones."""
 
     def __init__(
         self, planned: MemoryPlan, limit: int | None, device: str | None, *, counts: bool = True
@@ -165,12 +171,12 @@ class Memory:
 
     @contextmanager
     def watched(self, arrays: Iterable[Any]) -> Iterator[None]:
-        """Count inside a ``with`` block, beside arrays that are there already."""
+        """Measure inside a ``with`` block, with ``arrays`` as what is held before it."""
         if not self.left:
             yield
             return
         number = None
-        if self.device is None:  # what a first step imports is not an array
+        if self.device is None:  # import now what the first step would, so that it does not count
             importlib.import_module("scipy.sparse")
             importlib.import_module("scipy.special")
         else:
@@ -181,7 +187,7 @@ class Memory:
             yield
 
     def begin_step(self) -> bool:
-        """Let the peak begin with what is held now; say whether counting slows this step alone."""
+        """Reset the peak; return whether this step is slower than later ones, as it is measured."""
         if self.left:
             self.pool.reset_peak()
         return bool(self.left) and self.limit is None and self.device is None
@@ -190,8 +196,8 @@ class Memory:
         """Return the planned and the measured peak of a step, for its line of the log."""
         if not self.left:
             return {}
-        told = {"planned_bytes": self.planned.total, "peak_bytes": self.pool.peak}
+        line = {"planned_bytes": self.planned.total, "peak_bytes": self.pool.peak}
         self.left -= self.limit is None
         if not self.left:
             self.stack.close()
-        return told
+        return line

@@ -1,11 +1,11 @@
-"""The small Llama that ``finetune`` makes where it is given no model."""
+"""The config of the small Llama that ``finetune`` creates if no model is named."""
 
 from typing import Any
 
 from ..errors import ConfigError
 from .tokenizer import END
 
-# tokenizer_config.json, by which other libraries know what ends a text and what fills a row
+# tokenizer_config.json: tells other libraries which token ends a text and which one pads a row
 TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": END,
@@ -14,7 +14,7 @@ TOKENIZER = {
     "padding_side": "left",
     "clean_up_tokenization_spaces": False,
 }
-# quantization_config of a model whose layers are rounded to -1, 0 and 1 at every call
+# quantization_config of a model whose weights are rounded to -1, 0 and 1 at every call
 ONLINE = {
     "quant_method": "bitnet",
     "linear_class": "autobitlinear",
@@ -25,7 +25,13 @@ SIZES = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 
 
 def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
-    """Return the config.json of a new model; heads are of 32 or, if that does not divide, all."""
+    """Return the config.json of a new model; the head dim is 32, or ``hidden`` if 32 is no divisor.
+
+    Raises
+    ------
+    ConfigError
+        ``hidden`` is odd.
+    """
     if hidden % 2:
         raise ConfigError(f"--hidden {hidden} is odd; rotary positions turn pairs: make it even")
     head = 32 if hidden % 32 == 0 else hidden
@@ -45,7 +51,7 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "initializer_range": hidden**-0.5,  # a product keeps the size of its rows
+        "initializer_range": hidden**-0.5,  # so a product with rows of x keeps their variance
         "bos_token_id": end,
         "eos_token_id": end,
         "pad_token_id": end,

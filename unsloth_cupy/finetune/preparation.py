@@ -1,4 +1,4 @@
-"""What a run begins with: model, tokenizer and lessons, once its memory is planned."""
+"""Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from .trainer import Trainer
 
 
 class Request(NamedTuple):
-    """What the command line asks for."""
+    """The options of the command line that are not part of Settings."""
 
     model: Path | None
     text: Path | None
@@ -41,7 +41,7 @@ class Request(NamedTuple):
     limit: int | None
     epochs: float | None = None
     evaluate_every: int | None = None
-    train_weights: bool = False  # of a new model whose layers are rounded as BitNet's
+    train_weights: bool = False  # the new model's layers round their weights, as in BitNet
 
 
 def prepare(
@@ -52,16 +52,16 @@ def prepare(
     source: Path | None,
     ranks: Ranks,
 ) -> Trainer:
-    """Load or create model and tokenizer, at the newest checkpoint if there is one."""
+    """Return a trainer with model and tokenizer, loaded from the newest checkpoint if any."""
     checkpoint = run.newest_checkpoint()
     folder, chat = checkpoint or source, Chat(checkpoint or source)
-    chatty = isinstance(text, Records) and text.chats
-    adds = plan.lora is not None and folder == source
+    has_chats = isinstance(text, Records) and text.chats
+    new_adapter = plan.lora is not None and folder == source
     values: dict[str, Any] = {}
     if folder is None:
         size = {key: getattr(request, key) or SIZES[key] for key in SIZES}
-        special = CHATML_TOKENS if chatty else ()
-        tokenizer = one_tokenizer(text, size["vocabulary"], special, ranks)
+        special = CHATML_TOKENS if has_chats else ()
+        tokenizer = new_tokenizer(text, size["vocabulary"], special, ranks)
         values = small_llama(tokenizer, request.tokens, size["layers"], size["hidden"])
         values |= {"quantization_config": ONLINE} if request.train_weights else {}
         config, adapter, kind = parse(values), None, None
@@ -69,45 +69,47 @@ def prepare(
         tokenizer = load_tokenizer(folder)
         config, adapter, kind = model_without_weights(folder)
         kind = quantized_kind(source, plan.quantize, plan.lora, adapter, kind)
-        if adds and adapter is not None:
-            raise ConfigError(f"{source} holds adapters, which go on to learn; leave --lora out")
+        if new_adapter and adapter is not None:
+            raise ConfigError(
+                f"{source} holds adapters, which are trained further; leave --lora out"
+            )
     check_tokens(request.tokens, config.positions)
     pad = config.pad_token
     shape = Shape(
         request.batch, request.tokens, bool(request.pack),
         pad if pad is not None and pad < config.vocab else 0,
     )  # fmt: skip
-    if isinstance(text, Records):  # lines may be shorter than rows: first, how long they are
+    if isinstance(text, Records):  # before the plan: lines may be shorter than rows
         lessons = of_records(text, tokenizer, config, shape, plan.seed, chat)
-    there, device = source is not None and not config.bit_layers, request.device
+    exists, device = source is not None and not config.bit_layers, request.device
     rows = (shape.batch, shape.length) if isinstance(text, Text) else lessons.largest
-    sizes = Sizes(config, *rows, device, there, adapter, kind)
-    made = within(sizes, plan, request.limit) if ranks.whole else sizes.planned(plan)
-    memory = Memory(made, request.limit, device, counts=ranks.alone)
+    sizes = Sizes(config, *rows, device, exists, adapter, kind)
+    step_plan = within(sizes, plan, request.limit) if ranks.whole else sizes.planned(plan)
+    memory = Memory(step_plan, request.limit, device, counts=ranks.alone)
     where: dict[str, Any] = {"dtype": "float32", "device": device, **ranks.placing}
     if folder is None:
         model = models.create(values, seed=plan.seed, **where)
     else:
         model = models.load(folder, quantize=plan.quantize, **where)
-        if adds and plan.lora is not None:
+        if new_adapter and plan.lora is not None:
             model.add_adapter(plan.lora, seed=plan.seed, base=str(folder.resolve()))
     if isinstance(text, Text):
         lessons = of_text(text, tokenizer, config, shape, plan.seed)
     plan = with_steps(plan, request, lessons)
-    files = chat.keep() if chatty else chat.files
+    files = chat.keep() if has_chats else chat.files
     trainer = Trainer(
         run, model, tokenizer, lessons, plan, files, memory, find_nan=request.find_nan, ranks=ranks
     )
     if checkpoint is not None:
         trainer.resume(checkpoint)
-        click.echo(f"going on from {checkpoint}", err=True)
-    lessons.batches.where(trainer.step * plan.accumulate)  # an epoch is drawn before steps count
+        click.echo(f"resuming from {checkpoint}", err=True)
+    lessons.batches.where(trainer.step * plan.accumulate)  # shuffle now, before memory is measured
     announce(trainer)
     return trainer
 
 
 def with_steps(plan: Settings, request: Request, lessons: Lessons) -> Settings:
-    """Return a plan of so many steps as the epochs that were asked for have."""
+    """Return the settings with the steps of --epochs, and the default of --evaluate-every."""
     if request.epochs is not None:
         batches = lessons.batches.count(request.epochs)
         plan = plan._replace(steps=max(1, math.ceil(batches / plan.accumulate)))
@@ -115,18 +117,18 @@ def with_steps(plan: Settings, request: Request, lessons: Lessons) -> Settings:
     return plan._replace(evaluate_every=request.evaluate_every or math.ceil(plan.steps / 10))
 
 
-def one_tokenizer(
+def new_tokenizer(
     text: Text | Records, vocabulary: int, special: Sequence[str], ranks: Ranks
 ) -> Any:
-    """Return a new tokenizer, which rank 0 makes for all."""
-    made = train_tokenizer(shown(text), vocabulary, special) if ranks.first else None
+    """Return a new tokenizer, which rank 0 trains for all ranks."""
+    tokenizer = train_tokenizer(blocks_of(text), vocabulary, special) if ranks.first else None
     if ranks.alone:
-        return made
+        return tokenizer
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(ranks.told("" if made is None else made.to_str()))
+    return Tokenizer.from_str(ranks.broadcast("" if tokenizer is None else tokenizer.to_str()))
 
 
-def shown(text: Text | Records) -> Iterator[str]:
-    """Yield what a new tokenizer is made for, and show how far it is."""
-    yield from (part for _, part in reading(text.blocks(), text.size, "making a tokenizer"))
+def blocks_of(text: Text | Records) -> Iterator[str]:
+    """Yield the text that a new tokenizer is trained on, and show the progress."""
+    yield from (part for _, part in reading(text.blocks(), text.size, "training a tokenizer"))

@@ -1,4 +1,4 @@
-"""How far a run has come: a bar on a terminal, now and then a line in a log."""
+"""Shows the progress of a run: a bar on a terminal, or a line from time to time elsewhere."""
 
 import sys
 import time
@@ -11,11 +11,11 @@ from ..machine import format_bytes
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
 PieceT = TypeVar("PieceT", bound=tuple[Any, ...])
-NEWEST = 0.1  # weight of the newest step in the loss and the speed that are shown
+NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
 class Progress:
-    """Says on standard error what the log says; control characters go to a terminal only."""
+    """Prints the lines of the log to standard error; a bar only if that is a terminal."""
 
     def __init__(self, step: int, steps: int) -> None:
         from tqdm import tqdm
@@ -62,6 +62,7 @@ class Progress:
         )
 
     def _print(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
         self.printed = time.monotonic()
         if self.terminal:
             self.bar.write(text, file=sys.stderr)
@@ -70,11 +71,15 @@ class Progress:
 
 
 def _mean(mean: float | None, new: float) -> float:
+    """Return a running mean with a new value; None: there was no value before."""
     return new if mean is None else (1 - NEWEST) * mean + NEWEST * new
 
 
 def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
-    """Yield (bytes, ...) of so many bytes in all; what takes longer than a moment is shown."""
+    """Yield pieces, tuples that start with bytes; show the progress if it takes longer than 1 s.
+
+    ``size`` is the total number of bytes, ``what`` the label of the bar.
+    """
     from tqdm import tqdm
 
     terminal, done, began = sys.stderr.isatty(), 0, time.monotonic()

@@ -1,10 +1,10 @@
-"""The ranks of a run: which of them divide the weights, the blocks and the rows of a batch.
+"""The ranks of a run, and the groups that divide its weights, blocks, tokens and rows.
 
     ranks = start(tensor=2, pipeline=1, data=2, device=None)       mpiexec, torchrun or srun
-    ranks = ALONE                                                  one process
+    ranks = alone()                                                one process
 
-A step takes the same rows whatever the grid is, so a run that 4 ranks saved goes on with 1 or 2.
-Rank 0 writes the files of the run and says how far it is.
+A step takes the same rows in any grid, so 1 or 2 ranks can resume a run that 4 ranks saved.
+Rank 0 writes the files of the run and prints its progress.
 """
 
 import math
@@ -28,13 +28,23 @@ from ..parallel.sockets import SocketCommunicator, first_of
 from .interrupt import Interrupted, Stop
 from .text import Batch
 
-MOMENT = 1.0  # seconds in which ranks that fail alike have failed
+MOMENT = 1.0  # seconds within which all ranks raise an error that all of them meet
 MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 class Ranks:
-    """All ranks of a run, and the groups in which they share its work."""
+    """All ranks of a run, and the groups in which they share its work.
+
+    Attributes
+    ----------
+    alone, first : bool
+        Whether there is one rank; whether this is rank 0.
+    alike : Communicator
+        The ranks that hold the same part of the weights, and process other tokens.
+    whole : bool
+        Whether each rank holds all weights.
+    """
 
     def __init__(
         self,
@@ -49,16 +59,16 @@ class Ranks:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
         self.schedule, self.chunks, self.context_attention = schedule, chunks, context_attention
         self.alone, self.first = comm.size == 1, comm.rank == 0
-        self.alike = groups.data  # ranks with the same part of the weights, and other tokens
+        self.alike = groups.data
         if groups.context.size > 1:
             self.alike = comm.split(groups.pipeline.rank * groups.tensor.size + groups.tensor.rank)
         divided = groups.tensor.size * groups.pipeline.size > 1
-        self.whole = not divided and zero < 3  # each rank has all weights
+        self.whole = not divided and zero < 3
         self.failing: Any = None if self.alone else getattr(comm, "host", comm).split(0)
 
     @property
     def placing(self) -> dict[str, Any]:
-        """Options of ``models.load`` and ``models.create``."""
+        """Options of ``models.load`` and ``models.create`` that divide a model."""
         tensor, pipeline = self.groups.tensor, self.groups.pipeline
         return {
             "communicator": tensor if tensor.size > 1 else None,
@@ -77,8 +87,8 @@ class Ranks:
         find_nan: bool,
         packed: bool = False,
     ) -> None:
-        """Raise a ConfigError for what such ranks do not do; texts of packed rows are divided."""
-        if batch < self.groups.data.size and not packed:
+        """Raise a ConfigError for options that these ranks do not support."""
+        if batch < self.groups.data.size and not packed:  # of packed rows, texts are divided
             cure = f"give --batch {self.groups.data.size} or more"
             problem = f"--batch {batch} is not enough for {self.groups.data.size} ranks"
             raise ConfigError(f"{problem} of --data-parallel; {cure}")
@@ -88,15 +98,15 @@ class Ranks:
             self.context_attention, accumulate,
         )  # fmt: skip
         if self.zero == 3 and find_nan:
-            cure = "look with --zero 1, which has the same numbers"
-            problem = "a block is whole for a moment alone, and has no name"
+            cure = "use --zero 1, which computes the same numbers"
+            problem = "the whole weights of a block exist only briefly, and have no names"
             raise ConfigError(f"--zero 3 is not for --find-nan: {problem}; {cure}")
         if not self.alone and (limited or offload):
             name = "--limit-memory" if limited else "offload"
             raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
 
-    def told(self, value: Any) -> Any:
-        """Return a number, or a text, of rank 0."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0, a number or a text, on all ranks."""
         if self.alone:
             return value
         if not isinstance(value, str):
@@ -107,19 +117,20 @@ class Ranks:
         return bytes(self.comm.broadcast(own)).decode()
 
     def agree(self, stop: Stop) -> None:
-        """Raise in all ranks if one of them was asked to stop."""
+        """Raise on all ranks if one of them was requested to stop."""
         if self.alone:
             return
-        asked = self.comm.all_reduce(np.array(stop.signal or 0), "max")
-        if int(asked[()]):
-            stop.signal = int(asked[()])
+        number = self.comm.all_reduce(np.array(stop.signal or 0), "max")
+        if int(number[()]):
+            stop.signal = int(number[()])
             raise Interrupted
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Let an error end all ranks; those but the first say nothing else.
+        """End all ranks if an error is raised on one; only rank 0 prints anything else.
 
-        What can be mended is one line, of the first rank alone where all have met it.
+        An error that the user can correct is one line, and only rank 0 prints it if all ranks
+        raise it.
         """
         if self.alone:
             yield
@@ -131,20 +142,20 @@ class Ranks:
             try:
                 yield
             except Exception as error:
-                mends = isinstance(error, UnslothCupyError | OSError | MemoryError)
-                mends = mends or isinstance(error, click.ClickException)
+                correctable = isinstance(error, UnslothCupyError | OSError | MemoryError)
+                correctable = correctable or isinstance(error, click.ClickException)
                 of_another = error if isinstance(error, CommunicationError) else None
-                alike = mends and of_another is None and self._all_fail()
+                on_all = correctable and of_another is None and self._all_fail()
                 if of_another is None or not of_another.told:
                     stack.close()
-                if alike and self.first:
+                if on_all and self.first:
                     raise
-                if not alike:  # and the hook ends all
-                    sys.excepthook(type(error), error, None if mends else error.__traceback__)
+                if not on_all:  # the hook prints the error and ends all ranks
+                    sys.excepthook(type(error), error, None if correctable else error.__traceback__)
                 raise SystemExit(1) from None
 
     def _all_fail(self) -> bool:
-        """Say whether all ranks come here, in a moment."""
+        """Return whether all ranks fail within a moment: all of them reach this barrier."""
         if self.failing is None:
             return False
         self.failing.timeout = MOMENT
@@ -155,7 +166,7 @@ class Ranks:
         return True
 
     def rows(self, batch: Batch) -> Batch:
-        """Return this rank's rows of a batch; of texts end to end, those that begin in its part."""
+        """Return this rank's rows of a batch; of a packed one, the texts that begin in its part."""
         data, tokens, labels, starts = self.groups.data, batch.tokens, batch.labels, batch.offsets
         if data.size == 1:
             return batch
@@ -172,7 +183,7 @@ class Ranks:
 
 
 def alone() -> Ranks:
-    """Return the ranks of a run in one process."""
+    """Return the ranks of a run in one process: only this one."""
     one = SingleCommunicator()
     return Ranks(one, Grid(one, one, one, one))
 
@@ -187,23 +198,23 @@ def start(
     zero: int = 0,
     **options: Any,
 ) -> Ranks:
-    """Return the ranks that mpiexec, torchrun or srun started; where nobody did, this one alone.
+    """Return the ranks that mpiexec, torchrun or srun started; without them, only this process.
 
-    ``options`` are those of Ranks that ``check_options`` looks at.
+    ``options`` are those of Ranks that ``check_options`` checks.
 
     Raises
     ------
     ConfigError
         The product of the sizes is not the number of ranks, or ZeRO has no data ranks.
     """
-    asked = any(size is not None for size in (tensor, pipeline, data, context))
+    parallel = any(size is not None for size in (tensor, pipeline, data, context))
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
     comm: Communicator | None = None
     try:
-        comm = _started(asked, device)
+        comm = _started(parallel, device)
         return _ranks(comm, sizes, data, device, zero, options)
     except (ConfigError, DeviceError):
-        if comm.rank if comm is not None else not said_here(asked=asked):
+        if comm.rank if comm is not None else not prints_errors(parallel=parallel):
             raise SystemExit(1) from None
         raise
 
@@ -216,7 +227,7 @@ def _ranks(
     zero: int,
     options: dict[str, Any],
 ) -> Ranks:
-    """Return ranks in a grid."""
+    """Return the ranks of a communicator in a grid, or raise a ConfigError."""
     if comm.size > 1 and device is not None:
         device = f"cuda:{gpu.cupy().cuda.runtime.getDevice()}"
     wanted = math.prod(sizes.values()) * (data or 1)
@@ -233,7 +244,7 @@ def _ranks(
 
 
 def chunks_of(schedule: str | None, chunks: int | None) -> int:
-    """Return the parts of the blocks in each stage of a pipeline."""
+    """Return the number of chunks of blocks in each stage of a pipeline."""
     return (chunks or 2) if schedule == "interleaved" else 1
 
 
@@ -246,7 +257,7 @@ def check_options(
     context_attention: str | None,
     accumulate: int,
 ) -> None:
-    """Raise a ConfigError for options of a command that do not go with its ranks."""
+    """Raise a ConfigError for options of a command that its ranks do not support."""
     if schedule is not None and stages == 1:
         cure = "give --pipeline-parallel 2 or more"
         raise ConfigError(f"--schedule {schedule} is not for one stage; {cure}")
@@ -267,19 +278,23 @@ def check_options(
         raise ConfigError(f"--zero 3 is not for --pipeline-parallel: {problem}; {cure}")
 
 
-def said_here(*, asked: bool) -> bool:
-    """Say whether this rank, as its starter numbers it, is the one to say what all have met."""
-    names = ("RANK",) * ("WORLD_SIZE" in os.environ) + MPI_RANKS + ("SLURM_PROCID",) * asked
+def prints_errors(*, parallel: bool) -> bool:
+    """Return whether this is rank 0, which prints errors of all ranks, by the environment.
+
+    ``parallel`` says whether the command has options for several ranks: without them, variables
+    of Slurm do not count.
+    """
+    names = ("RANK",) * ("WORLD_SIZE" in os.environ) + MPI_RANKS + ("SLURM_PROCID",) * parallel
     return int(first_of(os.environ, names) or 0) == 0
 
 
-def _started(asked: bool, device: str | None) -> Communicator:
-    """Return the communicator of all ranks."""
+def _started(parallel: bool, device: str | None) -> Communicator:
+    """Return the communicator of all ranks, as the environment describes them."""
     by_name = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not by_name and any(name in os.environ for name in UNDER_MPI):
         return MpiCommunicator() if device is None else NcclCommunicator.from_mpi()
-    if by_name or (asked and "SLURM_PROCID" in os.environ):
+    if by_name or (parallel and "SLURM_PROCID" in os.environ):
         kind: Any = SocketCommunicator if device is None else NcclCommunicator
-        made: Communicator = kind.from_environment()
-        return made
+        comm: Communicator = kind.from_environment()
+        return comm
     return SingleCommunicator()

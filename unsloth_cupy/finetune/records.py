@@ -1,8 +1,8 @@
-"""JSON lines to learn from: one text, instruction or chat in each line, checked before training.
+"""Reads JSON lines to train on: a text, an instruction or a chat in each, checked in advance.
 
 {"text": "..."}                                                  all of it is learned
-{"prompt": "...", "completion": "..."}                           the completion is
-{"instruction": "...", "input": "...", "output": "..."}          the output, as a chat of two
+{"prompt": "...", "completion": "..."}                           the completion is learned
+{"instruction": "...", "input": "...", "output": "..."}          the output; a chat of 2 messages
 {"messages": [{"role": "user", "content": "..."}, ...]}          what the assistant says
 """
 
@@ -23,14 +23,14 @@ from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 SUFFIX = ".jsonl"
 ROLES = ("system", "user", "assistant", "tool")
-# A line that has all keys of several forms, as some published files do, is the first of them.
+# If a line has all keys of several forms, as in some published files, the first of these counts.
 FORMS = (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",))
-RECORDS = 1000  # of a large file that a new tokenizer reads at a time
-SHOWN = 40  # characters of what is wrong
+RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
+SHOWN = 40  # characters of an invalid value in a message
 
 
 class Record(NamedTuple):
-    """What one line says: a chat, or a prompt (perhaps none) and what follows it."""
+    """One line of a file: a chat, or a prompt (perhaps empty) and the answer to it."""
 
     line: int
     messages: list[Message]
@@ -38,7 +38,7 @@ class Record(NamedTuple):
     answer: str
 
     def text(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the whole text, and which part of it is to be learned."""
+        """Return the whole text, and the spans of it that are learned."""
         if self.messages:
             return chat.spans(self.messages)
         whole = self.prompt + self.answer
@@ -61,7 +61,10 @@ class Records(NamedTuple):
         return any(record.messages for record in self.train)
 
     def blocks(self) -> Iterator[tuple[str, str]]:
-        """Yield what a new tokenizer is made for, whole where it is small, twice."""
+        """Yield the text to train a new tokenizer on as (text, text), as ``Text.blocks`` pairs.
+
+        A small file is one block.
+        """
         count = len(self.train) if self.size <= SMALL else RECORDS
         for start in range(0, len(self.train), count):
             part = "\n".join(map(_words, self.train[start : start + count]))
@@ -69,12 +72,13 @@ class Records(NamedTuple):
 
 
 def _words(record: Record) -> str:
-    said = chain.from_iterable(message.values() for message in record.messages)
-    return "\n".join([*said, record.prompt, record.answer])
+    """Return all text of a record, with the roles of messages."""
+    values = chain.from_iterable(message.values() for message in record.messages)
+    return "\n".join([*values, record.prompt, record.answer])
 
 
 def read_records(path: Path) -> Records:
-    """Return the records of a file, a part of them held out.
+    """Return the records of a file, split into training and held-out records.
 
     Raises
     ------
@@ -101,33 +105,35 @@ def read_records(path: Path) -> Records:
 
 
 def _split(path: Path, records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Hold a tenth out, drawn from the whole file, with all lines that say the same."""
-    first, same, sizes = dict[bytes, int](), list[bytes](), list[int]()
+    """Return training and held-out records: a random tenth is held out, with its duplicates."""
+    first, digests, sizes = dict[bytes, int](), list[bytes](), list[int]()
     for index, record in enumerate(records):
-        said = repr(record[1:])
-        same.append(hashlib.blake2b(said.encode(), digest_size=16).digest())
-        sizes.append(len(said))
-        first.setdefault(same[-1], index)
+        content = repr(record[1:])
+        digests.append(hashlib.blake2b(content.encode(), digest_size=16).digest())
+        sizes.append(len(content))
+        first.setdefault(digests[-1], index)
     order = np.random.default_rng(0).permutation(sorted(first.values())).tolist()
     held, characters = set[bytes](), 0
     for index in order[: max(1, int(len(order) * HELD_OUT_SHARE))]:
         if held and characters > HELD_OUT_CHARACTERS:
             break
-        held.add(same[index])
+        held.add(digests[index])
         characters += sizes[index]
-    train = [record for record, said in zip(records, same, strict=True) if said not in held]
+    train = [record for record, digest in zip(records, digests, strict=True) if digest not in held]
     if not train:
-        raise ConfigError(f"--text {path} says one thing alone; write lines that differ")
-    return train, [records[index] for index in sorted(first[said] for said in held)]
+        raise ConfigError(f"--text {path} holds only equal lines; write lines that differ")
+    return train, [records[index] for index in sorted(first[digest] for digest in held)]
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:
+    """Return the record of a line, or raise a ConfigError that names file, line and cure."""
+
     def wrong(problem: str, cure: str) -> NoReturn:
         raise ConfigError(f"{path}:{number}: {problem}; {cure}")
 
     def text(value: Any, name: str, least: int = 1) -> str:
         if not isinstance(value, str):
-            wrong(f"{name} is {_shown(value)}, no text", f"write {name} as a string")
+            wrong(f"{name} is {_shown(value)}, not text", f"write {name} as a string")
         if len(value.strip()) < least:
             wrong(f"{name} is empty", "write what is to be learned, or remove the line")
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -144,10 +150,10 @@ def _record(path: Path, number: int, line: bytes) -> Record:
     except (ValueError, RecursionError) as error:
         wrong(f"cannot be read as JSON ({error})", "write one object in each line")
     if not isinstance(values, dict):
-        wrong(f"is {_shown(values)}, no object", 'write {"text": "..."} or another form')
-    whole = (form for form in FORMS if all(key in values for key in form))
-    begun = (form for form in FORMS if any(key in values for key in form))
-    form = next(chain(whole, begun), None)
+        wrong(f"is {_shown(values)}, not an object", 'write {"text": "..."} or another form')
+    complete = (form for form in FORMS if all(key in values for key in form))
+    partial = (form for form in FORMS if any(key in values for key in form))
+    form = next(chain(complete, partial), None)
     if form is None:
         keys = ", ".join(map(repr, values)) or "nothing"
         forms = "; ".join(" and ".join(keys) for keys in FORMS)
@@ -159,11 +165,11 @@ def _record(path: Path, number: int, line: bytes) -> Record:
             return Record(number, _messages(values["messages"], text, wrong), "", "")
         case "instruction":
             more = values.get("input")
-            asked = text(values["instruction"], "instruction")
-            asked += "" if more in (None, "") else "\n\n" + text(more, "input")
+            question = text(values["instruction"], "instruction")
+            question += "" if more in (None, "") else "\n\n" + text(more, "input")
             answer = text(values["output"], "output")
-            said = [("user", asked), ("assistant", answer)]
-            return Record(number, [{"role": r, "content": c} for r, c in said], "", "")
+            turns = [("user", question), ("assistant", answer)]
+            return Record(number, [{"role": r, "content": c} for r, c in turns], "", "")
         case "prompt":
             prompt = text(values["prompt"], "prompt", 0)
             return Record(number, [], prompt, text(values["completion"], "completion"))
@@ -172,9 +178,10 @@ def _record(path: Path, number: int, line: bytes) -> Record:
 
 
 def _messages(values: Any, text: Any, wrong: Any) -> list[Message]:
+    """Return the messages of a chat; ``text`` checks a string, ``wrong`` raises an error."""
     if not isinstance(values, list) or not values:
         wrong(f"messages is {_shown(values)}", 'write [{"role": "user", "content": "..."}, ...]')
-    found: list[Message] = []
+    messages: list[Message] = []
     for place, message in enumerate(values):
         name = f"messages[{place}]"
         if not isinstance(message, dict):
@@ -185,14 +192,14 @@ def _messages(values: Any, text: Any, wrong: Any) -> list[Message]:
         role = message["role"]
         if role not in ROLES:
             wrong(f"{name} has the role {_shown(role)}", f"choose from {', '.join(ROLES)}")
-        spoken = text(message["content"], f"{name}.content", int(role == "assistant"))
-        found.append({"role": role, "content": spoken})
-    if all(message["role"] != "assistant" for message in found):
+        content = text(message["content"], f"{name}.content", int(role == "assistant"))
+        messages.append({"role": role, "content": content})
+    if all(message["role"] != "assistant" for message in messages):
         wrong("no message is the assistant's", "add the answer that is to be learned")
-    return found
+    return messages
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of a value as JSON writes it."""
+    """Return the beginning of a value, as JSON, for a message."""
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=True)
     return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."

@@ -1,4 +1,4 @@
-"""What a run says of itself: what learns what, its result, and a sample."""
+"""Output of a run: its model and text at the start, its result, and a sample."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ SAMPLE_TOKENS = 120
 
 
 def announce(trainer: Trainer) -> None:
-    """Say what learns what."""
+    """Print the model, the number of tokens and the folder of a run to standard error."""
     model, lessons = trainer.model, trainer.lessons
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
@@ -31,7 +31,7 @@ def announce(trainer: Trainer) -> None:
 
 
 def of_adapters(model: Transformer) -> int:
-    """Return how many numbers are learned, in all ranks."""
+    """Return the number of trained parameters over all ranks."""
     named, division = model.trainable, model.division
     if division is None:
         return sum(array.size for array in named.values())
@@ -42,7 +42,7 @@ def of_adapters(model: Transformer) -> int:
 
 
 def report(run: RunFolder) -> None:
-    """Print the result of a run."""
+    """Print the table of a run's results."""
     from rich.table import Table
 
     lines = run.lines()
@@ -57,17 +57,17 @@ def report(run: RunFolder) -> None:
     table.add_row("held-out loss", f"{loss:.3f} nats per token, {abs(baseline - loss):.3f} {side}")
     table.add_row("perplexity", f"{math.exp(loss):.1f} (baseline {math.exp(baseline):.1f})")
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
-    told = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
+    text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:
         tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
-        told += f", {tokens / sum(line['seconds'] for line in timed):.0f} tokens/s"
-    table.add_row("time", told)
+        text += f", {tokens / sum(line['seconds'] for line in timed):.0f} tokens/s"
+    table.add_row("time", text)
     counted = [line for line in steps if "peak_bytes" in line]
     if counted:
         planned, peak = counted[-1]["planned_bytes"], counted[-1]["peak_bytes"]
         off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
-        told = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
-        table.add_row("arrays of a step", told)
+        text = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
+        table.add_row("arrays of a step", text)
     table.add_row("peak of the process", format_bytes(max(line["memory_bytes"] for line in steps)))
     table.add_row("model", str(run.model))
     table.add_row("loss curve", str(run.curve))
@@ -76,12 +76,12 @@ def report(run: RunFolder) -> None:
 
 
 def is_timed(line: dict[str, Any]) -> bool:
-    """Say whether the speed of a step is that of others: the first ones count their arrays."""
+    """Return whether a step has a speed: the first ones, slowed by counting arrays, have none."""
     return line["tokens_per_second"] is not None
 
 
 def sample(trainer: Trainer, seed: int) -> None:
-    """Print how the model goes on from the beginning of what was held out."""
+    """Print the model's continuation of the beginning of the held-out text."""
     tokens = trainer.lessons.prompt[: trainer.model.config.positions - 1]  # room for one more
     click.echo("\nsampled text:\n")
     stream_text(

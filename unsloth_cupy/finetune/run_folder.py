@@ -1,15 +1,16 @@
 """The folder of a run: settings, numbers as JSON lines, checkpoints, the trained model.
 
-    settings.json        what the run was asked to do; a second run must ask for the same
+    settings.json        the settings of the run; a resumed run must have the same ones
     log.jsonl            one line per step, one per evaluation
     checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json;
-                         the one before it stays until a step from the newest has gone well
+                         the previous one is kept until a step from the newest has succeeded
     model/               the result; its presence says that the run is finished.  The last
-                         checkpoint stays beside it: more steps go on from there
+                         checkpoint is kept too: a run of more steps continues from it
     curve.png
-    profile.txt, trace.json, where steps were profiled
+    profile.txt, trace.json, if steps were profiled
 
-Everything is written beside its place and renamed, so that a name always means a whole thing.
+Everything is written to a temporary name and renamed, so that a file or folder of these names is
+always complete.
 """
 
 import json
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RunFolder:
-    """One run's files."""
+    """The files of one run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,14 +40,14 @@ class RunFolder:
 
     @contextmanager
     def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Make the folder this run's inside a ``with`` block, or raise if it is another's."""
+        """Reserve the folder for this run inside a ``with`` block; raise if it holds another."""
         if self.folder.is_file():
             raise ConfigError(f"--out {self.folder} is a file; name a folder")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not self.settings.is_file():
             raise ConfigError(
                 f"--out {self.folder} is not empty and holds no run; name a new folder"
             )
-        made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -65,27 +66,27 @@ class RunFolder:
                 yield
             finally:
                 if not (self.lines() or self.newest_checkpoint() or self.finished):
-                    self._leave(made)
+                    self._leave(created)
 
-    def _leave(self, made: list[Path]) -> None:
-        """Remove what was made for a run that never began."""
+    def _leave(self, created: list[Path]) -> None:
+        """Remove the files and folders created for a run that never began."""
         self.settings.unlink(missing_ok=True)
         self.log.unlink(missing_ok=True)
-        for folder in made:
+        for folder in created:
             if any(folder.iterdir()):
                 return
             folder.rmdir()
 
     def _compare(self, settings: dict[str, Any]) -> None:
-        """Raise if the folder's run is another one; let one that came to its end go on."""
+        """Raise if the folder holds a run with other settings; allow a finished one more steps."""
         before, newest = read_settings(self.settings), self.newest_checkpoint()
         last = int(newest.name.rpartition("-")[2]) if newest else 0
         ended = self.finished or last == before.get("steps")
         if changed := differences(before, settings, ended=ended):
             more = ", for more --steps or --epochs" if ended else ""
             raise ConfigError(
-                f"--out {self.folder} holds a run with {'; '.join(changed)}; ask for the same to go"
-                f" on with it{more}, or name a new folder with --out"
+                f"--out {self.folder} holds a run with {'; '.join(changed)}; use the same options"
+                f" to resume it{more}, or name a new folder with --out"
             )
         if ended and asks_for_more(before, settings):
             if newest is None:
@@ -98,18 +99,19 @@ class RunFolder:
             self._write(settings)
 
     def _write(self, settings: dict[str, Any]) -> None:
+        """Write settings.json."""
         with written_beside(self.settings) as partial:
             partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return self.model.is_dir()
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints, by their steps."""
-        found = self.folder.glob("checkpoint-*")
-        return sorted(path for path in found if not path.name.endswith(PARTIAL))
+        """Return the folders of the checkpoints, sorted by step."""
+        paths = self.folder.glob("checkpoint-*")
+        return sorted(path for path in paths if not path.name.endswith(PARTIAL))
 
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint with the most steps, if there is one."""
@@ -127,18 +129,18 @@ class RunFolder:
             file.write((json.dumps(line) + "\n").encode())
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the log; a line that a crash tore is left out."""
+        """Return the lines of the log, without one that a crash left incomplete."""
         if not self.log.exists():
             return []
         whole = self.log.read_bytes().split(b"\n")[:-1]
         return [json.loads(line) for line in whole]
 
     def evaluated(self, step: int) -> bool:
-        """Say whether the log holds the held-out loss after a step."""
+        """Return whether the log holds the held-out loss after a step."""
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines())
 
     def trim(self, step: int) -> None:
-        """Forget what the log says of later steps: they will run again."""
+        """Remove the lines of later steps from the log: these steps will run again."""
         if not self.log.exists():
             return
         kept = [line for line in self.lines() if line["step"] <= step]
@@ -148,7 +150,7 @@ class RunFolder:
 
 
 class Facts(NamedTuple):
-    """What is known of a model without its weights."""
+    """The properties of a model that are known without its weights."""
 
     config: "Config"
     adapter: "Adapter | None"
@@ -156,7 +158,7 @@ class Facts(NamedTuple):
 
 
 def model_without_weights(folder: Path) -> Facts:
-    """Return the config of a folder's model, and its adapter if it has one."""
+    """Return config, adapter if any, and kind of quantization of the model in a folder."""
     from ..models.adapter_folder import read_adapter
     from ..models.folder import read_config
     from ..models.quantized_weights import stored_kind
@@ -168,7 +170,7 @@ def model_without_weights(folder: Path) -> Facts:
 
 
 def config_file(path: Path) -> Path:
-    """Return the config.json of a path: itself, a model's, a run's, or of an adapter's base."""
+    """Return the config.json of a path: the file itself, or that of a model, run or base model."""
     if path.is_file():
         return path
     folder = model_folder(path)

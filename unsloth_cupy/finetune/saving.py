@@ -1,6 +1,7 @@
-"""What a run writes and takes up again: checkpoints, and the model that it ends with.
+"""Writes the checkpoints and the final model of a run, and resumes a run from a checkpoint.
 
-A checkpoint holds whole arrays: how many ranks wrote it, and in which grid, it does not tell.
+A checkpoint holds whole arrays: it does not depend on the number or the grid of the ranks that
+wrote it.
 """
 
 import json
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from ..models import Transformer
     from ..training.loss_scaler import LossScaler
 
-SCALER = ("value", "good", "skipped")  # all the state that a LossScaler has
+SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
 
 class Saving:
-    """The half of a trainer that knows files."""
+    """The part of the Trainer that reads and writes files."""
 
     run: RunFolder
     ranks: Ranks
@@ -53,30 +54,30 @@ class Saving:
     find_nan: bool
 
     def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
-        """Raise for a value that is not finite, in the next step or after the last one."""
+        """Raise for a value that is not finite, in the next step or (``after``) after this one."""
         when = f"after step {self.step}" if after else f"step {self.step + 1}"
         good = [path for path in self.run.checkpoints() if path.name != self.unproven]
         kept = f"; the last good state is {good[-1]}" if good else ""
         cure = f"try a smaller --lr than {self.plan.lr:g}"
-        if self.step == 0:  # no step has changed a weight
+        if self.step == 0:  # no step has changed a weight: the model itself is at fault
             cure = "copy the model again" + ", or try --dtype bfloat16" * self.scaler.dynamic
         more = "" if self.find_nan else "; --find-nan names the layer where it begins"
         raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
 
     def save(self) -> Path:
-        """Write a checkpoint of this step; the one before it stays until the next step."""
+        """Write a checkpoint of this step; the previous one is kept until the next step."""
         self.stop.finishing(f"the checkpoint of step {self.step}")
         path = self.run.folder / f"checkpoint-{self.step:08d}"
         broken = [name for name, array in self._learned().items() if not fine(name, array)]
         if broken:
             self._stop(f"the weight {broken[0]} is not finite", after=True)
-        if not self.ranks.told(path.exists()):
+        if not self.ranks.broadcast(path.exists()):
             self._write(path)
-            self.unproven = path.name  # until its weights have given a loss
+            self.unproven = path.name  # until a step computes a loss from its weights
         return path
 
     def _write(self, path: Path) -> None:
-        """Write a checkpoint that is not there yet; all ranks take part, and go on together."""
+        """Write a new checkpoint; all ranks take part, and return when it is complete."""
         state = self.optimizer.state()
         steps = state.pop("steps")
         averages = self.engine.gathered(state)
@@ -85,25 +86,26 @@ class Saving:
             if partial is not None and averages is not None:
                 named = {n: to_numpy(a) for n, a in {"steps": steps, **averages}.items()}
                 write_tensors(partial / "optimizer.safetensors", named)
-                told = {
+                progress = {
                     "step": self.step,
                     "seed": self.plan.seed,
                     "seconds": self.seconds,
                     "scaler": {name: getattr(self.scaler, name) for name in SCALER},
                 }
-                (partial / "trainer.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+                text = json.dumps(progress) + "\n"
+                (partial / "trainer.json").write_text(text, encoding="utf-8")
 
     def _own(self) -> AdamW:
-        """Return the optimizer of what this rank changes."""
+        """Return the optimizer of the parameters that this rank updates."""
         return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
 
     def _learned(self) -> dict[str, Array]:
-        """Return what this rank changes, in the precision that steps have."""
+        """Return the parameters that this rank updates, in the precision of the updates."""
         return self._own().parameters
 
     @contextmanager
     def _beside(self, path: Path) -> Iterator[Path | None]:
-        """Yield a new folder that takes the place of path, in rank 0; None in the others."""
+        """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
         if self.ranks.first:
             with written_beside(path) as partial:
                 yield partial
@@ -112,14 +114,14 @@ class Saving:
         self.ranks.comm.barrier()
 
     def save_result(self, path: Path, dtype: str) -> None:
-        """Write the model that a run ends with."""
+        """Write the final model of a run."""
         with self._beside(path) as partial:
             self.save_model(partial, dtype)
 
     def save_model(self, folder: Path | None, dtype: str = "float32") -> None:
         """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder.
 
-        All ranks take part; those but the first name no folder.
+        All ranks take part; ``folder`` is None on all but rank 0.
         """
         model, optimizer = self.model, self.optimizer
         written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
@@ -134,16 +136,20 @@ class Saving:
         if model.adapter is not None:
             Adapter(model.adapter.settings, whole).save(folder)
         else:
-            kept = model.parameters, model.division
+            own = model.parameters, model.division
             model.parameters, model.division = whole, None
             model.save(folder)
-            model.parameters, model.division = kept
-        words = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
-        for name, text in (words | {**self.files}).items():  # Python takes any name of a folder
+            model.parameters, model.division = own
+        files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
+        # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
+        for name, text in (files | {**self.files}).items():
             (folder / name).write_text(text, encoding="utf-8")
 
     def resume(self, checkpoint: Path) -> None:
-        """Take up optimizer and step; the model was loaded from the same checkpoint."""
+        """Load the states of optimizer and loss scaler, and the step, from a checkpoint.
+
+        The model was loaded from the same checkpoint before.
+        """
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -152,14 +158,15 @@ class Saving:
             tensors = self._own().tensors.items()
             narrow = {name for name, tensor in tensors if tensor.mean_scale is not None}
             narrow = optimizer.narrow if isinstance(optimizer, Zero1) else narrow
-            there = dict[str, Array]()
+            averages = dict[str, Array]()
             with safe_open(checkpoint / "optimizer.safetensors", "np") as file:
                 known = {*file.keys()} - {"steps"}
-                for parameter in {name.partition(".")[2] for name in known}:  # one whole at a time
+                # only one parameter's whole averages are in memory at a time
+                for parameter in {name.partition(".")[2] for name in known}:
                     names = known & {f"{field}.{parameter}" for field in STATES}
                     own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
-                    there |= {name: placed(array, table) for name, array in own.items()}
-                optimizer.load_state({"steps": file.get_tensor("steps"), **there})
+                    averages |= {name: placed(array, table) for name, array in own.items()}
+                optimizer.load_state({"steps": file.get_tensor("steps"), **averages})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
             self.begun = self.step
             for name in SCALER:

@@ -1,4 +1,4 @@
-"""What a run is asked to do, and whether a second run asks for the same."""
+"""The settings of a run, and their comparison when it is resumed."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from .records import Records
     from .text import Text
 
-MORE = ("steps", "epochs", "evaluate_every")  # what a run that came to its end may be given anew
-ABOUT = ("text_file", "text_bytes")  # what is said of a text that has changed
+MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
+ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
 
 
 class Settings(NamedTuple):
-    """How to train."""
+    """Hyperparameters and options of a training run."""
 
     steps: int
     lr: float
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
 
     @property
     def checkpoint(self) -> CheckpointConfig | None:
-        """Which blocks are computed again."""
+        """Which blocks are recomputed in the backward pass; None: none."""
         if self.checkpoint_every is None:
             return None
         every, keep = self.checkpoint_every, tuple(self.keep)
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
 
     @property
     def precision(self) -> MixedPrecisionConfig:
-        """What is computed in which dtype."""
+        """The dtype of the computation, and the loss scale."""
         scale, dynamic = self.loss_scale, self.dynamic_scaling
         return MixedPrecisionConfig(self.dtype, loss_scale=scale, dynamic_scaling=dynamic)
 
@@ -61,7 +61,7 @@ def settings_of(
     base: Mapping[str, Any],
     **more: Any,
 ) -> dict[str, Any]:
-    """Return what makes a run this run and no other, as settings.json holds it."""
+    """Return the content of settings.json: all that a resumed run must have in common."""
     path = text.path
     return {
         "model": None if source is None else str(source.resolve()),
@@ -76,59 +76,60 @@ def settings_of(
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: bool) -> list[str]:
-    """Return in words what two runs differ in; a run that came to its end may be given more.
+    """Return the differences of two runs' settings in words; ``ended`` allows more steps or epochs.
 
-    What an earlier version did not write down is taken to be the same.
+    A setting that an earlier version did not write counts as the same.
     """
     now = json.loads(json.dumps(now))
     changed = [key for key in now if key in before and before[key] != now[key]]
     if ended and any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs")):
         changed = [key for key in changed if key not in MORE]
-    found = []
+    result = []
     for key in changed:
         if key in ABOUT:
             continue
         if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
             then, size = (each.get("text_bytes") or 0 for each in (before, now))
             name = now.get("text_file") or "Python's documentation"
-            told = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
-            found.append(f"another text: {name} has changed since ({told})")
+            sizes = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
+            result.append(f"another text: {name} has changed since ({sizes})")
         elif key == "text_sha256":
             then = before.get("text_file") or before.get("text")
-            found.append(f"another text: {then} (now {now.get('text_file') or now['text']})")
+            result.append(f"another text: {then} (now {now.get('text_file') or now['text']})")
         elif key == "base":
-            found += _other_files(before[key] or {}, now[key] or {})
+            result += _other_files(before[key] or {}, now[key] or {})
         elif key != "text" or "text_sha256" not in changed:
-            found.append(f"{key} {before[key]} (now {now[key]})")
-    return found
+            result.append(f"{key} {before[key]} (now {now[key]})")
+    return result
 
 
 def asks_for_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Say whether a run is asked to go on beyond the end that it was given."""
+    """Return whether more steps or epochs are requested than a run had."""
     return any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs"))
 
 
 def _more(before: Any, now: Any) -> bool:
+    """Return whether both numbers are set and the second is larger."""
     return before is not None and now is not None and now > before
 
 
 def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return which files of a base have changed, come or gone."""
-    found = []
+    """Return in words which files of a base model have changed, are new or are gone."""
+    result = []
     for name in sorted({*before, *now}):
         digests = [each.get(name, {}).get("sha256") for each in (before, now)]
         if digests[0] != digests[1]:
             state = "is new" if digests[0] is None else "is gone" if digests[1] is None else "has"
             state += " changed since" if state == "has" else ""
-            found.append(f"another base model: {name} {state}")
-    return found
+            result.append(f"another base model: {name} {state}")
+    return result
 
 
 def read_settings(path: Any) -> dict[str, Any]:
-    """Return the settings that a run was begun with, or raise a ConfigError."""
+    """Return the settings that a run was started with, or raise a ConfigError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found.keys()
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings.keys()
     except (OSError, ValueError, AttributeError):
         raise ConfigError(f"{path} is broken; name a new folder with --out") from None
-    return dict(found)
+    return dict(settings)

@@ -1,4 +1,4 @@
-"""A model continues a text, which is written as it comes."""
+"""Streams the continuation of a text by a model to standard output."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,16 +26,16 @@ def stream_text(
 ) -> tuple[str, int]:
     """Write prompt and continuation to standard output, up to one of the stop strings.
 
-    ``tokens`` are those of the prompt where they are known, as behind a chat's special tokens.
+    ``tokens`` are those of the prompt, if it was encoded already, as a chat with special tokens is.
 
     Returns
     -------
     continuation, count : str, int
-        What was written behind the prompt, and the number of its tokens.
+        The text written after the prompt, and the number of its tokens.
     """
     tokens = list(tokens) or tokenizer.encode(prompt).ids or tokenizer.encode("\n").ids
     if not tokens:
-        raise ConfigError("the tokenizer knows no token to start from; give a PROMPT")
+        raise ConfigError("the tokenizer has no token to start from; give a PROMPT")
     check_tokens(tokenizer, tokens, model.config.vocab)
     positions = model.config.positions
     room = positions - len(tokens)
@@ -44,70 +44,74 @@ def stream_text(
             f"the text is {len(tokens)} tokens and the model has {positions} positions, which"
             " leaves no room to go on; make it shorter"
         )
-    stream, stops, said, made = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
+    stream, stops, written, count = TextStream(tokenizer, tokens), StopStrings(stop), "", 0
     click.echo(prompt, nl=False)
     prompted = placed(np.array([tokens]), model.table)
     for token in model.stream(prompted, max_new_tokens=min(max_new_tokens, room), **options):
-        made += 1
-        said += _shown(stops.push(stream.push(int(token[0]))))
+        count += 1
+        written += _write(stops.push(stream.push(int(token[0]))))
         if stops.found:
             break
     else:
-        said += _shown(stops.push(stream.flush()) + stops.flush())
+        written += _write(stops.push(stream.flush()) + stops.flush())
     click.echo()
-    if made == room < max_new_tokens and not stops.found:
+    if count == room < max_new_tokens and not stops.found:
         click.echo(f"The text ends at the model's {positions} positions.", err=True)
-    return said, made
+    return written, count
 
 
-def _shown(text: str) -> str:
+def _write(text: str) -> str:
+    """Write a text to standard output and return it."""
     click.echo(text, nl=False)
     return text
 
 
 class TextStream:
-    """Tokens go in one by one, text comes out as soon as its characters are complete."""
+    """Decodes tokens one by one, and returns text as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.tokens = list(before)  # a decoder may drop the space before its first token
         self.start = max(0, len(self.tokens) - LONGEST_CHARACTER)
-        self.said = len(self.tokens)
+        self.done = len(self.tokens)  # tokens whose text has been returned
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that is now complete, perhaps none."""
+        """Add a token; return the text that is now complete, perhaps an empty one."""
         self.tokens.append(token)
         text = self._new()
-        unfinished = text.endswith("\ufffd")  # what a decoder writes for half a character
-        return "" if unfinished and self._waiting() < LONGEST_CHARACTER else self._say(text)
+        unfinished = text.endswith("\ufffd")  # a decoder writes this for an incomplete character
+        return "" if unfinished and self._waiting() < LONGEST_CHARACTER else self._take(text)
 
     def flush(self) -> str:
-        """Return what is left when no more tokens come."""
-        return self._say(self._new())
+        """Return the remaining text after the last token."""
+        return self._take(self._new())
 
     def _waiting(self) -> int:
-        return len(self.tokens) - self.said
+        """Return the number of tokens whose text has not been returned."""
+        return len(self.tokens) - self.done
 
     def _new(self) -> str:
-        known = self.tokenizer.decode(self.tokens[self.start : self.said])
+        """Return the text of the tokens that wait, decoded with the tokens before them."""
+        known = self.tokenizer.decode(self.tokens[self.start : self.done])
         return str(self.tokenizer.decode(self.tokens[self.start :])[len(known) :])
 
-    def _say(self, text: str) -> str:
-        self.start, self.said = self.said, len(self.tokens)
+    def _take(self, text: str) -> str:
+        """Return the text, and mark all tokens as done."""
+        self.start, self.done = self.done, len(self.tokens)
         return text
 
 
 class StopStrings:
-    """Text goes in by pieces and comes out up to the string that is the first to be complete.
+    """Passes pieces of text on, up to the first stop string that is complete.
 
-    What may be the beginning of one waits until the rest of it comes, or something else.
+    Text that may be the beginning of a stop string is held until the following text decides.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops, self.held, self.found = stops, "", False
 
     def push(self, text: str) -> str:
-        """Take a piece of text; return what can be shown of all that came."""
+        """Add a piece of text; return the text that is certainly before any stop string."""
         self.held += text
         places = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
         self.found = bool(places)
@@ -116,11 +120,11 @@ class StopStrings:
         return shown
 
     def _begun(self) -> int:
-        """Return how many of the last characters may be the beginning of a string."""
+        """Return how many of the last characters may be the beginning of a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         ends = (self.held[-n:] for n in range(min(longest, len(self.held)), 0, -1))
         return next((len(end) for end in ends if any(s.startswith(end) for s in self.stops)), 0)
 
     def flush(self) -> str:
-        """Return what waits when no more text comes: nothing behind a string that was found."""
+        """Return the held text after the last piece; nothing if a stop string was found."""
         return "" if self.found else self.held

@@ -1,11 +1,12 @@
-"""Chat templates in a process of their own: other people's programs, with limits.
+"""Renders chat templates in a separate process, as they are programs of other people.
 
-A file by itself, which is run and takes and gives one JSON value in each line: the template, then
-lists of arguments.  A list is answered by its texts, by why there are none, or, where a text takes
-too long, by the end of the process.
+This file is run as a script that reads one JSON value from each line: the template, then lists of
+arguments.  It answers each line with [texts, error] in JSON; if a text takes too long, the process
+ends instead.
 
-A template runs in jinja2's sandbox, where it can change nothing, read no file and reach no module.
-The clock is a thread of C that waits for nobody: it stops one long operation as well as a loop.
+A template runs in jinja2's sandbox, where it cannot change anything, read files or import modules.
+The time limit is enforced by a C thread of faulthandler, which does not need the interpreter: it
+also stops a single long operation.
 """
 
 import faulthandler
@@ -21,32 +22,32 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, ext, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CHARACTERS = 1 << 23  # of a text
-WORDS = 500  # characters of an error
-BYTES = 1 << 29  # of memory, where the system limits it
-TODAY = date(2024, 7, 26)  # in templates that ask: texts stay the same when a run goes on
+CHARACTERS = 1 << 23  # limit of a text
+WORDS = 500  # characters of an error message, at most
+BYTES = 1 << 29  # limit of memory, on systems that enforce it
+TODAY = date(2024, 7, 26)  # date for templates that ask: a resumed run must get the same texts
 
 
 class Generation(ext.Extension):
-    """``{% generation %}`` marks what an assistant says; here its text alone matters."""
+    """Accepts ``{% generation %}``, which marks an assistant's turn, and renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Any) -> list[nodes.Node]:
-        """Return what stands between the tags."""
+        """Return the nodes between the tags."""
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
 
 
 def compiled(source: str) -> Any:
-    """Return a template that can do nothing but make text."""
+    """Return a compiled template in a sandbox, with the functions that templates use."""
 
     def fail(message: str) -> NoReturn:
         raise TemplateError(message)
 
     def as_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})  # for no web page
+        return json.dumps(value, **{"ensure_ascii": False, **options})  # without HTML escapes
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
@@ -72,7 +73,7 @@ def texts_of(template: Any, calls: list[dict[str, Any]]) -> list[str]:
 
 
 def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """Return what a function returns, or why it fails; end the process when the time is up."""
+    """Return (result, "") of a function, or (None, error); end the process after ``seconds``."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
         try:
@@ -88,9 +89,9 @@ def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[An
 
 
 def main(seconds: float) -> None:
-    """Make texts of each line of standard input, in so many seconds for a line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who waits for the text
-    with suppress(ImportError, ValueError, OSError):  # other systems
+    """Answer each line of standard input, within ``seconds`` for a line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
+    with suppress(ImportError, ValueError, OSError):  # systems without such a limit
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))

@@ -1,4 +1,4 @@
-"""Text to learn from: reading it, holding a part out, and the order in which batches come."""
+"""Reads running text to train on, holds a part of it out, and shuffles its batches."""
 
 import codecs
 import functools
@@ -17,13 +17,13 @@ from ..errors import ConfigError
 from .progress import reading
 
 HELD_OUT_SHARE = 0.1
-HELD_OUT_CHARACTERS = 50_000  # enough for a loss steady to 0.02 nats; evaluating stays cheap
+HELD_OUT_CHARACTERS = 50_000  # enough for a loss exact to 0.02 nats; evaluation stays cheap
 PARAGRAPH = "\n\n"
-SMALL = 2**20  # bytes of a text that is tokenised whole, in memory
-PIECE = 2**15  # bytes of a larger one that are at a time: an encoding takes 200 bytes for each
-BLOCK = 2**22  # bytes that are read at a time where nothing is tokenised
-FARTHEST = 2**20  # bytes before what is to be held out where a paragraph may begin
-COUNTED = 2**20  # tokens that are counted at a time
+SMALL = 2**20  # bytes of the largest text that is tokenised as a whole, in memory
+PIECE = 2**15  # bytes of a piece of a larger text: an encoding takes 200 bytes for each
+BLOCK = 2**22  # bytes read at a time if nothing is tokenised
+FARTHEST = 2**20  # bytes before the intended split in which a paragraph's end is searched
+COUNTED = 2**20  # tokens counted at a time
 IGNORE = -100
 
 
@@ -31,57 +31,57 @@ class Batch(NamedTuple):
     """Rows of tokens and their labels."""
 
     tokens: Array  # (batch, length)
-    labels: Array  # a token, or IGNORE where none is to be learned
-    offsets: Array | None  # where texts start that share rows, see Transformer.logits
-    asked: int  # labels that count
-    real: int  # tokens that are not padding
+    labels: Array  # a token, or IGNORE if it is not learned
+    offsets: Array | None  # starts of the texts that share rows, see Transformer.logits
+    asked: int  # number of labels that count in the loss
+    real: int  # number of tokens that are not padding
 
 
 class Source(Protocol):
-    """Where a run takes its batches from."""
+    """The batches of a run, by step."""
 
     def at(self, step: int) -> Batch:
         """Return the batch of one step."""
 
     def where(self, step: int) -> str:
-        """Return where in the text a batch comes from."""
+        """Return where in the text a batch comes from, in words."""
 
     def count(self, epochs: float) -> int:
-        """Return how many batches so many passes through the text are."""
+        """Return the number of batches in ``epochs`` passes through the text."""
 
 
 class Lessons(NamedTuple):
-    """What a model is to learn, and how it is examined."""
+    """The training data of a run: its batches, the held-out batches, and facts about them."""
 
     batches: Source
     held_out: list[Batch]
-    baseline: float  # loss of guessing by frequency alone
-    learned: int  # tokens
-    asked: int  # tokens that are held out
-    prompt: list[int]  # what a sample goes on from
-    told: str  # what of the text is left out
-    largest: tuple[int, int]  # rows of a batch and tokens in a row, at most
+    baseline: float  # held-out loss of predictions by token frequency only
+    learned: int  # number of tokens to train on
+    asked: int  # number of held-out tokens
+    prompt: list[int]  # tokens from which a sample starts
+    told: str  # message about truncated texts, or empty
+    largest: tuple[int, int]  # rows, and tokens in a row, of the largest batch
 
 
 class Text(NamedTuple):
-    """A text in two parts that share no paragraph; it stays where it is, and is read in pieces."""
+    """A text in two parts that share no paragraph; its file is read in pieces when needed."""
 
     name: str
     path: Path | None  # None: Python's documentation
-    opened: Callable[[], BinaryIO]
+    opened: Callable[[], BinaryIO]  # opens the text
     size: int  # bytes
-    cut: int  # bytes that are trained on
+    cut: int  # bytes of the training part, at the beginning
     held_out: str
-    digest: str  # of both parts: tells this text from others
+    digest: str  # SHA-256 of both parts
 
     def blocks(self) -> Iterator[tuple[bytes, str]]:
-        """Yield what is trained on, whole where it is small: bytes, and the characters in them."""
+        """Yield the training part in blocks of (bytes, their characters); one if it is small."""
         with self.opened() as file:
             yield from decoded(file, self.cut, SMALL if self.cut <= SMALL else PIECE)
 
 
 def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]:
-    """Yield the bytes up to a place in blocks, each with the characters that end in it."""
+    """Yield the first ``stop`` bytes of a file in blocks, and the characters that end in each."""
     decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     while read < stop and (data := file.read(min(size, stop - read))):
         before = read - len(decoder.getstate()[0])
@@ -126,16 +126,16 @@ def python_documentation() -> str:
 
 
 def split(name: str, text: str) -> Text:
-    """Return a text of the memory, split in two."""
+    """Return a text that is in memory, split into a training part and a held-out part."""
     data = text.encode()
     return _split(name, None, lambda: io.BytesIO(data))
 
 
 def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text:
-    """Hold out the end of a text, less the paragraphs that the rest holds too.
+    """Hold out the end of a text, without the paragraphs that the training part holds too.
 
-    The Python documentation repeats a fifth of its paragraphs; a loss on text that was
-    trained on would say nothing.
+    The Python documentation repeats a fifth of its paragraphs; a held-out loss on text of the
+    training part would be meaningless.
     """
     with opened() as file:
         size = file.seek(0, os.SEEK_END)
@@ -145,8 +145,8 @@ def _split(name: str, path: Path | None, opened: Callable[[], BinaryIO]) -> Text
         end = _last(file, size, int(min(characters * HELD_OUT_SHARE, HELD_OUT_CHARACTERS)))
         least = max(size // 2, end - FARTHEST)
         file.seek(least)
-        found = file.read(end - least).rfind(PARAGRAPH.encode())
-        cut = end if found < 0 else least + found + len(PARAGRAPH)  # else one long paragraph
+        last = file.read(end - least).rfind(PARAGRAPH.encode())
+        cut = end if last < 0 else least + last + len(PARAGRAPH)  # -1: one long paragraph
         file.seek(cut)
         paragraphs = file.read().decode().split(PARAGRAPH)
         file.seek(0)
@@ -171,29 +171,29 @@ def _counted(file: BinaryIO, size: int, path: Path | None) -> tuple[int, bool]:
 
 
 def _last(file: BinaryIO, size: int, characters: int) -> int:
-    """Return the byte at which the last so many characters begin."""
-    file.seek(max(0, size - 4 * characters))  # bytes of a character, at most
-    tail = file.read().decode(errors="ignore")  # but for the half of one at its start
+    """Return the byte at which the last ``characters`` characters begin."""
+    file.seek(max(0, size - 4 * characters))  # a character is at most 4 bytes
+    tail = file.read().decode(errors="ignore")  # ignores an incomplete character at the start
     return size - len(tail[len(tail) - characters :].encode())
 
 
 def _seen(file: BinaryIO, cut: int, wanted: set[str]) -> tuple[set[str], Any]:
-    """Return which of the wanted paragraphs a file has before the cut, and the digest of that."""
+    """Return which of the wanted paragraphs are in a file before the cut, and its digest so far."""
     seen, digest, rest = set[str](), hashlib.sha256(), ""
     for data, text in reading(decoded(file, cut, BLOCK), cut, "comparing"):
         digest.update(data)
         *whole, rest = (rest + text).split(PARAGRAPH)
         seen.update(wanted.intersection(map(str.strip, whole)))
-        if len(rest) > 2 * FARTHEST:  # longer than what is held out
+        if len(rest) > 2 * FARTHEST:  # longer than any held-out paragraph
             rest = rest[-FARTHEST:]
     seen.update(wanted.intersection([rest.strip()]))
     return seen, digest
 
 
 class Batches:
-    """Rows of tokens in a shuffled order; batch ``step`` depends on seed and step alone.
+    """Rows of tokens in a shuffled order; batch ``step`` depends only on the seed and the step.
 
-    Every epoch cuts the text into windows from another start and shuffles them anew.
+    Every epoch splits the text into windows from a different start, and shuffles them again.
     """
 
     def __init__(self, tokens: Array, *, batch: int, length: int, seed: int) -> None:
@@ -212,21 +212,22 @@ class Batches:
         return Batch(rows, rows, None, self.batch * (self.length - 1), rows.size)
 
     def where(self, step: int) -> str:
-        """Return where in the text a batch comes from."""
+        """Return the first tokens of a batch's rows, in words."""
         return f"rows from tokens {', '.join(map(str, self._rows(step)))}"
 
     def count(self, epochs: float) -> int:
-        """Return how many batches so many passes through the text are."""
+        """Return the number of batches in ``epochs`` passes through the text."""
         return math.ceil(epochs * self.windows / self.batch)
 
     def _rows(self, step: int) -> list[int]:
-        """Return the tokens at which the rows of a batch start."""
+        """Return the indices of the tokens at which the rows of a batch start."""
         numbers = range(step * self.batch, (step + 1) * self.batch)
         places = [divmod(number, self.windows) for number in numbers]
         return [int(self._starts(epoch)[place]) for epoch, place in places]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
     def _starts(self, epoch: int) -> Array:
+        """Return the shuffled starts of the windows of an epoch."""
         random = np.random.default_rng([self.seed, epoch])
         shift = random.integers(self.length)
         starts = random.permutation(self.windows)
@@ -236,7 +237,10 @@ class Batches:
 
 
 def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
-    """Return batches that ask for every token but the first once."""
+    """Return batches in which every token but the first is a label once.
+
+    Consecutive rows share a token: the last of one is the first of the next, without its label.
+    """
     if len(tokens) < 2:
         raise ConfigError("the text is too short to hold a part of it out; give more text")
     batches = []
@@ -248,15 +252,15 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
         for row, label, part in zip(rows, labels, parts, strict=True):
             row[: len(part)] = part
             label[1 : len(part)] = part[1:]
-        asked = sum(map(len, parts)) - len(parts)
-        batches.append(Batch(rows, labels, None, asked, asked + len(parts)))
+        count = sum(map(len, parts)) - len(parts)
+        batches.append(Batch(rows, labels, None, count, count + len(parts)))
     return batches
 
 
 def unigram_baseline(train: Array, asked: Array, vocabulary: int) -> float:
-    """Return the loss of guessing by frequency alone, in nats per token that is asked for.
+    """Return the loss of predicting the tokens in ``asked`` by frequency only, in nats per token.
 
-    Frequencies are counted in what is trained on, each plus one.
+    Frequencies are those of the training tokens, with one added to each count.
     """
     counts = np.ones(vocabulary)
     for start in range(0, len(train), COUNTED):

@@ -1,4 +1,4 @@
-"""Text to tokens and back, through the ``tokenizers`` package."""
+"""Loads, trains and uses tokenizers of the ``tokenizers`` package."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from ..errors import ConfigError
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
 BYTES = 256
-LONGEST_CHARACTER = 4  # bytes of one character in UTF-8, so tokens at most
+LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens at most
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -26,17 +26,17 @@ def load_tokenizer(folder: Path) -> Any:
         )
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the package raises no narrower class
+    except Exception as error:  # the package raises plain Exception
         raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
-    tokenizer.no_truncation()  # some files keep the lengths of an earlier call
+    tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
     tokenizer.no_padding()
     return tokenizer
 
 
 def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Any:
-    """Return a byte-level BPE tokenizer of at most this many tokens, learnt from text or pieces.
+    """Return a byte-level BPE tokenizer of at most ``vocabulary`` tokens, trained on a text.
 
-    The end of text is a token of its own, and so is each of ``special``.
+    ``text`` may be in pieces.  The end of text is one token, and so is each of ``special``.
 
     Every byte is a token, so that any text has an encoding (Sennrich et al., Neural Machine
     Translation of Rare Words with Subword Units, 2016).
@@ -64,18 +64,21 @@ def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequenc
 
 
 def encode(tokenizer: Any, text: str) -> Array:
-    """Return the tokens of a text, as int64, with no token that marks its start or end."""
+    """Return the tokens of a text as int64, without special tokens at its start and end."""
     return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
 
 def token_kind(tokenizer: Any) -> np.dtype[Any]:
-    """Return the smallest dtype that all tokens of a tokenizer go into."""
+    """Return the smaller of uint16 and uint32 that holds all tokens of a tokenizer."""
     most = max(tokenizer.get_vocab().values(), default=0)
     return np.dtype(np.uint16 if most < 2**16 else np.uint32)
 
 
 def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:
-    """Raise for a token that a model has no row for; one that no text needs may be there."""
+    """Raise for a token beyond the model's vocabulary among these tokens of a text.
+
+    Tokens that the text does not use are not checked.
+    """
     most = max(tokens, default=0)
     if most >= vocabulary:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The tokens of a text: in memory where it is small, else in a file that is mapped.
+"""The tokens of a text: in memory if it is small, else in a memory-mapped file.
 
-The file is found again by its name, which is a digest of the text and the tokenizer, so each text
-is tokenised once.  It is written beside its place and renamed.
+The file is named by a digest of text and tokenizer, so each text is tokenised only once.  It is
+written to a temporary name and renamed.
 """
 
 import hashlib
@@ -21,18 +21,18 @@ from .progress import reading
 from .text import PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
 
-CONTEXT = 256  # characters on either side of a seam: longer than what a token depends on
-AGREED = 8  # tokens before a seam that two pieces must agree in
-SPARE = 1.2  # room that is asked for, over what the first piece lets expect
+CONTEXT = 256  # characters on either side of a seam: longer than the context of a token
+AGREED = 8  # tokens before a seam that must be equal in both pieces
+SPARE = 1.2  # required disk space, as a multiple of the estimate from the first piece
 
 
 def tokens_of(text: Text, tokenizer: Any) -> Array:
-    """Return the tokens of what is trained on.
+    """Return the tokens of the training part of a text.
 
     Raises
     ------
     ConfigError
-        The file of the tokens would not fit on its disk.
+        The token file would not fit on its disk.
     """
     if text.cut <= SMALL:
         return encode(tokenizer, "".join(part for _, part in text.blocks()))
@@ -48,17 +48,17 @@ def tokens_of(text: Text, tokenizer: Any) -> Array:
                 f"{path.parent} cannot take the tokens of --text ({error.strerror or error}); make"
                 f" room there, or set {CACHE} to another folder"
             ) from None
-    found: Array = np.memmap(path, kind, "r")
-    return found
+    tokens: Array = np.memmap(path, kind, "r")
+    return tokens
 
 
 def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
-    """Tokenise a text into a file; another run that does the same is waited for."""
+    """Tokenise a text into a file, or wait for another run that does the same."""
     partial = path.with_suffix(path.suffix + ".partial")
     while not path.is_file():
         with partial.open("ab") as file:
             _lock(file)
-            if not _has(partial, file):  # who was waited for is done with it, or was stopped
+            if not _has(partial, file):  # the run that held the lock has finished or stopped
                 continue
             try:
                 if not path.is_file():
@@ -69,27 +69,29 @@ def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
 
 
 def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> None:
+    """Write the tokens of a text to an open file, after a check of the disk space."""
     file.truncate(0)
-    asked = False
+    checked = False
     blocks = reading(text.blocks(), text.cut, "tokenising")
     for part in tokenised(tokenizer, (block[1] for block in blocks)):
-        if not asked:
+        if not checked:
             needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
             check_room(Path(file.name), int(needed), f"the file of --text's tokens ({CACHE})")
-            asked = True
+            checked = True
         file.write(part.astype(kind).tobytes())
     file.flush()
     os.fsync(file.fileno())
 
 
 def _has(path: Path, file: BinaryIO) -> bool:
-    """Say whether an open file is still the one of its name."""
+    """Return whether an open file is still the one at its path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 def _lock(file: BinaryIO) -> None:
+    """Lock a file, where the system can; wait if another run holds the lock."""
     with suppress(ImportError):  # Windows
         import fcntl
 
@@ -101,18 +103,18 @@ def _lock(file: BinaryIO) -> None:
 
 
 def tokenised(tokenizer: Any, pieces: Iterable[str], context: int = CONTEXT) -> Iterator[Array]:
-    """Yield the tokens of a text that comes in pieces, as if it were encoded whole.
+    """Yield the tokens of a text that comes in pieces, as if it were encoded as a whole.
 
-    Each piece is encoded with the end of the one before it; where both agree, their tokens are
-    joined.  A word longer than the context may be cut in two where pieces meet.
+    Each piece is encoded with the end of the previous one; their tokens are joined at a seam where
+    both encodings agree.  A word longer than the context may be split where pieces meet.
     """
     text, done, before = "", 0, np.empty(0, np.int64)
-    coming = iter(pieces)
-    piece = next(coming, None)
+    remaining = iter(pieces)
+    piece = next(remaining, None)
     while piece is not None:
-        text, piece = text + piece, next(coming, None)
+        text, piece = text + piece, next(remaining, None)
         encoding, tokens, first = _encoded(tokenizer, text, done, before)
-        if first is None:  # no token begins there
+        if first is None:  # the encodings do not agree: encode without the previous piece
             text = text[done:]
             encoding, tokens, first = _encoded(tokenizer, text, 0, before)
         stop, end = len(tokens), len(text)
@@ -124,7 +126,11 @@ def tokenised(tokenizer: Any, pieces: Iterable[str], context: int = CONTEXT) -> 
 
 
 def _encoded(tokenizer: Any, text: str, done: int, before: Array) -> tuple[Any, Array, int | None]:
-    """Return an encoding, its tokens, and the first of them that is new; None: there is none."""
+    """Return an encoding, its tokens, and the index of the first one after ``done`` characters.
+
+    The index is None if no token begins there, or if the tokens before it are not those of
+    ``before``.
+    """
     encoding = tokenizer.encode(text, add_special_tokens=False)
     tokens = np.asarray(encoding.ids, np.int64)
     if not done:
@@ -138,7 +144,10 @@ def _encoded(tokenizer: Any, text: str, done: int, before: Array) -> tuple[Any, 
 
 
 def _seam(encoding: Any, count: int, most: int, end: int) -> tuple[int, int]:
-    """Return the last token that begins before a character, and where; else the end of all."""
+    """Return index and first character of the last token that begins at or before ``most``.
+
+    If none is suitable, return the number of tokens and the end of the text.
+    """
     for token in range(count - 1, 0, -1):
         place = encoding.token_to_chars(token)
         if place is None or place[0] > most:
@@ -152,7 +161,7 @@ def _seam(encoding: Any, count: int, most: int, end: int) -> tuple[int, int]:
 
 
 def _begins(encoding: Any, token: int, place: int) -> bool:
-    """Say whether a token begins with this character, and no other token has a part of that."""
+    """Return whether a token begins at this character, and no other token has a part of it."""
     here = encoding.token_to_chars(token)
     last = encoding.token_to_chars(token - 1) if token else (0, 0)
     return bool(here and last and here[0] == place and last[1] <= place and last[0] < place)

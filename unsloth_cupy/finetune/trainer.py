@@ -1,7 +1,7 @@
-"""The training loop: steps, evaluations, checkpoints, and how it stops and goes on.
+"""The training loop: steps, evaluations, checkpoints, stopping and resuming.
 
-Step ``n`` takes batch ``n`` and the rate of ``n``, whatever ran before in this process; so a run
-that goes on from a checkpoint ends with the bits of one that never stopped.
+Step ``n`` takes batch ``n`` and the learning rate of ``n``, whatever ran before in this process; so
+a run resumed from a checkpoint ends with the same bits as one that never stopped.
 """
 
 import math
@@ -35,13 +35,13 @@ from .text import Batch, Lessons
 if TYPE_CHECKING:
     from ..models import Transformer
 
-BETAS = (0.9, 0.95)  # the second moment of so short a run must forget faster than by 0.999
-LAST_RATE = 0.1  # share of the learning rate at the end
-WARMUP_SHARE = 0.05
+BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
+LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
+WARMUP_SHARE = 0.05  # of the steps
 
 
 class Trainer(Saving):
-    """A model, its optimizer and how far they have come."""
+    """Trains a model: its optimizer, data, settings, and the number of steps done."""
 
     def __init__(
         self,
@@ -68,26 +68,26 @@ class Trainer(Saving):
         self.copies = self.engine.copies(plan.dtype)
         if model.adapter is None:
             optimizer.keep_copies(self.copies)
-        model.parameters = model.parameters | self.copies  # an adapter's own stay float32
+        model.parameters = model.parameters | self.copies  # the adapter's parameters stay float32
         model.chunked_mlp = plan.chunked_mlp
         self.optimizer = self.engine.optimizer(optimizer)
-        if isinstance(self.optimizer, Zero1):  # which keeps a part of them alone
+        if isinstance(self.optimizer, Zero1):  # it holds only this rank's part of the masters
             self.masters = {}
         self.scaler, self.stop = plan.precision.scaler(), Stop()
         self.step, self.seconds = 0, 0.0
-        self.begun = -1  # the step up to which the log is this run's
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of a step
-        self.unproven: str | None = None  # the newest checkpoint, while nothing has come of it
+        self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
+        self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
 
     def train(self, stop: Stop) -> None:
-        """Run the steps that are left; the log and the checkpoints tell of them.
+        """Run the remaining steps, and write the log and the checkpoints.
 
         Raises
         ------
         Interrupted
-            The run was asked to stop; if it has begun, the last whole step is saved.
+            The run was requested to stop; if the log has a line, the last complete step is saved.
         ConfigError
-            The disk has no room for what will be saved.
+            The disk has no room for the checkpoints.
         """
         self.stop, steps, ranks = stop, self.plan.steps, self.ranks
         if ranks.first:
@@ -103,7 +103,7 @@ class Trainer(Saving):
         with (
             Progress(self.step, steps) as progress,
             self.memory.watched(held),
-            np.errstate(over="ignore", invalid="ignore"),  # what is not finite is looked for
+            np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
         ):
             try:
                 self._evaluate_if_due(progress)
@@ -117,26 +117,27 @@ class Trainer(Saving):
                     if self.step % self.plan.save_every == 0 or self.step == steps:
                         self.save()
             except Interrupted:
-                if ranks.told(bool(self.run.lines())):
+                if ranks.broadcast(bool(self.run.lines())):
                     self.save()
                 raise
 
     def _evaluate_if_due(self, progress: Progress) -> None:
-        """Evaluate, unless a run that stopped here has."""
+        """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
-        if due and not self.ranks.told(self.run.evaluated(self.step)):
+        if due and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with self.stop.leaving(f"the held-out loss after step {self.step}"):
                 self._evaluate(progress)
 
     def _one_step(self, progress: Progress) -> None:
+        """Run a step and log it; raise if loss or gradients are not finite."""
         started, scaler = time.perf_counter(), self.scaler
         slowed = self.memory.begin_step()
         with self.stop.leaving(f"step {self.step + 1}"):
             loss, count, gradients = self._gradients()
-            check_errors()  # a loss that was read has been waited for
+            check_errors()  # reading the loss has waited for the GPU: errors are known now
         self.stop.finishing(f"the update of step {self.step + 1}")
-        found = self.engine.measured(gradients, self.plan.max_norm, scaler)
-        norm, finite = float(found.norm), bool(found.finite)
+        measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
+        norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
         rate = cosine_schedule(
@@ -146,10 +147,10 @@ class Trainer(Saving):
             steps=self.plan.steps,
             minimum=LAST_RATE,
         )
-        self.optimizer.step(gradients, lr=rate, finite=found.finite, factor=found.factor)
-        scaler.update(found.finite)
+        self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
+        scaler.update(measure.finite)
         self.step += 1
-        if self.unproven and self.ranks.first:  # its weights gave a loss that is fine
+        if self.unproven and self.ranks.first:  # its weights gave a finite loss
             self.run.drop_checkpoints(before=self.unproven)
         self.unproven = None
         seconds = time.perf_counter() - started
@@ -168,26 +169,27 @@ class Trainer(Saving):
         progress.step(line)
 
     def _log(self, line: dict[str, Any]) -> None:
+        """Append a line to the log, on rank 0."""
         if self.ranks.first:
             self.run.append(line)
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:
-        """Return the mean loss of a step's batches, their tokens, and the mean's gradients."""
+        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
         first = self.step * self.plan.accumulate
         numbers = range(first, first + self.plan.accumulate)
         batches = [self.lessons.batches.at(number) for number in numbers]
-        asked = max(1, sum(batch.asked for batch in batches))
+        count = max(1, sum(batch.asked for batch in batches))
 
-        mine = [self._placed(self.ranks.rows(batch)) for batch in batches]
+        own = [self._placed(self.ranks.rows(batch)) for batch in batches]
         options: dict[str, Any] = {"scaler": self.scaler, "checkpoint": self.plan.checkpoint}
-        found = self.engine.gradients(mine, asked, **options)
+        pairs = self.engine.gradients(own, count, **options)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:
                 self.stop.check()
                 with self._watched(number):
-                    each = next(found, None)
-                if each is None:  # a pipeline passes all of them at once
+                    each = next(pairs, None)
+                if each is None:  # a pipeline runs all batches in its first pass
                     return
                 yield each
 
@@ -197,8 +199,8 @@ class Trainer(Saving):
     def _evaluate(self, progress: Progress) -> None:
         """Log the loss on the held-out text, in nats per token."""
         batches = self.lessons.held_out
-        asked = [batch.asked for batch in batches]
-        losses = self.engine.held_out([self._placed(batch) for batch in batches], asked)
+        counts = [batch.asked for batch in batches]
+        losses = self.engine.held_out([self._placed(batch) for batch in batches], counts)
         total, count = 0.0, 0
         for number, (batch, loss) in enumerate(zip(batches, losses, strict=True)):
             if not math.isfinite(loss):
@@ -216,19 +218,19 @@ class Trainer(Saving):
         progress.evaluated(line)
 
     def _placed(self, batch: Batch) -> dict[str, Any]:
-        """Return the arrays of a batch where the model is, by the names of its methods."""
+        """Return the arrays of a batch on the model's device, by the names of loss arguments."""
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
         table = self.model.table
         return {n: a if a is None else placed(a, table) for n, a in arrays.items()}
 
     @property
     def _scale_may_shrink(self) -> bool:
-        """Whether a gradient that is not finite is the scaler's matter."""
+        """Whether the loss scaler handles a gradient that is not finite, by a smaller scale."""
         return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
 
     @contextmanager
     def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
-        """Stop where the first value that is not finite appears, if that was asked for."""
+        """With --find-nan, stop at the first value that is not finite in a ``with`` block."""
         if not self.find_nan:
             yield
             return

@@ -1,4 +1,4 @@
-"""A ``TrainingConfig`` in a file: JSON, or TOML where the name ends in .toml.
+"""Reads a ``TrainingConfig`` from a file: TOML if its name ends in .toml, else JSON.
 
 {"batch_size": 4, "max_seq_len": 512, "gradient_accumulation_steps": 2,
  "mixed_precision": {"compute_dtype": "bfloat16"}, "checkpoint": {"checkpoint_every": 2}}
@@ -19,14 +19,14 @@ PARTS: Mapping[str, Any] = {"mixed_precision": MixedPrecisionConfig, "checkpoint
 
 
 class Settings(NamedTuple):
-    """What a TrainingConfig says to ``finetune``."""
+    """The values of a TrainingConfig as ``finetune`` uses them."""
 
-    options: dict[str, Any]  # by the names of options, whose defaults they are
-    rest: dict[str, Any]  # by the names of Settings: what no option says
+    options: dict[str, Any]  # new defaults of command-line options, by name
+    rest: dict[str, Any]  # values without an option, by the names of ``settings.Settings``
 
 
 def read_training_config(path: Path) -> Settings:
-    """Return what a file says; what it leaves out is as in ``TrainingConfig()``.
+    """Return the values of a file; names that it omits have the defaults of ``TrainingConfig``.
 
     Raises
     ------
@@ -39,23 +39,23 @@ def read_training_config(path: Path) -> Settings:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}; name a readable file") from None
     except (ValueError, RecursionError) as error:
-        kind = "TOML" if path.suffix.lower() == ".toml" else "JSON"
+        syntax = "TOML" if path.suffix.lower() == ".toml" else "JSON"
         raise ConfigError(
-            f"--config {path} cannot be read as {kind}: {error}; correct it"
+            f"--config {path} cannot be read as {syntax}: {error}; correct it"
         ) from None
     try:
         values = _known("", values, TrainingConfig)
-        for part, config in PARTS.items():
+        for part, kind in PARTS.items():
             if part in values:
-                values[part] = config(**_known(f"{part}.", values[part], config))
-        found = TrainingConfig(**values)
+                values[part] = kind(**_known(f"{part}.", values[part], kind))
+        config = TrainingConfig(**values)
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from None
-    precision, checkpoint = found.mixed_precision, found.checkpoint
+    precision, checkpoint = config.mixed_precision, config.checkpoint
     every = checkpoint.checkpoint_every if checkpoint.enabled else None
     options = {
-        "batch": found.batch_size, "tokens": found.max_seq_len,
-        "accumulate": found.gradient_accumulation_steps, "dtype": precision.compute_dtype,
+        "batch": config.batch_size, "tokens": config.max_seq_len,
+        "accumulate": config.gradient_accumulation_steps, "dtype": precision.compute_dtype,
         "checkpoint_every": every,
     }  # fmt: skip
     rest = {
@@ -66,7 +66,7 @@ def read_training_config(path: Path) -> Settings:
 
 
 def _known(part: str, values: Any, config: Any) -> dict[str, Any]:
-    """Return an object whose names are all those of a config."""
+    """Return an object of the file as a dict, or raise if it has a name that the config has not."""
     names = [field.name for field in dataclasses.fields(config)]
     if not isinstance(values, Mapping):
         name = part.removesuffix(".") or "the file"

@@ -1,4 +1,4 @@
-"""Kernels compiled by NVRTC for an architecture, with no GPU, and what ptxas says of them."""
+"""Compiles kernels with NVRTC without a GPU, and reads their resources from the log of ptxas."""
 
 import functools
 import re
@@ -8,7 +8,7 @@ from ..core import gpu
 from ..errors import KernelError
 
 VERBOSE = ("--ptxas-options=-v",)
-# Of an SM: threads, blocks, bytes of shared memory; all have 65,536 registers.
+# Limits of an SM: threads, blocks, bytes of shared memory.  All have 65,536 registers.
 PROCESSOR = {
     80: (2048, 32, 164 << 10),
     86: (1536, 16, 100 << 10),
@@ -20,12 +20,12 @@ PROCESSOR = {
 
 
 class Resources(NamedTuple):
-    """What ptxas says of a kernel: registers of a thread, and bytes."""
+    """The resources of a compiled kernel, as ptxas reports them."""
 
-    registers: int
-    shared: int
-    local: int
-    spilled: int
+    registers: int  # of a thread
+    shared: int  # bytes of static shared memory of a block
+    local: int  # bytes of a thread's stack frame
+    spilled: int  # bytes of spill stores and loads
 
 
 def version() -> tuple[int, int]:
@@ -34,7 +34,7 @@ def version() -> tuple[int, int]:
     Raises
     ------
     ImportError, RuntimeError
-        There is no CuPy, or no NVRTC.
+        CuPy or NVRTC is not installed.
     """
     major, minor = gpu.cupy().cuda.nvrtc.getVersion()
     return major, minor
@@ -46,24 +46,25 @@ def compiled(
     more: tuple[str, ...] = VERBOSE,
     options: tuple[str, ...] | None = None,
 ) -> tuple[bytes, str]:
-    """Return the cubin of a translation unit, as ``cupy.RawModule`` makes it, and ptxas's log.
+    """Return the cubin of a translation unit, as ``cupy.RawModule`` compiles it, and ptxas's log.
 
-    Options are those that the library compiles it with, unless others are given.
+    ``options`` are by default those that the library uses for this source; ``more`` are added.
 
     Raises
     ------
     KernelError
-        It does not compile.
+        The source does not compile.
     """
     cupy = gpu.cupy()
     nvrtc, core = cupy.cuda.nvrtc, cupy._core.core
     options = gpu.compiler_options(source) if options is None else options
-    given = core.assemble_cupy_compiler_options((*options, *more))
-    own = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
+    with_includes = core.assemble_cupy_compiler_options((*options, *more))
+    cupy_options = ("-ftz=true", f"-arch=sm_{architecture}", "--device-as-default-execution-space")
     program = nvrtc.createProgram(source, "unit.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*given, *own))
-        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)  # CuPy drops a byte
+        nvrtc.compileProgram(program, (*with_includes, *cupy_options))
+        # CuPy's getCUBIN drops the last byte
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         raise KernelError(f"{nvrtc.getProgramLog(program)}\n{source}") from error
     finally:
@@ -72,7 +73,7 @@ def compiled(
 
 @functools.lru_cache(maxsize=1024)
 def resources(source: str, kernel: str, architecture: int) -> Resources | None:
-    """Return what a kernel of a translation unit takes; None where NVRTC is not installed."""
+    """Return the resources of a kernel in a translation unit; None if NVRTC is not installed."""
     try:
         version()
     except (ImportError, RuntimeError):
@@ -81,7 +82,7 @@ def resources(source: str, kernel: str, architecture: int) -> Resources | None:
 
 
 def read_log(log: str) -> dict[str, Resources]:
-    """Return the resources of every kernel that ptxas speaks of."""
+    """Return the resources of every kernel in a log of ptxas, by name."""
     pattern = (
         r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
         r" (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
@@ -101,7 +102,9 @@ def occupancy(architecture: int, registers: int, shared: int, threads: int) -> i
     """
     most, blocks, per_sm = PROCESSOR[architecture]
     warps = -(-threads // 32)
-    by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // warps  # 256 at a time
-    by_shared = per_sm // (-(-(shared + 1024) // 128) * 128)  # 1 KiB of a block is the system's
+    # a warp's registers are allocated in units of 256
+    by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // warps
+    # the system reserves 1 KiB of shared memory for each block
+    by_shared = per_sm // (-(-(shared + 1024) // 128) * 128)
     resident = min(blocks, most // 32 // warps, by_registers, by_shared)
     return 100 * resident * warps * 32 // most

@@ -1,4 +1,4 @@
-"""GPUs by name: what decides launches, and the rates that bound a call, as their makers state."""
+"""GPUs by name: the properties that launches depend on, and rates from datasheets for floors."""
 
 import re
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ class Card(NamedTuple):
     processors: int
     bandwidth: float | None = None
     products: float | None = None  # of float16 and bfloat16, summed in float32
-    products32: float | None = None  # of float32, which tensor cores do not multiply here
+    products32: float | None = None  # of float32, without tensor cores (no TF32)
 
     @property
     def limits(self) -> Limits:
-        """What the tables of launches are resolved against."""
+        """The limits by which a kernel's launch chooses its configuration."""
         shared = SHARED[self.architecture] << 10
         return Limits(self.architecture, shared, self.processors, self.architecture >= 90)
 
     def rate(self, dtype: Any, family: str = "") -> float | None:
-        """Return the TFLOP/s of products of a dtype; those of 8-bit codes count twice."""
+        """Return the TFLOP/s of products of a dtype, doubled for 8-bit codes; None if unknown."""
         wide = getattr(dtype, "name", str(dtype)) in ("float32", "float64")
         known = self.products32 if wide and family != "quantized" else self.products
         return known if known is None or family != "quantized" else 2 * known
@@ -35,7 +35,7 @@ class Card(NamedTuple):
 
 # KiB of shared memory of a block: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# SMs of the largest GPU of an architecture, where none is stated.
+# SMs of the largest GPU of each architecture: the default if only the architecture is known.
 PROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 CARDS: Mapping[str, Card] = {
     # NVIDIA A100 Tensor Core GPU datasheet: 2,039 and 1,555 GB/s, 312 and 19.5 TFLOPS
@@ -61,51 +61,51 @@ CARDS: Mapping[str, Card] = {
     "rtx5090": Card("RTX 5090", 120, 170, 1792, 209.5, 104.8),
 }
 NAMES = (*CARDS, *(f"sm_{each}" for each in SHARED))
-STATED = 'a mapping such as {"architecture": 90, "bandwidth": 4800, "products": 989.5}'
+EXAMPLE = 'a mapping such as {"architecture": 90, "bandwidth": 4800, "products": 989.5}'
 
 
-def card_of(given: Any) -> Card:
-    """Return the card that a name, an architecture or a mapping stands for."""
-    if isinstance(given, Card):
-        return _checked(given._asdict())
-    if hasattr(given, "_asdict"):
-        return _checked(given._asdict())
-    if isinstance(given, Mapping):
-        return _checked(dict(given))
-    name = re.sub(r"[\s_-]|nvidia|geforce", "", str(given).lower())
+def card_of(device: Any) -> Card:
+    """Return the card of a name ("h200"), an architecture ("sm_90"), a mapping or a NamedTuple."""
+    if isinstance(device, Card):
+        return _checked(device._asdict())
+    if hasattr(device, "_asdict"):
+        return _checked(device._asdict())
+    if isinstance(device, Mapping):
+        return _checked(dict(device))
+    name = re.sub(r"[\s_-]|nvidia|geforce", "", str(device).lower())
     if name in CARDS:
         return CARDS[name]
     number = re.fullmatch(r"sm(\d+)a?", name)
     if number is not None:
         return _checked({"architecture": int(number[1])})
     known = ", ".join(NAMES)
-    raise ConfigError(f"explain(device={given!r}): choose from {known}, or pass {STATED}")
+    raise ConfigError(f"explain(device={device!r}): choose from {known}, or pass {EXAMPLE}")
 
 
 def card_here(number: int) -> Card:
-    """Return the GPU of this number, with the rates of its name where they are known."""
-    there = gpu.cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
+    """Return the GPU of this number in this machine, with the rates of its name if known."""
+    gpu_name = gpu.cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
     limits = gpu.limits_of(number)
-    words = re.sub(r"[\s-]", "", there.lower())
-    found = [key for key in CARDS if key in words]
-    known = CARDS[max(found, key=len)] if found else None
+    words = re.sub(r"[\s-]", "", gpu_name.lower())
+    matches = [key for key in CARDS if key in words]
+    known = CARDS[max(matches, key=len)] if matches else None
     rates = known[3:] if known is not None and known.architecture == limits.architecture else ()
-    return Card(there, limits.architecture, limits.processors, *rates)
+    return Card(gpu_name, limits.architecture, limits.processors, *rates)
 
 
-def _checked(given: dict[str, Any]) -> Card:
-    """Return the card of such fields; those that are missing are not stated."""
-    shown = f"explain(device={given!r})"
-    if strange := given.keys() - set(Card._fields):
-        names = ", ".join(sorted(map(str, strange)))
-        raise ConfigError(f"{shown}: {names} is not among {', '.join(Card._fields)}; pass {STATED}")
-    architecture = given.get("architecture")
+def _checked(fields: dict[str, Any]) -> Card:
+    """Return the card of these fields, or raise a ConfigError; missing rates are unknown."""
+    call = f"explain(device={fields!r})"
+    if unknown := fields.keys() - set(Card._fields):
+        names = ", ".join(sorted(map(str, unknown)))
+        raise ConfigError(f"{call}: {names} is not among {', '.join(Card._fields)}; pass {EXAMPLE}")
+    architecture = fields.get("architecture")
     if architecture not in SHARED:
         known = ", ".join(map(str, SHARED))
-        raise ConfigError(f"{shown}: architecture is not one of {known}; pass {STATED}")
+        raise ConfigError(f"{call}: architecture is not one of {known}; pass {EXAMPLE}")
     for name in ("processors", "bandwidth", "products", "products32"):
-        value = given.get(name)
+        value = fields.get(name)
         if value is not None and not (is_number(value) and 0 < value < float("inf")):
-            raise ConfigError(f"{shown}: {name} is not a number above 0; pass {STATED}")
-    fields = {"name": f"sm_{architecture}", "processors": PROCESSORS[architecture], **given}
-    return Card(**fields)
+            raise ConfigError(f"{call}: {name} is not a number above 0; pass {EXAMPLE}")
+    values = {"name": f"sm_{architecture}", "processors": PROCESSORS[architecture], **fields}
+    return Card(**values)

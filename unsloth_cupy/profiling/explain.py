@@ -1,10 +1,10 @@
-"""What a call would do, learned from a run of it on shapes alone.
+"""Explains what a call would do on a GPU, from a run of it on arrays without elements.
 
     print(explain(attention, q, k, v, causal=True, device="h200"))
     print(explain(model.loss_and_gradients, tokens, labels, device="rtx4090"))
 
-Its launches run as they do where there is a GPU, on arrays that have no elements, and what they ask
-of the machine is written down: a kernel to be compiled, its start, an array.
+The launch code of the ops runs as it does on a GPU, on planned arrays, which have a shape and a
+dtype only.  A recorder notes the kernels, launches and arrays that it requests.
 """
 
 import re
@@ -32,22 +32,23 @@ def explain(
 ) -> Explanation:
     """Return what a call does: kernels and why, launches, bytes, operations, floors in time.
 
-    Nothing is computed: the call runs on arrays that have shapes and dtypes and no elements, and
-    launches are written down.  Where an op does alike steps in a loop, such as chunks of rows, it
-    has one of them.  A floor is the longer of two times: of the bytes that the call must move, each
-    array once, at the card's bandwidth, and of its products at the card's rate.  Masks and
-    lengths, whose values are not known, are taken to hide nothing.
+    Nothing is computed: the call runs on arrays that have shapes and dtypes but no elements, and
+    its launches are recorded.  If an op repeats equal steps in a loop, such as chunks of rows, one
+    of them is recorded.  A floor is the longer of two times: that of the bytes that the call must
+    move, each array once, at the card's bandwidth, and that of its products at the card's rate.
+    The values of masks and lengths are unknown, so they are assumed to hide nothing.
 
     Parameters
     ----------
     function : callable
         An op, a function made of ops, or a method of a model.
     *args, **options
-        Of the call; arrays of any library, or ``shape(sizes, dtype)`` in their place.
+        Arguments of the call: arrays of any library, or ``shape(sizes, dtype)`` in their place.
     device : str or mapping, optional
         Name of a card ("h200", "rtx4090"), an architecture ("sm_86"), or a mapping or NamedTuple
-        with ``architecture`` and, where known, ``processors``, ``bandwidth`` in GB/s, ``products``
-        in TFLOP/s of 16-bit floats and ``products32`` of float32.  By default where the arrays are.
+        with ``architecture`` and, if known, ``processors``, ``bandwidth`` in GB/s, ``products``
+        in TFLOP/s of 16-bit floats and ``products32`` of float32.  By default the device of the
+        arrays.
 
     Returns
     -------
@@ -57,19 +58,19 @@ def explain(
     Raises
     ------
     ConfigError
-        The device is not known, shapes are given without one, or function is not callable.
+        The device is unknown, shapes are passed without one, or function is not callable.
     ShapeError, DTypeError
-        As the call itself.
+        The call itself would raise it.
     """
     if not callable(function):
         raise ConfigError(f"explain({function!r}): function is not callable; pass an op")
     owner = getattr(function, "__self__", None)
-    found = [
+    arrays = [
         *arrays_of(args),
         *arrays_of(options),
         *(() if owner is None else arrays_of(vars(owner))),
     ]
-    card = _here(found) if device is None else card_of(device)
+    card = _card_of_arrays(arrays) if device is None else card_of(device)
     kind: Any = PlannedOnHost if card is None else Planned
     recorder = Recorder(card)
     machine = None if card is None else Described(card.limits)
@@ -82,16 +83,18 @@ def explain(
 
 
 class HasLaunches(Protocol):
-    """What launches are written to."""
+    """A recorder of launches."""
 
     launches: list[Launch]
 
 
 class Described:
-    """The GPU that is spoken of: planned arrays live there, and nothing runs."""
+    """A target for a described GPU: it owns planned arrays, and records launches instead of them.
+
+    ``maps`` says whether compiler and driver support tensor maps.
+    """
 
     def __init__(self, limits: Limits, *, maps: bool = True) -> None:
-        """Take the limits, and whether compiler and driver know tensor maps."""
         self.known = limits, maps
         if maps:
             self.tensor_map = lambda box, array: np.void(bytes(BYTES))
@@ -103,11 +106,11 @@ class Described:
         return hash(self.known)
 
     def owns(self, array: Any) -> bool:
-        """Say whether array is a planned array of a GPU."""
+        """Return whether an array is a planned array of a GPU."""
         return array.__class__ is Planned
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
-        """Return a launch that is written down."""
+        """Return a function that records a launch of the kernel."""
         file = re.findall(r'^#include "([^"]+\.cu)"', source, re.M)[-1]
         constants = dict(re.findall(r"^constexpr \w+ (\w+) = ([^;]+);", source, re.M))
         constants |= dict(re.findall(r"^using (\w+) = ([^;]+);", source, re.M))
@@ -140,31 +143,31 @@ class Described:
 
 
 class Recorder:
-    """What calls of ops ask for: a step for each that no other op makes."""
+    """Records calls of ops: a step for each call that is not inside another op's."""
 
     def __init__(self, card: Card | None) -> None:
         self.card = card
         self.steps: list[Step] = []
-        self.launches: list[Launch] = []
-        self.outside: list[Launch] = []  # of no op, such as those of an optimizer
-        self.sizes: list[int] = []
-        self.defined: list[str] = []  # why, of the calls that are under way
-        self.depth = 0
+        self.launches: list[Launch] = []  # of the running call
+        self.outside: list[Launch] = []  # launches of no op, such as those of an optimizer
+        self.sizes: list[int] = []  # bytes of all arrays
+        self.defined: list[str] = []  # reasons why definitions ran in the running call
+        self.depth = 0  # 1 inside a call, else 0
 
     def take(self, size: int) -> int:
-        """Enter an array."""
+        """Record an allocated array of ``size`` bytes; return its number."""
         self.sizes.append(size)
         return len(self.sizes) - 1
 
     def give_back(self, number: int) -> None:
-        """Leave everything as it is."""
+        """Do nothing when an array is freed."""
 
     def begin(self) -> None:
-        """Leave out what was before the call."""
+        """Forget what was recorded before the call."""
         self.steps, self.launches, self.outside, self.sizes = [], [], [], []
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return what runs in place of a call, or of the definition inside of one."""
+        """Return a function that records a call, or the definition inside one, and runs it."""
 
         def definition(arrays: list[Any], options: dict[str, Any]) -> Any:
             if self.depth == 1:
@@ -174,7 +177,7 @@ class Recorder:
         def call(arrays: list[Any], options: dict[str, Any]) -> Any:
             if self.depth:
                 return run(arrays, options)
-            given = dict(zip(op.names, arrays, strict=True))
+            operands = dict(zip(op.names, arrays, strict=True))
             self.outside += self.launches
             before, self.launches, self.defined = len(self.sizes), [], []
             self.depth = 1
@@ -182,28 +185,28 @@ class Recorder:
                 result = run(arrays, options)
             finally:
                 self.depth = 0
-            self.steps.append(self.step(op, given, options, result, self.sizes[before:]))
+            self.steps.append(self.step(op, operands, options, result, self.sizes[before:]))
             self.launches = []
             return result
 
         return call if why is None else definition
 
     def step(
-        self, op: Any, given: dict[str, Any], options: Any, result: Any, sizes: list[int]
+        self, op: Any, operands: dict[str, Any], options: Any, result: Any, sizes: list[int]
     ) -> Step:
-        """Return what a call has done."""
+        """Return the step of a finished call; ``sizes`` are the bytes of each allocated array."""
         from .counts import counts
 
-        arrays = {name: a for name, a in given.items() if hasattr(a, "nbytes")}
-        moved, count = counts(op, given, options, result)
-        dtype = dtype_of(op, list(given.values()))
+        arrays = {name: a for name, a in operands.items() if hasattr(a, "nbytes")}
+        moved, count = counts(op, operands, options, result)
+        dtype = dtype_of(op, list(operands.values()))
         floor, bound = self.floor(moved, count, dtype, op.__module__.split(".")[2:3])
-        named = [f"{n}{tuple(a.shape)} {a.dtype}" for n, a in arrays.items()]
-        named += [f"{n}={value}" for n, value in options.items() if _says(value)]
-        why = self.defined[0] if self.defined else "its launch takes such arrays and options"
+        arguments = [f"{n}{tuple(a.shape)} {a.dtype}" for n, a in arrays.items()]
+        arguments += [f"{n}={value}" for n, value in options.items() if _is_shown(value)]
+        why = self.defined[0] if self.defined else "its launch supports these arrays and options"
         return Step(
             op=op.__name__,
-            arguments=", ".join(named),
+            arguments=", ".join(arguments),
             kernel=not self.defined,
             why=why,
             launches=tuple(self.launches),
@@ -216,15 +219,16 @@ class Recorder:
         )
 
     def floor(self, moved: int, count: int, dtype: Any, family: Any) -> tuple[float | None, str]:
-        """Return the seconds that a call takes at least, and what bounds it."""
+        """Return the minimum seconds of a call, and what bounds it: memory or products."""
         card = self.card
         if card is None or card.bandwidth is None:
             return None, ""
-        reading, rate = moved / card.bandwidth / 1e9, card.rate(dtype, "".join(family))
+        memory_time, rate = moved / card.bandwidth / 1e9, card.rate(dtype, "".join(family))
         if count and rate is None:
             return None, ""
-        multiplying = count / rate / 1e12 if count and rate else 0.0
-        return max(reading, multiplying), "products" if multiplying > reading else "memory"
+        product_time = count / rate / 1e12 if count and rate else 0.0
+        bound = "products" if product_time > memory_time else "memory"
+        return max(memory_time, product_time), bound
 
 
 _recorder: ContextVar[HasLaunches | None] = ContextVar("recorder", default=None)
@@ -232,7 +236,7 @@ _recorder: ContextVar[HasLaunches | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def recording(recorder: HasLaunches) -> Iterator[None]:
-    """Write launches of described GPUs down, inside a ``with`` block."""
+    """Record the launches of described GPUs inside a ``with`` block."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -240,12 +244,13 @@ def recording(recorder: HasLaunches) -> Iterator[None]:
         _recorder.reset(token)
 
 
-def _says(value: Any) -> bool:
+def _is_shown(value: Any) -> bool:
+    """Return whether an option is shown: not None, False or an array."""
     return value is not None and value is not False and not hasattr(value, "nbytes")
 
 
-def _here(arrays: list[Any]) -> Card | None:
-    """Return the GPU that arrays are on; None for the host."""
+def _card_of_arrays(arrays: list[Any]) -> Card | None:
+    """Return the GPU that the arrays are on; None for the host."""
     for array in arrays:
         if gpu.is_cupys(array.__class__):
             return card_here(gpu.number(array))

@@ -1,4 +1,4 @@
-"""What ``explain`` returns: calls with their launches, and tables of them."""
+"""The result of ``explain``: the calls of ops with their launches, and the tables of them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from .cards import Card
 
 
 class Launch(NamedTuple):
-    """One start of a kernel.
+    """One launch of a kernel.
 
     ``shared`` is the dynamic shared memory of a block in bytes, ``source`` the translation unit,
-    ``architecture`` what it is compiled for, as 86 for sm_86.
+    ``architecture`` the compute capability that it is compiled for, as 86 for sm_86.
     """
 
     kernel: str
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
 
     @property
     def resources(self) -> Resources | None:
-        """What the compiled kernel takes; None without NVRTC.  Compiling takes about a second."""
+        """Resources of the compiled kernel; None without NVRTC.  Compiling takes about a second."""
         return resources(self.source, self.kernel, self.architecture) if self.source else None
 
     @property
@@ -42,7 +42,7 @@ class Launch(NamedTuple):
         return occupancy(self.architecture, used.registers, shared, threads)
 
     def __str__(self) -> str:
-        """Return it in a line."""
+        """Return the launch as a line of text."""
         grid, block = (" x ".join(map(str, sizes)) for sizes in (self.grid, self.block))
         shared = f", {format_bytes(self.shared)} of shared memory" if self.shared else ""
         return f"{self.kernel} of {self.file}: grid {grid}, block {block}{shared}"
@@ -51,9 +51,9 @@ class Launch(NamedTuple):
 class Step(NamedTuple):
     """One call of an op.
 
-    ``arrays`` and ``allocated_bytes`` count what it allocates, results among it; ``moved`` the
-    bytes that it must move, ``operations`` those of its products; ``floor`` is in seconds, None
-    where no rate is known, and ``bound`` says which of the two it is: memory or products.
+    ``arrays`` and ``allocated_bytes`` count the arrays that it allocates, with its results;
+    ``moved`` is the bytes that it must move, ``operations`` those of its products; ``floor`` is in
+    seconds, None if no rate is known, and ``bound`` is what determines it: memory or products.
     """
 
     op: str
@@ -74,20 +74,20 @@ class Step(NamedTuple):
         return "kernel" if self.kernel else "definition"
 
     def __str__(self) -> str:
-        """Return the call as lines."""
+        """Return the call as lines of text."""
         rows = [("call", self.arguments), ("runs as", f"{self.ran_as}: {self.why}")]
         for launch in self.launches:
             rows.append(("launch", str(launch)))
             if launch.constants:
-                named = ", ".join(f"{name}={value}" for name, value in launch.constants.items())
-                rows.append(("", named))
+                constants = ", ".join(f"{name}={value}" for name, value in launch.constants.items())
+                rows.append(("", constants))
             if (used := launch.resources) is not None:
                 spilled = f", {used.spilled} bytes spilled" if used.spilled else ""
-                took = f"{used.registers} registers of a thread{spilled}"
+                registers = f"{used.registers} registers per thread{spilled}"
                 static = f", {format_bytes(used.shared)} of static shared memory" * bool(
                     used.shared
                 )
-                rows.append(("", f"{took}{static}, occupancy {launch.occupancy} %"))
+                rows.append(("", f"{registers}{static}, occupancy {launch.occupancy} %"))
         rows.append(("allocates", f"{self.arrays} arrays, {format_bytes(self.allocated_bytes)}"))
         rows.append(("moves", f"{format_bytes(self.moved)} at least"))
         rows.append(("operations", f"{self.operations:.4g} in products"))
@@ -104,11 +104,11 @@ class Explanation:
     Attributes
     ----------
     card : Card or None
-        The GPU that is spoken of; None where arrays are NumPy's.
+        The GPU that is described; None if arrays are NumPy's.
     steps : tuple of Step
         One for every call of an op, in order.
     outside : tuple of Launch
-        Those of no op, such as an optimizer's.
+        Launches that belong to no op, such as an optimizer's.
     """
 
     card: Card | None
@@ -117,32 +117,32 @@ class Explanation:
 
     @property
     def floor(self) -> float | None:
-        """Sum of the floors in seconds; None where no rate is known."""
+        """Sum of the floors in seconds; None if a floor is unknown."""
         floors = [step.floor for step in self.steps]
         return sum(each for each in floors if each is not None) if None not in floors else None
 
     @property
     def ops(self) -> Mapping[str, Sequence[Step]]:
         """The steps by op, those with the longest floors first."""
-        found: dict[str, list[Step]] = {}
+        by_op: dict[str, list[Step]] = {}
         for step in self.steps:
-            found.setdefault(step.op, []).append(step)
+            by_op.setdefault(step.op, []).append(step)
         key = lambda pair: -sum(step.floor or step.moved for step in pair[1])  # noqa: E731
-        return dict(sorted(found.items(), key=key))
+        return dict(sorted(by_op.items(), key=key))
 
     @property
     def parts(self) -> Mapping[str, float]:
         """The floors in seconds by family of ops: attention, linear, norms; the longest first."""
-        found: dict[str, float] = {}
+        floors: dict[str, float] = {}
         for step in self.steps:
-            known = OPS.get(step.op)
-            family = "optimizers" if known is None else known.__module__.split(".")[2]
+            op = OPS.get(step.op)
+            family = "optimizers" if op is None else op.__module__.split(".")[2]
             if step.floor:
-                found[family] = found.get(family, 0.0) + step.floor
-        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+                floors[family] = floors.get(family, 0.0) + step.floor
+        return dict(sorted(floors.items(), key=lambda pair: -pair[1]))
 
     def __str__(self) -> str:
-        """Return one call in full, or a table of many by op."""
+        """Return one call in full, or a table of several calls by op."""
         lines = [self._head()]
         if len(self.steps) == 1:
             return "\n".join([*lines, str(self.steps[0])])
@@ -166,7 +166,7 @@ class Explanation:
                 reasons.setdefault(step.why, {})[step.op] = None
         lines += [f"definition: {why}: {', '.join(ops)}" for why, ops in reasons.items()]
         if whole is not None:
-            lines.append(f"sum of floors: {time(whole)}, where every op reads from memory")
+            lines.append(f"sum of floors: {time(whole)}, if every op reads from memory")
             name = "the card" if self.card is None else self.card.name
             parts = self.parts
             shares = [
@@ -178,6 +178,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _head(self) -> str:
+        """Return the first line: the card and its rates."""
         if self.card is None:
             return "on the host"
         card = self.card
@@ -200,7 +201,7 @@ def time(seconds: float) -> str:
 
 
 def aligned(rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return rows of cells as lines, words on the left and numbers on the right."""
+    """Return rows of cells as lines; words are aligned to the left and numbers to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     number = [all(row[i][:1].isdigit() or row[i] == "-" for row in cells[1:]) for i in

@@ -1,7 +1,7 @@
-"""The kernels that calls on a GPU have launched, with what they take of an SM.
+"""The table of the kernels launched during a profile, with their registers and occupancy.
 
-A profile keeps the form of each call that ran as kernels; its launches are then those that
-``explain`` finds for it, and registers are those of the functions that are loaded.
+A profile stores the form of each call that ran as kernels.  The launches are then those that
+``explain`` finds for the form, and registers are those of the loaded functions.
 """
 
 import math
@@ -26,13 +26,13 @@ class Form:
     """Calls of an op that agree in shapes, dtypes, strides and options."""
 
     def __init__(self, op: str, arrays: dict[str, Any], options: dict[str, Any]) -> None:
-        there = next(a for a in arrays.values() if gpu.is_cupys(a.__class__))
-        self.op, self.calls, self.device = op, 1, gpu.number(there)
+        on_gpu = next(a for a in arrays.values() if gpu.is_cupys(a.__class__))
+        self.op, self.calls, self.device = op, 1, gpu.number(on_gpu)
         self.arrays, self.options = placed(arrays, Planned), placed(options, Planned)
-        self.maps = available(there)
+        self.maps = available(on_gpu)
 
     def launches(self) -> list[Launch]:
-        """Return what such a call launches, the ops inside of it too."""
+        """Return the launches of such a call, with those of the ops inside it."""
         recorder, limits = Recorder(None), gpu.limits_of(self.device)
         with (
             recording(recorder),
@@ -44,49 +44,50 @@ class Form:
 
 
 class Forms:
-    """The forms of calls, each once."""
+    """The distinct forms of the calls in a profile."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Form] = {}
 
-    def enter(self, op: str, given: dict[str, Any], options: dict[str, Any]) -> None:
+    def enter(self, op: str, operands: dict[str, Any], options: dict[str, Any]) -> None:
         """Count a call."""
-        arrays = {name: array for name, array in given.items() if array is not None}
-        key = op, *(_lying(each) for each in (*arrays.items(), *options.items()))
+        arrays = {name: array for name, array in operands.items() if array is not None}
+        key = op, *(_key_of(each) for each in (*arrays.items(), *options.items()))
         try:
             self.known[key].calls += 1
         except KeyError:
             self.known[key] = Form(op, arrays, options)
 
     def table(self) -> str:
-        """Return a line for each kernel and how it is launched; empty where none is."""
-        found: dict[Any, tuple[Form, Launch]] = {}
+        """Return a table with a line for each kernel and launch configuration; may be empty."""
+        distinct: dict[Any, tuple[Form, Launch]] = {}
         for form in self.known.values():
             for each in form.launches():
                 key = form.device, each.kernel, each.source, each.grid, each.block, each.shared
-                found.setdefault(key, (form, each))
-        rows = [_row(launch, form) for form, launch in found.values()]
+                distinct.setdefault(key, (form, each))
+        rows = [_row(launch, form) for form, launch in distinct.values()]
         return "\n".join(aligned([TITLES, *rows])) if rows else ""
 
 
-class Taken(NamedTuple):
-    """What a kernel takes of an SM: registers of a thread, static shared memory of a block."""
+class Used(NamedTuple):
+    """The resources of a loaded kernel."""
 
-    registers: int
-    shared: int
+    registers: int  # of a thread
+    shared: int  # bytes of static shared memory of a block
 
 
-def taken(launch: Launch, device: int) -> Taken:
-    """Return what the loaded function of a launch takes."""
+def used_by(launch: Launch, device: int) -> Used:
+    """Return the resources of a launch's function, loaded on a GPU."""
     cupy = gpu.cupy()
     with cupy.cuda.Device(device):
-        kept = unit(cupy, launch.source, gpu.compiler_options(launch.source))
-        function = cupy.RawModule(**kept).get_function(launch.kernel)
-    return Taken(int(function.num_regs), int(function.shared_size_bytes))
+        module = unit(cupy, launch.source, gpu.compiler_options(launch.source))
+        function = cupy.RawModule(**module).get_function(launch.kernel)
+    return Used(int(function.num_regs), int(function.shared_size_bytes))
 
 
 def _row(launch: Launch, form: Form) -> list[Any]:
-    used, limits = taken(launch, form.device), gpu.limits_of(form.device)
+    """Return the cells of a launch in the table."""
+    used, limits = used_by(launch, form.device), gpu.limits_of(form.device)
     threads = math.prod(launch.block)
     shared = used.shared + launch.shared
     known = limits.architecture in PROCESSOR
@@ -96,7 +97,8 @@ def _row(launch: Launch, form: Form) -> list[Any]:
     return [launch.kernel, form.op, form.calls, *sizes, *numbers]
 
 
-def _lying(pair: tuple[str, Any]) -> Any:
+def _key_of(pair: tuple[str, Any]) -> Any:
+    """Return a hashable key of an argument: of an array, its type, shape, dtype and strides."""
     name, value = pair
     if hasattr(value, "shape"):
         return name, value.__class__, value.shape, str(value.dtype), getattr(value, "strides", None)

@@ -1,7 +1,7 @@
-"""Every kernel that a model's training and generation will ask for, compiled before it does.
+"""Compiles every kernel that training and generation of a model will launch, ahead of time.
 
-The step of ``plan_memory`` and a prompt with one token behind it run on arrays that have shapes
-alone; the kernels that their launches ask for are compiled side by side and kept on disk.
+The step of ``plan_memory``, and a prompt followed by one token, run on arrays without elements; the
+kernels that they launch are compiled in parallel and written to disk.
 """
 
 import multiprocessing
@@ -33,11 +33,11 @@ from .explain import Described, recording
 from .explanation import Launch
 from .watch import watching
 
-PROMPT = 2  # tokens behind a prompt: the step that a graph holds is run once
+PROMPT = 2  # new tokens after a prompt: the decoding step, which a CUDA graph holds, runs once
 
 
 class Unit(NamedTuple):
-    """A translation unit for an architecture, and where its binary is kept."""
+    """A translation unit for an architecture, and the key of its binary in the cache."""
 
     kernel: str
     source: str
@@ -46,20 +46,20 @@ class Unit(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A unit with the seconds that it took; 0 where it was there."""
+    """A unit and its compile time in seconds; 0 if it was in the cache."""
 
     unit: Unit
     seconds: float
 
 
 class Collector:
-    """The launches of calls, one for each translation unit."""
+    """Records all launches of calls."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return what runs in place of a call: the call."""
+        """Return ``run`` itself: calls are not changed."""
         return run
 
 
@@ -73,43 +73,43 @@ def launches_of(
     quantization: str | None = None,
     **options: Any,
 ) -> list[Launch]:
-    """Return a launch of every kernel of a step of training, of a prompt and of a next token.
+    """Return one launch of every kernel in a training step, a prompt and the next token.
 
     Parameters
     ----------
     values : dict
-        Of a Hugging Face config.json.
+        Content of a Hugging Face config.json.
     card : Card
-        Which GPU it is for.
+        The GPU to compile for.
     batch, tokens : int
-        Rows, and tokens in a row: of a step, and of a prompt.
+        Rows, and tokens in a row, of a step and of a prompt.
     dtype : str
-        To compute in.
+        Dtype of the computation.
     quantization : str, optional
-        Of the linear layers; a step then needs a rank among the options.
+        Kind of the linear layers; without a rank among the options, there is no training step.
     **options
-        Of ``plan_memory``.
+        Options of ``plan_memory``.
 
     Raises
     ------
     ConfigError
-        As ``plan_memory``.
+        ``plan_memory`` raises it.
     """
-    found = Collector()
+    collector = Collector()
     sizes: dict[str, Any] = {"batch": batch, "tokens": tokens}
     trains = quantization is None or options.get("rank") is not None
     machine = Described(card.limits, maps=version() >= NVRTC)
-    with watching(found, machine), recording(found):
+    with watching(collector, machine), recording(collector):
         if trains:
             plan_memory(values, **sizes, dtype=dtype, quantization=quantization, **options)
-        _generated(values, dtype, quantization, (batch, tokens))
-    return [*{(each.kernel, each.source): each for each in found.launches}.values()]
+        _generate(values, dtype, quantization, (batch, tokens))
+    return [*{(each.kernel, each.source): each for each in collector.launches}.values()]
 
 
-def _generated(
+def _generate(
     values: Mapping[str, Any], dtype: str, quantization: str | None, sizes: tuple[int, int]
 ) -> None:
-    """Read a prompt and do the step of the next token, as ``generate`` does on a GPU."""
+    """Process a prompt and run one decoding step, as ``generate`` does on a GPU."""
     config = parse(values)
     kind = float_dtype("precompile", dtype, KERNEL_DTYPES)
     parameters: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
@@ -124,24 +124,24 @@ def _generated(
 
 
 def units_of(launches: Iterable[Launch], architecture: int) -> list[Unit]:
-    """Return what is to be compiled; kernels of one translation unit are one."""
+    """Return the translation units to compile, each once for all its kernels."""
     number, name = version(), str(architecture)
-    found = []
+    units = []
     for source, kernel in {launch.source: launch.kernel for launch in launches}.items():
         key = cache.key_of(source, gpu.compiler_options(source), number, name)
-        found.append(Unit(kernel, source, architecture, key))
-    return found
+        units.append(Unit(kernel, source, architecture, key))
+    return units
 
 
 def precompile(
     units: Iterable[Unit], root: Path, processes: int | None = None
 ) -> Iterator[Compiled]:
-    """Compile units that the cache lacks, side by side, and yield each as it is there.
+    """Compile the units that are not in the cache, in parallel, and yield each when it is ready.
 
     Raises
     ------
     ConfigError
-        The folder cannot be written.
+        The folder of the cache cannot be written to.
     KernelError
         A unit does not compile.
     """
@@ -154,15 +154,15 @@ def precompile(
     count = min(processes or os.cpu_count() or 1, len(missing))
     if count <= 1:
         for unit in missing:
-            yield made(unit, root)
+            yield compile_unit(unit, root)
         return
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, spawning) as pool:
-        yield from pool.map(made, missing, [root] * len(missing))
+        yield from pool.map(compile_unit, missing, [root] * len(missing))
 
 
-def made(unit: Unit, root: Path) -> Compiled:
-    """Compile a unit and keep its binary."""
+def compile_unit(unit: Unit, root: Path) -> Compiled:
+    """Compile a unit and write its binary to the cache."""
     start = time.perf_counter()
     binary, _ = compiled(unit.source, unit.architecture, ())
     cache.keep(root, unit.key, binary)
@@ -170,7 +170,7 @@ def made(unit: Unit, root: Path) -> Compiled:
 
 
 def needs_compiler() -> None:
-    """Raise ConfigError where there is no NVRTC."""
+    """Raise a ConfigError if CuPy or NVRTC is not installed."""
     try:
         version()
     except (ImportError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Where the time goes: every call of an op, timed inside of a ``with`` block.
+"""Times every call of an op inside a ``with`` block.
 
 with profile() as seen:
 loss, gradients = model.loss_and_gradients(tokens, labels)
@@ -34,7 +34,7 @@ COLOURS = dict(zip(PHASES, ("#3b6fb6", "#d1495b", "#5a9a68"), strict=True))
 
 
 class Profile:
-    """The calls of a block, as ``profile`` gives them.
+    """The timed calls of a block, as ``profile`` yields them.
 
     Attributes
     ----------
@@ -46,21 +46,21 @@ class Profile:
         named = ((layer_of(name), array) for name, array in held_arrays(parameters))
         self.names = {id(array): layer for layer, array in named}
         self.nvtx = gpu.cupy().cuda.nvtx if nvtx else None
-        self.here = threading.local()
+        self.here = threading.local()  # the running calls and the newest layer of each thread
         self.began = time.perf_counter()
         self.ended: list[Ended] = []
-        self.found: list[Record] = []
+        self.timed: list[Record] = []
         self.forms = Forms()
 
     @property
     def records(self) -> list[Record]:
         """The calls so far; on a GPU the host waits for them."""
-        if len(self.found) != len(self.ended):
-            self.found = [each.timed() for each in self.ended]
-        return self.found
+        if len(self.timed) != len(self.ended):
+            self.timed = [each.timed() for each in self.ended]
+        return self.timed
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return what runs in place of a call, or of the definition inside of one."""
+        """Return a function that times a call, or notes the definition inside one, and runs it."""
         from .counts import counts
 
         name = op.__name__
@@ -72,19 +72,19 @@ class Profile:
         def call(arrays: list[Any], options: dict[str, Any]) -> Any:
             if any(map(is_planned, arrays)):  # nothing is computed
                 return run(arrays, options)
-            given = dict(zip(op.names, arrays, strict=True))
+            operands = dict(zip(op.names, arrays, strict=True))
             with self.opened(name, arrays) as opened:
                 result = run(arrays, options)
-            self.enter(opened, name, self.layer(arrays), counts(op, given, options, result))
+            self.enter(opened, name, self.layer(arrays), counts(op, operands, options, result))
             if opened.begin is not None and opened.ran_as == "kernel":
-                self.forms.enter(name, given, options)
+                self.forms.enter(name, operands, options)
             return result
 
         return call if why is None else definition
 
     @contextmanager
     def span(self, name: str, like: Any, moved: int) -> Iterator[None]:
-        """Time work that is no op's; what ops inside of it move is theirs."""
+        """Time work that is not an op; ops inside it count the bytes that they move themselves."""
         if is_planned(like):
             yield
             return
@@ -111,10 +111,10 @@ class Profile:
                 self.nvtx.RangePop()
 
     def enter(self, opened: Open, name: str, layer: str, counted: tuple[int, int]) -> None:
-        """Keep a call that has ended, in the one that it is inside of too."""
-        begun, took = opened.start - self.began, opened.seconds
+        """Store a finished call, also in the call that it is inside of."""
+        start, seconds = opened.start - self.began, opened.seconds
         place = phase_of(name), layer, opened.ran_as
-        record = Record(name, *place, begun, took, took, *counted, threading.get_ident())
+        record = Record(name, *place, start, seconds, seconds, *counted, threading.get_ident())
         events = None if opened.end is None else (opened.begin, opened.end)
         ended = Ended(record, events, opened.inside)
         for outer in self.here.calls[-1:]:
@@ -122,23 +122,23 @@ class Profile:
         self.ended.append(ended)
 
     def layer(self, arrays: list[Any]) -> str:
-        """Return the layer of a call: that of the parameter that was used last."""
-        found = next((self.names[id(a)] for a in arrays if id(a) in self.names), None)
-        if found is not None:
-            self.here.layer = found
+        """Return the layer of a call: that of the parameter used last, by this or earlier calls."""
+        layer = next((self.names[id(a)] for a in arrays if id(a) in self.names), None)
+        if layer is not None:
+            self.here.layer = layer
         return str(getattr(self.here, "layer", ""))
 
     def grouped(self, *fields: str) -> dict[tuple[str, ...], list[Record]]:
-        """Return the records by fields of theirs, those that take longest first."""
-        found: dict[tuple[str, ...], list[Record]] = {}
+        """Return the records grouped by the values of fields, the longest groups first."""
+        groups: dict[tuple[str, ...], list[Record]] = {}
         for record in self.records:
-            found.setdefault(tuple(getattr(record, name) for name in fields), []).append(record)
-        return dict(sorted(found.items(), key=lambda pair: -sum(r.own for r in pair[1])))
+            groups.setdefault(tuple(getattr(record, name) for name in fields), []).append(record)
+        return dict(sorted(groups.items(), key=lambda pair: -sum(r.own for r in pair[1])))
 
     def table(self) -> str:
-        """Return the calls by phase and op, with rates; by layer too where layers are known.
+        """Return the calls by phase and op, with rates, and also by layer if layers are known.
 
-        The time of an op leaves out that of the ops that it calls.
+        The time of an op does not include that of the ops that it calls.
         """
         if not self.records:
             return "no op was called"
@@ -166,17 +166,17 @@ class Profile:
         """Return the kernels that ran on a GPU: grid, block, shared memory, registers, occupancy.
 
         Registers are those of a thread, shared memory is that of a block, static and dynamic, and
-        occupancy the share of an SM's threads that can be resident.  Arrays of a call are taken to
-        begin at multiples of 16 bytes.  The text is empty where none ran on a GPU.
+        occupancy is the share of an SM's threads that can be resident.  Arrays of a call are
+        assumed to begin at multiples of 16 bytes.  The text is empty if no kernel ran on a GPU.
         """
         return self.forms.table()
 
     def report(self) -> str:
-        """Return both tables, as a text that ends with a line break."""
+        """Return both tables as text, with a final line break."""
         return "\n\n".join(filter(None, [self.table(), self.kernels()])) + "\n"
 
     def save_trace(self, file: Any) -> None:
-        """Write the calls as JSON that Chrome and Perfetto open; the file is whole or not there."""
+        """Write the calls as JSON for Chrome and Perfetto; the file is complete or not written."""
         events = [
             {
                 "name": record.op,
@@ -200,7 +200,7 @@ class Profile:
             partial.write_text(text, encoding="utf-8")
 
     def plot(self, file: Any) -> None:
-        """Write a picture of the time by op: PNG, PDF or SVG, by the suffix."""
+        """Write a picture of the time by op, as PNG, PDF or SVG by the file's suffix."""
         path = path_of("plot", file)
         if path.suffix[1:].lower() not in FORMATS:
             raise ConfigError(f"plot({str(file)!r}): the suffix is not one of {', '.join(FORMATS)}")
@@ -226,15 +226,15 @@ def profile(
 ) -> Iterator[Profile]:
     """Time every call of an op inside a ``with`` block, on all threads.
 
-    On a GPU times are those between events of the device; for definitions on NumPy arrays they are
-    of the wall.  Outside of the block a call costs what it costs without it.
+    On a GPU, times are measured between device events; for definitions on NumPy arrays they are
+    wall time.  Calls outside of the block are not slowed down.
 
     Parameters
     ----------
     nvtx : bool
-        Mark each call as a range of NVTX, which Nsight shows; needs CuPy.
+        Mark each call as an NVTX range, which Nsight shows; needs CuPy.
     parameters : {name: array}, optional
-        Of a model: they name the layers.
+        Parameters of a model, from which calls get the names of their layers.
 
     Returns
     -------
@@ -245,7 +245,7 @@ def profile(
     Raises
     ------
     ConfigError
-        NVTX is asked for where there is no CuPy.
+        ``nvtx`` is set, and CuPy is not installed.
     """
     try:
         seen = Profile(parameters or {}, nvtx)
@@ -257,22 +257,22 @@ def profile(
 
 
 def event(arrays: list[Any]) -> Any:
-    """Return an event on the stream of a GPU, recorded; None on the host or in a capture."""
-    there = next((array for array in arrays if gpu.is_cupys(array.__class__)), None)
-    if there is None:
+    """Return an event recorded on the arrays' GPU; None on the host or during graph capture."""
+    on_gpu = next((array for array in arrays if gpu.is_cupys(array.__class__)), None)
+    if on_gpu is None:
         return None
-    with gpu.at(there):
+    with gpu.at(on_gpu):
         cuda = gpu.cupy().cuda
         stream = cuda.get_current_stream().ptr
         if stream > LEGACY and cuda.runtime.streamIsCapturing(stream):
             return None
-        made = cuda.Event()
-        made.record()
-    return made
+        recorded = cuda.Event()
+        recorded.record()
+    return recorded
 
 
 def until_exit(write: Callable[[str], Any]) -> None:
-    """Profile from now on, and write the table when the program ends."""
+    """Profile from now on, and write the report when the program ends."""
     block = profile()
     seen = block.__enter__()
     atexit.register(lambda: write(seen.report()))

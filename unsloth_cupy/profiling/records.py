@@ -1,4 +1,4 @@
-"""A call that was timed, with the calls inside of it, and what it belongs to."""
+"""Timed calls of ops: their times, the calls inside them, and their phase and layer."""
 
 import re
 import time
@@ -12,22 +12,22 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Record(NamedTuple):
-    """One call of an op: seconds since the block began, and what it took, all and by itself."""
+    """One call of an op."""
 
     op: str
     phase: str
     layer: str
     ran_as: str
-    start: float
-    seconds: float
-    own: float
-    moved: int
+    start: float  # seconds since the block began
+    seconds: float  # with the calls inside it
+    own: float  # seconds without them
+    moved: int  # bytes
     operations: int
     thread: int
 
 
 class Ended(NamedTuple):
-    """A call by the clock of the host, with events of a GPU, or None, and the calls inside."""
+    """A finished call: its times on the host, GPU events (or None), and the calls inside it."""
 
     record: Record
     events: Any
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the device, where the call ran on one; of the host elsewhere."""
+        """Seconds between the GPU events if there are any, else seconds on the host."""
         if self.events is None:
             return self.record.seconds
         begin, end = self.events
@@ -43,14 +43,14 @@ class Ended(NamedTuple):
         return float(gpu.cupy().cuda.get_elapsed_time(begin, end)) / 1e3
 
     def timed(self) -> Record:
-        """Return the record with these seconds, its own without those of the calls inside."""
+        """Return the record with ``seconds``, and ``own`` without the calls inside."""
         seconds = self.seconds
         own = max(0.0, seconds - sum(each.seconds for each in self.inside))
         return self.record._replace(seconds=seconds, own=own)
 
 
 class Open:
-    """A call that runs: what has ended inside of it, how it runs, and when it began."""
+    """A running call: how it runs, when it began, and the finished calls inside it."""
 
     def __init__(self, events: Any) -> None:
         self.ran_as, self.inside = "kernel", list[Ended]()
@@ -59,12 +59,12 @@ class Open:
 
 
 def rate(count: int, seconds: float, unit: float) -> str:
-    """Return how many units a second a count is."""
+    """Return a count per second in a unit, as text; "-" if there is none."""
     return f"{count / seconds / unit:.3g}" if count and seconds else "-"
 
 
 def phase_of(name: str) -> str:
-    """Return which part of a step an op belongs to, or work of none."""
+    """Return the phase of a training step that an op or a span belongs to."""
     if name not in OPS or ".ops.optimizers." in OPS[name].__module__:
         return "optimizer"
     return "backward" if name in backward_ops() else "forward"
@@ -77,7 +77,7 @@ def backward_ops() -> frozenset[str]:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter: layer 3, embedding or head."""
+    """Return the layer of a parameter, as "layer 3", "embedding" or "head"."""
     number = re.search(r"\blayers\.(\d+)\.", name)
     if number is not None:
         return f"layer {number[1]}"

@@ -1,13 +1,13 @@
-"""Training on many ranks, planned: memory, bytes and time of each, and a replay of all of them.
+"""Plans a training step on many ranks: memory, sent bytes and time, and a simulation of all ranks.
 
     plan = plan_ranks(config, Layout(tensor=8, pipeline=4, data=64, zero=1), batch=1, tokens=4096,
                       dtype="bfloat16", microbatches=32, rate=400.0, interconnect=(900.0, 50.0))
     plan.seconds, plan.bubble, plan.stages[0].memory.total
 
-A stage of the model runs on arrays that are shapes alone, in the order of its schedule, with the
-collectives that ranks run: its memory and its bytes are what that takes and sends.  Seconds are
-operations of products by a rate and bytes by a bandwidth, one after the other; sums of gradients
-come at the end.  Other work and latencies count for nothing, so a step takes longer than this.
+Each stage of the model runs on arrays without elements, in the order of its schedule, with the
+collectives of its ranks: this gives its memory and its sent bytes.  Its seconds are the operations
+of products over a rate plus bytes over a bandwidth, without overlap; gradients are summed at the
+end.  Other work and latencies count as zero, so a real step takes longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +21,22 @@ from ..models.parse import parse
 from ..parallel.schedule import Schedule, Step, Timetable, chunks_of, pipeline_schedule, timetable
 from ..parallel.simulation import Event, Replay, Together, Work, pipeline_program, replay
 
-Held = tuple[int, int]
+Held = tuple[int, int]  # bytes that a step adds: at its peak, and at its end
 
 
 class ScalePlan(NamedTuple):
-    """A step of all ranks; ``seconds`` by the replay of one column of stages."""
+    """A training step of all ranks; ``seconds`` is from the replay of one column of stages.
+
+    A column is one rank of each stage: all ranks of a data rank with the same tensor and context.
+    """
 
     layout: Layout
     stages: list[StagePlan]
     schedule: Schedule
     table: Timetable
     seconds: float
-    busy: float
-    rates: tuple[float, float, float]  # operations/s, and bytes/s inside of a node and between
+    busy: float  # seconds in which the ranks of a column compute or exchange, summed
+    rates: tuple[float, float, float]  # operations/s, and bytes/s within a node and between nodes
     microbatches: int
 
     @property
@@ -43,7 +46,7 @@ class ScalePlan(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """How many the stage sends that sends most to others."""
+        """The largest number of messages that a stage sends to others."""
         return max(
             sum(message.source == stage for messages in each for message in messages)
             for stage, each in enumerate(self.table.messages)
@@ -54,19 +57,19 @@ class ScalePlan(NamedTuple):
         return self.rates[1 if self.layout.joined(ranks) else 2]
 
     def exchanged(self, stage: int) -> float:
-        """Return the seconds that the calls of a stage take in a step."""
-        layout, mine = self.layout, self.stages[stage]
+        """Return the seconds that the collectives of a stage take in a step."""
+        layout, plan = self.layout, self.stages[stage]
         groups = {
             "tensor": [layout.rank(each, stage, 0) for each in range(layout.tensor)],
             "context": [layout.rank(0, stage, 0, each) for each in range(layout.context)],
             "data": layout.column(stage),
         }
-        sent = {name: self.microbatches * sum(ways(mine.sent(name))) for name in mine.calls}
-        sent["data"] += mine.gradients
+        sent = {name: self.microbatches * sum(both_passes(plan.sent(name))) for name in plan.calls}
+        sent["data"] += plan.gradients
         return sum(size / self.bandwidth(groups[name]) for name, size in sent.items())
 
     def programs(self, data: int) -> Iterator[Iterator[Event]]:
-        """Yield the programs of so many of the data ranks, in the order of ranks."""
+        """Yield the programs of the ranks of ``data`` data ranks, in the order of ranks."""
         for replica in range(data):
             for stage in range(self.layout.pipeline):
                 for context in range(self.layout.context):
@@ -76,61 +79,62 @@ class ScalePlan(NamedTuple):
     def _program(
         self, tensor: int, stage: int, place: tuple[int, int], data: int
     ) -> Iterator[Event]:
-        layout, mine = self.layout, self.stages[stage]
-        columns, whole = (layout.column(stage, tensor, count) for count in (data, None))
-        around = [layout.rank(tensor, stage, place[0], each) for each in range(layout.context)]
+        """Yield the events of one rank; ``place`` is its data rank and its context rank."""
+        layout, plan = self.layout, self.stages[stage]
+        simulated, all_data = (layout.column(stage, tensor, count) for count in (data, None))
+        context = [layout.rank(tensor, stage, place[0], each) for each in range(layout.context)]
         group = [layout.rank(each, stage, *place) for each in range(layout.tensor)]
-        calls = (  # who calls, and whose bandwidth that has
+        calls = (  # kind, ranks that call in the simulation, ranks that determine the bandwidth
             ("tensor", group, group),
-            ("context", around, around),
-            ("data", columns, whole),
+            ("context", context, context),
+            ("data", simulated, all_data),
         )
         number = iter(range(2**62))
-        held = iter(of_all(mine.held, self.schedule[stage], layout.pipeline))
+        held = iter(of_all(plan.held, self.schedule[stage], layout.pipeline))
 
         def work(step: Step) -> Iterator[Event]:
             top, added = next(held)
-            seconds = mine.products[step.chunk][step.backward] / self.rates[0]
+            seconds = plan.products[step.chunk][step.backward] / self.rates[0]
             yield Work(seconds, added, str(step), top)
             for name, callers, joined in calls:
-                sent = mine.calls[name][step.chunk]
+                sent = plan.calls[name][step.chunk]
                 if sent and len(joined) > 1:
-                    taken = ways(sent)[step.backward] / self.bandwidth(joined)
-                    yield Together(callers, (name, next(number)), taken)
+                    duration = both_passes(sent)[step.backward] / self.bandwidth(joined)
+                    yield Together(callers, (name, next(number)), duration)
 
-        yield Work(0.0, mine.begin)
-        near = [layout.rank(tensor, each, *place) for each in (stage, max(stage - 1, 0))]
-        seconds = mine.passes / self.bandwidth(near)
+        yield Work(0.0, plan.begin)
+        neighbours = [layout.rank(tensor, each, *place) for each in (stage, max(stage - 1, 0))]
+        seconds = plan.passes / self.bandwidth(neighbours)
         yield from pipeline_program(
             self.schedule, self.table, stage, work,
             rank_of=lambda other: layout.rank(tensor, other, *place), seconds=seconds,
         )  # fmt: skip
-        if len(whole) > 1:
-            key = ("gradients", mine.gradients)
-            yield Together(columns, key, mine.gradients / self.bandwidth(whole))
-        yield Work(0.0, mine.after[1], "", mine.after[0])
+        if len(all_data) > 1:
+            key = ("gradients", plan.gradients)
+            yield Together(simulated, key, plan.gradients / self.bandwidth(all_data))
+        yield Work(0.0, plan.after[1], "", plan.after[0])
 
     def replay(self, data: int | None = None) -> Replay:
-        """Replay the programs of all ranks, or of those of so many data ranks.
+        """Simulate the programs of all ranks, or only of ``data`` data ranks.
 
         Raises
         ------
         CommunicationError
-            A message does not meet its receive, or ranks wait for ever.
+            A message does not meet its receive, or ranks wait forever.
         """
         return replay([*self.programs(self.layout.data if data is None else data)])
 
 
-def ways(sent: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """Return the bytes of all calls, forward and back."""
+def both_passes(sent: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Return the bytes of all calls, in the forward pass and in the backward pass."""
     return sum(each[0] for each in sent.values()), sum(each[1] for each in sent.values())
 
 
 def of_all(known: Sequence[Held], steps: Sequence[Step], stages: int) -> list[Held]:
-    """Return what each step takes, from what those of a schedule of fewer microbatches take.
+    """Return the bytes of each step, from those of a schedule of fewer microbatches.
 
-    Behind those that fill the pipeline come rounds that take alike; the first of them begins the
-    sums of gradients.
+    After the steps that fill the pipeline come rounds of equal steps, of which more are inserted;
+    the first round starts the gradient sums.
     """
     more = len(steps) - len(known)
     if not more:
@@ -156,37 +160,43 @@ def plan_ranks(
     chunks: int | None = None,
     **options: Any,
 ) -> ScalePlan:
-    """Return what a step of training takes on a grid of ranks.
+    """Return the plan of a training step on a grid of ranks.
 
     Parameters
     ----------
-    config : dict
-        Of a Hugging Face config.json, or a Config.
+    config : dict or Config
+        Content of a Hugging Face config.json, or a Config.
     layout : Layout
+        The grid of ranks.
     batch, tokens : int
         Rows of a microbatch in one data rank, and tokens in a row.
     dtype : dtype or its name
+        Dtype of the computation.
     microbatches : int
-        In a step, of each data rank.
+        Microbatches of each data rank in a step.
     rate : float
         TFLOP/s of products that a rank reaches.
     interconnect : (float, float)
-        GB/s that a rank sends, inside of a node and between nodes.
+        GB/s that a rank sends within a node, and between nodes.
     schedule, chunks
         As in ``pipeline_schedule``.
     options
         As in ``plan_memory``: state_bits, rank, adapter, quantization, checkpoint_every,
-        chunked_mlp, device; and context_attention, as a model has it.
+        chunked_mlp, device; and context_attention, as of a model.
+
+    Returns
+    -------
+    plan : ScalePlan
 
     Raises
     ------
     ConfigError
-        The model does not divide among such ranks, or a number makes no sense.
+        The model cannot be divided among these ranks, or a number is not valid.
     """
     sizes = {**layout._asdict(), "microbatches": microbatches, "zero": layout.zero + 1}
     wrong = next((name for name, size in sizes.items() if size < 1), None)
     if wrong is not None or layout.zero not in (0, 1, 3):
-        cure = "pass sizes from 1 on, and zero 0, 1 or 3"
+        cure = "pass sizes >= 1, and zero 0, 1 or 3"
         raise ConfigError(f"plan_ranks({layout}, {microbatches=}) is not a grid; {cure}")
     if layout.zero == 3 and layout.pipeline > 1:
         problem = "would gather the weights of a stage for each microbatch"
@@ -195,12 +205,12 @@ def plan_ranks(
         raise ConfigError(f"plan_ranks({rate=}, {interconnect=}) is not positive; pass rates")
     parsed = config if isinstance(config, Config) else parse(config)
     kind = float_dtype("plan_ranks", dtype, KERNEL_DTYPES)
-    whole = pipeline_schedule(layout.pipeline, microbatches, schedule, chunks=chunks)
-    job = Job(batch, tokens, kind, chunks=chunks_of(whole), **options)
+    steps = pipeline_schedule(layout.pipeline, microbatches, schedule, chunks=chunks)
+    job = Job(batch, tokens, kind, chunks=chunks_of(steps), **options)
     stages = plan_stages(parsed, layout, job, microbatches, schedule, chunks)
     rates = (rate * 1e12, interconnect[0] * 1e9, interconnect[1] * 1e9)
-    made = ScalePlan(layout, stages, whole, timetable(whole), 0.0, 0.0, rates, microbatches)
-    column = made.replay(1)
-    exchanged = sum(made.exchanged(stage) for stage in range(layout.pipeline))
+    plan = ScalePlan(layout, stages, steps, timetable(steps), 0.0, 0.0, rates, microbatches)
+    column = plan.replay(1)
+    exchanged = sum(plan.exchanged(stage) for stage in range(layout.pipeline))
     busy = sum(column.busy[:: layout.tensor * layout.context]) + exchanged
-    return made._replace(seconds=max(column.seconds), busy=busy)
+    return plan._replace(seconds=max(column.seconds), busy=busy)

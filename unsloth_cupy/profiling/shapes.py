@@ -1,4 +1,4 @@
-"""Arguments of a call, with planned arrays in place of those that are there or are described."""
+"""Replaces the arrays in a call's arguments by planned arrays, which have no elements."""
 
 import copy
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ DTYPES = {dtype.name: dtype for dtype in (*FLOATS, *(d for kind in KINDS.values(
 
 
 class Shape(NamedTuple):
-    """What stands for an array in a call of ``explain``."""
+    """A placeholder for an array in a call of ``explain``: its shape and dtype."""
 
     sizes: tuple[int, ...]
     dtype: Any
 
 
 def shape(sizes: Any, dtype: Any) -> Shape:
-    """Return what stands for an array in ``explain``: ``shape((1, 8192, 32, 128), "bfloat16")``.
+    """Return a placeholder for an array in ``explain``: ``shape((1, 8192, 32, 128), "bfloat16")``.
 
     Parameters
     ----------
     sizes : tuple of int
-        Of the axes; an integer is one axis.
+        Sizes of the axes; an integer is one axis.
     dtype : dtype or its name
-        Of the elements.
+        Dtype of the elements.
 
     Returns
     -------
@@ -37,10 +37,10 @@ def shape(sizes: Any, dtype: Any) -> Shape:
     Raises
     ------
     ConfigError
-        The sizes are not integers from 0 on, or the dtype is none that ops take.
+        The sizes are not integers >= 0, or the dtype is not one that ops accept.
     """
-    given = sizes if isinstance(sizes, tuple | list) else (sizes,)
-    if not all(is_integer(size) for size in given):
+    axes = sizes if isinstance(sizes, tuple | list) else (sizes,)
+    if not all(is_integer(size) for size in axes):
         raise ConfigError(f"shape({sizes!r}, {dtype!r}): sizes is not a tuple of integers >= 0")
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
     name = name or str(dtype).rpartition(".")[2]
@@ -51,17 +51,18 @@ def shape(sizes: Any, dtype: Any) -> Shape:
     if name not in DTYPES:
         known = ", ".join(DTYPES)
         raise ConfigError(f"shape({sizes!r}, {dtype!r}): dtype is not one of {known}")
-    return Shape(tuple(map(int, given)), DTYPES[name])
+    return Shape(tuple(map(int, axes)), DTYPES[name])
 
 
 def _is_array(value: Any) -> bool:
+    """Return whether a value is an array, a quantized weight or a Shape."""
     return isinstance(value, Shape | Stored) or (
         hasattr(value, "shape") and hasattr(value, "dtype")
     )
 
 
 def arrays_of(value: Any) -> list[Any]:
-    """Return the arrays inside of arguments."""
+    """Return the arrays in arguments, however nested."""
     if _is_array(value):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value
@@ -71,7 +72,7 @@ def arrays_of(value: Any) -> list[Any]:
 
 
 def placed(value: Any, kind: Any) -> Any:
-    """Return arguments with every array in them planned."""
+    """Return arguments with a planned array in place of every array or Shape."""
     if isinstance(value, Shape):
         return kind.of(value.sizes, value.dtype)
     if isinstance(value, Stored):
@@ -86,26 +87,26 @@ def placed(value: Any, kind: Any) -> Any:
 
 
 def _like(array: Any, kind: Any) -> Any:
-    """Return a planned array that lies as a real one does, where it says how."""
-    made = kind.of(*shape(tuple(array.shape), array.dtype))
+    """Return a planned array with the shape, dtype and, if known, strides of a real one."""
+    planned = kind.of(*shape(tuple(array.shape), array.dtype))
     strides = getattr(array, "strides", None)
-    if isinstance(strides, tuple) and strides != made.strides:
-        lying = np.lib.stride_tricks.as_strided(made.form, made.shape, strides)
-        return kind._made(lying, made.memory)
-    return made
+    if isinstance(strides, tuple) and strides != planned.strides:
+        form = np.lib.stride_tricks.as_strided(planned.form, planned.shape, strides)
+        return kind._made(form, planned.memory)
+    return planned
 
 
 def twin_of(owner: Any, kind: Any) -> Any:
-    """Return an object that computes as another, on planned arrays."""
+    """Return a copy of an object, such as a model, whose arrays are planned arrays."""
     from ..models.transformer import Transformer
 
     if not isinstance(owner, Transformer):
         twin = copy.copy(owner)
         vars(twin).update({name: placed(value, kind) for name, value in vars(owner).items()})
         return twin
-    made = Transformer(owner.config, placed(dict(owner.parameters), kind), owner.texts)
-    made.chunked_mlp = owner.chunked_mlp
+    model = Transformer(owner.config, placed(dict(owner.parameters), kind), owner.texts)
+    model.chunked_mlp = owner.chunked_mlp
     if owner.adapter is not None:
-        made.adapter = copy.copy(owner.adapter)
-        made.adapter.parameters = placed(dict(owner.adapter.parameters), kind)
-    return made
+        model.adapter = copy.copy(owner.adapter)
+        model.adapter.parameters = placed(dict(owner.adapter.parameters), kind)
+    return model

@@ -1,7 +1,7 @@
-"""Being told of every call of an op, for as long as somebody asks.
+"""Lets watchers, such as a profile, wrap every call of an op inside a ``with`` block.
 
-While nobody does, a call is what it is without this module: a target that owns nothing stands among
-the targets inside of ``watching``, so that calls find routes of their own there, and no others.
+Outside of ``watching``, calls are unaffected: inside it, a target that owns no array is added to
+the targets, so that calls there use routes (recorded calls) of their own.
 """
 
 import logging
@@ -20,14 +20,18 @@ LOGGER = logging.getLogger("unsloth_cupy")
 
 
 class Watcher(Protocol):
-    """What is told of calls."""
+    """An object that wraps calls of ops."""
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return what runs in place of a call; or of its definition, with why that runs."""
+        """Return a function to run in place of ``run``.
+
+        ``run`` is a whole call if ``why`` is None; else it is the definition inside the call, and
+        ``why`` the reason why it runs instead of a kernel.
+        """
 
 
 class Owner:
-    """A target that owns no array."""
+    """A target that owns no array: it only gives calls routes of their own."""
 
     def owns(self, array: Any) -> bool:
         """Return False."""
@@ -35,13 +39,13 @@ class Owner:
 
 
 _watchers: tuple[Watcher, ...] = ()
-warned: set[str] = set()  # names of ops
+warned: set[str] = set()  # names of ops for which a warning was logged
 
 
 @contextmanager
 def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
-    """Tell a watcher of all calls inside a ``with`` block; machine is a target for them."""
-    global _watchers  # noqa: PLW0603 -- as targets are
+    """Let a watcher wrap all calls inside a ``with`` block; ``machine`` is a target for them."""
+    global _watchers  # noqa: PLW0603 -- all threads are watched, as they share the targets
     marker: Any = Owner() if machine is None else machine
     _watchers = (*_watchers, watcher)
     own = (watcher,) if hasattr(watcher, "span") else ()
@@ -58,7 +62,7 @@ def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
 
 
 def watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
-    """Return how a call runs: as it would, beside what the watchers do."""
+    """Return ``run`` wrapped by all watchers; ``defined`` says that it is the op's definition."""
     why = None
     if defined:
         why = why_defined(op, arrays)
@@ -69,16 +73,16 @@ def watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
 
 
 def by_products(op: Any) -> bool:
-    """Say whether an op is its definition on a GPU too: it multiplies by cuBLAS, or moves values.
+    """Return whether an op needs no kernel: on a GPU its definition calls cuBLAS or moves values.
 
-    ``widen=False`` tells: such a definition takes 16-bit operands as they are.
+    Such ops have ``widen=False``: their definitions take 16-bit operands as they are.
     """
     return op.launch is None and not op.widen
 
 
 def why_defined(op: Any, arrays: Sequence[Any]) -> str:
-    """Return why a call runs its definition."""
-    told = reason_of()
+    """Return the reason why a call runs its definition."""
+    reason = reason_of()
     if not any(target.target_of(array) for array in arrays):
         return "its arrays are NumPy's; kernels run on those of a GPU"
     if op.launch is None:
@@ -90,23 +94,23 @@ def why_defined(op: Any, arrays: Sequence[Any]) -> str:
             return f"{name} has an empty axis: {tuple(array.shape)}"
     dtype = dtype_of(op, arrays)
     if dtype not in KERNEL_DTYPES:
-        return f"{dtype} has no kernel; float16, bfloat16 and float32 have"
-    return told or "its kernel does not take such sizes, strides or options"
+        return f"{dtype} has no kernel; float16, bfloat16 and float32 have one"
+    return reason or "its kernel does not support these sizes, strides or options"
 
 
 def dtype_of(op: Any, arrays: Sequence[Any]) -> Any:
-    """Return the dtype of a call: that of its first float operand, or else of its first."""
-    given = [
+    """Return the dtype of a call: that of its first float operand, or else of its first array."""
+    dtypes = [
         (operand.kind, array.dtype)
         for operand, array in zip(op.contract.inputs, arrays, strict=True)
         if hasattr(array, "dtype") and not isinstance(array, Stored)
     ]
-    floats = [dtype for kind, dtype in given if kind == "float"]
-    return next(iter(floats or [dtype for _, dtype in given]), None)
+    floats = [dtype for kind, dtype in dtypes if kind == "float"]
+    return next(iter(floats or [dtype for _, dtype in dtypes]), None)
 
 
 def _warn(op: Any, arrays: Sequence[Any], why: str) -> None:
-    """Say once of an op that it runs its definition on a GPU."""
+    """Log a warning, once for each op, that it runs its definition on a GPU."""
     if op.__name__ in warned or by_products(op) or "empty axis" in why:
         return
     if any(gpu.is_cupys(array.__class__) for array in arrays):

@@ -1,4 +1,4 @@
-"""Write the pages of the API, one per group of ``unsloth_cupy/__init__.py``, and of the kernels.
+"""Write the API pages, one for each group of ``unsloth_cupy/__init__.py``, and the kernel pages.
 
 An op's page shows the signature string that checks its calls, so a new op documents itself.
 """
@@ -19,63 +19,63 @@ from tests.variants import ARCHITECTURES
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.source import source_root
 
-# Modules whose names are not repeated in the package itself.
+# Modules whose names are not also names of the package.
 MODULES = {
     "unsloth_cupy.models": "Models",
     "unsloth_cupy.parallel": "Many devices",
     "unsloth_cupy.errors": "Errors",
 }
-# Modules that import torch or transformers, which the documentation does without: their names are
-# read from their text, and autodoc imports them with mocks.
+# Modules that import torch or transformers, which building the documentation does not need: names
+# are read from the module's text, and autodoc imports it with mocks.
 ELSEWHERE = {"unsloth_cupy.interop.huggingface": "Hugging Face"}
 PARTS = ("_forward", "_backward")
 EXAMPLES = Path(__file__).with_name("examples") / "api.md"
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the public names by the comments that head them."""
-    found: dict[str, list[str]] = {}
+    """Return the public names of the package, by the comment above their group."""
+    grouped: dict[str, list[str]] = {}
     names: list[str] = []
     for line in Path(unsloth_cupy.__file__).read_text().splitlines():
         if line.startswith("# "):
-            names = found.setdefault(line[2:], [])
+            names = grouped.setdefault(line[2:], [])
         elif (hit := re.search(r" as (\w+),?$", line)) and hit[1] != "__version__":
             names.append(hit[1])
-    return found
+    return grouped
 
 
 def exported(module: str) -> list[str]:
-    """Return the functions and classes that the text of a module hands on."""
+    """Return the functions and classes that a module re-exports, read from its text."""
     text = (Path(unsloth_cupy.__file__).parents[1] / module.replace(".", "/")).with_suffix("")
     names = re.findall(r"^from .* as (\w+)$", (text / "__init__.py").read_text(), re.M)
     return [name for name in names if not name.isupper()]
 
 
 def examples() -> dict[tuple[str, ...], str]:
-    """Return the examples by the full names that they are for: of docstrings, then of api.md."""
+    """Return the examples by the full names that they show: from docstrings and from api.md."""
     text = EXAMPLES.read_text(encoding="utf-8")
-    found = re.findall(r"^## (.+)\n\n```python\n((?:.*\n)*?)```$", text, re.M)
+    blocks = re.findall(r"^## (.+)\n\n```python\n((?:.*\n)*?)```$", text, re.M)
     return of_docstrings() | {
         tuple(f"unsloth_cupy.{name}" for name in heading.split(", ")): block
-        for heading, block in found
+        for heading, block in blocks
     }
 
 
 def of_docstrings() -> dict[tuple[str, ...], str]:
-    """Return the examples of docstrings: each also for what else it calls of its group."""
-    found = {}
+    """Return the docstrings' examples; one is also for other names of its group that it calls."""
+    by_names = {}
     for group in groups().values():
-        own = {name: shown for name in group if (shown := in_docstring(name))}
+        own = {name: block for name in group if (block := in_docstring(name))}
         left = [name for name in group if name not in own]
-        for name, shown in own.items():
-            also = [other for other in left if re.search(rf"\b{other}\b", called(shown))]
+        for name, block in own.items():
+            also = [other for other in left if re.search(rf"\b{other}\b", called(block))]
             left = [other for other in left if other not in also]
-            found[tuple(f"unsloth_cupy.{each}" for each in (name, *also))] = shown
-    return found
+            by_names[tuple(f"unsloth_cupy.{each}" for each in (name, *also))] = block
+    return by_names
 
 
 def in_docstring(name: str) -> str:
-    """Return the example that ends the docstring of a name of the package, or nothing."""
+    """Return the Examples section of the docstring of a name of the package, if it has one."""
     text = inspect.getdoc(getattr(unsloth_cupy, name)) or ""
     return text.partition("\nExamples\n--------\n")[2]
 
@@ -86,7 +86,7 @@ def called(block: str) -> str:
 
 
 def public() -> list[str]:
-    """Return the full names of the public functions, and of the classes of the package itself."""
+    """Return the full names of public functions, and those of the package's public classes."""
     names = [f"unsloth_cupy.{name}" for group in groups().values() for name in group]
     for module in MODULES:
         space = vars(importlib.import_module(module))
@@ -96,10 +96,10 @@ def public() -> list[str]:
 
 
 def example(name: str) -> list[str]:
-    """Return what a page says behind the docstring of a name."""
+    """Return the lines that follow the docstring of a name: its example, or a link to one."""
     for names, block in examples().items():
         if name == names[0] and block.startswith(">>>"):
-            return []  # it is there
+            return []  # the docstring itself has it
         if name == names[0]:
             return ["Example:", "", "```python", block.rstrip(), "```", ""]
         if name in names:
@@ -108,13 +108,13 @@ def example(name: str) -> list[str]:
 
 
 def page(title: str, module: str, names: list[str]) -> str:
-    """Return one page: every name with its docstring, parts of an op after the op."""
+    """Return a page with the docstring of every name; forward and backward ops come last."""
     lines = [f"# {title}", ""]
     space = importlib.import_module(module)
     for name in sorted(names, key=lambda name: (name.endswith(PARTS), names.index(name))):
         value = getattr(space, name)
         home = value.__module__
-        if home in MODULES and home != module:  # its source leads back to one place alone
+        if home in MODULES and home != module:  # documented there; viewcode links to one place only
             kind = "class" if isinstance(value, type) else "function"
             lines += ["```{eval-rst}", f".. py:{kind}:: {module}.{name}", ""]
             lines += [f"   :py:obj:`{home}.{name}`, by a shorter name.", "```", ""]
@@ -126,7 +126,7 @@ def page(title: str, module: str, names: list[str]) -> str:
 
 
 def directives(module: str, names: list[str], members: bool = True) -> list[str]:
-    """Return what shows names with their docstrings, and an example behind each."""
+    """Return the autodoc directives of names, each followed by its example."""
     lines = []
     for name in names:
         kind = "class" if name[0].isupper() else "function"
@@ -139,8 +139,8 @@ def directives(module: str, names: list[str], members: bool = True) -> list[str]
 def kernel_pages() -> dict[str, str]:
     """Return a page for every file of ``kernels_cu``, one of instructions, and their index.
 
-    A page is the comment that opens the file and, from ``tests/costs.toml``, what every
-    variant takes.
+    A page has the file's header comment and, from ``tests/costs.toml``, the resources of every
+    variant of its kernels.
     """
     _, lines = budget.read()
     pages, summary = {}, []
@@ -168,25 +168,24 @@ def kernel_pages() -> dict[str, str]:
 KERNELS = """\
 # Kernels
 
-Collected from the files of `kernels_cu/`: maths, traffic, constants; and from what NVRTC says of
-every variant that the library asks for, which the tests hold it to. Cells give registers of a
-thread, bytes of static and dynamic shared memory, and the share of an SM's threads that can be
-resident at once. How two kernels come to what they are, step by step, stands under
-[ladders](../ladders.md). What a GPU confirmed of their speed stands under
-[performance](../performance.md); of the instructions that they use, under
-[instructions](instructions.md).
+The pages have the header comments of the files of `kernels_cu/` (maths, traffic, constants) and the
+resources that NVRTC reports for every variant that the library launches; tests compare them with
+new builds. Cells have registers of a thread, bytes of static + dynamic shared memory, and the share
+of an SM's threads that can be resident at once. [Ladders](../ladders.md) shows the optimizations of
+two kernels step by step. [Performance](../performance.md) has the speeds that were measured on a
+GPU, and [instructions](instructions.md) the instructions that a GPU has confirmed.
 """
 INSTRUCTIONS = """\
 # Instructions
 
-Each instruction that kernels may use is tested alone, on the CPU, against arithmetic.
-`python -m tests.hardware` asks a GPU for the same bits and keeps the date.
+Each instruction that kernels may use is tested alone, on the CPU, against plain arithmetic.
+`python -m tests.hardware` compares the bits with those of a GPU and records the date.
 """
 
 
 def _head(first: str) -> str:
-    named = [first, *(f"sm_{arch}" for arch in ARCHITECTURES)]
-    return f"| {' | '.join(named)} |\n|{'---|' * len(named)}"
+    titles = [first, *(f"sm_{arch}" for arch in ARCHITECTURES)]
+    return f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
 
 
 def _cell(numbers: list[int] | None) -> str:
@@ -197,16 +196,16 @@ def _cell(numbers: list[int] | None) -> str:
 
 
 def _ranges(table: Mapping[str, Mapping[str, list[int]]]) -> Iterator[str]:
-    """Yield for each architecture from what to what the numbers of a kernel's variants go."""
+    """Yield for each architecture the ranges of the numbers of a kernel's variants."""
     for arch in ARCHITECTURES:
-        found = [by[arch] for by in table.values() if arch in by]
-        sides = [(min(column), max(column)) for column in zip(*found, strict=True)]
-        words = [f"{low} - {high}" if low < high else f"{low}" for low, high in sides]
+        rows = [by[arch] for by in table.values() if arch in by]
+        ranges = [(min(column), max(column)) for column in zip(*rows, strict=True)]
+        words = [f"{low} - {high}" if low < high else f"{low}" for low, high in ranges]
         yield "{}, {} + {}, {} %".format(*words) if words else "-"
 
 
 def write_pages(app: Sphinx) -> None:
-    """Write api/*.md and kernels/*.md, each with the index that lists them."""
+    """Write api/*.md and kernels/*.md, each folder with an index."""
     pages = {title: page(title, "unsloth_cupy", names) for title, names in groups().items()}
     for module, title in MODULES.items():
         space = importlib.import_module(module)
@@ -228,7 +227,7 @@ def write_pages(app: Sphinx) -> None:
 
 
 def _write(folder: Path, pages: dict[str, str]) -> None:
-    """Make a folder hold these pages and no other."""
+    """Write these pages to a folder and delete all others from it."""
     folder.mkdir(exist_ok=True)
     for name, text in pages.items():
         path = folder / f"{name}.md"
@@ -242,10 +241,10 @@ def _write(folder: Path, pages: dict[str, str]) -> None:
 def add_signature(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Put the signature string of an op under the first line of its docstring.
+    """Insert the signature string of an op below the first line of its docstring.
 
-    ``(*rows, hidden)`` stands in docstrings as it does in signatures; for Sphinx a star opens
-    emphasis, so those outside of quotes and examples are escaped.
+    Docstrings have shapes such as ``(*rows, hidden)``, as signatures do.  A star opens emphasis in
+    Sphinx, so stars outside of quotes and examples are escaped.
     """
     kept = re.compile(r"\s*(>>>|\.\.\.) |.*`")
     lines[:] = [x if kept.match(x) else re.sub(r"(?<!\*)\*(?=\w)", r"\*", x) for x in lines]
@@ -255,14 +254,14 @@ def add_signature(
         return
     inputs, _, outputs = op.signature.partition(" -> ")
     operands = re.sub(r"(\)|: \w+(?: < \w+)?), ", r"\1,\n", inputs).splitlines()
-    shown = [f"   {text}" for text in [*operands, f"-> {outputs}"]]
+    block = [f"   {text}" for text in [*operands, f"-> {outputs}"]]
     runs = "CUDA kernel: yes" if op.launch is not None else "CUDA kernel: no; runs its definition"
     first = lines.index("") if "" in lines else len(lines)
-    lines[first:first] = ["", "::", "", *shown, "", runs, ""]
+    lines[first:first] = ["", "::", "", *block, "", runs, ""]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register with Sphinx; before numpydoc, which rewrites the docstring."""
+    """Register the extension; its priority puts it before numpydoc, which rewrites docstrings."""
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", add_signature, priority=400)
     return {"parallel_read_safe": True}

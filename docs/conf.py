@@ -1,4 +1,4 @@
-"""Sphinx configuration; ``collect.py`` and ``history.py`` beside it write pages."""
+"""Sphinx configuration; the extensions ``collect.py`` and ``history.py`` generate pages."""
 
 import sys
 from pathlib import Path
@@ -24,10 +24,10 @@ extensions = [
 exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-autodoc_typehints = "none"  # numpydoc's Parameters say shapes and dtypes, which types cannot
+autodoc_typehints = "none"  # Parameters sections have shapes and dtypes, which type hints lack
 numpydoc_show_class_members = False
 
-# What patches the models of others is shown without them.
+# The documentation of ``interop.huggingface`` is built without torch and transformers.
 DOOR = Path(__file__).parent.parent / "unsloth_cupy" / "interop" / "huggingface"
 SHOWN = ("__init__", "_patch", "_callback", "_report")
 autodoc_mock_imports = ["torch", "transformers", "unsloth_cupy.interop.torch"]
@@ -42,7 +42,7 @@ html_static_path = ["static"]
 html_css_files = ["page.css"]
 ALONE = ("install", "performance", "history/index", "gallery", "ladders", "architecture")
 ALONE += ("how-we-know", "changelog")
-html_sidebars = {page: [] for page in ALONE}  # they have no pages beside them
+html_sidebars = {page: [] for page in ALONE}  # pages without siblings to list
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,

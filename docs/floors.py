@@ -1,8 +1,9 @@
-"""Draw the rooms of ``unsloth_cupy`` by their floors, and the imports between them: floors.svg.
+"""Draw floors.svg: the packages and modules of ``unsloth_cupy`` ("rooms") and their imports.
 
     python docs/floors.py
 
-An import is drawn where no others lead from the one room to the other.
+A room is drawn on the floor that tests/test_floors.py gives it.  An import is left out if other
+imports lead from the one room to the other.
 """
 
 import ast
@@ -15,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.test_floors import FLOORS, MODULES, PACKAGE, imports  # noqa: E402
 
-WIDE, HIGH, GAP, STEP = 270, 54, 22, 88  # of a box; between boxes; from floor to floor
+WIDE, HIGH, GAP, STEP = 270, 54, 22, 88  # a box's size; between boxes; from floor to floor
 LEFT_OUT = ("_version", "__main__")
 INK, SOFT, PAPER = "#22272e", "#8b95a1", "#f4f6f8"
 STYLE = f"""
@@ -28,16 +29,16 @@ orient="auto"><polygon points="0 0,6 3,0 6" fill="{SOFT}"/></marker></defs>
 
 
 def room_of(module: tuple[str, ...]) -> str:
-    """Return the folder or the module on the first page that a module belongs to."""
+    """Return the top-level folder or module that a module belongs to."""
     return module[0]
 
 
 def arrows() -> dict[str, set[str]]:
-    """Return the rooms that each room imports, but for those that it reaches by others."""
+    """Return the rooms that each room imports, without those that it also reaches via others."""
     direct: dict[str, set[str]] = {}
     for module in MODULES:
-        there = {room_of(other) for other in imports(module)} - {room_of(module), *LEFT_OUT}
-        direct.setdefault(room_of(module), set()).update(there)
+        imported = {room_of(other) for other in imports(module)} - {room_of(module), *LEFT_OUT}
+        direct.setdefault(room_of(module), set()).update(imported)
 
     def below(room: str) -> set[str]:
         return direct[room].union(*(below(other) for other in direct[room]))
@@ -49,7 +50,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def about(room: str) -> tuple[str, str]:
-    """Return how many files a room has, and the first sentence about it."""
+    """Return a room's number of files, or its file name, and its docstring's first line."""
     files = [path for module, path in MODULES.items() if room_of(module) == room]
     front = PACKAGE / room / "__init__.py"
     front = front if front.exists() else PACKAGE / f"{room}.py"
@@ -73,12 +74,12 @@ def drawn() -> str:
         for other in sorted(others & at.keys()) if room in at else ():
             (x, y), (u, v) = at[room], at[other]
             x, u, y = x + WIDE / 2, u + WIDE / 2, y + HIGH
-            way = f"C{x:g} {y + 30:g} {u:g} {v - 30:g} {u:g} {v:g}"
-            if v - y > STEP:  # past a floor: beside its boxes, in a lane of its own
+            curve = f"C{x:g} {y + 30:g} {u:g} {v - 30:g} {u:g} {v:g}"
+            if v - y > STEP:  # it passes a floor: drawn in its own lane to the right of all boxes
                 x, u, turn = x + WIDE / 3, u + WIDE / 3, 6 + (lanes - width) / 3 % 18
-                way = f"V{y + turn:g}H{lanes:g}V{v - turn:g}H{u:g}V{v:g}"
+                curve = f"V{y + turn:g}H{lanes:g}V{v - turn:g}H{u:g}V{v:g}"
                 lanes += 9
-            paths.append(f'<path d="M{x:g} {y:g}{way}"/>')
+            paths.append(f'<path d="M{x:g} {y:g}{curve}"/>')
     size = f"{lanes:g} {len(floors) * STEP}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}">',

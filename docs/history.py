@@ -1,6 +1,6 @@
-"""Write the page of what calls cost, commit by commit, and let asv make its site beside it.
+"""Write the page with the costs of calls at each commit, and build asv's site of all benchmarks.
 
-The numbers are those that ``asv_benchmarks/results`` keeps; ``asv publish`` draws all of them.
+The numbers are those in ``asv_benchmarks/results``; ``asv publish`` draws all of them.
 """
 
 import importlib.util
@@ -18,18 +18,20 @@ from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITE = ROOT / "asv_benchmarks"
-GIT = Path(os.environ.get("UNSLOTH_CUPY_GIT", ROOT))  # of a copy that has no history itself
+# The repository whose history asv reads; set the variable where this copy has no history.
+GIT = Path(os.environ.get("UNSLOTH_CUPY_GIT", ROOT))
 EXACT = "costs.Costs.track_"
 COLUMNS = ("launches", "allocations", "bytes", "opcodes", "sectors", "passes", "instructions")
 SITE = '<a href="../benchmarks/index.html">Every benchmark over all commits, as asv shows it</a>'
 PAGE = """\
 # History
 
-What one call of each of {ops} ops with a kernel costs, summed: launches, allocations and bytes
-allocated on sm_90, instructions of Python in a call that is replayed, sectors of global memory and
-passes over shared memory on the emulator, instructions of the loops that kernels spend their time
-in. No clock is read, so each number is exact; fewer is better.
-[What a call costs, exactly](../performance.md#what-a-call-costs-exactly) says how they are counted.
+The costs of one call of each of {ops} ops with a kernel, summed: launches, allocations and bytes
+allocated on sm_90, Python opcodes of a replayed call, sectors of global memory and passes over
+shared memory on the emulator, and instructions of the loops that kernels spend their time in. All
+are counted, not timed, so the numbers are exact; fewer is better.
+[What a call costs, exactly](../performance.md#what-a-call-costs-exactly) explains how they are
+counted.
 
 {rows}
 
@@ -38,39 +40,39 @@ in. No clock is read, so each number is exact; fewer is better.
 
 
 def missing() -> str | None:
-    """Return why asv cannot make its site here, or None."""
+    """Return the reason why asv cannot build its site here, or None."""
     if importlib.util.find_spec("asv") is None:
         return "asv is not installed (the extra `docs` has it)"
     try:
-        found = subprocess.check_output(
+        commits = subprocess.check_output(
             ["git", "-C", GIT, "rev-list", "main", "--"], stderr=subprocess.DEVNULL, text=True
         )
     except (OSError, subprocess.CalledProcessError):
         return "git finds no branch `main` here"
-    named = {json.loads(path.read_text())["commit_hash"] for path in results()}
-    return None if named <= {*found.split()} else "git lacks commits that results name"
+    measured = {json.loads(path.read_text())["commit_hash"] for path in results()}
+    return None if measured <= {*commits.split()} else "git lacks commits that results name"
 
 
 def results() -> list[Path]:
-    """Return the files of results, one of each commit and machine."""
+    """Return asv's result files, one for each commit and machine."""
     return [*SUITE.glob("results/*/*-*.json")]
 
 
 def kept() -> list[dict[str, Any]]:
-    """Return the results that have exact costs, from the oldest commit on."""
-    told = [json.loads(path.read_text()) for path in results()]
-    exact = [each for each in told if any(name.startswith(EXACT) for name in each["results"])]
+    """Return the results that have exact costs, in the order of their commits."""
+    every = [json.loads(path.read_text()) for path in results()]
+    exact = [each for each in every if any(name.startswith(EXACT) for name in each["results"])]
     return sorted(exact, key=lambda each: each["date"])
 
 
 def cost(result: dict[str, Any], name: str) -> str:
-    """Return a number of a commit; a dash where it was not counted."""
-    found = result["results"].get(EXACT + name)
-    return f"{found[0][0]:,}" if found else "-"
+    """Return a cost at a commit as text; a dash if it was not counted."""
+    values = result["results"].get(EXACT + name)
+    return f"{values[0][0]:,}" if values else "-"
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of history/index.md."""
     costs = kept()
     head = ["commit", *COLUMNS]
     rows = [f"| {' | '.join(head)} |", f"|---|{'---:|' * len(COLUMNS)}"]
@@ -78,14 +80,14 @@ def page() -> str:
         cells = [f"`{each['commit_hash'][:8]}`", *(cost(each, name) for name in COLUMNS)]
         rows.append(f"| {' | '.join(cells)} |")
     reason = missing()
-    site = f"These pages are without asv's site of all benchmarks: {reason}."
+    site = f"These pages do not include asv's site of all benchmarks: {reason}."
     if reason is None:
         site = f"```{{raw}} html\n<p>{SITE}.</p>\n```"
     return PAGE.format(ops=cost(costs[-1], "ops"), rows="\n".join(rows), site=site)
 
 
 def publish(folder: Path) -> None:
-    """Let asv make its site of all results in a folder; the checkout stays as it is."""
+    """Build asv's site of all results in a folder, without changing the checkout."""
     with tempfile.TemporaryDirectory() as work:
         copy = Path(work) / "results"
         shutil.copytree(SUITE / "results", copy)
@@ -95,8 +97,8 @@ def publish(folder: Path) -> None:
         conf = Path(work) / "asv.conf.json"
         conf.write_text(json.dumps(settings))
         _asv("asv.benchmark", "discover", SUITE / "benchmarks", Path(work) / "found.json")
-        found = json.loads((Path(work) / "found.json").read_text())
-        listed = {each["name"]: each for each in found} | {"version": 2}  # of asv's file
+        benchmarks = json.loads((Path(work) / "found.json").read_text())
+        listed = {each["name"]: each for each in benchmarks} | {"version": 2}  # asv's file format
         (copy / "benchmarks.json").write_text(json.dumps(listed))
         _asv("asv", "--config", conf, "publish", "--no-pull")
 
@@ -118,13 +120,13 @@ def write_page(app: Sphinx) -> None:
 
 
 def add_site(app: Sphinx, exception: Exception | None) -> None:
-    """Put asv's site beside the pages that were built."""
+    """Add asv's site to the HTML pages."""
     if exception is None and app.builder.format == "html" and missing() is None:
         publish(Path(app.outdir) / "benchmarks")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register with Sphinx."""
+    """Register the extension."""
     app.connect("builder-inited", write_page)
     app.connect("build-finished", add_site)
     return {"parallel_read_safe": True}

@@ -1,10 +1,10 @@
-"""Measure what docs/pictures.py draws, on this machine: writes docs/pictures/NAME.json.
+"""Measure on this machine the numbers that docs/pictures.py draws: writes docs/pictures/NAME.json.
 
-    python docs/measure.py beside-transformers      memory of a step of a Llama, and its time
+    python docs/measure.py beside-transformers      memory and time of a training step of a Llama
     python docs/measure.py trace                    a profiled step
     python docs/measure.py loss                     a run of finetune
 
-The first needs the extra ``peers``.  docs/performance.md has the command that makes cpu.json.
+The first needs the extra ``peers``.  docs/performance.md has the command that writes cpu.json.
 """
 
 import datetime
@@ -38,7 +38,7 @@ SIDES = ("unsloth_cupy", "transformers", "transformers, eager")
 
 
 def facts(method: str) -> dict[str, Any]:
-    """Return what a number needs to be a measurement."""
+    """Return the facts that belong to a measurement: machine, date, versions and method."""
     from unsloth_cupy import machine
 
     return {
@@ -50,14 +50,14 @@ def facts(method: str) -> dict[str, Any]:
 
 
 def high_water() -> int:
-    """Return the most bytes that this process has held in memory, since the last reset."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    """Return the peak of this process's resident memory since the last reset, in bytes."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def step_of(side: str) -> Any:
-    """Return a function of tokens that computes the loss and all gradients."""
+    """Return a function that takes tokens and computes the loss and all gradients."""
     import numpy as np
 
     from unsloth_cupy import models
@@ -68,8 +68,8 @@ def step_of(side: str) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    how = "eager" if side.endswith("eager") else "sdpa"
-    theirs = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation=how))
+    attention = "eager" if side.endswith("eager") else "sdpa"
+    theirs = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation=attention))
     state = {name: torch.from_numpy(np.array(array)) for name, array in ours.parameters.items()}
     theirs.load_state_dict(state, strict=False)
 
@@ -84,13 +84,13 @@ def step_of(side: str) -> Any:
 
 
 def one(side: str, tokens: int) -> dict[str, Any]:
-    """Return the memory and the time of a step, in this process."""
+    """Return the memory and the time of a step, measured in this process."""
     import numpy as np
 
     step = step_of(side)
-    step(np.zeros((1, 64), np.int64))  # what is made once
+    step(np.zeros((1, 64), np.int64))  # allocates what later steps reuse
     rows = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (1, tokens))
-    Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, loss, seconds = high_water(), 0.0, []
     for _ in range(3):
         start = time.perf_counter()
@@ -101,7 +101,7 @@ def one(side: str, tokens: int) -> dict[str, Any]:
 
 
 def beside() -> dict[str, Any]:
-    """Return the steps of both sides; each runs in a process of its own."""
+    """Return the measurements of all sides, each taken in a separate process."""
     rows = []
     for tokens in TOKENS:
         for side in SIDES:
@@ -109,12 +109,12 @@ def beside() -> dict[str, Any]:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(rows[-1])
-    told = (
+    method = (
         "the most memory that a process holds in a step (VmHWM of Linux, reset before it) beyond"
         " what it holds before; loss and gradients of all weights, one row, float32; the most of"
         " three steps, each side in a process of its own"
     )
-    return facts(told) | {"config": CONFIG, "rows": rows}
+    return facts(method) | {"config": CONFIG, "rows": rows}
 
 
 def trace() -> dict[str, Any]:
@@ -129,16 +129,16 @@ def trace() -> dict[str, Any]:
     optimizer = AdamW(model.parameters)
     tokens = np.random.default_rng(0).integers(0, 2048, (2, 256))
     for _ in range(3):
-        with profile(parameters=model.parameters) as seen:
+        with profile(parameters=model.parameters) as profiled:
             _, gradients = model.loss_and_gradients(tokens, tokens)
             optimizer.step(gradients)
     with tempfile.TemporaryDirectory() as folder:
-        seen.save_trace(Path(folder) / "step.json")
-        found = json.loads((Path(folder) / "step.json").read_text())
+        profiled.save_trace(Path(folder) / "step.json")
+        saved = json.loads((Path(folder) / "step.json").read_text())
     kept = ("name", "cat", "ts", "dur")
-    events = [{name: event[name] for name in kept} for event in found["traceEvents"]]
-    told = "profile of the third step of training, 2 rows of 256 tokens, float32"
-    return facts(told) | {"traceEvents": events}
+    events = [{name: event[name] for name in kept} for event in saved["traceEvents"]]
+    method = "profile of the third step of training, 2 rows of 256 tokens, float32"
+    return facts(method) | {"traceEvents": events}
 
 
 def loss() -> dict[str, Any]:
@@ -153,17 +153,17 @@ def loss() -> dict[str, Any]:
 
 
 def curve(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return what is drawn of the log of a run."""
+    """Return the values of a run's log that the picture shows."""
     kept = ("step", "loss", "held_out_loss", "unigram_baseline")
-    drawn = [{k: round(v, 4) for k, v in line.items() if k in kept} for line in lines]
-    return facts("log of unsloth-cupy finetune --steps 300") | {"lines": drawn}
+    points = [{k: round(v, 4) for k, v in line.items() if k in kept} for line in lines]
+    return facts("log of unsloth-cupy finetune --steps 300") | {"lines": points}
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["one"]:
         print(json.dumps(one(sys.argv[2], int(sys.argv[3]))))
     elif sys.argv[1:] in (["beside-transformers"], ["trace"], ["loss"]):
-        made = {"beside-transformers": beside, "trace": trace, "loss": loss}[sys.argv[1]]()
-        (FOLDER / f"{sys.argv[1]}.json").write_text(json.dumps(made, indent=1) + "\n")
+        result = {"beside-transformers": beside, "trace": trace, "loss": loss}[sys.argv[1]]()
+        (FOLDER / f"{sys.argv[1]}.json").write_text(json.dumps(result, indent=1) + "\n")
     else:
         sys.exit(__doc__)

@@ -1,9 +1,9 @@
-"""Draw the pictures of the gallery and of docs/performance.md, by the library's own functions.
+"""Draw the pictures of the gallery and of docs/performance.md with the library's own functions.
 
     python docs/pictures.py [NAME ...]      all or some of docs/pictures/*.svg
 
-Those of measurements are drawn from the JSON files beside them, which say machine, method and date
-(docs/measure.py); the others from what the library computes.  Needs the extra ``cli``.
+Pictures of measurements are drawn from the JSON files in that folder, which record machine, method
+and date (docs/measure.py); the others show what the library computes.  Needs the extra ``cli``.
 """
 
 import json
@@ -53,27 +53,27 @@ PARTS = {"attention": "#d1495b", "linear layers": "#3b6fb6", "all others": "#9db
 
 
 def measured(name: str) -> Any:
-    """Return a measurement, with what it says of itself."""
+    """Return a measurement with its facts, from its JSON file."""
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
 def figure(width: float, height: float) -> Any:
-    """Return a figure."""
+    """Return an empty figure, by its size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def plain(axes: Any) -> None:
-    """Take what nobody reads away from axes."""
+    """Remove the frame of axes at the top and right, and soften the rest."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
     axes.tick_params(colors=INK, labelsize=9)
 
 
-# ---- what the library computes ------------------------------------------------------------------
+# ---- computed by the library --------------------------------------------------------------------
 def weights(queries: int = 24, **options: Any) -> Any:
-    """Return what each query takes of each key: attention over the rows of an identity."""
+    """Return the weight of each key for each query: attention whose values are an identity."""
     rng = np.random.default_rng(3)
     q, k = 0.8 * rng.standard_normal((2, 1, queries, 1, 16)).astype(np.float32)
     v = np.eye(queries, dtype=np.float32)[None, :, None]
@@ -81,7 +81,7 @@ def weights(queries: int = 24, **options: Any) -> Any:
 
 
 def draw_attention(path: Path) -> None:
-    """Draw which keys a query sees under the options of attention, and how much of each."""
+    """Draw the weight of each key for each query under several options of attention."""
     texts = np.repeat([0, 1, 2], [7, 11, 6])
     panels = {
         "causal=True": weights(causal=True),
@@ -91,10 +91,10 @@ def draw_attention(path: Path) -> None:
         "a mask: three texts in a row": weights(causal=True, mask=texts[:, None] == texts),
         "key_lengths=[15]": weights(key_lengths=np.array([15])),
     }
-    made = figure(9, 6.2)
-    grid = made.subplots(2, 3)
-    for axes, (title, found) in zip(grid.flat, panels.items(), strict=True):
-        axes.imshow(np.sqrt(found), cmap="Blues", vmin=0, vmax=1, rasterized=True)
+    picture = figure(9, 6.2)
+    grid = picture.subplots(2, 3)
+    for axes, (title, values) in zip(grid.flat, panels.items(), strict=True):
+        axes.imshow(np.sqrt(values), cmap="Blues", vmin=0, vmax=1, rasterized=True)
         axes.set_title(title, loc="left", fontsize=9, color=INK)
         axes.tick_params(colors=SOFT, labelsize=7)
         axes.spines[:].set_color(SOFT)
@@ -102,7 +102,7 @@ def draw_attention(path: Path) -> None:
         axes.set_ylabel("query", color=INK, fontsize=9)
     for axes in grid[1]:
         axes.set_xlabel("key", color=INK, fontsize=9)
-    save_picture(made, path)
+    save_picture(picture, path)
 
 
 def draw_pipeline(path: Path) -> None:
@@ -114,40 +114,40 @@ def draw_pipeline(path: Path) -> None:
 
 
 def draw_memory(path: Path) -> None:
-    """Draw what a step holds, op after op."""
+    """Draw the memory of a step, op after op."""
     sizes: dict[str, Any] = {"batch": 4, "tokens": 2048, "dtype": "bfloat16"}
     title = "A step of Llama 3.2 1B with 6 of its layers, 4 x 2048 tokens, bfloat16: planned"
     draw_timeline(path, plan_memory(LLAMA_1B | {"num_hidden_layers": 6}, **sizes), title)
 
 
 def floors(card: str) -> dict[str, float]:
-    """Return the least milliseconds of a forward and a backward pass on a card, by part."""
+    """Return the least possible milliseconds of a forward and backward pass on a card, by part."""
     config = parse(LLAMA_1B)
     kind = np.dtype("bfloat16")
-    given: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
+    parameters: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
     rows = shape((1, 2048), "int64")
-    model = Transformer(config, given, {})
-    found = explain(model.loss_and_gradients, rows, rows, device=card)
+    model = Transformer(config, parameters, {})
+    explanation = explain(model.loss_and_gradients, rows, rows, device=card)
     parts = dict.fromkeys(PARTS, 0.0)
-    for step in found.steps:
+    for step in explanation.steps:
         part = "all others"
         if step.op.startswith("attention"):
             part = "attention"
-        elif step.op.startswith("linear"):  # the head among them
+        elif step.op.startswith("linear"):  # includes the language-model head
             part = "linear layers"
         parts[part] += 1e3 * (step.floor or 0.0)
     return parts
 
 
 def draw_floors(path: Path) -> None:
-    """Draw what no forward and backward pass can be faster than, by card: a prediction."""
-    found = {CARDS[card].name: floors(card) for card in CARDS}
-    names = sorted(found, key=lambda name: -sum(found[name].values()))
-    made = figure(8, 4.6)
-    axes = made.add_subplot()
+    """Draw a lower bound of the time of a forward and backward pass on each card: a prediction."""
+    bounds = {CARDS[card].name: floors(card) for card in CARDS}
+    names = sorted(bounds, key=lambda name: -sum(bounds[name].values()))
+    picture = figure(8, 4.6)
+    axes = picture.add_subplot()
     left = np.zeros(len(names))
     for part, colour in PARTS.items():
-        wide = np.array([found[name][part] for name in names])
+        wide = np.array([bounds[name][part] for name in names])
         axes.barh(names, wide, left=left, color=colour, label=part)
         left += wide
     for height, total in enumerate(left):
@@ -162,87 +162,90 @@ def draw_floors(path: Path) -> None:
     )  # fmt: skip
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     plain(axes)
-    save_picture(made, path)
+    save_picture(picture, path)
 
 
-# ---- what was measured --------------------------------------------------------------------------
+# ---- measured -----------------------------------------------------------------------------------
 def draw_cpu(path: Path) -> None:
-    """Draw our NumPy path beside torch's CPU path, in float32."""
+    """Draw the times of the library's NumPy path and of torch on a CPU, in float32."""
     report = measured("cpu")
     draw_times(path, report | {"rows": [r for r in report["rows"] if r["dtype"] == "float32"]})
 
 
 def draw_beside(path: Path) -> None:
-    """Draw the memory of a step beside that of transformers."""
-    found = measured("beside-transformers")
+    """Draw the memory of a step of the library and of transformers."""
+    result = measured("beside-transformers")
     colours = {
         "unsloth_cupy": PEERS["unsloth_cupy"],
         "transformers": PEERS["torch"],
         "transformers, eager": PEERS["torch.compile"],
     }
-    made = figure(7, 4)
-    axes = made.add_subplot()
+    picture = figure(7, 4)
+    axes = picture.add_subplot()
     for side, colour in colours.items():
-        rows = [row for row in found["rows"] if row["side"] == side]
-        tokens, held = [r["tokens"] for r in rows], [r["bytes"] / 2**20 for r in rows]
-        axes.plot(tokens, held, "o-", color=colour, label=side)
+        rows = [row for row in result["rows"] if row["side"] == side]
+        tokens, mebibytes = [r["tokens"] for r in rows], [r["bytes"] / 2**20 for r in rows]
+        axes.plot(tokens, mebibytes, "o-", color=colour, label=side)
     axes.set_xticks(tokens)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens in the row", color=INK)
     axes.set_ylabel("MiB at the peak, beyond the model", color=INK)
     axes.set_title(
-        f"Loss and gradients of a Llama, float32, CPU, {found['date'][:10]}",
+        f"Loss and gradients of a Llama, float32, CPU, {result['date'][:10]}",
         loc="left", fontsize=10, color=INK,
     )  # fmt: skip
     axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
     plain(axes)
-    save_picture(made, path)
+    save_picture(picture, path)
 
 
 def draw_loss(path: Path) -> None:
-    """Draw the curve of a run of ``unsloth-cupy finetune``, as the run does."""
+    """Draw the loss curve of a run of ``unsloth-cupy finetune``, as the run itself draws it."""
     draw_curve(path, measured("loss")["lines"], "A small Llama learns the Python documentation")
 
 
 def draw_trace(path: Path) -> None:
-    """Draw the calls of a step one after the other, as Perfetto shows the same file."""
-    found = measured("trace")
-    events = sorted(found["traceEvents"], key=lambda event: event["ts"])
+    """Draw the calls of a step over time, as Perfetto shows the same file."""
+    profiled = measured("trace")
+    events = sorted(profiled["traceEvents"], key=lambda event: event["ts"])
     first = events[0]["ts"]
     totals: dict[str, float] = {}
     for event in events:
         totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"]
     names = sorted(totals, key=lambda name: -totals[name])[:12]
-    made = figure(9, 3.6)
-    axes = made.add_subplot()
+    picture = figure(9, 3.6)
+    axes = picture.add_subplot()
     for height, name in enumerate(reversed(names)):
         own = [event for event in events if event["name"] == name]
         bars = [((event["ts"] - first) / 1e3, event["dur"] / 1e3) for event in own]
         axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=PHASES[own[0]["cat"]])
     axes.set_yticks(range(len(names)), names[::-1])
     axes.set_xlabel("ms since the step began", color=INK)
-    axes.set_title(f"A step of training, profiled, {found['date'][:10]}", loc="left", fontsize=10)
+    axes.set_title(
+        f"A step of training, profiled, {profiled['date'][:10]}", loc="left", fontsize=10
+    )
     plain(axes)
-    save_picture(made, path)
+    save_picture(picture, path)
 
 
-def facts_of(found: Any, command: str) -> list[str]:
-    """Return what a page says of a measurement: where, of what, how, when, and how to repeat it."""
-    versions = [f"{name} {v}" for name, v in found["versions"].items() if v and name != "python"]
-    machine = found["machine"]
+def facts_of(result: Any, command: str) -> list[str]:
+    """Return a measurement's facts as lines of a page: method, machine, versions, date, command."""
+    versions = [f"{name} {v}" for name, v in result["versions"].items() if v and name != "python"]
+    machine = result["machine"]
     if not isinstance(machine, str):
         machine = f"{machine['cores']} cores, {machine['processor']}, {machine['blas']}"
-    told = f"{machine}, other work beside; one thread; {', '.join(versions)}; {found['date'][:10]}."
-    lines = textwrap.wrap(f"Measured: {found['method']}. {told}", 110, break_on_hyphens=False)
+    date = result["date"][:10]
+    where = f"{machine}, other work beside; one thread; {', '.join(versions)}; {date}."
+    lines = textwrap.wrap(f"Measured: {result['method']}. {where}", 110, break_on_hyphens=False)
     return [*lines, "", "```sh", command, "```"]
 
 
 def blocks() -> dict[str, list[str]]:
-    """Return what docs/performance.md says of measurements, by the name of its markers."""
-    found = measured("beside-transformers")
-    sides = list(dict.fromkeys(row["side"] for row in found["rows"]))
-    held = {(row["tokens"], row["side"]): row["bytes"] / 2**20 for row in found["rows"]}
+    """Return the lines of docs/performance.md about measurements, by the name of their markers."""
+    result = measured("beside-transformers")
+    sides = list(dict.fromkeys(row["side"] for row in result["rows"]))
+    held = {(row["tokens"], row["side"]): row["bytes"] / 2**20 for row in result["rows"]}
     table = [f"| tokens | {' | '.join(f'{side}, MiB' for side in sides)} |", "|---" * 4 + "|"]
     for tokens in dict.fromkeys(tokens for tokens, _ in held):
         cells = " | ".join(f"{held[tokens, side]:.0f}" for side in sides)
@@ -251,13 +254,13 @@ def blocks() -> dict[str, list[str]]:
     command = f"{again} python docs/measure.py beside-transformers"
     timed = f"{again} unsloth-cupy bench {OPS} --peers --json docs/pictures/cpu.json"
     return {
-        "beside": [*table, "", *facts_of(found, command)],
+        "beside": [*table, "", *facts_of(result, command)],
         "cpu": facts_of(measured("cpu"), timed),
     }
 
 
 def page() -> str:
-    """Return docs/performance.md with what was measured between its markers."""
+    """Return docs/performance.md with the current ``blocks`` between its markers."""
     text = PAGE.read_text()
     for name, lines in blocks().items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -267,7 +270,7 @@ def page() -> str:
 
 
 def shorten(path: Path) -> None:
-    """Leave out of an SVG file what nobody sees: the date, and digits beyond a hundredth."""
+    """Remove invisible parts of an SVG file: the date, and digits beyond a hundredth."""
     text = re.sub(r"<metadata>.*?</metadata>\n?", "", path.read_text(), flags=re.S)
     path.write_text(re.sub(r"\b([1-9]\d*\.\d\d)\d+", r"\1", text))
 
@@ -284,12 +287,12 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 }
 
 if __name__ == "__main__":
-    if strange := {*sys.argv[1:]} - PICTURES.keys():
-        sys.exit(f"there is no picture {strange}; choose from {[*PICTURES]}")
+    if unknown := {*sys.argv[1:]} - PICTURES.keys():
+        sys.exit(f"there is no picture {unknown}; choose from {[*PICTURES]}")
     import matplotlib as mpl
 
-    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
-    mpl.rcParams["svg.hashsalt"] = "unsloth_cupy"  # equal pictures are equal files
+    mpl.rcParams["svg.fonttype"] = "none"  # keep text as text, not as paths
+    mpl.rcParams["svg.hashsalt"] = "unsloth_cupy"  # so that equal pictures are equal files
     for name in sys.argv[1:] or PICTURES:
         PICTURES[name](FOLDER / f"{name}.svg")
         shorten(FOLDER / f"{name}.svg")

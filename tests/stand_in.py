@@ -349,7 +349,7 @@ class Function:
         if shared > most:
             raise AssertionError(
                 f"{self.about[0]}: {shared} bytes of dynamic shared memory besides"
-                f" {self.shared_size_bytes} static ones; at most {most} are allowed"
+                f" {self.shared_size_bytes} of static; at most {most} are allowed"
             )
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:

@@ -173,7 +173,7 @@ def test_optimizers_name_arrays_between_two_elements() -> None:
             lambda: measure_gradients({"w": wrong}),
             lambda: clip_gradients({"w": wrong}, 1.0),
         ):
-            with pytest.raises(DTypeError, match=r"w lies between .* pass a copy"):
+            with pytest.raises(DTypeError, match=r"w is not aligned .* pass a copy"):
                 run()
         assert not machine.launches
 

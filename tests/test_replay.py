@@ -250,7 +250,7 @@ def test_counters_are_those_of_the_stream_and_stay(monkeypatch: pytest.MonkeyPat
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(called).result() is first[0], "the same stream"
             side.ptr = counters.PER_THREAD
-            machine.gpus.made[side.ptr] = side
+            machine.gpus.by_address[side.ptr] = side
             assert thread.submit(called, side).result() is not called(side)
         grown = called(given=longer)
         assert grown.size > first[0].size

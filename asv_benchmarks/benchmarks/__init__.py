@@ -1,4 +1,4 @@
-"""Benchmarks; run by hand, results are committed.
+"""Benchmarks of asv; they are run by hand, and the results are committed.
 
 cd asv_benchmarks
 asv machine --yes                                  # once on each machine
@@ -8,5 +8,5 @@ asv run --python=same --set-commit-hash $(git rev-parse HEAD)
 import sys
 from pathlib import Path
 
-# asv loads this folder alone; the tests, whose draw of inputs is used here, lie two above it.
+# asv loads this folder alone; benchmarks also import the tests, two folders above it.
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))

@@ -1,4 +1,4 @@
-"""Attention beside torch's, on the same arrays and threads, and its memory at long sequences."""
+"""Time of attention compared with torch's on the same arrays, and memory of long sequences."""
 
 import statistics
 import time
@@ -28,7 +28,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 class AgainstTorch:
-    """Our time over torch's, calls of both taking turns; below 1 we are faster."""
+    """Our time divided by torch's, in alternating calls; below 1 we are faster."""
 
     unit, version = "times torch", "1"
     params = (2048,)
@@ -36,7 +36,7 @@ class AgainstTorch:
     timeout = 300
 
     def setup(self, tokens: int) -> None:
-        """Give torch views of the same arrays, in its layout (batch, heads, tokens, dim)."""
+        """Pass torch views of the same arrays in its layout (batch, heads, tokens, dim)."""
         try:
             import torch
         except ImportError as error:
@@ -57,7 +57,7 @@ class AgainstTorch:
 
 
 class Long:
-    """Bytes beyond q, k and v: linear in the sequence, as no array is (queries, keys)."""
+    """Bytes beyond q, k and v: linear in the sequence, as no array of (queries, keys) is stored."""
 
     unit, version = "bytes", "1"
     params = (2048, 8192)

@@ -1,4 +1,4 @@
-"""What calls cost, exactly, summed over the ops with a kernel: no clock and no load changes it.
+"""Exact costs of calls, summed over the ops with a kernel: counted, not timed.
 
 ``tests/costs.toml`` has the numbers of each op.
 """
@@ -9,12 +9,12 @@ from tests import budget, costs, sass
 from tests.cuda_on_cpu import missing
 
 NAMES = costs.with_kernels()
-NAN = float("nan")  # asv shows nothing then
-Found = dict[str, list[list[float]]]
+NAN = float("nan")  # asv shows no value for it
+Counts = dict[str, list[list[float]]]
 
 
 def uncounted() -> set[str]:
-    """Return what is NaN here, for lack of g++, of NVRTC or of a disassembler."""
+    """Return the benchmarks that are NaN here, as g++, NVRTC or the disassembler is missing."""
     lacking = {"track_sectors", "track_passes"} if missing() is not None else set()
     try:
         sass.nvdisasm()
@@ -24,13 +24,13 @@ def uncounted() -> set[str]:
 
 
 class Costs:
-    """Of bfloat16, on sm_90; sectors and passes are those of the emulator, of smaller arrays."""
+    """Of bfloat16 calls on sm_90; sectors and passes are of smaller arrays, on the emulator."""
 
     version, unit = "1", "of all ops"
     timeout = 300
 
-    def setup_cache(self) -> Found:
-        """Count once, for all that is tracked."""
+    def setup_cache(self) -> Counts:
+        """Count once for all benchmarks of the class."""
         moved: Callable[[str], list[float]] = costs.moved
         loops: Callable[[str, str], list[float]] = costs.loops
         if "track_sectors" in uncounted():
@@ -44,27 +44,27 @@ class Costs:
             "moved": [moved(name) for name in NAMES],
         }
 
-    def track_ops(self, found: Found) -> float:
-        return len(found["planned"])
+    def track_ops(self, counts: Counts) -> float:
+        return len(counts["planned"])
 
-    def track_launches(self, found: Found) -> float:
-        return sum(numbers[0] for numbers in found["planned"])
+    def track_launches(self, counts: Counts) -> float:
+        return sum(numbers[0] for numbers in counts["planned"])
 
-    def track_allocations(self, found: Found) -> float:
-        return sum(numbers[1] for numbers in found["planned"])
+    def track_allocations(self, counts: Counts) -> float:
+        return sum(numbers[1] for numbers in counts["planned"])
 
-    def track_bytes(self, found: Found) -> float:
-        return sum(numbers[2] for numbers in found["planned"])
+    def track_bytes(self, counts: Counts) -> float:
+        return sum(numbers[2] for numbers in counts["planned"])
 
-    def track_opcodes(self, found: Found) -> float:
-        return sum(numbers[0] for numbers in found["opcodes"])
+    def track_opcodes(self, counts: Counts) -> float:
+        return sum(numbers[0] for numbers in counts["opcodes"])
 
-    def track_sectors(self, found: Found) -> float:
-        return sum(sum(numbers[:2]) for numbers in found["moved"])
+    def track_sectors(self, counts: Counts) -> float:
+        return sum(sum(numbers[:2]) for numbers in counts["moved"])
 
-    def track_instructions(self, found: Found) -> float:
+    def track_instructions(self, counts: Counts) -> float:
         """Of the loops that kernels spend their time in."""
-        return sum(sum(numbers) for numbers in found["loops"])
+        return sum(sum(numbers) for numbers in counts["loops"])
 
-    def track_passes(self, found: Found) -> float:
-        return sum(sum(numbers[2:]) for numbers in found["moved"])
+    def track_passes(self, counts: Counts) -> float:
+        return sum(sum(numbers[2:]) for numbers in counts["moved"])

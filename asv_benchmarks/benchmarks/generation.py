@@ -1,4 +1,4 @@
-"""What a token costs after few and after many others: a window keeps it flat."""
+"""Time of a token after few and after many others; a sliding window keeps it constant."""
 
 import itertools
 import statistics
@@ -23,7 +23,7 @@ ROUNDS = 50
 
 
 class Token:
-    """Seconds of a token behind so many generated ones, in a sliding window of 64."""
+    """Time of a token after this many generated ones, with a sliding window of 64."""
 
     unit, version = "us", "1"
     params = (64, 1024)
@@ -31,7 +31,7 @@ class Token:
     timeout = 300
 
     def setup(self, generated: int) -> None:
-        """Generate the tokens before."""
+        """Generate the tokens before it."""
         model = create(CONFIG, seed=0)
         prompt = np.arange(3, 19)[None]
         self.tokens = model.stream(prompt, max_new_tokens=generated + 8 * ROUNDS, stop=())

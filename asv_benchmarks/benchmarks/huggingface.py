@@ -1,12 +1,12 @@
-"""A step of training of a model of transformers, as it is and patched.
+"""A training step of a model of transformers, plain and patched.
 
     cd asv_benchmarks && python -m benchmarks.huggingface [HIDDEN]
 
-prints the table of docs/guide/huggingface.md.  Each peak is that of a process of its own: the
-resident memory of a step (VmHWM) beyond what the model, its gradients and the libraries hold before
-it.  Times are those of the processor, in one process where both models take turns, and in one
-thread, as threads that wait for each other would count; of the ratios of neighbours the median
-counts.
+prints the table of docs/guide/huggingface.md.  Each peak is measured in a separate process: the
+resident memory of a step (VmHWM) beyond that of the model, its gradients and the libraries before
+it.  Times are CPU time, in one process in which both models take turns, and in one thread, as CPU
+time includes threads that wait for each other.  The result is the median of the ratios of
+neighbouring steps.
 """
 
 import json
@@ -27,7 +27,7 @@ ALL = "norm,mlp,embedding,lora,rotary,attention,residual,loss"
 
 
 def model_of(parts: str, hidden: int) -> Any:
-    """Return a model with random parameters, whose parts are patched."""
+    """Return a model with random parameters and these parts patched."""
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
     except ImportError as error:
@@ -45,15 +45,15 @@ def model_of(parts: str, hidden: int) -> Any:
 
 
 def step(model: Any, tokens: int) -> None:
-    """Compute a loss and its gradients, which are added to those that are there."""
+    """Compute a loss and add its gradients to the existing ones."""
     import torch
 
-    given = torch.arange(BATCH * tokens).view(BATCH, tokens) * 7 % VOCAB
-    model(input_ids=given, labels=given, use_cache=False).loss.backward()
+    ids = torch.arange(BATCH * tokens).view(BATCH, tokens) * 7 % VOCAB
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
 class PatchedStep:
-    """Time of a step."""
+    """Time of a training step."""
 
     params = KINDS
     param_names = ("model",)
@@ -67,24 +67,24 @@ class PatchedStep:
 
 
 def resident(key: str) -> int:
-    """Return bytes of this process, as Linux counts them."""
-    found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    """Return a memory figure of this process from /proc/self/status, in bytes."""
+    match = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def peak(parts: str, hidden: int) -> int:
-    """Return the bytes that a step takes in this process beside what is held before it."""
+    """Return the peak memory of a step beyond what this process held before it, in bytes."""
     model = model_of(parts, hidden)
-    step(model, 8)  # gradients are there, and so are kernels and threads
+    step(model, 8)  # allocates gradients, loads kernels and starts threads
     held = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     step(model, TOKENS)
     return resident("VmHWM") - held
 
 
 def turns(parts: str, hidden: int) -> float:
-    """Return the median ratio of the times of a patched and a plain step."""
+    """Return the median ratio of the times of a patched and a plain step, in alternating order."""
     plain, patched, ratios = model_of("", hidden), model_of(parts, hidden), []
     for turn in range(ROUNDS):
         times = {}
@@ -98,12 +98,12 @@ def turns(parts: str, hidden: int) -> float:
 
 def main(hidden: int) -> None:
     """Print the table."""
-    shown = {"nothing": "", "loss": "loss", "all": ALL}
-    alone, whole = os.environ | dict.fromkeys(THREADS, "1"), None
+    rows = {"nothing": "", "loss": "loss", "all": ALL}
+    one_thread, whole = os.environ | dict.fromkeys(THREADS, "1"), None
     print("| patched | a step beside what is held | of unpatched | time |\n|---|---|---|---|")
-    for label, parts in shown.items():
+    for label, parts in rows.items():
         command = [sys.executable, "-m", "benchmarks.huggingface", str(hidden), parts]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=alone)
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=one_thread)
         bytes_, ratio = json.loads(done.stdout.splitlines()[-1])
         whole = whole or bytes_
         share = f"{100 * bytes_ / whole:.0f} %"

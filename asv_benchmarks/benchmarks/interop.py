@@ -1,4 +1,4 @@
-"""What a call costs inside of torch, on tensors too small to matter."""
+"""Overhead of a call in torch, on tensors so small that the arithmetic takes no time."""
 
 import timeit
 from collections.abc import Callable
@@ -10,7 +10,7 @@ CALLS, ROUNDS = 200, 100
 
 
 class TinyCall:
-    """Ops on 4 x 64 float32 tensors beside the same in torch's own functions."""
+    """Ops on 4 x 64 float32 tensors, and the same in torch's own functions."""
 
     unit, version = "us", "1"
     param_names = ("op", "library", "what")
@@ -21,7 +21,7 @@ class TinyCall:
     )
 
     def setup(self, op: str, library: str, what: str) -> None:
-        """Call once: the first tensor loads what torch needs."""
+        """Call once, as the first tensor loads the interop module."""
         try:
             import torch
         except ImportError as error:
@@ -41,12 +41,12 @@ class TinyCall:
         self.call()
 
     def track_microseconds(self, op: str, library: str, what: str) -> float:
-        """Return the least time of a call among rounds."""
+        """Return the shortest time of a call over all rounds."""
         return min(timeit.repeat(self.call, number=CALLS, repeat=ROUNDS)) / CALLS * 1e6
 
 
 def function(op: str, library: str) -> Callable[..., Any]:
-    """Return an op as one of the libraries has it."""
+    """Return one library's function for an op."""
     import torch
 
     own = torch.ops.unsloth_cupy

@@ -1,4 +1,4 @@
-"""What a call costs inside of JAX, on arrays too small to matter."""
+"""Overhead of a call in JAX, on arrays so small that the arithmetic takes no time."""
 
 import timeit
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from unsloth_cupy import rms_norm, swiglu
 
 CALLS, ROUNDS = 200, 60
-CHAIN = 50  # calls of one compiled function, one after the other
+CHAIN = 50  # consecutive calls in one compiled function
 
 
 class TinyCall:
-    """Ops on 4 x 64 float32 arrays beside the same in JAX's own functions."""
+    """Ops on 4 x 64 float32 arrays, and the same in JAX's own functions."""
 
     unit, version = "us", "1"
     param_names = ("op", "library", "what")
@@ -21,7 +21,7 @@ class TinyCall:
     )
 
     def setup(self, op: str, library: str, what: str) -> None:
-        """Compile; JAX's own functions are compiled one by one where nothing else is."""
+        """Compile; outside of a jit, each of JAX's own functions is jitted alone."""
         try:
             import jax
         except ImportError as error:
@@ -46,21 +46,21 @@ class TinyCall:
         self.call()
 
     def track_microseconds(self, op: str, library: str, what: str) -> float:
-        """Return the least time of a call among rounds, with its gradient where that is asked."""
+        """Return the shortest time of a call over all rounds, with its gradient if requested."""
         number = max(CALLS // self.calls, 1)
         rounds = timeit.repeat(self.call, number=number, repeat=ROUNDS)
         return min(rounds) / number / self.calls * 1e6
 
 
 def jax_swiglu(gate: Any, up: Any) -> Any:
-    """Return the same in JAX."""
+    """Return ``swiglu`` in JAX's functions."""
     import jax
 
     return jax.nn.silu(gate) * up
 
 
 def jax_rms_norm(x: Any, weight: Any) -> Any:
-    """Return the same in JAX."""
+    """Return ``rms_norm`` in JAX's functions."""
     import jax
 
     return x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * weight

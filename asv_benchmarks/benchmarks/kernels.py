@@ -1,6 +1,6 @@
-"""Every kernel on a GPU: time by device events, and time over that of a copy of as many bytes.
+"""Every kernel on a GPU: time by device events, and its ratio to a copy of as many bytes.
 
-Calls are drawn as ``unsloth-cupy bench`` draws them, at its larger size.  Without a GPU all skip.
+Calls have random arrays of the larger size of ``unsloth-cupy bench``.  Without a GPU all skip.
 """
 
 import functools
@@ -20,12 +20,12 @@ FORWARD = set(forward_ops())
 
 @functools.cache
 def clock() -> tuple[Any, float]:
-    """Return a clock of the GPU and the rate of a copy on it."""
+    """Return a clock of the GPU, and the bytes per second of a copy on it."""
     gpus, reason = machine.gpus()
     if not gpus:
         raise NotImplementedError(f"needs a GPU: {reason}")
-    made = DeviceClock()
-    return made, made.copy_rate()
+    device_clock = DeviceClock()
+    return device_clock, device_clock.copy_rate()
 
 
 class Kernel:
@@ -49,7 +49,7 @@ class Kernel:
             seeds = {k: cupy.asarray(a) for k, a in call.seeds(outputs, every=False).items()}
             call = call.backward(outputs, seeds)
         if not call.mapped(lambda a: a.copy()).launches():
-            raise NotImplementedError("its definition runs")
+            raise NotImplementedError("this call runs the definition, not a kernel")
         in_place = name.endswith("_")
         outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
         self.call, self.bytes = call, timing.traffic(call, outputs)

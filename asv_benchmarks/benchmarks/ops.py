@@ -1,7 +1,7 @@
 """Every op, forward and backward: time, and peak memory beyond its arguments.
 
-An op needs no line here: ``bench.cases`` draws its arrays from its signature, for this and
-for ``unsloth-cupy check`` and ``bench``.
+Ops are not listed here: ``bench.cases`` draws arrays from each op's signature, here as in
+``unsloth-cupy check`` and ``bench``.
 """
 
 import tracemalloc
@@ -11,7 +11,7 @@ from unsloth_cupy.core.op import OPS
 
 
 class OpSuite:
-    """One parameter of each benchmark is the op, one the direction."""
+    """Benchmarks whose parameters are the op and the direction."""
 
     params = (forward_ops(), ["forward", "backward"])
     param_names = ("op", "direction")
@@ -37,7 +37,7 @@ class Time(OpSuite):
 
 
 class Memory(OpSuite):
-    """Bytes that a call holds at most, results included, arguments not."""
+    """Peak bytes that a call allocates, including its results."""
 
     unit, version = "bytes", "1"
 

@@ -1,7 +1,7 @@
 """A step of the optimizer over the tensors of a model: on the host, and on a GPU beside a copy.
 
-The tensors are those of four layers of a 1.2 billion model, matrices and norms, in bfloat16 with
-float32 masters.
+The tensors are the matrices and norms of four layers of a model with 1.2 billion parameters, in
+bfloat16 with float32 masters.
 """
 
 from collections.abc import Callable, Collection
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 class Calls:
-    """What a step is made of, by name, with the bytes that each part moves."""
+    """The parts of a step as methods; ``bytes`` has the bytes that each moves."""
 
     def __init__(
         self, layers: int, bits: int, place: Callable[[Any], Any], names: Collection[str] = SHAPES
@@ -55,7 +55,7 @@ class Calls:
         measure_gradients(self.gradients, 1.0, scaler=self.scaler)
 
     def clip(self) -> None:
-        clip_gradients(self.gradients, 1e9)  # looks, and leaves them as they are
+        clip_gradients(self.gradients, 1e9)  # measures the norm and changes nothing
 
     def step(self) -> None:
         self.optimizer.step(self.gradients, lr=1e-4)
@@ -77,7 +77,7 @@ class Host:
 
 
 class Device:
-    """Time on a GPU over that of a copy of as many bytes; lower is better."""
+    """Time on a GPU divided by that of a copy of as many bytes; lower is better."""
 
     unit, version = "times a copy", "1"
     params = ([32, 8], ["measure", "clip", "step"])

@@ -1,4 +1,4 @@
-"""What a call costs beside its arithmetic, once a call of its form has been seen."""
+"""Overhead of a call beyond its arithmetic, after a first call of the same form."""
 
 import contextlib
 import functools
@@ -17,14 +17,14 @@ CALLS, ROUNDS = 200, 100
 
 
 class CheckedCall:
-    """The op and its bare definition taking turns, on arrays too small to matter."""
+    """The op and its bare definition in alternating calls, on arrays too small to matter."""
 
     unit, version = "us", "2"
     param_names = ("operands",)
     params = (2, 4)  # add(a, b); rms_norm_forward with every array and option: three results
 
     def setup(self, operands: int) -> None:
-        """Let the op see its call once."""
+        """Make the first call, which records the checks."""
         rows, columns = np.ones((2, 8), np.float32), np.ones(8, np.float32)
         if operands == 2:
             self.op, self.arrays, self.options = add, (rows, rows), {}
@@ -37,7 +37,7 @@ class CheckedCall:
         self.op(*self.arrays, **self.options)
 
     def track_microseconds_beyond_the_definition(self, operands: int) -> float:
-        """Return the difference of the least times, which leaves the noise out."""
+        """Return the difference of the shortest times, which contain the least noise."""
         checked = timeit.Timer(lambda: self.op(*self.arrays, **self.options))
         bare = timeit.Timer(lambda: self.op.definition(*self.arrays, **self.options))
         rounds = [(checked.timeit(CALLS), bare.timeit(CALLS)) for _ in range(ROUNDS)]
@@ -46,14 +46,14 @@ class CheckedCall:
 
 
 class LaunchCost:
-    """What the host spends on a small ``rms_norm`` on a GPU: check, allocation, launch."""
+    """Host time of a small ``rms_norm`` on a GPU: checks, allocation, launch."""
 
     unit, version = "us", "1"
     params = ("unsloth_cupy", "torch", "Liger")
     param_names = ("library",)
 
     def setup(self, library: str) -> None:
-        """Compile; the rows are so few that the host is what takes long."""
+        """Compile; there are so few rows that the host takes longer than the GPU."""
         gpus, reason = machine.gpus()
         if not gpus:
             raise NotImplementedError(f"needs a GPU: {reason}")
@@ -74,7 +74,7 @@ class LaunchCost:
         self.wait()
 
     def track_microseconds(self, library: str) -> float:
-        """Return the least time of a call among rounds, while the GPU follows behind."""
+        """Return the shortest time of a call over all rounds, without waiting for the GPU."""
         timer, rounds = timeit.Timer(self.call), []
         for _ in range(ROUNDS):
             rounds.append(timer.timeit(CALLS) / CALLS * 1e6)
@@ -83,10 +83,10 @@ class LaunchCost:
 
 
 class PythonAloneWithoutGpu:
-    """What the interpreter spends on a small call before a GPU would hear of it.
+    """Python's time for a small call up to the launch, without a GPU.
 
-    No figure of a GPU: CuPy's arrays lie over memory of the host, nothing is launched, and CuPy's
-    pool and the driver are left out.
+    It is not a figure of a GPU: CuPy's arrays use host memory, nothing is launched, and CuPy's pool
+    and the driver are left out.
     """
 
     unit, version = "us", "1"
@@ -94,7 +94,7 @@ class PythonAloneWithoutGpu:
     param_names = ("op",)
 
     def setup(self, op: str) -> None:
-        """Let CuPy find a GPU that is none."""
+        """Patch CuPy so that it reports a GPU, although there is none."""
         self.stack = contextlib.ExitStack()
         if machine.gpus()[0]:
             raise NotImplementedError("there is a GPU: see LaunchCost")
@@ -102,8 +102,8 @@ class PythonAloneWithoutGpu:
             import cupy
         except ImportError as error:
             raise NotImplementedError("needs CuPy, and no GPU") from error
-        room = np.zeros(1 << 20, np.uint8)
-        memory = cupy.cuda.UnownedMemory(-(-room.ctypes.data // 512) * 512, 1 << 19, room, 0)
+        buffer = np.zeros(1 << 20, np.uint8)
+        memory = cupy.cuda.UnownedMemory(-(-buffer.ctypes.data // 512) * 512, 1 << 19, buffer, 0)
         lent, device = cupy.cuda.MemoryPointer(memory, 0), SimpleNamespace(compute_capability="90")
         module = SimpleNamespace(get_function=lambda name: not_launched)
         for owner, name, value in (
@@ -118,20 +118,20 @@ class PythonAloneWithoutGpu:
         placed = drawn.mapped(lambda array: cupy.empty(array.shape, array.dtype))
         arrays = [*placed.arrays.values()][: OPS[op].positional]
         self.call = functools.partial(OPS[op], *arrays, **placed.options)
-        for _ in range(3):  # from then on it is replayed
+        for _ in range(3):  # later calls are replayed
             self.call()
 
     def teardown(self, op: str) -> None:
-        """Give CuPy back."""
+        """Undo the patches of CuPy."""
         self.stack.close()
 
     def track_microseconds_of_python(self, op: str) -> float:
-        """Return the least time of a call among rounds."""
+        """Return the shortest time of a call over all rounds."""
         return min(timeit.repeat(self.call, number=CALLS, repeat=ROUNDS)) / CALLS * 1e6
 
 
 def not_launched(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-    """Take the arguments of a kernel and start nothing."""
+    """Take the arguments of a kernel and launch nothing."""
 
 
-not_launched.shared_size_bytes = 0  # type: ignore[attr-defined]  # as CuPy's kernels say
+not_launched.shared_size_bytes = 0  # type: ignore[attr-defined]  # as CuPy's kernels have it

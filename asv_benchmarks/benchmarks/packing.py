@@ -1,9 +1,8 @@
-"""Texts that share rows, beside texts in rows of their own: the same texts, the same gradients.
+"""Texts packed into one row compared with texts in padded rows; both have equal gradients.
 
     cd asv_benchmarks && python -m benchmarks.packing
 
-prints the ratio that docs/guide/training.md tells: the median of pairs that are taken in turns, in
-the processor's time.
+prints the ratio of CPU times in docs/guide/training.md: the median over alternating pairs.
 """
 
 from typing import Any
@@ -26,7 +25,7 @@ class Packing:
     param_names = ("rows",)
 
     def setup(self, rows: str = "") -> None:
-        """Make the model, and the texts in both forms."""
+        """Create the model, and the texts in both forms."""
         self.model = models.create(CONFIG | {"num_hidden_layers": LAYERS}, seed=0)
         draw = np.random.default_rng(0)
         lengths = np.exp(draw.uniform(np.log(8), np.log(LONGEST), TEXTS)).astype(int)
@@ -42,12 +41,12 @@ class Packing:
         }
 
     def time_gradients(self, rows: str) -> None:
-        """Take the gradients of all weights."""
+        """Compute the gradients of all weights."""
         self.model.loss_and_gradients(**self.forms[rows])
 
 
 def main() -> None:
-    """Print how many times as long the padded rows take."""
+    """Print the time of padded rows divided by that of packed ones."""
     bench = Packing()
     bench.setup()
     losses = [float(bench.model.loss(**form)) for form in bench.forms.values()]

@@ -1,9 +1,9 @@
-"""Products with weights in fewer bits, beside those with the dense weight.
+"""Products with quantized weights, compared with those with the dense weight.
 
     cd asv_benchmarks && python -m benchmarks.quantized
 
-prints the table of docs/guide/quantization.md.  Times are those of the processor, in all threads;
-dense and quantized take turns, and of the ratios of neighbours the median counts.
+prints the table of docs/guide/quantization.md.  Times are CPU time of all threads; dense and
+quantized calls alternate, and the result is the median of the ratios of neighbouring calls.
 """
 
 import functools
@@ -26,29 +26,29 @@ MIB = 2**20
 
 @functools.cache
 def drawn(size: int) -> np.ndarray[Any, Any]:
-    """Return a square weight, normal as those of layers are."""
+    """Return a square weight with normally distributed values, as in a layer of a model."""
     draw = np.random.default_rng(0)
     return draw.standard_normal((size, size), np.float32) * np.float32(size**-0.5)
 
 
 def dense() -> np.ndarray[Any, Any]:
-    """Return the weight as it is."""
+    """Return the dense weight."""
     return drawn(SIZE)
 
 
 @functools.cache
 def coded(kind: str, size: int) -> Any:
-    """Return the weight in fewer bits."""
+    """Return a weight of this size and kind: quantized or dense."""
     return drawn(size) if kind == "dense" else KINDS[kind](drawn(size))
 
 
 def weight(kind: str) -> Any:
-    """Return the weight in fewer bits, or as it is."""
+    """Return the weight of a kind: quantized or dense."""
     return coded(kind, SIZE)
 
 
 def rows_of(rows: int) -> np.ndarray[Any, Any]:
-    """Return so many rows to multiply."""
+    """Return an input with this many rows."""
     return np.random.default_rng(1).standard_normal((rows, SIZE), np.float32)
 
 
@@ -60,69 +60,69 @@ class Linear:
     param_names = ("kind", "rows")
 
     def setup(self, kind: str, rows: int) -> None:
-        """Make the weight and the rows."""
+        """Create the weight and the rows."""
         self.weight, self.rows = weight(kind), rows_of(min(rows, SIZE))
 
     def time_forward(self, kind: str, rows: int) -> None:
-        """Multiply."""
+        """Compute the product."""
         linear(self.rows, self.weight)
 
     def time_gradient(self, kind: str, rows: int) -> None:
-        """Multiply the other way."""
+        """Compute the gradient of the rows."""
         linear_backward(self.rows, self.rows, self.weight, None, wanted={"x"})
 
     def track_peak(self, kind: str, rows: int) -> int:
-        """Return the bytes that are allocated beyond the result, at most."""
+        """Return the peak of the bytes that are allocated beyond the result."""
         return peak(lambda: linear(self.rows, self.weight), self.rows.nbytes)
 
 
 class Weight:
-    """What a weight takes, and what it has lost."""
+    """Size and error of a quantized weight, and the time to quantize it."""
 
     version = "1"
     params = tuple(KINDS)
     param_names = ("kind",)
 
     def setup(self, kind: str) -> None:
-        """Make the weight."""
+        """Create the weight."""
         weight(kind)
 
     def time_quantize(self, kind: str) -> None:
-        """Quantize."""
+        """Quantize the dense weight."""
         KINDS[kind](dense())
 
     def track_bits(self, kind: str) -> float:
-        """Return bits a value, with all that goes with the codes."""
+        """Return the bits for each value, including scales and other metadata."""
         return float(8 * weight(kind).nbytes / dense().size)
 
     def track_percent_lost(self, kind: str) -> float:
-        """Return the norm of the difference over that of the weight."""
+        """Return the norm of the error as a percentage of the weight's norm."""
         return 100 * error_of(dense(), weight(kind))[0]
 
 
 def peak(run: Callable[[], Any], result: int) -> int:
-    """Return the bytes that are allocated at most, beyond the result."""
+    """Return the peak of the bytes that ``run`` allocates, beyond those of its result."""
     run()
     gc.collect()
     tracemalloc.start()
-    made = run()
-    found = tracemalloc.get_traced_memory()[1] - result
+    output = run()
+    beyond = tracemalloc.get_traced_memory()[1] - result
     tracemalloc.stop()
-    del made
-    return max(1, found)
+    del output
+    return max(1, beyond)
 
 
 def row_of(kind: str) -> list[str]:
-    """Return the cells of a kind's line."""
-    codes, made, back = weight(kind), Weight(), functools.partial(linear_backward, bias=None)
-    cells = [f"{made.track_bits(kind):.2f}", f"{made.track_percent_lost(kind):.1f} %"]
+    """Return the cells of a kind's row in the table."""
+    codes, bench, back = weight(kind), Weight(), functools.partial(linear_backward, bias=None)
+    cells = [f"{bench.track_bits(kind):.2f}", f"{bench.track_percent_lost(kind):.1f} %"]
     for rows in FEW:
         x = rows_of(rows)
         pairs = ratios(functools.partial(linear, x, dense()), functools.partial(linear, x, codes))
         cells.append(f"{median_ratio(pairs):.2f}")
     x = rows_of(MANY)
-    ways = (functools.partial(back, x, x, w, wanted={"x"}) for w in (dense(), codes))
-    cells.append(f"{median_ratio(ratios(*ways)):.2f}")
+    calls = (functools.partial(back, x, x, w, wanted={"x"}) for w in (dense(), codes))
+    cells.append(f"{median_ratio(ratios(*calls)):.2f}")
     beyond = peak(functools.partial(linear, x, codes), x.nbytes)
     return [kind, *cells, f"{beyond / MIB:.1f} MiB"]
 

@@ -1,10 +1,10 @@
-"""What each saving of memory saves and costs: a step of training with it, and one without.
+"""Memory and time of each way to save memory: a training step with it, and one without.
 
     cd asv_benchmarks && python -m benchmarks.savings [LAYERS [SAVING ...]]
 
-prints the tables of docs/guide/tuning.md.  Times are those of the processor, in all threads, which
-other programs move less than the clock's.  With and without take turns, so that whatever else the
-machine does meets both; of the ratios of neighbours the median counts.
+prints the tables of docs/guide/tuning.md.  Times are CPU time of all threads, which other programs
+affect less than wall-clock time.  Steps with and without alternate, so that other load affects
+both; the result is the median of the ratios of neighbouring steps.
 """
 
 import functools
@@ -36,7 +36,7 @@ from unsloth_cupy import (
 )
 
 LAYERS, BATCH, TOKENS, ROUNDS = 12, 4, 256, 9
-ROWS = 2048  # of one fused op
+ROWS = 2048  # of a fused op's input
 MIB = 2**20
 CONFIG = {
     "model_type": "llama",
@@ -51,7 +51,7 @@ CONFIG = {
 
 
 class Saving(NamedTuple):
-    """How a step is made smaller."""
+    """The settings of a training step that save memory."""
 
     checkpoint: CheckpointConfig | None = None
     dtype: str = "float32"
@@ -79,7 +79,7 @@ SAVINGS = {
 
 
 class Training:
-    """A model and its optimizer, as ``unsloth-cupy finetune`` has them."""
+    """A model and its optimizer, set up as ``unsloth-cupy finetune`` does."""
 
     def __init__(self, layers: int, saving: Saving) -> None:
         self.saving = saving
@@ -96,7 +96,7 @@ class Training:
         self.tokens = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (BATCH, TOKENS))
 
     def step(self) -> None:
-        """Compute gradients, clip them, change the weights."""
+        """Compute gradients, clip them, update the weights."""
         sums: dict[str, Any] = {}
         for rows in np.split(self.tokens, self.saving.parts):
             _, gradients = self.model.loss_and_gradients(
@@ -116,17 +116,17 @@ class Training:
 
 
 class Bytes(NamedTuple):
-    """Held between two steps, and at most during one beyond that."""
+    """Bytes held between two steps, and the peak of a step beyond them."""
 
     held: int
     step: int
 
 
 def of_training(layers: int, saving: Saving) -> Bytes:
-    """Return what weights and states take, and what a step takes beside them."""
+    """Return the bytes of weights and states, and of a step beyond them."""
     with memory_pool() as pool:
         training = Training(layers, saving)
-        training.step()  # makes what is made once
+        training.step()  # allocates what later steps reuse
         gc.collect()
         held = pool.allocated
         pool.reset_peak()
@@ -135,7 +135,7 @@ def of_training(layers: int, saving: Saving) -> Bytes:
 
 
 def ratios(plain: Callable[[], Any], other: Callable[[], Any]) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of both, which take turns, and in turn begin."""
+    """Yield the CPU seconds of both calls, which take turns in alternating order."""
     plain(), other()
     for turn in range(ROUNDS):
         seconds = {}
@@ -147,12 +147,12 @@ def ratios(plain: Callable[[], Any], other: Callable[[], Any]) -> Iterator[tuple
 
 
 def median_ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return the median of how many times as long the second took."""
+    """Return the median of the second time divided by the first."""
     return statistics.median(second / first for first, second in pairs)
 
 
 class Step:
-    """A step with a saving: MiB beside weights and states, and time over that of a plain one."""
+    """A step with a saving: MiB beyond weights and states, and its time over a plain step's."""
 
     version, timeout = "1", 600
     params = tuple(SAVINGS)
@@ -170,14 +170,14 @@ class Step:
 
 
 class Fused:
-    """An op beside what it stands for, forward and back: MiB held, and time over the other's."""
+    """A fused op and its unfused equivalent, forward and backward: peak MiB, ratio of times."""
 
     version, timeout = "1", 600
     params = ("swiglu_mlp", "linear_cross_entropy")
     param_names = ("op",)
 
     def setup(self, op: str) -> None:
-        """Draw what both take."""
+        """Draw the arguments of both."""
         rng = np.random.default_rng(0)
         rows, hidden, inner, vocab = (ROWS, 256, 688, 8192)
         shapes = {
@@ -202,7 +202,7 @@ class Fused:
         return tape.gradients(y, watched, np.ones(y.shape, np.float32), release=True)
 
     def bytes(self, call: Callable[..., Any]) -> int:
-        """Return what forward and backward hold at most beside arguments and gradients."""
+        """Return the peak bytes of forward and backward beyond arguments and gradients."""
         with memory_pool() as pool:
             grads = self.run(call)
             return pool.peak - sum(grad.nbytes for grad in grads)
@@ -216,7 +216,7 @@ class Fused:
 
 
 def unfused_mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
-    """Return what swiglu_mlp does, its inner activations whole."""
+    """Return the result of swiglu_mlp, computed with its whole inner activations in memory."""
     return linear(swiglu(linear(x, gate), linear(x, up)), down)
 
 

@@ -24,7 +24,7 @@ from unsloth_cupy.core.target import using
 
 from .. import parity
 from ..budget import compiler_version
-from ..compilers import elsewhere, supported
+from ..compilers import run_with_nvrtc, supported
 from ..cuda_on_cpu import Emulator
 from ..sample import commits
 from ..variants import declared, proofs
@@ -192,7 +192,7 @@ def main() -> None:
     words.add_argument("only", nargs="*", help="words of a case")
     given = words.parse_args()
     if given.nvrtc and given.nvrtc != compiler_version():
-        sys.exit(elsewhere(given.nvrtc, "tests.ptx_on_cpu"))
+        sys.exit(run_with_nvrtc(given.nvrtc, "tests.ptx_on_cpu"))
     known = [arch for arch in ARCHITECTURES if str(arch) in supported()]
     archs = tuple(int(arch.removeprefix("sm_")) for arch in given.arch or map(str, known))
     day = commits() if given.day is None else given.day

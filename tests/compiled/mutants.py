@@ -30,7 +30,7 @@ from unsloth_cupy.core.source import source_root
 from unsloth_cupy.errors import KernelError
 
 from ..budget import compiler_version
-from ..compilers import elsewhere, supported
+from ..compilers import run_with_nvrtc, supported
 from ..cuda_on_cpu import EmulatorError
 from ..emulator import KERNELS, kernel, primitive
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
@@ -331,7 +331,7 @@ def main() -> None:
     words.add_argument("only", nargs="*", help="words of a mutant")
     given = words.parse_args()
     if given.nvrtc and given.nvrtc != compiler_version():
-        sys.exit(elsewhere(given.nvrtc, "tests.compiled.mutants"))
+        sys.exit(run_with_nvrtc(given.nvrtc, "tests.compiled.mutants"))
     bad = 0
     for mutant in mutants():
         if not all(word in str(mutant) for word in given.only):

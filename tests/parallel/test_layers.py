@@ -30,7 +30,7 @@ def test_what_does_not_fit_is_refused() -> None:
         vocab_parallel_linear_cross_entropy(TABLE[:2], TABLE, tokens + 1, 4, comm=COMM)
     with pytest.raises(ConfigError, match=r"smoothing=1.5\) is not a share"):
         vocab_parallel_linear_cross_entropy(TABLE, TABLE, tokens, 4, comm=COMM, smoothing=1.5)
-    with pytest.raises(ShapeError, match="are one axis"):
+    with pytest.raises(ShapeError, match="are the same axis"):
         COMM.all_to_all(TABLE, 1, -1)
     with pytest.raises(ConfigError, match="is not enough"):
         vocab_parallel_embedding(tokens, TABLE[:0], 0, comm=COMM)

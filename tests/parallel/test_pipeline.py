@@ -52,20 +52,20 @@ def test_what_makes_no_sense_is_refused():
     for wrong in ((2, 3, "zigzag"), (0, 3), (2, 0), (2, 3, "interleaved")):
         with pytest.raises(ConfigError, match=r"(is|are) not|choose from gpipe"):
             pipeline_schedule(*wrong)
-    with pytest.raises(ConfigError, match="is not made of chunks"):
+    with pytest.raises(ConfigError, match="does not have chunks"):
         pipeline_schedule(2, 4, "gpipe", chunks=2)
     with pytest.raises(ConfigError, match="2 stages and 3 microbatches is not one of 1 ranks"):
         run_pipeline(None, pipeline_schedule(2, 3), [None] * 3, SingleCommunicator())
     wrong = pipeline_schedule(2, 2)
     wrong[0] = wrong[0][::-1]
-    with pytest.raises(ConfigError, match="stage 1 waits for F0 of stage 0, which is not"):
+    with pytest.raises(ConfigError, match="stage 1 waits for F0 of stage 0, which never"):
         timetable(wrong)
 
 
 @pytest.mark.parametrize(
     ("programs", "said"),
     [
-        ([[Pass(send=(1, "a", 0.0))], [Pass(receive=(0, "b", 0.0))]], "sends a, which is not b"),
+        ([[Pass(send=(1, "a", 0.0))], [Pass(receive=(0, "b", 0.0))]], "sends a, .* expects b"),
         ([[Pass(receive=(1, "a", 0.0))], []], "rank 0 at .* wait for ever"),
         ([[Pass(send=(1, "a", 0.0))], []], "wait for ever|is not received"),
         ([[Together((0, 1), "sum", 0.0)], []], "wait for ever"),

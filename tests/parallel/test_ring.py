@@ -33,7 +33,7 @@ def test_tokens_that_do_not_divide_are_refused() -> None:
     x = np.ones((1, 3, 1, 2), np.float32)
     with pytest.raises(ShapeError, match="3 tokens are not a multiple of 2"):
         ring_order(3, SingleCommunicator(), causal=True)
-    with pytest.raises(ShapeError, match="not alike and even"):
+    with pytest.raises(ShapeError, match="not equal and even"):
         ring_attention(x, x, x, SingleCommunicator(), causal=True)
 
 

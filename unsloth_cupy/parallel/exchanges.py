@@ -1,8 +1,9 @@
-"""Collectives made of messages between two ranks: those of MPI, of sockets and of NCCL alike.
+"""Collectives built from messages between two ranks, shared by the MPI, socket and NCCL classes.
 
     all_reduce = each rank sums its part of all arrays, in the order of the ranks; then all gather
 
-A communicator brings ``_swap``, which moves bytes, and ``_told``, which asks hosts for numbers.
+A subclass defines ``_swap``, which moves bytes between ranks, and ``_told``, which gathers a few
+numbers of all ranks on the hosts.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +26,14 @@ from .communicator import (
     sum_dtype,
 )
 
-CALL_BYTES = 512  # of the text of a call, which a checked communicator sends first
+CALL_BYTES = 512  # size of the text of a call, which a checked communicator sends first
 
 
 class Exchanges(ABC):
-    """Ranks that send bytes to each other, and what is made of that.
+    """Base of communicators: collectives from a subclass's exchange of bytes.
 
-    Elements travel as the bytes that they are, bfloat16 too; sums of 16-bit floats are made in
-    float32 and rounded once, and all sums in the order of the ranks.
+    Elements of any dtype travel as raw bytes, bfloat16 too.  Sums of 16-bit floats are computed in
+    float32 and rounded once; all sums are computed in the order of the ranks.
     """
 
     rank: int
@@ -51,29 +52,29 @@ class Exchanges(ABC):
 
     @abstractmethod
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
-        """Send ``given[r]`` to rank r and write what it sends to ``taken[r]``; None is nothing."""
+        """Send ``given[r]`` to rank r and receive from it into ``taken[r]``; None: no message."""
 
     @abstractmethod
     def _told(self, call: str, row: Any) -> Any:
-        """Return the rows of NumPy that all ranks pass, of one size and dtype, as an array."""
+        """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
 
     @abstractmethod
     def _post(self, x: Any, to: int) -> None:
-        """Send an array, without waiting where that can be."""
+        """Send an array, without waiting if possible."""
 
     def all_reduce(self, x: Any, op: Reduction = "sum") -> Any:
-        """Return the sum, or the largest, of the arrays of all ranks, element by element."""
+        """Return the elementwise sum or maximum of the arrays of all ranks."""
         check_reduction(op)
         x = self._own("all_reduce", x)
         self._agree(f"all_reduce(x{x.shape} {x.dtype}, op={op!r})")
         whole = empty((x.size,), x.dtype, x)
-        mine = self._reduced("all_reduce", x.reshape(-1), 0, op)
+        own_part = self._reduced("all_reduce", x.reshape(-1), 0, op)
         parts = [whole[part(x.size, self, rank)] for rank in range(self.size)]
-        self._swap("all_reduce", [mine] * self.size, parts)
+        self._swap("all_reduce", [own_part] * self.size, parts)
         return whole.reshape(x.shape)
 
     def all_gather(self, x: Any, axis: int = 0) -> Any:
-        """Return the arrays of all ranks end to end; they may differ in size along the axis."""
+        """Return the concatenated arrays of all ranks, which may differ in size along the axis."""
         axis = check_axis("all_gather", x, axis)
         x = self._own("all_gather", x)
         shape = x.shape
@@ -101,17 +102,17 @@ class Exchanges(ABC):
         others = tuple("any" if axis == end else size for axis, size in enumerate(x.shape))
         self._agree(f"all_to_all(x{others} {x.dtype}, divided={cut}, joined={end})")
         sizes = self._told("all_to_all", np.array([x.shape[end]]))[:, 0]
-        places = (part(x.shape[cut], self, rank) for rank in range(self.size))
-        given = [packed(x[along(cut, place)]) for place in places]
-        shapes = [[*given[self.rank].shape] for _ in range(self.size)]
+        ranges = (part(x.shape[cut], self, rank) for rank in range(self.size))
+        to_send = [packed(x[along(cut, where)]) for where in ranges]
+        shapes = [[*to_send[self.rank].shape] for _ in range(self.size)]
         for shape, size in zip(shapes, sizes, strict=True):
             shape[end] = int(size)
         parts = [empty(tuple(shape), x.dtype, x) for shape in shapes]
-        self._swap("all_to_all", given, parts)
+        self._swap("all_to_all", to_send, parts)
         return np.concatenate(parts, end)
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
-        """Return the array of rank root; the others pass one of its shape and dtype."""
+        """Return the array of rank root; the others pass an array of equal shape and dtype."""
         check_rank(self, "broadcast", root)
         x = self._own("broadcast", x)
         self._agree(f"broadcast(x{x.shape} {x.dtype}, root={root})")
@@ -123,7 +124,7 @@ class Exchanges(ABC):
         return out
 
     def send(self, x: Any, to: int) -> None:
-        """Send an array to another rank, on a host a copy, which nobody waits for."""
+        """Send an array to another rank; on a host it is copied, and the call does not wait."""
         check_rank(self, "send", to, other=True)
         x = self._own("send", x)
         if self.checked:
@@ -131,12 +132,12 @@ class Exchanges(ABC):
         self._post(x, to)
 
     def receive(self, out: Any, source: int) -> Any:
-        """Write the array that another rank sends to ``out``, and return it."""
+        """Receive an array from another rank into ``out``, and return it."""
         check_rank(self, "receive", source, other=True)
         return self._passed("receive", None, self.rank, out, source)
 
     def exchange(self, x: Any, to: int, out: Any, source: int) -> Any:
-        """Send x to one rank and receive ``out`` from another, both at once."""
+        """Send x to one rank and receive ``out`` from another at the same time."""
         check_rank(self, "exchange", to)
         check_rank(self, "exchange", source)
         return self._passed("exchange", self._own("exchange", x), to, out, source)
@@ -147,49 +148,51 @@ class Exchanges(ABC):
         self._told("barrier", np.zeros(1, np.uint8))
 
     def _own(self, call: str, x: Any) -> Any:
-        """Return an array of NumPy in C order, or raise."""
+        """Return x as a NumPy array in C order; raise for arrays of other libraries."""
         if isinstance(x, np.generic):
             x = np.asarray(x)
         if not isinstance(x, np.ndarray):
             library = framework_of(x, f"{call}: x")
-            raise FrameworkError(f"{call}: x is not an array of NumPy but of {library}; copy it")
+            cure = "copy it to NumPy"
+            raise FrameworkError(f"{call}: x is an array of {library}, not of NumPy; {cure}")
         return packed(x)
 
     def _placed(self, row: Any, like: Any) -> Any:
-        """Return a row of NumPy where arrays of these ranks live."""
+        """Return a NumPy row on the device of ``like``."""
         return row
 
     def _only(self, rank: int, out: Any) -> list[Any]:
+        """Return a list by rank that holds ``out`` for one rank, and None for the others."""
         return [out if each == rank else None for each in range(self.size)]
 
     def _reduced(self, call: str, x: Any, axis: int, op: Reduction) -> Any:
-        """Return this rank's part of a reduction, made in the order of the ranks."""
+        """Return this rank's part of a reduction, computed in the order of the ranks."""
         length = x.shape[axis]
-        given = [packed(x[along(axis, part(length, self, to))]) for to in range(self.size)]
-        mine = given[self.rank]
-        parts = [empty(mine.shape, mine.dtype, mine) for _ in range(self.size)]
-        self._swap(call, given, parts)
+        to_send = [packed(x[along(axis, part(length, self, to))]) for to in range(self.size)]
+        own = to_send[self.rank]
+        parts = [empty(own.shape, own.dtype, own) for _ in range(self.size)]
+        self._swap(call, to_send, parts)
         total = parts[0].astype(sum_dtype(x.dtype))
-        join = np.add if op == "sum" else np.maximum
-        with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU
+        reduce = np.add if op == "sum" else np.maximum
+        with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as on a GPU
             for other in parts[1:]:
-                join(total, other, out=total)
+                reduce(total, other, out=total)
             return total.astype(x.dtype, copy=False)
 
     def _agree(self, call: str) -> None:
-        """Compare a call with those of all ranks, where that is asked for."""
+        """Raise unless all ranks make this call; does nothing if not ``checked``."""
         if not self.checked:
             return
         self._calls += 1
         calls = [call_text(row) for row in self._told(call.partition("(")[0], call_bytes(call))]
         if len({*calls}) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
-            odd = min(range(self.size), key=lambda rank: calls.count(calls[rank]))
+            deviating = min(range(self.size), key=lambda rank: calls.count(calls[rank]))
             problem = f"call {self._calls} is not the same on all ranks: {listed}"
-            raise CommunicationError(f"{problem}; let all make one call", rank=odd)
+            raise CommunicationError(f"{problem}; make the same call on all", rank=deviating)
 
     def _passed(self, call: str, x: Any, to: int, out: Any, source: int) -> Any:
-        """Send x, where there is one, and write ``out``; a checked one sends texts before."""
+        """Send x unless it is None, and receive ``out``; if ``checked``, compare texts first."""
         if self._own(call, out) is not out or not getattr(out.flags, "writeable", True):
             cure = "pass numpy.empty(shape, dtype)"
             raise ConfigError(f"{call}: out is not a writeable array in C order; {cure}")
@@ -197,15 +200,16 @@ class Exchanges(ABC):
             own = None if x is None else self._placed(call_bytes(_sent(x)), out)
             text = self._placed(np.empty(CALL_BYTES, np.uint8), out)
             self._swap(call, self._only(to, own), self._only(source, text))
-            sent, wanted = call_text(to_numpy(text)), _sent(out)
-            if sent != wanted:
-                problem = f"{call}: rank {source} called {sent}, which is not {wanted}"
-                raise CommunicationError(f"{problem}; let both name one array", rank=source)
+            sent, expected = call_text(to_numpy(text)), _sent(out)
+            if sent != expected:
+                problem = f"{call}: rank {source} called {sent}, which is not {expected}"
+                raise CommunicationError(f"{problem}; pass equal shapes and dtypes", rank=source)
         self._swap(call, self._only(to, x), self._only(source, out))
         return out
 
 
 def _sent(x: Any) -> str:
+    """Return the text of a call that sends x."""
     return f"send(x{x.shape} {x.dtype})"
 
 
@@ -215,10 +219,10 @@ def raw(array: Any) -> Any:
 
 
 def call_bytes(call: str) -> Any:
-    """Return the text of a call as CALL_BYTES."""
+    """Return the text of a call as an array of CALL_BYTES bytes."""
     return np.frombuffer(call.encode().ljust(CALL_BYTES)[:CALL_BYTES], np.uint8).copy()
 
 
 def call_text(row: Any) -> str:
-    """Return the text in CALL_BYTES."""
+    """Return the text of a call from an array of CALL_BYTES bytes."""
     return bytes(row).decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Ranks in a grid: which of them share a weight, which a batch, which a text, which a stage."""
+"""Arrange ranks in a grid for data, pipeline, context and tensor parallelism at the same time."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from .communicator import Communicator
 
 
 class Grid(NamedTuple):
-    """Communicators of the ranks that differ from this one along one axis of a grid alone."""
+    """Communicators, each of the ranks that differ from this one along only one axis of a grid."""
 
     data: Communicator
     pipeline: Communicator
@@ -20,7 +20,7 @@ def grid(
     comm: Communicator, *, data: int | None = None, pipeline: int = 1, context: int = 1,
     tensor: int = 1,
 ) -> Grid:  # fmt: skip
-    """Return the communicators of a grid; ranks of one ``tensor`` group lie side by side.
+    """Return the communicators of a grid; ranks of one ``tensor`` group are consecutive.
 
     ``rank = ((data * pipelines + pipeline) * contexts + context) * tensors + tensor``.
 
@@ -29,7 +29,7 @@ def grid(
     comm : Communicator
         Of data * pipeline * context * tensor ranks.
     data : int, optional
-        Ranks with other parts of a batch; None: as many as there are for what the others say.
+        Parts of a batch; None: the number of ranks / (pipeline * context * tensor).
     pipeline : int
         Stages of blocks.
     context : int
@@ -46,13 +46,13 @@ def grid(
     others = pipeline * context * tensor
     sizes = {"data": comm.size // max(others, 1) if data is None else data} | known
     listed = ", ".join(f"{name}={size!r}" for name, size in sizes.items())
-    whole = all(is_integer(size, 1) for size in sizes.values())
-    if not whole or sizes["data"] * others != comm.size:
+    valid = all(is_integer(size, 1) for size in sizes.values())
+    if not valid or sizes["data"] * others != comm.size:
         cure = "let their product be that number"
         raise ConfigError(f"grid({listed}) is not a grid of {comm.size} ranks; {cure}")
-    step, made = 1, dict[str, Communicator]()
+    step, communicators = 1, dict[str, Communicator]()
     for name, size in [*sizes.items()][::-1]:
         place = comm.rank // step % size
-        made[name] = comm.split(comm.rank - place * step)
+        communicators[name] = comm.split(comm.rank - place * step)
         step *= size
-    return Grid(**made)
+    return Grid(**communicators)

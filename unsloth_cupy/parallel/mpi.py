@@ -1,7 +1,7 @@
-"""Ranks that MPI starts, with arrays of NumPy: ``mpiexec -n 4 python program.py``.
+"""A communicator of NumPy arrays for ranks that MPI starts: ``mpiexec -n 4 python program.py``.
 
-Every exchange is made of messages between two ranks, waited for with a limit of time, so that the
-rank that did not come is known by its number.
+Every exchange consists of messages between two ranks, awaited with a time limit, so that an error
+names the rank that is late.
 """
 
 import os
@@ -18,38 +18,38 @@ from .communicator import check_color
 from .exchanges import Exchanges, raw
 
 DATA, TOLD = range(2)  # tags of messages
-PRINTED = 0.3  # seconds in which mpiexec passes on what was printed, before it ends all
-SPINS = 200  # looks without a pause, where each rank has a core
-NAP = 1e-4  # seconds of the first pause
-LATER = 0.05, 2e-3  # share of the time waited, and seconds at most, of the next ones,
-SHARED = 0.2, 2e-2  # and where ranks share cores, which those that wait leave to the others
+PRINTED = 0.3  # seconds for mpiexec to forward printed output before it ends all processes
+SPINS = 200  # polls without a pause, if each rank has a core
+NAP = 1e-4  # seconds of the first pause between polls
+LATER = 0.05, 2e-3  # later pauses: share of the time waited so far, and most seconds;
+SHARED = 0.2, 2e-2  # the same if ranks share cores, which waiting ranks should leave to the others
 
 
 class MpiCommunicator(Exchanges):
     """Ranks of MPI, through mpi4py; arrays are NumPy's.
 
-    Elements travel as the bytes that they are, bfloat16 too; sums of 16-bit floats are made in
-    float32 and rounded once, and all sums in the order of the ranks.  A process that ends with an
-    error, or is killed, ends all of them, at once, and its rank is printed.
+    Elements of any dtype travel as raw bytes, bfloat16 too.  Sums of 16-bit floats are computed in
+    float32 and rounded once; all sums are computed in the order of the ranks.  If a process ends
+    with an error or is killed, all processes end at once, and the rank of the first is printed.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        All ranks where absent.
+        None: all ranks.
     timeout : float
         Seconds that an exchange waits for another rank.
     checked : bool
-        Compare calls, shapes and dtypes among ranks before each exchange, which takes a message
-        more to every rank.
+        Compare calls, shapes and dtypes among ranks before each exchange, which takes one more
+        message to every rank.
 
     Raises
     ------
     DeviceError
-        mpi4py, or a library of MPI, is not there.
+        mpi4py or an MPI library is not installed.
     ConfigError
         timeout is not positive.
     CommunicationError
-        From an exchange: a rank did not come in time, or ranks do not agree about the call.
+        From an exchange: another rank did not take part in time, or ranks make different calls.
     FrameworkError
         From an exchange: an array is not NumPy's.
     """
@@ -61,7 +61,7 @@ class MpiCommunicator(Exchanges):
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         world = self._mpi.COMM_WORLD.Get_size()
         self._cores = int(os.environ.get("MPI_LOCALNRANKS", world)) <= (os.cpu_count() or 1)
-        self._sent: list[tuple[Any, Any]] = []  # requests of messages under way, and their arrays
+        self._sent: list[tuple[Any, Any]] = []  # requests of pending messages, and their arrays
         if world > 1:
             _end_all_on_error(self._mpi)
             if comm is None:
@@ -85,78 +85,78 @@ class MpiCommunicator(Exchanges):
         self._sent.append((self._comm.Isend([raw(x), self._mpi.BYTE], to, DATA), x))
 
     def local_rank(self) -> int:
-        """Return the number of this rank among those of its machine."""
+        """Return the index of this rank among the ranks of its machine."""
         return int(self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank).Get_rank())
 
     def _swap(self, call: str, given: list[Any], taken: list[Any], tag: int = DATA) -> None:
-        """Send ``given[r]`` to rank r and write what it sends to ``taken[r]``; None is nothing."""
-        byte, under_way = self._mpi.BYTE, []
+        """Send ``given[r]`` to rank r and receive from it into ``taken[r]``; None: no message."""
+        byte, pending = self._mpi.BYTE, []
         for rank, array in enumerate(taken):
             if array is not None and rank != self.rank:
                 request = self._comm.Irecv([raw(array), byte], rank, tag)
-                under_way.append((request, rank, array))
+                pending.append((request, rank, array))
         for rank, array in enumerate(given):
             if array is not None and rank != self.rank:
                 request = self._comm.Isend([raw(array), byte], rank, tag)
-                under_way.append((request, rank, array))
+                pending.append((request, rank, array))
             elif array is not None and taken[rank] is not None:
                 taken[rank][...] = array
-        self._wait(call, under_way)
+        self._wait(call, pending)
 
-    def _wait(self, call: str, under_way: list[tuple[Any, int, Any]]) -> None:
-        """Wait until all messages have arrived; raise for the ranks whose messages have not."""
+    def _wait(self, call: str, pending: list[tuple[Any, int, Any]]) -> None:
+        """Wait until all messages have arrived; at the time limit raise, naming the late ranks."""
         begun = time.monotonic()
-        looks = 0 if self._cores else SPINS
-        while under_way:
-            under_way = [each for each in under_way if not self._done(call, *each)]
-            looks, waited = looks + 1, time.monotonic() - begun
-            if under_way and waited > self.timeout:
-                late = sorted({rank for _, rank, _ in under_way})
-                for request, _, array in under_way:
+        polls = 0 if self._cores else SPINS
+        while pending:
+            pending = [each for each in pending if not self._done(call, *each)]
+            polls, waited = polls + 1, time.monotonic() - begun
+            if pending and waited > self.timeout:
+                late = sorted({rank for _, rank, _ in pending})
+                for request, _, array in pending:
                     request.Cancel()
                     self._sent.append((request, array))  # MPI may still write there
                 names = ", ".join(map(str, late))
                 problem = f"rank {self.rank}: {call} waited {self.timeout:g} s for rank {names}"
                 raise CommunicationError(f"{problem}; see what it printed", rank=late[0])
-            if under_way and looks > SPINS:
+            if pending and polls > SPINS:
                 share, most = LATER if self._cores else SHARED
                 time.sleep(min(max(NAP, waited * share), most))
 
     def _done(self, call: str, request: Any, rank: int, array: Any) -> bool:
-        """Say whether a message has arrived; raise where it is not of the size of the array."""
+        """Return whether a message has arrived; raise if its size is not that of the array."""
         status = self._mpi.Status()
         try:
             done = request.Test(status)
-            got = status.Get_count(self._mpi.BYTE) if done else array.nbytes
+            size = status.Get_count(self._mpi.BYTE) if done else array.nbytes
             source = status.Get_source()
-        except self._mpi.Exception:  # it is too long
-            done, got, source = True, "more", rank
-        if done and source == rank and got != array.nbytes:
+        except self._mpi.Exception:  # the message is longer than the array
+            done, size, source = True, "more", rank
+        if done and source == rank and size != array.nbytes:
             cure = "try MpiCommunicator(checked=True), which compares calls"
-            problem = f"{call}: rank {rank} sent {got} bytes where {array.nbytes} are asked for"
+            problem = f"{call}: rank {rank} sent {size} bytes, not the {array.nbytes} expected"
             raise CommunicationError(f"{problem}; {cure}", rank=rank)
         return bool(done)
 
 
 def load_mpi() -> Any:
-    """Return mpi4py's MPI, or raise and say what is missing."""
+    """Return mpi4py's MPI; raise a DeviceError that says what is missing."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         cure = 'pip install "unsloth-cupy[mpi]", and start programs with mpiexec'
-        raise DeviceError(f"MpiCommunicator: MPI is not there ({error}); {cure}") from error
+        raise DeviceError(f"MpiCommunicator: MPI is not available ({error}); {cure}") from error
     return MPI
 
 
 def _end_all_on_error(mpi: Any) -> None:
-    """Let an error that nobody catches end the processes of all ranks, named by its rank."""
+    """Let an uncaught error of a rank end the processes of all ranks, after its rank is printed."""
     before = sys.excepthook
     if getattr(before, "ends_all", False):
         return
 
     def hook(*error: Any) -> None:
         rank, lines = mpi.COMM_WORLD.Get_rank(), traceback.format_exception(*error)
-        try:  # at once, and what matters first: another rank may end this one
+        try:  # one write, the last line first: another rank may end this process at any moment
             shown = f"{error[1]}\n" if error[2] is None else lines[-1] + "".join(lines)
             print(f"rank {rank} failed: {shown}", file=sys.stderr, end="", flush=True)
             if before is not sys.__excepthook__:

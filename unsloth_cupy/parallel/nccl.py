@@ -1,7 +1,7 @@
-"""Ranks with a GPU each, with arrays of CuPy, through NCCL on the current stream.
+"""A communicator of CuPy arrays for ranks with a GPU each, through NCCL on the current stream.
 
-Hosts meet over MPI or over sockets: they make the communicators, compare calls where that is asked
-for, tell each other sizes, and notice a rank that fails while a GPU waits for it.
+The hosts are connected by MPI or sockets: they set up NCCL, compare calls if ``checked``, exchange
+sizes, and notice a rank that fails while a GPU waits for it.
 """
 
 import os
@@ -23,35 +23,35 @@ Host = MpiCommunicator | SocketCommunicator
 
 
 class NcclCommunicator(Exchanges):
-    """Ranks of NCCL, each with the GPU that is current when this is made.
+    """Ranks of NCCL, each with the GPU that is current when this object is created.
 
     Exchanges are launched on the current stream, and the host does not wait for them; sums are
-    made in the order of the ranks, so that reruns have equal bits.  A rank that fails, or does not
-    come within ``timeout`` seconds, ends this process, whose GPU waits for it in vain, and is
-    named.
+    computed in the order of the ranks, so that reruns have equal bits.  If a rank fails, or does
+    not take part within ``timeout`` seconds, this process ends, because its GPU would wait without
+    a limit; the late rank is named.
 
     Parameters
     ----------
     rank, size : int
     unique_id : bytes
-        What ``cupy.cuda.nccl.get_unique_id()`` gave in one rank.
+        What ``cupy.cuda.nccl.get_unique_id()`` returned in one rank.
     timeout : float
         Seconds that an exchange waits for another rank.
     checked : bool
-        Compare calls, shapes and dtypes among ranks before each exchange: a host waits for others.
+        Compare calls, shapes and dtypes among ranks before each exchange; hosts then wait.
     host : MpiCommunicator or SocketCommunicator, optional
-        The same ranks on the host, which exchange arrays of NumPy.  Without it, those are refused,
-        and ``all_gather``, ``barrier`` and ``checked`` ask other ranks by way of the GPU, which the
-        host waits for and no graph can hold.
+        The same ranks on the host, which exchange NumPy arrays.  Without it, NumPy arrays raise,
+        and ``all_gather``, ``barrier`` and ``checked`` exchange their numbers through the GPU:
+        the host waits for that, and a CUDA graph cannot capture it.
 
     Raises
     ------
     DeviceError
-        NCCL is not there.
+        NCCL is not available.
     CommunicationError
-        NCCL reports an error; or ranks do not agree about a call.
+        NCCL reports an error; or ranks make different calls.
     FrameworkError
-        From an exchange: an array is not CuPy's, nor is it NumPy's where there is a host.
+        From an exchange: an array is not CuPy's, nor NumPy's with a host.
     """
 
     def __init__(
@@ -82,14 +82,15 @@ class NcclCommunicator(Exchanges):
     def from_environment(
         cls, *, timeout: float = 600.0, checked: bool = False
     ) -> "NcclCommunicator":
-        """Return that of the ranks that torchrun, srun or a shell started.
+        """Return the communicator of the ranks that torchrun, srun or a shell started.
 
-        They set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        These set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         """
         return cls._met(SocketCommunicator.from_environment(timeout=timeout), checked)
 
     @classmethod
     def _met(cls, host: Host, checked: bool) -> "NcclCommunicator":
+        """Return the communicator of the ranks of ``host``, each with a GPU of its machine."""
         if not (cupy() and count()):
             cure = "see nvidia-smi; --device cpu, or MpiCommunicator, needs none"
             raise DeviceError(f"NcclCommunicator: CuPy sees no GPU; {cure}")
@@ -100,11 +101,10 @@ class NcclCommunicator(Exchanges):
 
     @classmethod
     def _of(cls, host: Host, timeout: float, checked: bool) -> "NcclCommunicator":
-        made = load_nccl().get_unique_id() if host.rank == 0 else bytes(128)
-        told = host.broadcast(np.frombuffer(made, np.uint8))
-        return cls(
-            host.rank, host.size, told.tobytes(), timeout=timeout, checked=checked, host=host
-        )
+        """Return the communicator of the ranks of ``host``, each with its current GPU."""
+        own_id = load_nccl().get_unique_id() if host.rank == 0 else bytes(128)
+        unique_id = host.broadcast(np.frombuffer(own_id, np.uint8)).tobytes()
+        return cls(host.rank, host.size, unique_id, timeout=timeout, checked=checked, host=host)
 
     def split(self, color: int) -> "NcclCommunicator":
         """Return a communicator of the ranks that passed the same color, in their order."""
@@ -114,15 +114,15 @@ class NcclCommunicator(Exchanges):
             return self._of(self.host.split(color), self.timeout, self.checked)
         colors = self._told("split", np.array([color]))[:, 0]
         members = [rank for rank in range(self.size) if colors[rank] == color]
-        own = self._nccl.get_unique_id() if members[0] == self.rank else bytes(128)
-        made = self._told("split", np.frombuffer(own, np.uint8))[members[0]].tobytes()
-        place = members.index(self.rank)
+        own_id = self._nccl.get_unique_id() if members[0] == self.rank else bytes(128)
+        unique_id = self._told("split", np.frombuffer(own_id, np.uint8))[members[0]].tobytes()
+        rank = members.index(self.rank)
         return NcclCommunicator(
-            place, len(members), made, timeout=self.timeout, checked=self.checked
+            rank, len(members), unique_id, timeout=self.timeout, checked=self.checked
         )
 
     def launched(self, call: str) -> None:
-        """Take note of a graph with exchanges that was launched on the current stream."""
+        """Watch a CUDA graph with exchanges that was launched on the current stream."""
         self._overdue.watch(call)
 
     def _swap(self, call: str, given: list[Any], taken: list[Any]) -> None:
@@ -151,9 +151,9 @@ class NcclCommunicator(Exchanges):
     def _told(self, call: str, row: Any) -> Any:
         if self.host is not None:
             return self.host._told(call, row)
-        there = cupy()
-        row = there.asarray(row)
-        rows = there.empty((self.size, *row.shape), row.dtype)
+        module = cupy()
+        row = module.asarray(row)
+        rows = module.empty((self.size, *row.shape), row.dtype)
         self._swap(call, [row] * self.size, [rows[rank] for rank in range(self.size)])
         return rows.get()
 
@@ -169,7 +169,7 @@ class NcclCommunicator(Exchanges):
             if self.host is not None:
                 return self.host._own(call, x)
             cure = "copy it to a GPU with cupy.asarray"
-            raise FrameworkError(f"{call}: x is not an array of CuPy but {kind.__name__}; {cure}")
+            raise FrameworkError(f"{call}: x is {kind.__name__}, not an array of CuPy; {cure}")
         return packed(x)
 
     def _placed(self, row: Any, like: Any) -> Any:
@@ -177,18 +177,18 @@ class NcclCommunicator(Exchanges):
 
 
 def _is_on_gpu(array: Any) -> bool:
-    """Say whether NCCL sends an array, or nothing; the ranks on the host send those of NumPy."""
+    """Return whether NCCL sends this (a CuPy array, or None); hosts send NumPy arrays."""
     kind: Any = type(array)
     return array is None or is_cupys(kind)
 
 
 def load_nccl() -> Any:
-    """Return CuPy's NCCL, or raise and say what is missing."""
+    """Return CuPy's NCCL; raise a DeviceError that says what is missing."""
     try:
         from_cupy = cupy().cuda.nccl
     except ImportError as error:
         cure = 'pip install "unsloth-cupy[cuda12]"'
-        raise DeviceError(f"NcclCommunicator: CuPy is not there ({error}); {cure}") from error
+        raise DeviceError(f"NcclCommunicator: CuPy is not installed ({error}); {cure}") from error
     if not from_cupy.available:
         cure = 'pip install "nvidia-nccl-cu12", or -cu13, as CuPy is'
         raise DeviceError(f"NcclCommunicator: CuPy does not find NCCL; {cure}")

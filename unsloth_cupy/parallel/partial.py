@@ -1,6 +1,7 @@
-"""Between the layers of a model that is divided among ranks: weights held by several, and norms.
+"""Ops between the layers of a tensor-parallel model: shared arrays, divided norms and bit linears.
 
-What all ranks hold alike, and each uses in another way, has a gradient that is the sum of theirs.
+The gradient of an array that all ranks hold, and that each uses differently, is the sum of their
+gradients.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from .communicator import Communicator, sum_dtype
 
 
 def summed_back(x: Any, comm: Communicator, rows: slice | None = None) -> Any:
-    """Return x as it is; its gradient is summed over ranks, or that of some rows alone.
+    """Return x unchanged; in backward its gradient, or some rows of it, is summed over ranks.
 
     Parameters
     ----------
     x : array or Var
-        Alike in all ranks, or its ``rows`` are.
+        Equal in all ranks, or only its ``rows`` are.
     comm : Communicator
     rows : slice, optional
         Along the first axis; None: all.
@@ -37,9 +38,9 @@ def summed_back(x: Any, comm: Communicator, rows: slice | None = None) -> Any:
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         if rows is None:
             return {"x": comm.all_reduce(dy)}
-        whole = dy.copy()
-        whole[rows] = comm.all_reduce(packed(dy[rows]))
-        return {"x": whole}
+        dx = dy.copy()
+        dx[rows] = comm.all_reduce(packed(dy[rows]))
+        return {"x": dx}
 
     return taped("summed_back", value_of(x), back, x=x)
 
@@ -54,7 +55,7 @@ def divided_rms_norm(
     offset: float = 0.0,
     copies: int = 1,
 ) -> Any:
-    """Return this rank's columns of ``rms_norm``, of rows whose columns are divided among ranks.
+    """Return this rank's columns of an ``rms_norm`` whose columns are divided among ranks.
 
     ``y = x / sqrt(sum(x**2) / size + eps) * (weight + offset)``, where the sum is over all ranks.
 
@@ -63,28 +64,28 @@ def divided_rms_norm(
     x : (*rows, this rank's columns) float
     weight : (this rank's columns,) float
     size : int
-        Columns of all ranks, each counted once.
+        Number of columns of all ranks, each counted once.
     comm : Communicator
     eps, offset
         As in ``rms_norm``.
     copies : int
-        How many ranks hold each column; gradients of x are then each rank's part of the whole.
+        Number of ranks that hold each column; their gradients of x then add up to the whole.
 
     Returns
     -------
     y : (*rows, this rank's columns) float
     """
     value, scale = value_of(x), value_of(weight)
-    wide = sum_dtype(value.dtype)
-    v, factor = value.astype(wide), scale.astype(wide) + wide.type(offset)
+    sum_type = sum_dtype(value.dtype)
+    v, factor = value.astype(sum_type), scale.astype(sum_type) + sum_type.type(offset)
     squares = comm.all_reduce((v * v).sum(axis=-1, keepdims=True)) / (size * copies)
-    rstd = 1 / np.sqrt(squares + wide.type(eps))
+    rstd = 1 / np.sqrt(squares + sum_type.type(eps))
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        g = dy.astype(wide)
-        slope = g * factor
-        along = comm.all_reduce((slope * v).sum(axis=-1, keepdims=True)) / (size * copies)
-        dx = rstd * slope - v * (rstd**3 * along)
+        g = dy.astype(sum_type)
+        dv = g * factor
+        projection = comm.all_reduce((dv * v).sum(axis=-1, keepdims=True)) / (size * copies)
+        dx = rstd * dv - v * (rstd**3 * projection)
         dweight = (g * v * rstd).reshape(-1, v.shape[-1]).sum(axis=0)
         return {"x": rounded(dx, value.dtype), "weight": rounded(dweight, scale.dtype)}
 
@@ -102,22 +103,22 @@ def divided_bit_linear(
     shares: Sequence[tuple[slice, float]],
     inputs: bool,
 ) -> Any:
-    """Return this rank's columns of ``bit_linear``, or its share of a sum over ranks.
+    """Return this rank's columns of ``bit_linear``, or its term of a sum over ranks.
 
     Parameters
     ----------
     x : (*rows, inputs) float
-        Alike in all ranks, or this rank's inputs.
+        Equal in all ranks, or this rank's inputs.
     weight : (outputs, inputs) float
         This rank's part.
     bias : (outputs,) float, optional
     comm : Communicator
     size : int
-        Values of the whole weight, of whose sizes the scale is the mean.
+        Number of values of the whole weight; its scale is the mean of their absolute values.
     shares : sequence of (slice, float)
-        What rows of the part count in that mean.
+        Weights of rows of the part in that mean.
     inputs : bool
-        Whether inputs are divided: a row is rounded by the largest size in all ranks.
+        Whether inputs are divided: each row is rounded by its largest absolute value in all ranks.
 
     Returns
     -------
@@ -132,15 +133,15 @@ def divided_bit_linear(
     y = gemm(codes, weight_codes(w, w_scale).T, dtype=scales.dtype) * (scales * w_scale)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        found, codes, scales = {}, *row_codes(rows, tops)
+        grads, codes, scales = {}, *row_codes(rows, tops)
         g = flat(packed(dy))
         if "x" in wanted:
             dx = gemm(g, weight_codes(w, w_scale), dtype=scales.dtype) * w_scale
-            found["x"] = rounded(dx, value.dtype).reshape(value.shape)
+            grads["x"] = rounded(dx, value.dtype).reshape(value.shape)
         if "weight" in wanted:
-            found["weight"] = gemm(g.T, rounded(codes * scales, value.dtype))
-        return found
+            grads["weight"] = gemm(g.T, rounded(codes * scales, value.dtype))
+        return grads
 
-    made = rounded(y, value.dtype).reshape(*value.shape[:-1], len(w))
-    product = taped("bit_linear", made, back, x=x, weight=weight)
+    y = rounded(y, value.dtype).reshape(*value.shape[:-1], len(w))
+    product = taped("bit_linear", y, back, x=x, weight=weight)
     return product if bias is None else product + bias

@@ -1,4 +1,4 @@
-"""A pipeline that runs: microbatches through stages, in the order of a schedule."""
+"""Run a pipeline: pass microbatches through stages in the order of a schedule."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,75 +9,75 @@ from .schedule import Message, Schedule, Step, chunks_of, consumer, timetable
 
 
 class Stage(Protocol):
-    """The layers of one rank, in chunks; what goes from stage to stage is one array."""
+    """The layers of one rank, in chunks; stages pass on one array."""
 
     def like(self, microbatch: Any) -> Any:
-        """Return a new array of the shape and dtype of what goes from stage to stage."""
+        """Return a new array of the shape and dtype of the array that stages pass on."""
 
     def forward(self, step: Step, microbatch: Any, x: Any) -> Any:
-        """Return what the next stage takes, of what the one before left; x is None in the first.
+        """Return the output for the next stage; x is that of the stage before, None in the first.
 
-        What the last stage returns is kept: a loss.
+        The outputs of the last stage are the results of the pipeline: losses.
         """
 
     def backward(self, step: Step, dy: Any) -> Any:
-        """Return the gradient of x, of that of what forward returned; dy is None in the last."""
+        """Return the gradient of x; dy is that of the output of forward, None in the last stage."""
 
 
 def run_pipeline(
     stage: Stage, schedule: Schedule, microbatches: Sequence[Any], comm: Communicator
 ) -> list[Any]:
-    """Run microbatches through the stages of all ranks, forward and back.
+    """Run microbatches through the stages of all ranks, forward and backward.
 
     Parameters
     ----------
     stage : Stage
         The layers of this rank.
     schedule : list of list of Step
-        What ``pipeline_schedule`` returns, alike in all ranks.
+        What ``pipeline_schedule`` returns, equal in all ranks.
     microbatches : sequence
-        As many as the schedule has; all ranks pass them, and stages see each with its number.
+        As many as the schedule has, passed by all ranks; ``Stage.forward`` receives them.
     comm : Communicator
         As many ranks as stages.
 
     Returns
     -------
     results : list
-        What forward returned in the last stage, by microbatch; empty in the others.
+        The results of forward in the last stage, by microbatch; empty in the others.
 
     Raises
     ------
     ConfigError
-        The schedule is not one of so many ranks, or of so many microbatches.
+        The schedule is for another number of ranks or of microbatches.
     """
     count = 1 + max(step.microbatch for steps in schedule for step in steps)
     if len(schedule) != comm.size or count != len(microbatches):
-        given = f"{len(schedule)} stages and {count} microbatches"
-        wanted = f"{comm.size} ranks and {len(microbatches)}"
+        actual = f"{len(schedule)} stages and {count} microbatches"
+        expected = f"{comm.size} ranks and {len(microbatches)}"
         cure = "make one with pipeline_schedule(ranks, microbatches)"
-        raise ConfigError(f"run_pipeline: a schedule of {given} is not one of {wanted}; {cure}")
+        raise ConfigError(f"run_pipeline: a schedule of {actual} is not one of {expected}; {cure}")
     stages, chunks, rank = len(schedule), chunks_of(schedule), comm.rank
-    held: dict[tuple[int, Step], Any] = {}  # by the stage and the step that takes it
+    arrays: dict[tuple[int, Step], Any] = {}  # by the stage and the step that use the array
     results: dict[int, Any] = {}
 
     def exchange(messages: Sequence[Message]) -> None:
         for message in messages:
             if message.source == rank:
-                comm.send(held.pop((message.to, message.step)), message.to)
+                comm.send(arrays.pop((message.to, message.step)), message.to)
             else:
                 out = stage.like(microbatches[message.step.microbatch])
-                held[rank, message.step] = comm.receive(out, message.source)
+                arrays[rank, message.step] = comm.receive(out, message.source)
 
     before, *after = timetable(schedule).messages[rank]
     exchange(before)
     for step, messages in zip(schedule[rank], after, strict=True):
-        x, left = held.pop((rank, step), None), consumer(stages, chunks, rank, step)
+        x, target = arrays.pop((rank, step), None), consumer(stages, chunks, rank, step)
         if step.backward:
             y = stage.backward(step, x)
         else:
             y = stage.forward(step, microbatches[step.microbatch], x)
-        if left is not None:
-            held[left] = y
+        if target is not None:
+            arrays[target] = y
         elif not step.backward:
             results[step.microbatch] = y
         del x, y

@@ -1,9 +1,9 @@
-"""Attention over tokens that are divided among ranks: keys and values go around.
+"""Ring attention: ranks divide the tokens, and pass keys and values around in a ring.
 
     lse = log(sum over ranks of exp(lse over the keys of that rank))      out: merge_attention
 
-The memory is that of two blocks of keys and values.  With ``causal`` a rank holds one piece of the
-first half and its mirror in the second, so that all have as many pairs to compute (zigzag).
+A rank stores two blocks of keys and values.  With ``causal`` a rank holds one piece of the first
+half and the mirrored piece of the second, so that all ranks compute equally many pairs (zigzag).
 Liu et al., Ring Attention with Blockwise Transformers, 2023.
 """
 
@@ -21,17 +21,17 @@ from ..placement import to_numpy
 from ._taped import taped, value_of
 from .communicator import Communicator, sum_dtype
 
-Texts = list[tuple[int, int]]  # where each begins and ends among the tokens of all ranks
+Texts = list[tuple[int, int]]  # begin and end of each text among the tokens of all ranks
 
 
 class Piece(NamedTuple):
-    """Tokens that lie side by side: where in a rank's arrays, and their first position."""
+    """Consecutive tokens: their slice of a rank's arrays, and the position of the first."""
 
     where: slice
     start: int
 
     def within(self, start: int, stop: int) -> tuple[slice, int]:
-        """Return where its tokens of a text lie, and the first position of those."""
+        """Return the slice of its tokens in a text, and the position of the first of them."""
         first = max(self.start, start)
         size = self.where.stop - self.where.start
         skip, end = first - self.start, min(size, stop - self.start)
@@ -41,20 +41,20 @@ class Piece(NamedTuple):
 def ring_order(tokens: int, comm: Communicator, *, causal: bool) -> Any:
     """Return the positions of the tokens that this rank holds, in order.
 
-    ``x[:, ring_order(x.shape[1], comm, causal=True)]`` is what it passes to ``ring_attention``.
+    This rank passes ``x[:, ring_order(x.shape[1], comm, causal=True)]`` to ``ring_attention``.
 
     Raises
     ------
     ShapeError
-        tokens do not divide by the ranks, or by twice as many with ``causal``.
+        tokens is not a multiple of the ranks, or of twice the ranks with ``causal``.
     """
     pieces = comm.size * (1 + causal)
     if tokens % pieces:
         problem = f"ring_order: {tokens} tokens are not a multiple of {pieces}"
         raise ShapeError(f"{problem}; pad them", expected=pieces, actual=tokens)
-    held = _pieces(tokens // comm.size, comm.rank, comm, causal)
+    own_pieces = _pieces(tokens // comm.size, comm.rank, comm, causal)
     return np.concatenate(
-        [np.arange(p.start, p.start + p.where.stop - p.where.start) for p in held]
+        [np.arange(p.start, p.start + p.where.stop - p.where.start) for p in own_pieces]
     )
 
 
@@ -75,16 +75,16 @@ def ring_attention(
     Parameters
     ----------
     q : (batch, tokens, heads, dim) float
-        This rank's tokens, as many as every rank has: those of ``ring_order``.
+        This rank's tokens in the order of ``ring_order``; all ranks have equally many.
     k : (batch, tokens, kv_heads, dim) float
-        Of the same tokens; kv_heads divides heads.
+        Keys of the same tokens; kv_heads divides heads.
     v : (batch, tokens, kv_heads, value_dim) float
     comm : Communicator
     causal, window, scale, softcap
-        As in ``attention``, of positions among the tokens of all ranks.
+        As in ``attention``, for positions among the tokens of all ranks.
     offsets : (texts + 1,) int, optional
-        Several texts lie end to end: where each one starts among the tokens of all ranks, and
-        their number last.  None sees another.  The host reads them.
+        Packed texts: where each one starts among the tokens of all ranks, and the number of
+        tokens last.  Texts do not see each other.  The host reads the offsets.
 
     Returns
     -------
@@ -94,21 +94,22 @@ def ring_attention(
     Raises
     ------
     ShapeError, DTypeError, ConfigError
-        As ``attention`` raises; tokens of q and k differ, or are odd with ``causal``.
+        As ``attention`` raises; or q and k have different numbers of tokens, or with ``causal``
+        an odd number.
     RangeError
         offsets do not rise from 0 to the number of tokens of all ranks.
     """
     rows, keys, values = (packed(value_of(x)) for x in (q, k, v))
     tokens = rows.shape[1]
     if keys.shape[1] != tokens or tokens % (1 + causal):
-        problem = f"ring_attention: q{rows.shape}, k{keys.shape}: tokens are not"
-        kind = "alike and even" if causal else "alike"
-        cure = "pass those of ring_order"
+        problem = f"ring_attention: q{rows.shape}, k{keys.shape}: numbers of tokens are not"
+        kind = "equal and even" if causal else "equal"
+        cure = "pass the tokens of ring_order"
         raise ShapeError(f"{problem} {kind}; {cure}", expected=tokens, actual=keys.shape[1])
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
     texts = texts_of("ring_attention", offsets, tokens * comm.size)
-    wide, lse = _forward(rows, keys, values, comm, texts, options)
-    out = rounded(wide, rows.dtype)
+    wide_out, lse = _forward(rows, keys, values, comm, texts, options)
+    out = rounded(wide_out, rows.dtype)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         grads = _backward(packed(dy), rows, keys, values, out, lse, comm, texts, options)
@@ -118,15 +119,15 @@ def ring_attention(
 
 
 def texts_of(call: str, offsets: Any, tokens: int) -> Texts | None:
-    """Return where texts begin and end, empty ones left out, or None where there are no offsets."""
+    """Return where texts begin and end, without empty ones; None if there are no offsets."""
     if offsets is None:
         return None
-    read = to_numpy(offsets)
-    whole = read.ndim == 1 and len(read) > 1 and read.dtype.kind in "iu"
-    if not whole or read[0] != 0 or read[-1] != tokens or (np.diff(read) < 0).any():
-        problem = f"{call}: offsets {read.tolist()} do not rise from 0 to {tokens}"
+    starts = to_numpy(offsets)
+    valid = starts.ndim == 1 and len(starts) > 1 and starts.dtype.kind in "iu"
+    if not valid or starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) < 0).any():
+        problem = f"{call}: offsets {starts.tolist()} do not rise from 0 to {tokens}"
         raise RangeError(f"{problem}; pass where each text starts, and the number of tokens last")
-    return [(int(a), int(b)) for a, b in pairwise(read) if a < b]
+    return [(int(a), int(b)) for a, b in pairwise(starts) if a < b]
 
 
 def _pieces(tokens: int, rank: int, comm: Communicator, causal: bool) -> list[Piece]:
@@ -141,18 +142,18 @@ def _pieces(tokens: int, rank: int, comm: Communicator, causal: bool) -> list[Pi
 def _pairs(
     tokens: int, owner: int, comm: Communicator, causal: bool, texts: Texts | None
 ) -> Iterator[tuple[slice, slice, int]]:
-    """Yield where queries lie, where keys do, and where the first query stands among the keys."""
+    """Yield slices of queries and keys that attend, and the first query's index among the keys."""
     for own in _pieces(tokens, comm.rank, comm, causal):
         for other in _pieces(tokens, owner, comm, causal):
             if not causal or other.start <= own.start:  # pieces are equally long
                 for start, stop in texts or [(0, tokens * comm.size)]:
-                    (mine, first), (keys, before) = (p.within(start, stop) for p in (own, other))
-                    if mine.start < mine.stop and keys.start < keys.stop:
-                        yield mine, keys, first - before
+                    (queries, first), (keys, before) = (p.within(start, stop) for p in (own, other))
+                    if queries.start < queries.stop and keys.start < keys.stop:
+                        yield queries, keys, first - before
 
 
 def _round(comm: Communicator, *arrays: Any) -> tuple[Any, ...]:
-    """Give arrays to the next rank and return those of the one before."""
+    """Send arrays to the next rank and return those of the previous rank."""
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size == 1:
         return arrays
@@ -162,10 +163,10 @@ def _round(comm: Communicator, *arrays: Any) -> tuple[Any, ...]:
 def _forward(
     q: Any, k: Any, v: Any, comm: Communicator, texts: Texts | None, options: Any
 ) -> tuple[Any, Any]:
-    """Return out in float32 at least, and lse over the keys of all ranks."""
-    wide = sum_dtype(q.dtype)
-    out = np.zeros_like(q, wide, shape=(*q.shape[:3], v.shape[3]))
-    lse = np.full_like(q, -np.inf, wide, shape=(q.shape[0], q.shape[2], q.shape[1]))
+    """Return out in float32 or wider, and lse over the keys of all ranks."""
+    sum_type = sum_dtype(q.dtype)
+    out = np.zeros_like(q, sum_type, shape=(*q.shape[:3], v.shape[3]))
+    lse = np.full_like(q, -np.inf, sum_type, shape=(q.shape[0], q.shape[2], q.shape[1]))
     for step in range(comm.size):
         owner = (comm.rank - step) % comm.size
         for own, other, start in _pairs(q.shape[1], owner, comm, options["causal"], texts):
@@ -173,7 +174,7 @@ def _forward(
                 packed(q[:, own]), k[:, other], v[:, other], query_start=start, **options
             )
             out[:, own], lse[..., own] = merge_attention(
-                packed(out[:, own]), packed(lse[..., own]), part.astype(wide), part_lse
+                packed(out[:, own]), packed(lse[..., own]), part.astype(sum_type), part_lse
             )
         if step + 1 < comm.size:
             k, v = _round(comm, k, v)
@@ -184,19 +185,19 @@ def _backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, comm: Communicator,
     texts: Texts | None, options: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Return dq, dk and dv; those of keys go around with them, and come home."""
-    dtype, wide = q.dtype, sum_dtype(q.dtype)
-    dq, dk, dv = (np.zeros_like(x, wide) for x in (q, k, v))
+    """Return dq, dk and dv; dk and dv travel with their keys, and return to their rank."""
+    dtype, sum_type = q.dtype, sum_dtype(q.dtype)
+    dq, dk, dv = (np.zeros_like(x, sum_type) for x in (q, k, v))
     for step in range(comm.size):
         owner = (comm.rank - step) % comm.size
         for own, other, start in _pairs(q.shape[1], owner, comm, options["causal"], texts):
             rows = [packed(x[:, own]) for x in (dout, q)]
             keys = [packed(x[:, other]) for x in (k, v)]
             after = packed(out[:, own]), packed(lse[..., own])
-            found = attention_backward(*rows, *keys, *after, query_start=start, **options)
-            dq[:, own] += found[0]
-            dk[:, other] += found[1]
-            dv[:, other] += found[2]
+            grads = attention_backward(*rows, *keys, *after, query_start=start, **options)
+            dq[:, own] += grads[0]
+            dk[:, other] += grads[1]
+            dv[:, other] += grads[2]
         if step + 1 < comm.size:
             k, v = _round(comm, k, v)
         dk, dv = _round(comm, dk, dv)

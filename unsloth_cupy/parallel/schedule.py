@@ -1,9 +1,10 @@
-"""The order of work in a pipeline: which microbatch goes through which stage, and when.
+"""Pipeline schedules: which microbatch goes through which stage, and when.
 
-    gpipe          all forward, then all back: a stage holds every microbatch
-    1f1b           one forward, one back, once the pipeline is full: a stage holds as many
+    gpipe          all forward, then all backward: a stage holds every microbatch
+    1f1b           one forward, one backward, once the pipeline is full: a stage holds as many
                    microbatches as there are stages from it to the end
-    interleaved    1f1b with several chunks of layers in a stage, which come around again
+    interleaved    1f1b with several chunks of layers per stage: a microbatch passes all stages
+                   once for each chunk
 
 The share of idle time is (stages - 1) / (chunks * microbatches + stages - 1).  (Huang et al.,
 GPipe, 2019; Narayanan et al., Efficient Large-Scale Language Model Training, 2021.)
@@ -22,19 +23,19 @@ KINDS = ("gpipe", "1f1b", "interleaved")
 
 
 class Step(NamedTuple):
-    """A microbatch goes through a chunk of a stage, forward or back."""
+    """One microbatch through one chunk of a stage, forward or backward."""
 
     microbatch: int
     chunk: int = 0
     backward: bool = False
 
     def __str__(self) -> str:
-        """Return it short, as F3 or B3, with the chunk where it is not the first: F3.1."""
+        """Return a short form, such as F3 or B3; with the chunk if it is not the first: F3.1."""
         return f"{'FB'[self.backward]}{self.microbatch}" + f".{self.chunk}" * bool(self.chunk)
 
 
 class Message(NamedTuple):
-    """What one step leaves for another: the ranks, and the step that takes it."""
+    """The output of one step for another: the ranks, and the step that uses it."""
 
     source: int
     to: int
@@ -42,7 +43,7 @@ class Message(NamedTuple):
 
 
 Schedule = Sequence[Sequence[Step]]
-REFERENCE = 8  # bytes
+REFERENCE = 8  # bytes of a reference in a list
 
 
 def pipeline_schedule(
@@ -56,43 +57,43 @@ def pipeline_schedule(
     kind : str
         gpipe, 1f1b or interleaved.
     chunks : int, optional
-        Of layers in each stage; 2 of interleaved where absent, 1 of the others.  Layers come in the
-        order chunk 0 of all stages, chunk 1 of all stages and so on.
+        Chunks of layers in each stage; None: 2 for interleaved, 1 for the others.  Layers are in
+        the order chunk 0 of all stages, chunk 1 of all stages and so on.
 
     Returns
     -------
     schedule : list of list of Step
-        Every stage takes each microbatch through each of its chunks forward and back, and
-        back in the order of the microbatches.
+        Every stage takes each microbatch through each of its chunks forward and backward; the
+        backward steps are in the order of the microbatches.
 
     Raises
     ------
     ConfigError
-        A number makes no sense; or the microbatches of interleaved are not a multiple of stages.
+        A number is invalid; or the microbatches of interleaved are not a multiple of stages.
     DeviceMemoryError
-        The memory of the machine does not hold so many steps.
+        The memory of the machine cannot hold all steps.
     """
     call = f"pipeline_schedule({stages!r}, {microbatches!r}, {kind!r}, chunks={chunks!r})"
     check_choice(call, "kind", kind, KINDS)
     chunks = (2 if kind == "interleaved" else 1) if chunks is None else chunks
     if not all(is_integer(size, 1) for size in (stages, microbatches, chunks)):
-        raise ConfigError(f"{call}: a size is not an integer from 1 on; pass such sizes")
+        raise ConfigError(f"{call}: a size is not an integer of 1 or more; pass such sizes")
     check_bytes(call, REFERENCE * 2 * stages * microbatches * chunks)
     if chunks > 1 and kind != "interleaved":
-        raise ConfigError(f"{call}: {kind} is not made of chunks; choose 'interleaved'")
+        raise ConfigError(f"{call}: {kind} does not have chunks; choose 'interleaved'")
     if kind == "interleaved" and microbatches % stages:
         problem = f"{microbatches} microbatches are not a multiple of {stages} stages"
         raise ConfigError(f"{call}: {problem}; pass {-(-microbatches // stages) * stages}")
     forward = list(_order(stages, microbatches, chunks))
-    back = [Step(m, chunks - 1 - c, backward=True) for m, c, _ in forward]
+    backward = [Step(m, chunks - 1 - c, backward=True) for m, c, _ in forward]
     return [
-        _merged(forward, back, _ahead(kind, stages, stage, chunks, len(forward)))
+        _merged(forward, backward, _ahead(kind, stages, stage, chunks, len(forward)))
         for stage in range(stages)
     ]
 
 
 def _order(stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
-    """Yield the steps forward: as many microbatches as stages through each chunk in turn."""
+    """Yield the forward steps: as many microbatches as stages through each chunk in turn."""
     for first in range(0, microbatches, stages):
         for chunk in range(chunks):
             for microbatch in range(first, min(first + stages, microbatches)):
@@ -100,7 +101,7 @@ def _order(stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
 
 
 def _ahead(kind: str, stages: int, stage: int, chunks: int, steps: int) -> int:
-    """Return how many steps a stage goes forward before its first step back, and one more."""
+    """Return how many forward steps a stage does before its first backward step."""
     if kind == "gpipe":
         return steps
     if chunks == 1:
@@ -108,21 +109,22 @@ def _ahead(kind: str, stages: int, stage: int, chunks: int, steps: int) -> int:
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, steps)
 
 
-def _merged(forward: list[Step], back: list[Step], ahead: int) -> list[Step]:
-    turns = zip_longest(back, forward[ahead:])
+def _merged(forward: list[Step], backward: list[Step], ahead: int) -> list[Step]:
+    """Return ``ahead`` forward steps, then backward and forward steps in turn."""
+    turns = zip_longest(backward, forward[ahead:])
     rest = [step for step in chain.from_iterable(turns) if step is not None]
     return forward[:ahead] + rest
 
 
 class Timetable(NamedTuple):
-    """When each step of a schedule begins and ends, and what is exchanged around it, by stage.
+    """When each step of a schedule begins and ends, and the messages between steps, by stage.
 
     Attributes
     ----------
     spans : list of list of (float, float)
-        Begin and end of each step, where a message takes no time.
+        Begin and end of each step, if messages take no time.
     messages : list of list of list of Message
-        What a stage sends or receives before its first step and after each of its steps.
+        The messages of a stage before its first step and after each of its steps.
     """
 
     spans: list[list[tuple[float, float]]]
@@ -130,21 +132,21 @@ class Timetable(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The share of the time of all stages in which they wait."""
-        whole = max(end for spans in self.spans for _, end in spans) * len(self.spans)
-        return 1 - sum(end - begin for spans in self.spans for begin, end in spans) / whole
+        """The share of the time of all stages in which they are idle."""
+        total = max(end for spans in self.spans for _, end in spans) * len(self.spans)
+        return 1 - sum(end - begin for spans in self.spans for begin, end in spans) / total
 
 
 def timetable(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> Timetable:
-    """Return when steps begin, where each takes so long, and what stages exchange in between.
+    """Return when steps begin and end, given their durations, and the messages between them.
 
-    Messages of all stages have one order, that of time, and each stage sends and receives its own
-    in that order: nobody waits for somebody who waits.
+    The messages of all stages are ordered by time, and each stage sends and receives its own in
+    that order, so that no deadlock can occur.
 
     Raises
     ------
     ConfigError
-        A step waits for one that comes never.
+        A step depends on one that never runs.
     """
     chunks = chunks_of(schedule)
     ends: dict[tuple[int, Step], float] = {}
@@ -153,21 +155,21 @@ def timetable(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -
     ready = [*range(len(schedule))]
     while ready:
         stage = ready.pop()
-        steps, mine = schedule[stage], spans[stage]
-        while len(mine) < len(steps):
-            step = steps[len(mine)]
+        steps, done = schedule[stage], spans[stage]
+        while len(done) < len(steps):
+            step = steps[len(done)]
             source = producer(len(schedule), chunks, stage, step)
             if source is not None and source not in ends:
                 waiting[source] = stage
                 break
-            begin = max(mine[-1][1] if mine else 0.0, ends[source] if source else 0.0)
+            begin = max(done[-1][1] if done else 0.0, ends[source] if source else 0.0)
             ends[stage, step] = begin + (backward if step.backward else forward)
-            mine.append((begin, ends[stage, step]))
+            done.append((begin, ends[stage, step]))
             if (stage, step) in waiting:
                 ready.append(waiting.pop((stage, step)))
     if waiting:
         (stage, step), late = next(iter(waiting.items()))
-        problem = f"stage {late} waits for {step} of stage {stage}, which is not on its way"
+        problem = f"stage {late} waits for {step} of stage {stage}, which never runs"
         raise ConfigError(f"timetable: {problem}; make the schedule with pipeline_schedule")
     return Timetable(spans, _messages(schedule, spans, ends))
 
@@ -175,22 +177,22 @@ def timetable(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -
 def _messages(
     schedule: Schedule, spans: list[list[tuple[float, float]]], ends: dict[tuple[int, Step], float]
 ) -> list[list[list[Message]]]:
-    """Return the messages of each stage, by the step after which they come."""
-    chunks, found = chunks_of(schedule), list[tuple[float, Message]]()
+    """Return the messages of each stage, by the step after which they are exchanged."""
+    chunks, timed = chunks_of(schedule), list[tuple[float, Message]]()
     for stage, steps in enumerate(schedule):
         for step in steps:
             source = producer(len(schedule), chunks, stage, step)
             if source is not None and source[0] != stage:
-                found.append((ends[source], Message(source[0], stage, step)))
-    found.sort(key=lambda each: each[0])
-    made: list[list[list[Message]]] = [[[] for _ in range(len(s) + 1)] for s in schedule]
+                timed.append((ends[source], Message(source[0], stage, step)))
+    timed.sort(key=lambda each: each[0])
+    result: list[list[list[Message]]] = [[[] for _ in range(len(s) + 1)] for s in schedule]
     begun = [0] * len(schedule)
-    for time, message in found:
+    for time, message in timed:
         for stage in (message.source, message.to):
             while begun[stage] < len(spans[stage]) and spans[stage][begun[stage]][0] < time:
                 begun[stage] += 1
-            made[stage][begun[stage]].append(message)
-    return made
+            result[stage][begun[stage]].append(message)
+    return result
 
 
 def chunks_of(schedule: Schedule) -> int:
@@ -199,16 +201,17 @@ def chunks_of(schedule: Schedule) -> int:
 
 
 def producer(stages: int, chunks: int, stage: int, step: Step) -> tuple[int, Step] | None:
-    """Return the stage and the step that a step takes its array from; None where it begins."""
-    return _beside(stages, chunks, stage, step, 1 if step.backward else -1)
+    """Return the stage and the step whose output a step uses; None for the first of a pass."""
+    return _neighbor(stages, chunks, stage, step, 1 if step.backward else -1)
 
 
 def consumer(stages: int, chunks: int, stage: int, step: Step) -> tuple[int, Step] | None:
-    """Return the stage and the step that take what a step leaves; None where it ends."""
-    return _beside(stages, chunks, stage, step, -1 if step.backward else 1)
+    """Return the stage and the step that use the output of a step; None for the last of a pass."""
+    return _neighbor(stages, chunks, stage, step, -1 if step.backward else 1)
 
 
-def _beside(stages: int, chunks: int, stage: int, step: Step, by: int) -> tuple[int, Step] | None:
+def _neighbor(stages: int, chunks: int, stage: int, step: Step, by: int) -> tuple[int, Step] | None:
+    """Return the stage and the step that are ``by`` places further along the layers, or None."""
     place = step.chunk * stages + stage + by
     if not 0 <= place < stages * chunks:
         return None
@@ -216,7 +219,7 @@ def _beside(stages: int, chunks: int, stage: int, step: Step, by: int) -> tuple[
 
 
 def most_held(steps: Sequence[Step]) -> int:
-    """Return how many microbatches a stage holds at most, each chunk of it counted."""
+    """Return how many microbatches a stage holds at most, counted once for each of its chunks."""
     held = most = 0
     for step in steps:
         held += -1 if step.backward else 1

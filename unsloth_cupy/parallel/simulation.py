@@ -1,9 +1,9 @@
-"""Programs of many ranks replayed without arrays: what meets what, when, and what each holds.
+"""Simulate programs of many ranks without arrays: the time and the peak memory of each rank.
 
-    seen = replay([program of rank 0, program of rank 1, ...])
-    seen.seconds, seen.peaks
+    result = replay([program of rank 0, program of rank 1, ...])
+    result.seconds, result.peaks
 
-A send and its receive must be alike, and so must the calls of a group; who waits for ever is named.
+A send and its receive must match, and so must the calls of a group; ranks in a deadlock are named.
 """
 
 from collections import deque
@@ -15,23 +15,23 @@ from .schedule import Schedule, Step, Timetable
 
 
 class Work(NamedTuple):
-    """Seconds of computing; bytes that are held from then on, or no more, and while it runs."""
+    """Seconds of computation, with the bytes that it allocates or (if negative) frees."""
 
     seconds: float
     holds: int = 0
     name: str = ""
-    top: int = 0  # most that is held beyond what was held before
+    top: int = 0  # peak bytes during the computation, beyond those held before
 
 
 class Pass(NamedTuple):
-    """A message sent and one received, both at once: (other rank, key, seconds on its way)."""
+    """A message sent and one received at the same time: (other rank, key, seconds of transfer)."""
 
     send: tuple[int, Hashable, float] | None = None
     receive: tuple[int, Hashable, float] | None = None
 
 
 class Together(NamedTuple):
-    """A call of all ranks of a group: the ranks, what they call, and the seconds that it takes."""
+    """A collective call of a group: its ranks, a key that must be equal in all, and seconds."""
 
     group: Sequence[int]
     key: Hashable
@@ -42,18 +42,18 @@ Event = Work | Pass | Together
 
 
 class Replay(NamedTuple):
-    """What a replay has seen, by rank.
+    """The results of a replay, by rank.
 
     Attributes
     ----------
     seconds : list of float
-        When each rank has ended.
+        Time at which the rank ends.
     busy : list of float
-        Seconds in which each has computed.
+        Seconds in which it computes.
     peaks : list of int
-        Most bytes that each has held.
+        Most bytes that it holds.
     spans : list of list of (str, float, float)
-        What each has computed: name, begin and end.
+        Name, begin and end of its named computations.
     """
 
     seconds: list[float]
@@ -70,13 +70,13 @@ def replay(programs: Sequence[Iterable[Event]], *, waits: bool = True) -> Replay
     programs : sequence of iterables of Event
         One for each rank.
     waits : bool
-        Whether who sends waits until the message has been received, as on a GPU; False: what is
-        sent waits by itself, as messages of MPI and TCP do.
+        Whether a sender waits until the message has been received, as on a GPU; False: messages
+        are buffered, as those of MPI and TCP are.
 
     Raises
     ------
     CommunicationError
-        A message or a call is not alike in the ranks that it joins, or some wait for ever.
+        A message or a call does not match between ranks, or some ranks wait for ever.
     """
     world = _World(programs, waits)
     ready = deque(range(len(programs)))
@@ -87,7 +87,7 @@ def replay(programs: Sequence[Iterable[Event]], *, waits: bool = True) -> Replay
 
 
 class _World:
-    """All ranks: their clocks, and what each waits for."""
+    """The state of all ranks: their clocks, memory, and pending messages and calls."""
 
     def __init__(self, programs: Sequence[Iterable[Event]], waits: bool) -> None:
         count = len(programs)
@@ -95,16 +95,16 @@ class _World:
         self.clock, self.busy = [0.0] * count, [0.0] * count
         self.held, self.peaks = [0] * count, [0] * count
         self.spans: list[list[tuple[str, float, float]]] = [[] for _ in range(count)]
-        self.open = [0] * count  # halves of a pass that have not ended
-        self.until = [0.0] * count
-        self.sent: dict[tuple[int, int], deque[tuple[Hashable, float, float]]] = {}
-        self.asked: dict[tuple[int, int], deque[tuple[Hashable, float]]] = {}
-        self.called: dict[tuple[int, ...], list[tuple[int, Together, float]]] = {}
+        self.open = [0] * count  # halves (send, receive) of the current Pass that have not ended
+        self.until = [0.0] * count  # end of the current Pass so far
+        self.sends: dict[tuple[int, int], deque[tuple[Hashable, float, float]]] = {}
+        self.receives: dict[tuple[int, int], deque[tuple[Hashable, float]]] = {}
+        self.calls: dict[tuple[int, ...], list[tuple[int, Together, float]]] = {}
         self.ended = [False] * count
-        self.at: list[Event | None] = [None] * count
+        self.at: list[Event | None] = [None] * count  # current event
 
     def advance(self, rank: int) -> list[int]:
-        """Run a rank until it waits; return who may go on because of that."""
+        """Run a rank until it waits; return the ranks that can now continue."""
         for event in self.programs[rank]:
             self.at[rank] = event
             if isinstance(event, Work):
@@ -114,12 +114,13 @@ class _World:
             if rank not in freed:
                 return freed
             others = [other for other in freed if other != rank]
-            if others:  # they go first, and this one after them
+            if others:  # they continue first, then this one
                 return [*others, rank]
         self.ended[rank] = True
         return []
 
     def _work(self, rank: int, event: Work) -> None:
+        """Advance the clock and the memory of a rank by a computation."""
         top = self.held[rank] + max(event.top, event.holds, 0)
         self.peaks[rank] = max(self.peaks[rank], top)
         self.held[rank] += event.holds
@@ -130,33 +131,34 @@ class _World:
             self.spans[rank].append((event.name, begin, self.clock[rank]))
 
     def _pass(self, rank: int, event: Pass) -> list[int]:
+        """Begin a send and a receive of a rank; return the ranks that can now continue."""
         now, freed = self.clock[rank], list[int]()
         self.until[rank] = now
         self.open[rank] = (event.send is not None and self.waits) + (event.receive is not None)
         if event.send is not None:
             to, key, seconds = event.send
-            self.sent.setdefault((rank, to), deque()).append((key, now, seconds))
+            self.sends.setdefault((rank, to), deque()).append((key, now, seconds))
             freed += self._match(rank, to)
         if event.receive is not None:
             source, key, _ = event.receive
-            self.asked.setdefault((source, rank), deque()).append((key, now))
+            self.receives.setdefault((source, rank), deque()).append((key, now))
             freed += self._match(source, rank)
         return freed if rank in freed or self.open[rank] else [*freed, rank]
 
     def _match(self, source: int, to: int) -> list[int]:
-        """Join the first send of a rank to another with that one's first receive."""
-        sent, asked = self.sent.get((source, to)), self.asked.get((source, to))
-        if not sent or not asked:
+        """Match the first send of a rank to another with that one's first receive, if any."""
+        sends, receives = self.sends.get((source, to)), self.receives.get((source, to))
+        if not sends or not receives:
             return []
-        (key, begun, seconds), (wanted, came) = sent.popleft(), asked.popleft()
-        if key != wanted:
-            problem = f"rank {source} sends {key}, which is not {wanted}, asked for by rank {to}"
-            raise CommunicationError(f"replay: {problem}; let both name one message", rank=source)
-        end = (max(begun, came) if self.waits else begun) + seconds
+        (key, sent, seconds), (expected, received) = sends.popleft(), receives.popleft()
+        if key != expected:
+            problem = f"rank {source} sends {key}, and rank {to} expects {expected}"
+            raise CommunicationError(f"replay: {problem}; use one key in both", rank=source)
+        end = (max(sent, received) if self.waits else sent) + seconds
         return [rank for rank in ((source, to) if self.waits else (to,)) if self._half(rank, end)]
 
     def _half(self, rank: int, end: float) -> bool:
-        """End one half of a pass; say whether the rank may go on."""
+        """End one half of a pass; return whether the rank can continue."""
         self.open[rank] -= 1
         self.until[rank] = max(self.until[rank], end)
         if self.open[rank]:
@@ -165,7 +167,8 @@ class _World:
         return True
 
     def _call(self, rank: int, event: Together) -> list[int]:
-        calls = self.called.setdefault(tuple(event.group), [])
+        """Add a rank to a collective call; return the group once all its ranks have called."""
+        calls = self.calls.setdefault(tuple(event.group), [])
         calls.append((rank, event, self.clock[rank]))
         if len(calls) < len(event.group):
             return []
@@ -173,23 +176,23 @@ class _World:
             if call.key != event.key:
                 problem = f"rank {rank} calls {event.key}, rank {other} {call.key}"
                 raise CommunicationError(
-                    f"replay: a call is not the same: {problem}; let all make one", rank=other
+                    f"replay: a call is not the same: {problem}; use one key in all", rank=other
                 )
         end = max(when for _, _, when in calls) + event.seconds
-        del self.called[tuple(event.group)]
+        del self.calls[tuple(event.group)]
         for other, _, _ in calls:
             self.clock[other] = end
         return [other for other, _, _ in calls]
 
     def check_ended(self) -> None:
-        """Raise for ranks that wait for ever, and for messages that nobody receives."""
+        """Raise for ranks that wait for ever, and for messages that are not received."""
         stuck = [rank for rank, ended in enumerate(self.ended) if not ended]
         if stuck:
-            told = "; ".join(f"rank {rank} at {self.at[rank]}" for rank in stuck[:3])
+            listed = "; ".join(f"rank {rank} at {self.at[rank]}" for rank in stuck[:3])
             more = f" and {len(stuck) - 3} more" if len(stuck) > 3 else ""
-            problem = f"replay: {told}{more} wait for ever, as their other side is not there"
+            problem = f"replay: {listed}{more} wait for ever: no other rank makes a matching call"
             raise CommunicationError(f"{problem}; change the order of calls", rank=stuck[0])
-        lost = next(((way, sent[0][0]) for way, sent in self.sent.items() if sent), None)
+        lost = next(((ranks, sent[0][0]) for ranks, sent in self.sends.items() if sent), None)
         if lost is not None:
             (source, to), key = lost
             problem = f"rank {source} sends {key} to rank {to}, which is not received"
@@ -205,9 +208,9 @@ def pipeline_program(
     rank_of: Callable[[int], int] = lambda stage: stage,
     seconds: float = 0.0,
 ) -> Iterable[Event]:
-    """Yield the program of a stage: the work of each step, and the messages between.
+    """Yield the program of a stage: the work of each step, and the messages between steps.
 
-    ``rank_of`` is the rank of a stage, and ``seconds`` what one message takes.
+    ``rank_of`` returns the rank of a stage, and ``seconds`` is the duration of a message.
     """
     for number, after in enumerate(table.messages[stage]):
         if number:

@@ -1,9 +1,9 @@
-"""Ranks that torchrun, SLURM or a shell starts, with arrays of NumPy, over TCP and no library.
+"""A communicator of NumPy arrays over TCP, for ranks that torchrun, SLURM or a shell starts.
 
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
 
-Rank 0 listens where all know it, hears where the others listen, and tells them; then every pair of
-ranks has a connection.
+Rank 0 listens at that address; the others send it the addresses at which they listen, and it sends
+all of them to every rank; then every pair of ranks connects.
 """
 
 import os
@@ -20,24 +20,24 @@ from .communicator import check_color
 from .exchanges import Exchanges, raw
 
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
-PORTS = range(20000, 32000)  # below those that systems give away
+PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
 RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 
 
 class SocketCommunicator(Exchanges):
-    """Ranks that are connected by TCP, with arrays of NumPy.
+    """Ranks that are connected by TCP; arrays are NumPy's.
 
-    A process that ends with an error, or is killed, ends all of them.
+    If a process ends with an error or is killed, all processes end.
 
     Parameters
     ----------
     rank, size : int
     address : str
-        Of the host of rank 0.
+        Host of rank 0.
     port : int
-        Free there.
+        A free port of that host.
     timeout : float
-        Seconds that an exchange, or the start, waits for another rank.
+        Seconds that an exchange, or connecting at the start, waits for another rank.
     checked : bool
         Compare calls, shapes and dtypes among ranks before each exchange.
 
@@ -46,7 +46,8 @@ class SocketCommunicator(Exchanges):
     ConfigError
         rank is not below size, or timeout is not positive.
     CommunicationError
-        A rank did not come in time, or is gone; from an exchange also where ranks do not agree.
+        Another rank did not take part in time, or has ended; from an exchange also if ranks make
+        different calls.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class SocketCommunicator(Exchanges):
         Raises
         ------
         ConfigError
-            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set to what it should be, and
-            SLURM does not say it either.
+            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or invalid, and SLURM's
+            variables do not replace it.
         """
         rank, size, address, port = rendezvous(os.environ)
         return cls(rank, size, address, port, timeout=timeout, checked=checked)
@@ -88,13 +89,13 @@ class SocketCommunicator(Exchanges):
         self._agree("split()")
         colors = self._told("split", np.array([color]))[:, 0]
         self._splits += 1
-        made = object.__new__(SocketCommunicator)
-        Exchanges.__init__(made, self.timeout, self.checked)
+        comm = object.__new__(SocketCommunicator)
+        Exchanges.__init__(comm, self.timeout, self.checked)
         local = [rank for rank in range(self.size) if colors[rank] == color]
-        made._members = [self._members[rank] for rank in local]
-        made.rank, made.size, made.peers = local.index(self.rank), len(local), self.peers
-        made._group, made._splits = f"{self._group}/{self._splits}.{color}", 0
-        return made
+        comm._members = [self._members[rank] for rank in local]
+        comm.rank, comm.size, comm.peers = local.index(self.rank), len(local), self.peers
+        comm._group, comm._splits = f"{self._group}/{self._splits}.{color}", 0
+        return comm
 
     def _swap(self, call: str, given: list[Any], taken: list[Any], kind: str = "") -> None:
         for rank, array in enumerate(given):
@@ -108,21 +109,22 @@ class SocketCommunicator(Exchanges):
                 self._take(call, rank, array, limit, kind)
 
     def _take(self, call: str, rank: int, array: Any, limit: float, kind: str) -> None:
+        """Receive a message of a rank into an array; raise if the rank is late or has ended."""
         data = self.peers.take(self._members[rank], self._group + kind, limit)
         if data is None:
-            here, member = self._members[self.rank], self._members[rank]
+            own, member = self._members[self.rank], self._members[rank]
             ended = member in self.peers.gone
             what = "has ended" if ended else f"did not come within {self.timeout:g} s"
             failed, told = self.peers.failed(), False
-            if failed is not None:  # it may be why the other one ended
+            if failed is not None:  # probably why the other one ended
                 member, what = failed[0], f"has failed: {failed[1]}"
                 told = self.peers.tells(*failed)
-            problem = f"rank {here}: {call}: rank {member} {what}"
+            problem = f"rank {own}: {call}: rank {member} {what}"
             raise CommunicationError(f"{problem}; see what it printed", rank=member, told=told)
         if len(data) != array.nbytes:
             cure = "try checked=True, which compares calls"
-            problem = f"{call}: rank {rank} sent {len(data)} bytes where {array.nbytes} are"
-            raise CommunicationError(f"{problem} asked for; {cure}", rank=rank)
+            problem = f"{call}: rank {rank} sent {len(data)} bytes, not the {array.nbytes}"
+            raise CommunicationError(f"{problem} expected; {cure}", rank=rank)
         raw(array)[...] = np.frombuffer(data, np.uint8)
 
     def _told(self, call: str, row: Any) -> Any:
@@ -134,15 +136,15 @@ class SocketCommunicator(Exchanges):
         self.peers.send(self._members[to], self._group, raw(x))
 
     def local_rank(self) -> int:
-        """Return the number of this rank, as of ranks of one machine."""
+        """Return this rank: all ranks are assumed to be on one machine."""
         return self.rank
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """Return rank, size, and where rank 0 listens, as torchrun and SLURM tell a process.
+    """Return rank, size, and the address and port of rank 0, from torchrun's or SLURM's variables.
 
-    torchrun listens at MASTER_PORT itself, so ranks meet at the port after it.  Where srun alone
-    starts them, it is on the first node of the step, at a port that the number of the job gives.
+    torchrun itself listens at MASTER_PORT, so ranks use the port after it.  With srun alone, rank 0
+    is on the first node of the step, and the job's number determines the port.
     """
     rank, size = (first_of(environment, names) for names in (RANK, SIZE))
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
@@ -153,17 +155,17 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     if port is None and job.isdigit():
         port = str(PORTS.start + int(job) % len(PORTS))
     if None in (rank, size) or address is None or not (port or "").isdigit():
-        given = {name: environment.get(name) for name in (*RANK, *SIZE)}
-        listed = ", ".join(f"{n}={v}" for n, v in given.items() if v is not None)
+        variables = {name: environment.get(name) for name in (*RANK, *SIZE)}
+        listed = ", ".join(f"{n}={v}" for n, v in variables.items() if v is not None)
         problem = f"from_environment: {listed} MASTER_ADDR={address} MASTER_PORT={port} is not"
         cure = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
         raise ConfigError(f"{problem} how ranks meet; {cure}")
-    taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return int(rank or 0), int(size or 0), address, int(port or 0) + taken
+    port_is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(rank or 0), int(size or 0), address, int(port or 0) + port_is_taken
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of a list of hosts as SLURM writes it: node07 of node[07-09,12],gpu1."""
+    """Return the first of a list of hosts in SLURM's notation: node07 of node[07-09,12],gpu1."""
     head, _, tail = nodes.partition("[")
     if not tail or "," in head:
         return head.partition(",")[0]
@@ -172,6 +174,6 @@ def first_host(nodes: str) -> str:
 
 
 def first_of(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    """Return the first of some variables that is a number, or None."""
-    found = (environment.get(name, "") for name in names)
-    return next((value for value in found if value.isdigit()), None)
+    """Return the first of these variables that is a number, or None."""
+    values = (environment.get(name, "") for name in names)
+    return next((value for value in values if value.isdigit()), None)

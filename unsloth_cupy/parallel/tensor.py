@@ -1,9 +1,9 @@
-"""Layers whose weights are divided among ranks, with gradients on the tape.
+"""Tensor-parallel layers: their weights are divided among ranks, with gradients on the tape.
 
     h = column_parallel_linear(x, shard(w, 0, comm), comm=comm)      h is this rank's columns
     y = row_parallel_linear(h, shard(v, 1, comm), comm=comm)         y is whole, in all ranks
 
-What all ranks hold alike has one gradient, which all ranks get alike.  (Shoeybi et al.,
+An array that is equal in all ranks gets the same gradient in all ranks.  (Shoeybi et al.,
 Megatron-LM, 2019; along a sequence: Korthikanti et al., 2022.)
 """
 
@@ -17,12 +17,12 @@ from .communicator import Communicator, along, check_axes, check_axis, part
 
 
 def shard(x: Any, axis: int, comm: Communicator) -> Any:
-    """Return this rank's part of an array that all ranks hold alike; its gradient is gathered.
+    """Return this rank's part of an array that is equal in all ranks; its gradient is gathered.
 
     Raises
     ------
     ShapeError
-        The array has no such axis.
+        The array does not have this axis.
     """
     value = value_of(x)
     axis = check_axis("shard", value, axis)
@@ -31,18 +31,18 @@ def shard(x: Any, axis: int, comm: Communicator) -> Any:
 
 
 def all_reduce(x: Any, comm: Communicator) -> Any:
-    """Return the sum over ranks, which all hold alike; each gets the gradient of that sum."""
+    """Return the sum over ranks, equal in all ranks; each rank gets the gradient of the sum."""
     y = comm.all_reduce(value_of(x))
     return taped("all_reduce", y, lambda dy, wanted: {"x": dy}, x=x)
 
 
 def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
-    """Return the parts of all ranks end to end, which all hold alike.
+    """Return the concatenated parts of all ranks, equal in all ranks.
 
     Raises
     ------
     ShapeError
-        Ranks do not hold the parts that ``shard`` gives.
+        Ranks do not hold the parts that ``shard`` returns.
     """
     value = value_of(x)
     axis = check_axis("all_gather", value, axis)
@@ -54,7 +54,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
 
 
 def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
-    """Return this rank's part of the sum over ranks; the gradient is gathered."""
+    """Return this rank's part of the sum over ranks; its gradient is gathered."""
     value = value_of(x)
     axis = check_axis("reduce_scatter", value, axis)
     y = comm.reduce_scatter(value, axis)
@@ -62,12 +62,14 @@ def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
 
 
 def all_to_all(x: Any, divided: int, joined: int, comm: Communicator) -> Any:
-    """Return this rank's part along one axis of what ranks hold along another; and back.
+    """Return this rank's part along ``divided`` of all ranks' arrays, joined along ``joined``.
+
+    Its gradient is exchanged in the opposite direction.
 
     Raises
     ------
     ShapeError
-        Ranks do not hold the parts along ``joined`` that ``shard`` gives, or the axes are one.
+        Ranks do not hold the parts along ``joined`` that ``shard`` returns, or the axes are equal.
     """
     value = value_of(x)
     cut, end = check_axes("all_to_all", value, divided, joined)
@@ -84,7 +86,7 @@ def column_parallel_linear(
     Parameters
     ----------
     x : (*rows, inputs) float
-        Alike in all ranks, or this rank's part along sequence_axis.
+        Equal in all ranks, or this rank's part along sequence_axis.
     weight : (this rank's outputs, inputs) float, or a quantized weight
         ``shard(weight, 0, comm)``.
     bias : (this rank's outputs,) float, optional
@@ -107,7 +109,7 @@ def column_parallel_linear(
 def row_parallel_linear(
     x: Any, weight: Any, bias: Any = None, *, comm: Communicator, sequence_axis: int | None = None
 ) -> Any:
-    """Return ``x @ weight.T + bias``, of inputs that are divided among ranks.
+    """Return ``x @ weight.T + bias`` for inputs that are divided among ranks.
 
     Parameters
     ----------
@@ -115,15 +117,15 @@ def row_parallel_linear(
     weight : (outputs, this rank's inputs) float, or a quantized weight
         ``shard(weight, 1, comm)``.
     bias : (outputs,) float, optional
-        Alike in all ranks; added once, after the sum over ranks.
+        Equal in all ranks; added once, after the sum over ranks.
     comm : Communicator
     sequence_axis : int, optional
-        Return this rank's part along this axis alone.
+        Return only this rank's part along this axis.
 
     Returns
     -------
     y : (*rows, outputs) float
-        Alike in all ranks, or this rank's part.
+        Equal in all ranks, or this rank's part.
 
     Raises
     ------
@@ -135,11 +137,11 @@ def row_parallel_linear(
         y = all_reduce(y, comm)
         return y if bias is None else y + bias
     y = reduce_scatter(y, sequence_axis, comm)
-    return y if bias is None else y + entered(bias, comm, None)  # each adds it to other rows
+    return y if bias is None else y + entered(bias, comm, None)  # ranks add it to different rows
 
 
 def entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
-    """Return x whole, for ranks that use it each in another way: gradients are summed."""
+    """Return x, gathered if it is divided; its gradient is the sum of those of all ranks."""
     if sequence_axis is None:
         y = value_of(x)
         return taped("all_reduce", y, lambda dy, wanted: {"x": comm.all_reduce(dy)}, x=x)
@@ -151,13 +153,13 @@ def entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
 
 
 def _own_part(call: str, whole: int, own: int, axis: int, comm: Communicator) -> slice:
-    """Return this rank's part of a size; raise where it holds another."""
-    where = part(whole, comm)
-    wanted = where.stop - where.start
-    if own != wanted:
+    """Return this rank's part of an axis; raise if its array has another size."""
+    own_part = part(whole, comm)
+    expected = own_part.stop - own_part.start
+    if own != expected:
         problem = f"{call}: rank {comm.rank} holds {own} of {whole} on axis {axis}"
-        cure = f"its part is {wanted}: divide arrays with shard"
+        cure = f"its part is {expected}: divide arrays with shard"
         raise ShapeError(
-            f"{problem}, which is not as shard divides; {cure}", expected=wanted, actual=own
+            f"{problem}, which is not as shard divides; {cure}", expected=expected, actual=own
         )
-    return where
+    return own_part

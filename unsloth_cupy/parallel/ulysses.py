@@ -1,9 +1,9 @@
-"""Attention over divided tokens by dividing heads instead: all tokens of some heads in each rank.
+"""Ulysses attention over divided tokens: each rank attends with some heads to all tokens.
 
     (tokens / ranks, heads) -> (tokens, heads / ranks) -> attention -> (tokens / ranks, heads)
 
-Four exchanges of this rank's tokens, whatever the number of ranks; ``ring_attention`` sends keys
-and values alone, but as many times as there are ranks.
+It takes four exchanges of this rank's tokens, whatever the number of ranks; ``ring_attention`` only
+sends keys and values, but as many times as there are ranks.
 Jacobs et al., DeepSpeed Ulysses, 2023.
 """
 
@@ -39,12 +39,12 @@ def ulysses_attention(
     q : (batch, tokens, heads, dim) float
         This rank's tokens, in order: ``shard(q, 1, comm)``.
     k : (batch, tokens, kv_heads, dim) float
-        Of the same tokens; kv_heads divides heads.
+        Keys of the same tokens; kv_heads divides heads.
     v : (batch, tokens, kv_heads, value_dim) float
     comm : Communicator
-        Its size divides heads; it divides kv_heads, or a multiple of them.
+        Its size divides heads; it divides kv_heads, or is a multiple of kv_heads.
     causal, window, scale, softcap
-        As in ``attention``, of positions among the tokens of all ranks.
+        As in ``attention``, for positions among the tokens of all ranks.
     offsets : (texts + 1,) int, optional
         As in ``attention_varlen``, among the tokens of all ranks; the batch is 1.
 
@@ -55,7 +55,7 @@ def ulysses_attention(
     Raises
     ------
     ShapeError, DTypeError, ConfigError
-        As ``attention`` raises; heads do not divide by the ranks.
+        As ``attention`` raises; or the heads are not a multiple of the ranks.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     check_heads(heads, kv_heads, comm)
@@ -67,16 +67,16 @@ def ulysses_attention(
     if offsets is None:
         return all_to_all(attention(q, k, v, **options), 1, 2, comm)
     if q.shape[0] != 1:
-        problem = f"ulysses_attention: offsets are those of one row, which a batch of {q.shape[0]}"
+        problem = f"ulysses_attention: offsets need a batch of 1, not of {q.shape[0]}"
         cure = "pass all texts in one row"
-        raise ShapeError(f"{problem} is not; {cure}", expected=1, actual=q.shape[0])
+        raise ShapeError(f"{problem}; {cure}", expected=1, actual=q.shape[0])
     q, k, v = (x.reshape(x.shape[1:]) for x in (q, k, v))
     out: Any = attention_varlen(q, k, v, offsets, offsets, **options)
     return all_to_all(out.reshape((1, *out.shape)), 1, 2, comm)
 
 
 def check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
-    """Raise where heads do not divide by the ranks, and say what does."""
+    """Raise unless the heads are a multiple of the ranks; the message lists valid numbers."""
     fits = dividing(heads, kv_heads)
     if comm.size not in fits:
         problem = f"ulysses_attention: {heads} heads, {kv_heads} of keys, are not a multiple of"
@@ -85,17 +85,17 @@ def check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
 
 
 def dividing(heads: int, kv_heads: int) -> list[int]:
-    """Return by how many ranks heads divide, of which several may hold the same heads of keys."""
+    """Return the numbers of ranks that divide the heads; ranks may share key/value heads."""
     sizes = (ranks for ranks in range(1, heads + 1) if heads % ranks == 0)
     return [ranks for ranks in sizes if kv_heads % ranks == 0 or ranks % kv_heads == 0]
 
 
 def _repeated(x: Any, times: int) -> Any:
-    """Return each head so many times, side by side: more ranks than heads hold copies."""
+    """Return each head repeated ``times`` times, for more ranks than key/value heads."""
     value = value_of(x)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        parts = dy.reshape(*dy.shape[:2], -1, times, dy.shape[3])
-        return {"x": rounded(parts.sum(axis=3, dtype=sum_dtype(dy.dtype)), dy.dtype)}
+        copies = dy.reshape(*dy.shape[:2], -1, times, dy.shape[3])
+        return {"x": rounded(copies.sum(axis=3, dtype=sum_dtype(dy.dtype)), dy.dtype)}
 
     return taped("ulysses_attention", np.repeat(value, times, axis=2), back, x=x)

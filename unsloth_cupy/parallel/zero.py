@@ -1,4 +1,4 @@
-"""An optimizer whose states are divided among ranks: each changes its part of the parameters.
+"""ZeRO-1: ranks divide the optimizer's states, and each updates its part of the parameters.
 
     bytes of states in a rank = bytes of all states / ranks
 
@@ -26,24 +26,24 @@ STATES = ("mean", "square", "mean_scale", "square_scale")
 
 
 class Zero1:
-    """``AdamW`` whose averages, and masters, are divided among ranks.
+    """``AdamW`` whose moving averages, and master weights, are divided among ranks.
 
-    Parameters are equal in all ranks after a step, and to those of one device where gradients
-    are: averages of 8 bits too, whose blocks no part cuts.  What ``state`` returns does not
-    depend on the number of ranks.
+    Parameters are equal in all ranks after a step.  They equal those of one device if the gradients
+    do, also with 8-bit averages, because parts are whole quantization blocks.  The result of
+    ``state`` does not depend on the number of ranks.
 
     Parameters
     ----------
     optimizer : AdamW
-        It is taken over, with the steps that it made: call this one from now on.  Where it keeps
-        copies, this rank keeps its part of the masters alone.
+        Its state moves to this object: call this one from now on.  If it keeps copies in another
+        dtype, this rank keeps only its part of the master weights.
     comm : Communicator
         Of ranks that have equal parameters.
 
     Raises
     ------
     ConfigError
-        A parameter does not lie in C order.
+        A parameter is not in C order.
     """
 
     def __init__(self, optimizer: AdamW, comm: Communicator) -> None:
@@ -52,7 +52,7 @@ class Zero1:
         for name, tensor in tensors.items():
             if not tensor.parameter.flags.c_contiguous:
                 cure = "pass AdamW a copy of it"
-                raise ConfigError(f"Zero1: {name} does not lie in C order; {cure}")
+                raise ConfigError(f"Zero1: {name} is not in C order; {cure}")
         self.shapes = {name: tensor.parameter.shape for name, tensor in tensors.items()}
         sizes = {name: tensor.parameter.size for name, tensor in tensors.items()}
         self.pieces = divided(sizes, comm.size)
@@ -77,7 +77,7 @@ class Zero1:
 
     @property
     def steps(self) -> int:
-        """How many steps were made and not skipped; reading it waits for a GPU."""
+        """The number of steps that were not skipped; reading it waits for a GPU."""
         return self.inner.steps
 
     def step(
@@ -88,20 +88,20 @@ class Zero1:
         finite: Any = True,
         factor: Any = 1.0,
     ) -> None:
-        """Change the parameters of all ranks, as ``AdamW.step`` does.
+        """Update the parameters of all ranks, as ``AdamW.step`` does.
 
         Parameters
         ----------
         gradients : {name: array}
-            What ``sums`` returns; or of all parameters, summed over ranks, as ``DataParallel``
-            does.
+            What ``sums`` returns; or whole gradients of all parameters, summed over ranks, as
+            ``DataParallel`` returns them.
         lr, finite, factor
-            As in ``AdamW.step``, alike in all ranks.
+            As in ``AdamW.step``, equal in all ranks.
 
         Raises
         ------
         ConfigError, ShapeError, DTypeError, FrameworkError
-            As ``AdamW.step`` raises.  Nothing has changed then.
+            As ``AdamW.step`` raises; nothing has changed then.
         """
         check_mapping("Zero1.step", gradients)
         lengths = {name: (length(where),) for name, where in self.pieces[self.comm.rank]}
@@ -114,9 +114,9 @@ class Zero1:
         self._pass_on()
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of the sums over ranks, of gradients that nobody has summed.
+        """Return this rank's parts of the sums over ranks of gradients.
 
-        They have the bits of the sums of ``DataParallel``, for half of what those send.
+        They have the same bits as the sums of ``DataParallel``, and send half as many bytes.
 
         Raises
         ------
@@ -125,25 +125,25 @@ class Zero1:
         """
         self._check_all("Zero1.sums", gradients)
         own = {name: where for name, where in self.pieces[self.comm.rank]}
-        found = {n: empty((length(w),), gradients[n].dtype, gradients[n]) for n, w in own.items()}
+        sums = {n: empty((length(w),), gradients[n].dtype, gradients[n]) for n, w in own.items()}
         for names in by_dtype(gradients):
-            kept = [[piece for piece in pieces if piece.name in names] for pieces in self.pieces]
-            for now in turns(kept, gradients):
-                part = self.comm.reduce_scatter(self._rows(now, gradients))[0]
+            group = [[piece for piece in pieces if piece.name in names] for pieces in self.pieces]
+            for turn in turns(group, gradients):
+                part = self.comm.reduce_scatter(self._rows(turn, gradients))[0]
                 start = 0
-                for name, where in now[self.comm.rank]:
+                for name, where in turn[self.comm.rank]:
                     stop, begin = start + length(where), own[name].start
-                    found[name][where.start - begin : where.stop - begin] = part[start:stop]
+                    sums[name][where.start - begin : where.stop - begin] = part[start:stop]
                     start = stop
-        return found
+        return sums
 
-    def _rows(self, now: list[list[Piece]], arrays: Mapping[str, Any]) -> Any:
-        """Return the pieces of each rank end to end, and zeros behind them."""
-        like = next(arrays[piece.name] for pieces in now for piece in pieces)
-        longest = max(sum(length(piece.where) for piece in pieces) for pieces in now)
-        rows = empty((len(now), longest), like.dtype, like)
+    def _rows(self, turn: list[list[Piece]], arrays: Mapping[str, Any]) -> Any:
+        """Return a matrix whose rows are the concatenated pieces of each rank, padded with 0."""
+        like = next(arrays[piece.name] for pieces in turn for piece in pieces)
+        longest = max(sum(length(piece.where) for piece in pieces) for pieces in turn)
+        rows = empty((len(turn), longest), like.dtype, like)
         rows[...] = 0
-        for row, pieces in enumerate(now):
+        for row, pieces in enumerate(turn):
             start = 0
             for name, where in pieces:
                 rows[row, start : start + length(where)] = self._part(arrays[name], where)
@@ -153,20 +153,20 @@ class Zero1:
     def measure_gradients(
         self, parts: Mapping[str, Any], max_norm: float = math.inf, *, scaler: Any = None
     ) -> GradientMeasure:
-        """Return what the function of this name returns of whole gradients, alike in all ranks."""
+        """Return ``measure_gradients`` of the whole gradients from parts, equal in all ranks."""
         return measured_parts(
             parts, {}, next(iter(self.live.values())), self.comm, max_norm, scaler
         )
 
     def masters(self) -> dict[str, Any]:
-        """Return all parameters in the precision that steps have: new arrays, alike in all ranks.
+        """Return all parameters in the precision of steps: new arrays, equal in all ranks.
 
-        A checkpoint keeps them beside ``state``.
+        A checkpoint should contain them besides ``state``.
         """
         return self.gathered(self.inner.parameters)
 
     def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whole arrays of parts: of parameters, or of gradients in their dtype."""
+        """Return the whole arrays of parts of parameters, or of gradients in the same dtype."""
         return {name: self._whole(name, parts) for name in self.shapes}
 
     def _check_all(self, call: str, gradients: Mapping[str, Any]) -> None:
@@ -180,23 +180,23 @@ class Zero1:
             _check(f"{call}: gradient of {name}", gradients[name], shape)
 
     def state(self) -> dict[str, Any]:
-        """Return what ``AdamW.state`` returns in one process: whole arrays, alike in all ranks."""
-        found = {"steps": np.array(self.steps)}
+        """Return what ``AdamW.state`` returns in one process: whole arrays, equal in all ranks."""
+        state = {"steps": np.array(self.steps)}
         for field in STATES:
             for name in self.shapes:
                 if not field.endswith("scale") or name in self.narrow:
-                    found[f"{field}.{name}"] = self._whole(name, self._states(field), field)
-        return found
+                    state[f"{field}.{name}"] = self._whole(name, self._states(field), field)
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, by any number of ranks, or by an ``AdamW``.
+        """Load what ``state`` returned, with any number of ranks, or what ``AdamW.state`` did.
 
         Raises
         ------
         ConfigError
             A name is missing or unknown.
         ShapeError, DTypeError, FrameworkError
-            An array does not fit its parameter.  Nothing has changed then.
+            An array does not fit its parameter; nothing has changed then.
         """
         check_mapping("Zero1.load_state", state)
         narrow = {f"{f}.{n}" for f in STATES for n in self.narrow}
@@ -217,26 +217,28 @@ class Zero1:
         self.inner.load_state(own)
 
     def _master(self, tensor: Any, where: slice) -> Any:
-        """Return a part of what steps change: an array of its own where the model has a copy."""
+        """Return a part of a parameter to update: a new array if the model computes with a copy."""
         part = self._part(tensor.parameter, where)
         return part if tensor.copy is None else part.copy()
 
     def _part(self, array: Any, where: slice) -> Any:
+        """Return a view of elements of an array in C order."""
         return array.reshape(-1)[where]
 
     def _states(self, field: str) -> dict[str, Any]:
+        """Return this rank's parts of an optimizer state, by parameter."""
         return {name: getattr(tensor, field) for name, tensor in self.inner.tensors.items()}
 
     def _whole(self, name: str, own: Mapping[str, Any], field: str = "") -> Any:
-        """Return an array of which each rank has a part."""
+        """Return the whole array of which each rank has a part, or nothing."""
         part = own.get(name)
         if part is None:
-            part = self._nothing(name, field)
+            part = self._empty_part(name, field)
         whole = self.comm.all_gather(part)
         return whole if field.endswith("scale") else whole.reshape(self.shapes[name])
 
-    def _nothing(self, name: str, field: str) -> Any:
-        """Return the part of a rank that has none, in the dtype of the others'."""
+    def _empty_part(self, name: str, field: str) -> Any:
+        """Return the empty part of a rank without elements, in the dtype of the others' parts."""
         dtype = self.dtypes[name]
         if field:
             codes = name in self.narrow and not field.endswith("scale")
@@ -244,27 +246,27 @@ class Zero1:
         return empty((0,), dtype, self.live[name])
 
     def _pass_on(self) -> None:
-        """Write what each rank has changed to the parameters of all."""
-        for now in turns(self.pieces, self.live):
+        """Copy the parameters that each rank has updated to all ranks."""
+        for turn in turns(self.pieces, self.live):
             like = next(iter(self.live.values()))
-            parts = [raw(self._part(self.live[p.name], p.where)) for p in now[self.comm.rank]]
+            parts = [raw(self._part(self.live[p.name], p.where)) for p in turn[self.comm.rank]]
             whole = self.comm.all_gather(np.concatenate([empty((0,), np.uint8, like), *parts]))
             start = 0
-            for piece in (piece for chunk in now for piece in chunk):
+            for piece in (piece for chunk in turn for piece in chunk):
                 part = raw(self._part(self.live[piece.name], piece.where))
                 part[...] = whole[start : start + part.size]
                 start += part.size
 
 
 def _scaled(field: str, where: slice) -> slice:
-    """Return which scales belong to elements."""
+    """Return the slice of a state for a slice of elements: that of blocks for scales."""
     if not field.endswith("scale"):
         return where
     return slice(where.start // BLOCK, -(-where.stop // BLOCK))
 
 
 def _check(what: str, array: Any, shape: tuple[int, ...]) -> None:
-    """Raise ShapeError for an array of another shape, of which a rank would see its part alone."""
+    """Raise ShapeError for an array of another shape, which the rank's part might not reveal."""
     if tuple(array.shape) != tuple(shape):
         problem = f"{what} has shape {tuple(array.shape)}; it must be {tuple(shape)}"
         raise ShapeError(problem, expected=tuple(shape), actual=tuple(array.shape))

@@ -1,7 +1,7 @@
-"""A model of which each rank keeps a part of every parameter: whole while a block runs, no longer.
+"""ZeRO-3: each rank keeps a part of every parameter, gathered only while its block runs.
 
     bytes of weights, gradients and states in a rank = those of the model / ranks
-        + one block + what lies outside of the blocks
+        + one block + parameters outside of the blocks
 
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
 """
@@ -29,7 +29,7 @@ from .zero import STATES
 
 
 class Part(NamedTuple):
-    """A part of a quantized weight: of each array that it is kept in."""
+    """One rank's part of a quantized weight: a part of each of its arrays."""
 
     kind: Callable[..., Quantized]
     facts: dict[str, Any]
@@ -44,20 +44,20 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """What this rank keeps of parameters, each by its name: a part of it, flat.
+    """Computes this rank's part of each parameter, as a flat array.
 
     Attributes
     ----------
     comm : Communicator
     cuts : dict of str to Cut
-        How those are cut that are not quantized.
+        How the parameters that are not quantized are cut, by name.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.cuts = comm, dict[str, Cut]()
 
     def read(self, name: str, shape: tuple[int, ...], rows: Callable[[slice], Any]) -> Any:
-        """Return this rank's part of an array of a shape, of whose rows no others are asked for."""
+        """Return this rank's part of an array of a shape; only the rows that it needs are read."""
         cut = self.cuts[name] = Cut.of(shape, self.comm.size)
         width, rank = max(1, cut.size // max(1, shape[0])), self.comm.rank
         start, stop = (min(end * cut.length, cut.size) for end in (rank, rank + 1))
@@ -69,9 +69,9 @@ class Parts:
     def read_quantized(
         self, shape: tuple[int, ...], step: int, rows: Callable[[slice], Quantized]
     ) -> Part:
-        """Return this rank's part of a quantized weight, made of some of its rows.
+        """Return this rank's part of a quantized weight, of which only the needed rows are read.
 
-        Rows at multiples of ``step`` are whole elements of every array.
+        Groups of ``step`` rows are whole elements of every array of the weight.
         """
         first = rows(slice(0, min(step, shape[0])))
         step, rank, facts = len(first), self.comm.rank, first.facts()
@@ -110,47 +110,47 @@ class Parts:
 def _rows_of(
     lines: Mapping[str, slice], first: Quantized, rows: Callable[[slice], Quantized]
 ) -> dict[str, tuple[Any, int]]:
-    """Return arrays of a weight by name, each of its rows and where they begin.
+    """Return (array, first row) by the arrays' names, each of the rows ``lines[name]`` or more.
 
-    Rows that arrays share are made once.
+    Rows that several arrays need are read only once.
     """
-    some = [where for where in lines.values() if where.stop]
-    starts, stops = (at.start for at in some), (at.stop for at in some)
-    every = slice(min(starts, default=0), max(stops, default=0))
-    if every.stop - every.start <= sum(where.stop - where.start for where in some):
-        lines = {key: every if where.stop else where for key, where in lines.items()}
-    wanted = {at.start: at for at in lines.values() if at.stop}
-    made = {start: rows(at).held() for start, at in wanted.items()}
+    needed = [where for where in lines.values() if where.stop]
+    starts, stops = (at.start for at in needed), (at.stop for at in needed)
+    union = slice(min(starts, default=0), max(stops, default=0))
+    if union.stop - union.start <= sum(where.stop - where.start for where in needed):
+        lines = {key: union if where.stop else where for key, where in lines.items()}
+    by_start = {at.start: at for at in lines.values() if at.stop}
+    read = {start: rows(at).held() for start, at in by_start.items()}
     none = first.held()
-    return {k: (made[at.start][k] if at.stop else none[k][:0], at.start) for k, at in lines.items()}
+    return {k: (read[at.start][k] if at.stop else none[k][:0], at.start) for k, at in lines.items()}
 
 
 class Zero3:
-    """A model whose parameters, gradients and states are divided among ranks, and learns so.
+    """Trains a model whose parameters, gradients and states are divided among ranks.
 
-    Each rank passes its rows of a batch.  The weights of a block are gathered when it runs, once
-    more on the way back, and are then let go; its gradients are summed and divided at once.
-    Parameters outside of blocks are whole during a step.  An adapter's own stay whole; the weights
-    under it are divided, quantized ones too.
+    Each rank passes its rows of a batch.  The weights of a block are gathered when it runs, and
+    again in backward, and are then released; its gradients are summed and divided at once.
+    Parameters outside of blocks are whole during a step.  Those of an adapter stay whole; the
+    weights that it adapts are divided, quantized ones too.
 
-    ``AdamW(model.trainable)`` steps this rank's parts.
+    ``AdamW(model.trainable)`` updates this rank's parts.
 
     Parameters
     ----------
     model : Transformer
-        Its parameters become flat parts, those of rank 0; or they are parts already, where
-        ``models.load(folder, parts=comm)`` has read no more.
+        Its parameters become flat parts of those of rank 0; or they are parts already, read by
+        ``models.load(folder, parts=comm)``.
     comm : Communicator
 
     Raises
     ------
     ConfigError
-        The model is divided by a Zero3 already, or is in parts of other ranks.
+        A Zero3 divides the model already, or its parts are those of another communicator.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
         if model.gather is not None:
-            raise ConfigError("Zero3: the model is not whole, it has a Zero3; use that one")
+            raise ConfigError("Zero3: a Zero3 divides this model already; use that one")
         if model.parts is not None and model.parts.comm is not comm:
             raise ConfigError("Zero3: comm is not that of load(folder, parts=comm); pass that one")
         self.model, self.comm = model, comm
@@ -170,7 +170,7 @@ class Zero3:
             model.division.kept = self.kept
 
     def kept(self, name: str, rows: slice) -> slice:
-        """Return where rows of a parameter lie in what this rank keeps of it."""
+        """Return where rows of a parameter are in the flat part that this rank keeps of it."""
         cut = self.cuts.get(name)
         if cut is None:
             return rows
@@ -179,28 +179,28 @@ class Zero3:
         return slice(max(0, first * width - before), max(0, last * width - before))
 
     def gather(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whole parameters: what the model calls for each block."""
-        learned = {name: value for name, value in parameters.items() if type(value) is Var}
-        frozen = {n: v for n, v in parameters.items() if n in self.cuts and n not in learned}
-        found = dict(parameters) | self.ahead(frozen, self.cuts)
+        """Return whole parameters; the model calls this for each block."""
+        trained = {name: value for name, value in parameters.items() if type(value) is Var}
+        frozen = {n: v for n, v in parameters.items() if n in self.cuts and n not in trained}
+        whole = dict(parameters) | self.ahead(frozen, self.cuts)
         for name, value in parameters.items():
             if type(value) is Part:
                 arrays = gathered(value.arrays, value.cuts, self.comm)
-                found[name] = value.kind(**arrays, **value.facts)
-        return found | self._entered(learned)
+                whole[name] = value.kind(**arrays, **value.facts)
+        return whole | self._entered(trained)
 
-    def _entered(self, learned: Mapping[str, Var]) -> dict[str, Var]:
+    def _entered(self, trained: Mapping[str, Var]) -> dict[str, Var]:
         """Return Vars of whole parameters, whose gradients are summed over ranks."""
-        if not learned:
+        if not trained:
             return {}
-        values = {name: var.value for name, var in learned.items()}
+        values = {name: var.value for name, var in trained.items()}
         parts = {name: value for name, value in values.items() if name in self.cuts}
         whole = values | self.ahead(parts, self.cuts)
-        tape = next(iter(learned.values())).tape
-        made = {name: Var(value, tape) for name, value in whole.items()}
-        inputs, outputs = ({n: var.index for n, var in vs.items()} for vs in (learned, made))
+        tape = next(iter(trained.values())).tape
+        result = {name: Var(value, tape) for name, value in whole.items()}
+        inputs, outputs = ({n: var.index for n, var in vs.items()} for vs in (trained, result))
         tape.note(Entered(values, inputs, outputs, self.cuts, self.comm))
-        return made
+        return result
 
     def loss_and_gradients(
         self,
@@ -214,7 +214,7 @@ class Zero3:
         """Return the mean loss over the labels of all ranks, and this rank's part of its gradients.
 
         Arguments are this rank's rows and the options of ``Transformer.loss_and_gradients``;
-        ``checkpoint`` says how many blocks are whole at a time, one where it is None.
+        ``checkpoint`` sets how many blocks are whole at a time; None: one.
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
@@ -228,42 +228,42 @@ class Zero3:
     def measure_gradients(
         self, gradients: Mapping[str, Any], max_norm: float = math.inf, *, scaler: Any = None
     ) -> GradientMeasure:
-        """Return what the function of this name returns of whole gradients, alike in all ranks."""
-        alike = {name: array for name, array in gradients.items() if name not in self.cuts}
+        """Return ``measure_gradients`` of the whole gradients, equal in all ranks."""
+        replicated = {name: array for name, array in gradients.items() if name not in self.cuts}
         own = {name: array for name, array in gradients.items() if name in self.cuts}
-        return measured_parts(own, alike, self.model.table, self.comm, max_norm, scaler)
+        return measured_parts(own, replicated, self.model.table, self.comm, max_norm, scaler)
 
     def compute_copies(self, dtype: Any) -> dict[str, Any]:
-        """Return what the function of this name returns, of the parts of matrices."""
-        found = self.model.parameters
-        rows = {n: found[n][None] for n, cut in self.cuts.items() if len(cut.shape) > 1}
+        """Return ``compute_copies`` of this rank's parts of matrices."""
+        parts = self.model.parameters
+        rows = {n: parts[n][None] for n, cut in self.cuts.items() if len(cut.shape) > 1}
         return {name: copy[0] for name, copy in compute_copies(rows, dtype).items()}
 
     def gathered(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return whole arrays of parts by the names of parameters, or of an ``AdamW.state()``.
+        """Return the whole arrays of parts, with names of parameters or of an ``AdamW.state()``.
 
-        What it returns does not depend on the number of ranks; ``divided`` takes it back.
+        The result does not depend on the number of ranks; ``divided`` is the inverse.
         """
-        found = dict(arrays)
+        whole = dict(arrays)
         for name, array in arrays.items():
             cut, _ = self._cut_of(name)
             if cut is not None:
-                found[name] = gathered({name: array}, {name: cut}, self.comm)[name]
-        return found
+                whole[name] = gathered({name: array}, {name: cut}, self.comm)[name]
+        return whole
 
     def divided(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of whole arrays by the names that ``gathered`` takes."""
-        found = dict(arrays)
+        """Return this rank's parts of whole arrays, with names as in ``gathered``."""
+        parts = dict(arrays)
         for name, array in arrays.items():
             cut, field = self._cut_of(name)
             if cut is not None:
                 codes = field in STATES[:2] and array.dtype == np.uint8
                 fill = ZERO[field == "mean"] if codes else 0
-                found[name] = cut.part(array, self.comm.rank, fill)
-        return found
+                parts[name] = cut.part(array, self.comm.rank, fill)
+        return parts
 
     def _cut_of(self, name: str) -> tuple[Cut | None, str]:
-        """Return how an array of this name is divided, and which state of an optimizer it is."""
+        """Return the cut of an array of this name, and which optimizer state it is, or ""."""
         if name in self.cuts:
             return self.cuts[name], ""
         field, _, parameter = name.partition(".")
@@ -274,9 +274,9 @@ class Zero3:
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """Let the model have all its parameters inside a ``with`` block: to generate, or to save.
+        """Give the model its whole parameters inside a ``with`` block, to generate or to save.
 
-        What changes them there is lost.
+        Changes to the parameters inside of the block are lost.
         """
         parts = self.model.parameters
         self.model.parameters, self.model.gather = self.gather(parts), None

@@ -3,12 +3,12 @@
 //   mean = beta1 * mean + (1 - beta1) * g        square = beta2 * square + (1 - beta2) * g^2
 //   p = p * kept - rate * mean / (sqrt(square) + eps)
 //   where kept = 1 - lr * weight_decay, rate = lr * sqrt(1 - beta2^step) / (1 - beta1^step),
-//   and eps is that of the user, times sqrt(1 - beta2^step)
+//   and eps is the user's eps times sqrt(1 - beta2^step)
 //
 //   traffic     elements * (sizeof(T) * 2 + sizeof(G) + 16)
 //   constants   T, G      dtypes of the parameter, of the gradient
-//               LANES     values of one access of p: 16 bytes, or what the addresses are multiples of
-//               THREADS   of a block
+//               LANES     values of one access of p: 16 bytes, or fewer as the addresses allow
+//               THREADS   threads of a block
 //
 //   The trick: one pass; a 16-bit parameter is widened, updated in float32 and rounded once.
 #include "common/adamw.cuh"

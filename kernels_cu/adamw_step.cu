@@ -1,22 +1,22 @@
 // A step of AdamW over all tensors of an optimizer, in place; adamw.cu has the formula.
 //
-//   Skipped, with every bit kept, where finite is false.  Gradients are multiplied by factor first.
-//   States are float32, or codes of 8 bits with a float32 maximum for every 256 of them:
-//   mean = signed_map[code] * mean_scale, square = unsigned_map[code] * square_scale.
+//   Where `finite` is false the step is skipped and no bit changes.  Gradients are multiplied by
+//   `factor` first.  States are float32, or 8-bit codes with a float32 maximum for every 256 of
+//   them: mean = signed_map[code] * mean_scale, square = unsigned_map[code] * square_scale.
 //
 //   traffic     elements * (2 * sizeof(parameter) + sizeof(gradient) + sizeof(copy) + 16), or with
-//               codes + 4 + 16 / 256 in place of + 16; beside it 4 to 8 KiB a chunk of 8192 elements
-//   constants   those of common/many.cuh, with the fields PARAMETER, COPY, MEAN, SQUARE, MEAN_SCALE,
-//               SQUARE_SCALE and GRADIENT; parameter and gradient have the dtype of a kind, but for
-//               its flags
-//               COPIED    the parameter is float32, and a copy has that dtype
+//               codes + 4 + 16 / 256 in place of + 16; also 4 to 8 KiB per chunk of 8192 elements
+//   constants   those of common/many.cuh, with the fields PARAMETER, COPY, MEAN, SQUARE,
+//               MEAN_SCALE, SQUARE_SCALE and GRADIENT; parameter and gradient have the dtype of
+//               their kind, except for these flags of a kind:
+//               COPIED    the parameter is float32, and a copy of it has the dtype of the kind
 //               WIDE      the gradient is float32
 //               CODED     states are codes
 //
-//   The trick: the step is counted on the device.  The last block to end leaves the bias corrections
-//   of the next step, so the host need not know whether this one was skipped.  A span of a warp is a
-//   block of codes: its maxima meet in shuffles.  Codes are computed, then put right by the two
-//   midpoints beside them: 4 reads of a table where a binary search takes 16.
+//   The trick: steps are counted on the device.  The last block to end writes the bias corrections
+//   of the next step, so the host need not know whether this one was skipped.  The span of a warp
+//   is a block of codes, whose maximum is found by shuffles.  A code is computed, then corrected by
+//   the midpoints on either side: 4 reads of a table where a binary search takes 16.
 #include "common/adamw.cuh"
 #include "common/many.cuh"
 #include "common/reduce.cuh"
@@ -26,10 +26,10 @@ constexpr bool ANY_CODED = KINDS >> CODED;  // the highest flag
 using Map = float[256];
 enum Maps { MEAN_VALUES, MEAN_MIDDLES, SQUARE_VALUES, SQUARE_MIDDLES, MAPS };
 
-// The code whose value is nearest to x; the lower one of two that are as near.  `map` holds the
-// midpoint between each code and the next.  In decade i (0.1 .. 1 times 10^(i - 6)) there are
-// 2^i positive values, and 2^(i + 1) where there are no negative ones, each in the middle of its
-// share of the decade.
+// The code whose value is nearest to x; of two equally near codes, the lower.  `middle` holds the
+// midpoint between each code and the next.  Decade i (0.1 .. 1 times 10^(i - 6)) has 2^i positive
+// values, or 2^(i + 1) in the map without negative ones, each in the middle of an equal part of the
+// decade.
 template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map &middle) {
     const float size = fabsf(x);
     int decade = 0;
@@ -52,20 +52,20 @@ template <bool SIGNED> __device__ __forceinline__ int nearest(float x, const Map
     return code;
 }
 
-// Codes become values; what is not there becomes 0, so that no maximum sees it.
+// Turn codes into values.  Values past the end become 0, so that they do not affect a maximum.
 __device__ __forceinline__ void decode(Values &v, const Map &map, float scale, long long count) {
     each([&](int i, int j) {
         v.at[i][j] = place(i) + j < count ? map[(int)v.at[i][j]] * scale : 0.0f;
     });
 }
 
-// Returns the largest size in the warp's span.
+// Turn values into codes; return the largest absolute value of the warp's span.
 template <bool SIGNED> __device__ __forceinline__ float encode(Values &v, const Map &middle) {
     float largest = 0;
     each([&](int i, int j) { largest = fmaxf(largest, fabsf(v.at[i][j])); });
     largest = group_max<32>(largest);
-    // below float32's normal numbers there is no reciprocal: such values are as good as 0; that of
-    // numbers beyond 2^126 would be below them
+    // a maximum below float32's normal numbers has no finite reciprocal and counts as 0; the
+    // reciprocal of one above 2^126 would itself be below the normal numbers
     const float unit = largest > 0x1p126f ? 0.25f : 1.0f;
     const float inverse = largest < 1.17549435e-38f ? 0.0f : 1.0f / (largest * unit);
     each([&](int i, int j) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void chunk(const long long *tensor, float factor,
             const float largest_square = encode<false>(s, maps[SQUARE_MIDDLES]);
             store(address<unsigned char>(tensor, MEAN), at, m, count);
             store(address<unsigned char>(tensor, SQUARE), at, s, count);
-            __syncwarp();  // all lanes have read the scales of before
+            __syncwarp();  // all lanes have read the previous scales
             if (threadIdx.x % 32 == 0) {
                 address<float>(tensor, MEAN_SCALE)[block] = largest_mean;
                 address<float>(tensor, SQUARE_SCALE)[block] = largest_square;
@@ -118,11 +118,12 @@ __device__ __forceinline__ void chunk(const long long *tensor, float factor,
     }
 }
 
-// of an SM: a thread holds eight values of each array, 68 to 114 registers; 70 KiB are in flight
+// blocks on an SM: a thread holds eight values of each array, 68 to 114 registers, which keeps
+// 70 KiB in flight
 constexpr int BLOCKS = LANES < 4 || ANY_CODED ? 2 : 3;
 
-// powers: beta1^step, beta2^step, beta1, beta2 of this step; corrections: what becomes of rate and
-// eps by them; counts: steps that are done, blocks that have ended.
+// powers: beta1^step, beta2^step, beta1, beta2 of this step; corrections: the factors of rate and
+// eps that follow from them; counts: steps done, blocks that have ended.
 KERNEL(THREADS, BLOCKS)
 adamw_step(const long long *tensors, const int *owners, const float *map, const float *factor,
            const bool *finite, double *powers, float *corrections, unsigned *counts, float beta1,
@@ -138,7 +139,7 @@ adamw_step(const long long *tensors, const int *owners, const float *map, const 
     with_kind(tensor[KIND], [&](auto kind) {
         chunk<decltype(kind)::value>(tensor, factor ? *factor : 1.0f, rates, maps);
     });
-    __syncthreads();  // all of the block have read the corrections
+    __syncthreads();  // all threads of the block have read the corrections
     if (threadIdx.x == 0) {
         __threadfence();
         if (atomicInc(&counts[1], gridDim.x - 1) == gridDim.x - 1) {

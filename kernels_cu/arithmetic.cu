@@ -1,15 +1,15 @@
-// Sums and products, element by element.
+// Elementwise sums and products.
 //
 //   add c = a + b        multiply c = a * b, da = dc * b, db = dc * a        scale y = factor * x
 //
 //   traffic     elements * sizeof(T) * (arrays that are read + arrays that are written)
 //   constants   T         dtype of every array
-//               LANES     values of one access: 16 bytes, or what the addresses are multiples of
-//               THREADS   of a block
+//               LANES     values of one access: 16 bytes, or fewer as the addresses allow
+//               THREADS   threads of a block
 //               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
-//   The trick: one access of every array a thread, loads before the first store, so that a result
-//   may lie over an operand.  Arrays are read where they lie.
+//   The trick: each thread makes one access to every array, and all loads before the first store,
+//   so that a result may overwrite an operand.  Slices are read and written without a copy.
 #include "common/rows.cuh"
 
 KERNEL(THREADS) add(const T *a, const T *b, T *c, const __grid_constant__ Rows rows) {

@@ -3,26 +3,28 @@
 //   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
 //   dv = p.T @ dout           dk = scale * ds.T @ q              dq = scale * ds @ k
 //
-//   traffic     q, dout, k and v once, and the two that a block does not own once a block of ROWS
-//               rows, out of L2; 8 * queries * keys * DIM operations a head BY_KEYS, 6 without
+//   traffic     q, dout, k and v once; the two arrays that a block does not own once per block of
+//               ROWS rows, from L2; 8 * queries * keys * DIM operations per head with BY_KEYS, 6
+//               without
 //   constants   those of common/attention.cuh, and
 //               T                dtype of q, k, v, dout and the gradients
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
 //               BY_KEYS          a block owns keys; else queries
-//               DX, DY           it writes the gradient of q or k; of v, BY_KEYS
-//               WARPS            of a block
-//               WARP_TILES       tiles of 16 rows a warp
-//               KEPT             a warp's rows of so many stay in registers: 1 x, 2 x and y; else
-//                                they are read again for every tile
+//               DX, DY           write the gradient of q or k; with BY_KEYS, that of v
+//               WARPS            warps of a block
+//               WARP_TILES       tiles of 16 rows per warp
+//               KEPT             operands whose own rows a warp keeps in registers: 1 x, 2 x and y;
+//                                the others are read again for every tile
 //               TILE, STAGES     rows of a stage of the ring; stages, 1 or 2
-//               RESIDENT         blocks of an SM
-//               PART             rows of a tile that are summed before all others, in float32
+//               RESIDENT         blocks resident on an SM
+//               PART             rows of a tile that are summed first, in float32: see tile.cuh
 //               SUM, SLOPE       write the sums of ds along rows; of ds times distance
 //
-//   The trick: both are one kernel.  x is what products of scores are made of and y what those of
-//   values are: a block owns rows of x and y, and tiles of the other x and y pass by, for all
-//   query heads of a group.  Own rows times other rows give p and ds, or their transposes, in the
-//   layout that the products with the other y and x want.  Every sum has one owner and one order.
+//   The trick: one kernel for both cases.  x names the operands of the score products (q and k), y
+//   those of the value products (dout and v).  A block owns rows of one x and y, and iterates over
+//   tiles of the other x and y, for all query heads of a group.  Own rows times other rows give p
+//   and ds, or their transposes, in the layout of operands of the products with the other y and x.
+//   Every sum has one owner and one order.
 #include "common/attention_gradient.cuh"
 #include "common/segment.cuh"
 
@@ -32,10 +34,10 @@ using X = Tile<T, padded(DIM)>;
 using Y = Tile<T, padded(VALUE_DIM)>;
 constexpr int STAGE = TILE * (X::PITCH + Y::PITCH);
 
-// stats   as attention_delta.cu writes them; without BY_KEYS, rests become log2 of what p sum to
-// dx      dk BY_KEYS, else dq      dy   dv
-// sums    (batch, heads, rows), zeros before      slopes   (batch, heads, rows); with VARLEN
-//         (heads, rows)
+// stats   as attention_delta.cu writes them; without BY_KEYS, rests become the log2 of the sum of p
+// dx      dk with BY_KEYS, else dq      dy   dv
+// sums    (batch, heads, rows), zeros on entry      slopes   (batch, heads, rows); with VARLEN both
+//         are (heads, rows)
 KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
     const T *__restrict__ dout, float *__restrict__ stats, T *__restrict__ dx, T *__restrict__ dy,
@@ -53,7 +55,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     int queries = call.options.queries, keys = call.options.keys;
     float *const rests = stats + call.rests;
 
-    // of the rows, those first that most others see with RIGHT
+    // first the rows that form the most pairs with RIGHT
     int rows = BY_KEYS ? keys : queries;
     const int all_rows = rows;
     const int row_heads = BY_KEYS ? kv_heads : heads, other_heads = BY_KEYS ? heads : kv_heads;
@@ -78,7 +80,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, block_mask}, queries,
                         keys, batch);
 
-    // what passes by: for each head the tiles of other rows that a row here may see
+    // the tiles to iterate over: for each head the other rows that an own row may be paired with
     const int real_rows = BY_KEYS ? scores.length : queries;
     const int stop_other = BY_KEYS ? queries : scores.length;
     const Range seen = scores.seen<BY_KEYS, ROWS>(first_row);
@@ -92,7 +94,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         if (place.row + TILE < stop) return {place.head, place.row + TILE};
         return {place.head + 1, from};
     };
-    auto seen_from = [&](Place place) {  // the first from this one on in which some pair is seen
+    auto seen_from = [&](Place place) {  // the first tile from this one on with a visible pair
         if constexpr (BLOCK_MASK)
             while (place.head < stop_head &&
                    scores.skipped(place.head, BY_KEYS ? place.row : first_row,
@@ -162,7 +164,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
     float sum_x[WARP_TILES][DX ? padded(DIM) / 8 : 1][4] = {};
     float sum_y[WARP_TILES][DY ? padded(VALUE_DIM) / 8 : 1][4] = {};
     float sum[WARP_TILES][2] = {}, slope[WARP_TILES][2] = {};
-    float all_p[WARP_TILES][2] = {}, share[WARP_TILES][2];  // of p: what makes them sum to 1
+    float all_p[WARP_TILES][2] = {}, share[WARP_TILES][2];  // share: factor that makes p sum to 1
     const long long first_own = BY_KEYS ? first_key : first_query;
     auto put_sums = [&](float *to, const float(&from)[WARP_TILES][2], int head) {
 #pragma unroll
@@ -180,7 +182,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
         const int head = next.head, here = next.row, last = here + TILE - 1;
         next = seen_from(after(next));
         cp_async_wait<0>();
-        __syncthreads();  // this tile is there, and everyone has left the one before
+        __syncthreads();  // this tile has arrived, and all warps are done with the previous one
         if (STAGES == 2 && next.head < stop_head) {
             load(next, stage ^ 1);
             cp_async_commit();
@@ -245,7 +247,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_backward(
             if constexpr (RESTS && !BY_KEYS) {
                 const float own_lse = own_stats.of(m, 0, half * 2).lse;
                 float &sum_of_row = rests[stat_at(row_head, top + m * 16 + half * 8 + lane / 4)];
-                const float total = quad_sum(all_p[m][half]) + sum_of_row;  // and what its sink has
+                const float total = quad_sum(all_p[m][half]) + sum_of_row;  // with its sink's part
                 const float rest = rest_of(total, own_lse);
                 if (rest != 0) share[m][half] = 1 / total;
                 __syncwarp();  // all four lanes have read

@@ -1,6 +1,6 @@
 // Attention backward on Hopper: the gradients of k and v or, without BY_KEYS, of q, or with TURNS
-// those of all three, with the scores and the sums of attention_backward.cu, by warpgroup products
-// (wgmma) of tiles that the tensor memory accelerator (TMA) brings.
+// of all three, with the scores and the sums of attention_backward.cu, by warpgroup products
+// (wgmma) of tiles that the tensor memory accelerator (TMA) loads.
 //
 //   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
 //   dv = p.T @ dout           dk = scale * ds.T @ q              dq = scale * ds @ k
@@ -10,28 +10,30 @@
 //               T                dtype of q, k, v, dout and the gradients, of 16 bits
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
 //               BY_KEYS          a block owns keys; else queries
-//               DX, DY           it writes the gradient of q or k; of v, BY_KEYS
+//               DX, DY           write the gradient of q or k; with BY_KEYS, that of v
 //               CONSUMERS        warpgroups that compute, of 64 own rows each
 //               TILE, STAGES     rows of a stage of the ring; stages
-//               REGISTERS        of a thread that computes; PRODUCER of one that loads
+//               REGISTERS        registers of a thread that computes; PRODUCER, of one that loads
 //               SUM, SLOPE       write the sums of ds along rows; of ds times distance
-//               TURNS            BY_KEYS, of both k and v: it adds up the gradient of q as well,
-//                                without SUM and BLOCK_MASK; attention_dq_sm90.cu ends it
-//   Nothing is dropped.
+//               TURNS            with BY_KEYS, DX and DY: sum the gradient of q too, without SUM
+//                                and BLOCK_MASK; attention_dq_sm90.cu scales and rounds the sums
+//   There is no dropout.
 //
-//   The trick: p and ds never leave registers.  x is what products of scores are made of and y what
-//   those of values are: a block owns rows of x and y, and tiles of the other x and y pass by.
-//   Own rows times other rows give p and ds, or their transposes, as the products with the other y
-//   and x take them: a warpgroup multiplies what its lanes hold by what TMA laid down.  Tensor
-//   cores have the next products while exp2 runs: those of dout and v behind those of scores, those
-//   of p before ds is known, those of ds while the next scores are asked for.
+//   The trick: p and ds never leave registers.  x names the operands of the score products (q and
+//   k), y those of the value products (dout and v).  A block owns rows of one x and y and iterates
+//   over tiles of the other x and y.  Own rows times other rows give p and ds, or their transposes,
+//   in the layout of operands of the products with the other y and x: a warpgroup multiplies its
+//   registers by tiles that TMA has loaded.  Tensor cores work on the next products while exp2
+//   runs: on those of dout and v after those of the scores, on those of p before ds is known, on
+//   those of ds while the next scores are issued.
 //
-//   With TURNS ds goes to shared memory too, where each warpgroup takes it of all keys for its half
-//   of the columns of dq, and warps of their own have TMA add the tile to the sums of its queries,
-//   in float32.  Blocks of keys take turns there, in the order of the keys, so that every run has
-//   the same bits.  A block takes jobs by a counter, and waits for turns of earlier ones alone:
-//   these have begun, so the earliest of all never waits.  The last queries come first, for all
-//   heads that share a key: blocks begin one after another, and then nobody waits.
+//   With TURNS ds is also written to shared memory, where each warpgroup reads the ds of all keys
+//   for its half of the columns of dq.  Separate warps have TMA add the resulting tile to the sums
+//   of its queries, in float32.  Blocks of keys take turns there, in the order of the keys, so that
+//   every run has the same bits.  A block takes jobs from a counter and only waits for the turns of
+//   earlier jobs: these have begun, and the earliest of all never waits, so there is no deadlock.
+//   The last queries come first, for all heads that share a key: blocks are then offset in time,
+//   and no block waits.
 #include "common/attention_gradient.cuh"
 #include "common/jobs.cuh"
 #include "common/turns.cuh"
@@ -45,29 +47,31 @@ constexpr int Y_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
 constexpr int STAT_BYTES = BY_KEYS ? TILE * 2 * sizeof(float) : 0;
 static_assert(!TURNS || (BY_KEYS && DX && DY && !SUM && !SLOPE && !BLOCK_MASK && CONSUMERS == 2 &&
                          TILE == PANEL && DIM <= 2 * PANEL));
-constexpr int DS_BYTES = TURNS ? ROWS * PANEL_ROW : 0;  // of one of two
+constexpr int DS_BYTES = TURNS ? ROWS * PANEL_ROW : 0;  // of one of two buffers
 constexpr int DQ_BYTES = TURNS ? CONSUMERS * TILE * turn_columns(DIM) * sizeof(float) : 0;
 constexpr int RING_AT = OWN_X + OWN_Y, DS_AT = RING_AT + STAGES * (X_BYTES + Y_BYTES);
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES, STATS_AT = DQ_AT + DQ_BYTES;
 constexpr int SHARED_END = STATS_AT + STAGES * STAT_BYTES;
-constexpr int WRITERS = 2;  // warps that add to dq: one waits for its copy, one for its turn
+constexpr int WRITERS = 2;  // warps that add to dq: one waits for its copy, the other for its turn
 using Place = Ring<STAGES>;
 
-// Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
+// The barriers, stored after the tiles.  `full`: the bytes have arrived; `empty`: every warp is
+// done with them.
 struct Barriers {
     uint64_t own_full, own_empty, landed, full[STAGES], empty[STAGES];
     uint64_t job_full, job_empty, dq_full[WRITERS], dq_empty;  // with TURNS
     int job;
 };
 
-// The numbers of a call, and which job comes when.
+// The numbers of a call, and the order of its jobs.
 struct Work {
     Call call;
     Order order;
 };
 
-// Where the tile begins that passes by: of each head BY_KEYS, those that some own row may see.
-// With TURNS the last comes first, of one head after another.
+// Iterates over the tiles of other rows that some own row may be paired with; `head` and `row` are
+// the start of the current one.  BY_KEYS: over the tiles of every query head in turn.  With TURNS
+// the last tile comes first, that of one head after another.
 struct Walk {
     int head, row, first, from, stop, stop_head;
 
@@ -90,7 +94,7 @@ struct Walk {
             if (row >= stop) row = from, head++;
         }
     }
-    // How many blocks of keys see the tile before this one does.
+    // The turn of this block: how many earlier blocks of keys have a pair with the tile.
     __device__ __forceinline__ int turn(const Scores &scores) const {
         return first / ROWS - (LEFT ? max(0, row + scores.low) / ROWS : 0);
     }
@@ -106,7 +110,8 @@ struct Walk {
     }
 };
 
-// Of the queries that a lane holds scores of: its two columns of each part BY_KEYS, else its rows.
+// Statistics of the queries of a lane's scores: BY_KEYS those of its two columns of each part, else
+// those of its two rows.
 struct Stats {
     float lse[BY_KEYS ? PARTS : 1][2], delta[BY_KEYS ? PARTS : 1][2];
 
@@ -119,13 +124,13 @@ struct Stats {
     }
 };
 
-// own_x, own_y   k and v BY_KEYS, else q and dout; other_x and other_y are the other two
+// own_x, own_y   k and v with BY_KEYS, else q and dout; other_x and other_y are the other two
 // stats          as attention_delta.cu writes them
-// dx, dy         dk and dv BY_KEYS, else dq and none
-// sums           (batch, heads, rows), zeros before      slopes   (batch, heads, rows); with VARLEN
-//                (heads, rows)
-//                with TURNS instead, sums of dq, of each tile of stats what common/turns.cuh says, and
-//                ints, zeros before: the next job, then how many blocks have added to each tile
+// dx, dy         dk and dv with BY_KEYS, else dq and none
+// sums           (batch, heads, rows), zeros on entry      slopes   (batch, heads, rows); with
+//                VARLEN both are (heads, rows)
+//                With TURNS instead: sums of dq, for each tile of stats as in common/turns.cuh; and
+//                ints, zeros on entry: the next job, then how many blocks have added to each tile.
 KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const __grid_constant__ TensorMap own_x, const __grid_constant__ TensorMap own_y,
     const __grid_constant__ TensorMap other_x, const __grid_constant__ TensorMap other_y,
@@ -145,7 +150,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     const Operands operands{key_lengths, starts, mask, bias, alibi, block_mask};
     Jobs<ROWS, BY_KEYS> jobs{work.order, options, key_lengths, starts};
     Job job;
-    auto first_stat = [&](const Job &job) {  // of the first head
+    auto first_stat = [&](const Job &job) {  // first row of stats, of head 0
         return VARLEN ? stats_of(starts, job.batch, options.queries)
                       : (long long)job.batch * heads * work.call.stat_rows;
     };
@@ -163,7 +168,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     }
     __syncthreads();
     int number_phase = 0;
-    auto next_job = [&] {  // of a warp that does not load
+    auto next_job = [&] {  // for warps that do not load
         if constexpr (!TURNS) return jobs.next(job);
         return jobs.next(job, [&] {
             mbarrier_wait(&barriers.job_full, number_phase);
@@ -232,7 +237,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
             const int batch = VARLEN ? 0 : job.batch;
             const int first_own = BY_KEYS ? job.first_key : job.first_query;
             const int first_other = BY_KEYS ? job.first_query : job.first_key;
-            // rows from `real` on are cleared once they are there
+            // rows from `real` on are cleared once they have arrived
             auto load = [&](unsigned char *x, const TensorMap &x_map, unsigned char *y,
                             const TensorMap &y_map, bool both, int rows, int bytes, uint64_t *full,
                             int head, int row, int real, auto also) {
@@ -278,13 +283,13 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
     setmaxnreg_inc<REGISTERS>();
     const Operand rows_x(memory + group * 64 * PANEL_ROW, 16);
     const Operand rows_y(memory + OWN_X + group * 64 * PANEL_ROW, 16);
-    // the columns of k that this warpgroup has of dq
+    // the columns of k for this warpgroup's columns of dq
     constexpr int COLUMNS = turn_columns(DIM);
     const Operand keys(memory + (COLUMNS == PANEL ? group * ROWS * PANEL_ROW
                                                   : group * COLUMNS * (int)sizeof(T)),
                        ROWS * PANEL_ROW);
     Place at;  // of the tile whose scores are next
-    int job_phase = 0, count = 0;  // tiles of dq
+    int job_phase = 0, count = 0;  // count: tiles of dq
     while (next_job()) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         Walk walk(scores, job, shared_by);
@@ -294,7 +299,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
         float sum_x[product_columns(DIM) / 2] = {};
         float sum_y[product_columns(VALUE_DIM) / 2] = {};
         float s[TILE / 2], g[TILE / 2], steep[1][PARTS][4];
-        float part[COLUMNS / 2];  // of dq
+        float part[COLUMNS / 2];  // this warpgroup's columns of a tile of dq
         uint32_t p[STEPS][4], ds[STEPS][4];
         float sum[2] = {}, slope[2] = {};
         Stats known;
@@ -318,7 +323,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 from[half] = 0;
             }
         };
-        auto begin = [&] {  // products of dout and v are added to -delta
+        auto begin = [&] {  // g starts at -delta: products of dout and v are added to it
             if constexpr (BY_KEYS)
 #pragma unroll
                 for (int n = 0; n < PARTS; n++) {
@@ -358,7 +363,8 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 if constexpr (SOFTCAP) g[i] *= steep[0][n][i % 4];
             }
         };
-        // ds to the other warpgroup, its products with all keys, these to those who add them up
+        // store ds for the other warpgroup, multiply the ds of all keys by k, and store the result
+        // for the warps that add it to dq
         auto add_queries = [&] {
             unsigned char *const both = memory + DS_AT + count % 2 * DS_BYTES;
             put_operand(both + group * 64 * PANEL_ROW, ds);
@@ -397,7 +403,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 wgmma_wait<DX>(s);
                 const bool edge = BY_KEYS ? scores.some(here, last, first_row, first_row + 63)
                                           : scores.some(first_row, first_row + 63, here, last);
-                if (edge) {  // a branch: most tiles do without what hides pairs
+                if (edge) {  // a branch, because most tiles need no comparison of positions
                     scores.score<BY_KEYS>(parts_of(s), steep, head, top, here, true);
                     wgmma_name(s);
                 } else {
@@ -407,7 +413,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_backward_sm90(
                 for (int i = 0; i < TILE / 2; i++)
                     s[i] = probability(s[i], scores.unit, known.of(i));
                 wgmma_name(s);
-                // a wait that branches: what exponentiates stays before it, beside the products
+                // the wait has a branch: exponentials stay before it, and overlap the products
                 if (walk.there()) mbarrier_wait(&barriers.full[at.stage], at.phase);
                 if constexpr (DX) {
                     wgmma_wait<0>(g);

@@ -1,18 +1,18 @@
-// Attention backward: the gradient of a bias that has a value for each query and each key.
+// Attention backward: the gradient of a bias that has a value for every query and key.
 //
 //   dbias = ds = p * (dout @ v.T - delta), summed over the batches and heads that share a bias
 //
-//   traffic     dbias once; q, dout, k and v once a tile of pairs, out of L2
+//   traffic     dbias once; q, dout, k and v once per tile of pairs, from L2
 //   constants   those of common/attention.cuh, and
 //               T                dtype of q, k, v and dout
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
-//               WARPS            of a block
-//               WARP_TILES       tiles of 16 queries a warp
-//               TILE             keys
-//               RESIDENT         blocks of an SM
+//               WARPS            warps of a block
+//               WARP_TILES       tiles of 16 queries per warp
+//               TILE             keys of a tile
+//               RESIDENT         blocks resident on an SM
 //
-//   The trick: a block owns a tile of pairs and adds what all batches and heads give it, in their
-//   order.  Other blocks of its SM compute while it loads.
+//   The trick: a block owns a tile of pairs and sums the contributions of all batches and heads in
+//   a fixed order.  Other blocks on its SM compute while it loads.
 #include "common/attention_gradient.cuh"
 #include "common/segment.cuh"
 
@@ -37,7 +37,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
     const int heads = options.heads, kv_heads = options.kv_heads;
     const int all_queries = options.queries, all_keys = options.keys;
     int queries = all_queries, keys = all_keys;
-    if constexpr (VARLEN) {  // those of the bias
+    if constexpr (VARLEN) {  // rows and columns of the bias
         queries = options.padded_queries, keys = options.padded_keys;
         batches = options.sequences;
     }
@@ -72,7 +72,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_bias(
         if (scores.none(first_row, first_row + ROWS - 1, here, last)) continue;
         if (scores.skipped(head, first_row, here)) continue;
 
-        __syncthreads();  // everyone has left the tiles of the pair before
+        __syncthreads();  // all warps are done with the tiles of the previous batch and head
         query_x.copy<ROWS, DIM, THREADS, UNROLLED>(q + row * query_stride + head * DIM, first_row,
                                                    own_queries, query_stride);
         query_y.copy<ROWS, VALUE_DIM, THREADS, UNROLLED>(

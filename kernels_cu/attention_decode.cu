@@ -1,32 +1,34 @@
-// Attention of few queries over many keys, which may lie in pages: out and lse as attention_forward.
+// Attention of few queries over many keys, which may be in pages; out and lse as attention_forward.
 //
-//   a chunk of keys c:   top_c = max(score)   sum_c = sum(exp(score - top_c))   o_c alike, @ v
-//   all:                 out = sum(exp(top_c - top) * o_c) / sum(exp(top_c - top) * sum_c)
+//   chunk c of keys:   top_c = max(score)   sum_c = sum(exp(score - top_c))
+//                      o_c = exp(score - top_c) @ v
+//   all:               out = sum(exp(top_c - top) * o_c) / sum(exp(top_c - top) * sum_c)
 //
-//   traffic     k and v once, where 16 rows hold all queries of a group; q, out and, of every
+//   traffic     k and v once, if the queries of a group fit into 16 rows; q, out and, for every
 //               chunk, rows * (VALUE_DIM + 4) floats
 //   constants   those of common/attention.cuh, and
 //               T, S             dtypes of q, k, v and out; of sinks
-//               C, O             dtypes of k and v: signed char where they are codes of eight bits,
-//                                else T; of block_mask: float where it is scales, else bool
-//               G, PAGED, PAGE   dtype of page_table; keys lie in pages, of so many tokens
+//               C, O             dtype of k and v: signed char for 8-bit codes, else T; dtype of
+//                                block_mask: float where it holds scales, else bool
+//               G, PAGED, PAGE   dtype of page_table; keys are in pages; tokens of a page
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
-//               WARPS, RESIDENT  of a block; blocks that an SM must hold
+//               WARPS, RESIDENT  warps of a block; blocks that an SM must hold
 //               TILE_KEYS        keys that a warp works on at a time
 //               CHUNK            keys of a block
-//               FAN              parts that a block merges
+//               FAN              partial results that a block merges
 //
-//   codes       k = scale * code, v alike, a scale a token and head.  The ring holds codes, half as
-//               many bytes; a warp widens a tile of them before its products.  Those of k are exact
-//               in T, and their scales meet the scores; values are rounded to T, as they would be
-//               in a cache of T.  There is no block_mask then: in its place come the scales, of all
-//               k and, `values` later, of all v.
+//   codes       k = scale * code, and v likewise, with one scale per token and head.  The ring
+//               holds codes, half as many bytes; a warp widens a tile of them before its products.
+//               Codes of k are exact in T, and their scales are applied to the scores; values are
+//               rounded to T, as they would be in a cache of dtype T.  There is no block_mask then:
+//               its parameter holds the scales, of all k and, `values` floats later, of all v.
 //
 //   The trick: the query heads that share a key head are rows of one product, so a key is read
-//   once for all of them.  Chunks begin at fixed keys and are merged in their order, FAN by the last
-//   block of these to arrive, and what it finds in the same way: no block has many to read.  What a
-//   sequence gets does not depend on the batch around it, on the room behind its keys, or on pages.
-//   Each warp has a ring of its own and waits for no other.
+//   once for all of them.  Chunks begin at fixed keys.  Their partial results are merged in their
+//   order, FAN at a time, by the last block of these to arrive; the results of that are merged in
+//   the same way, so that no block has many to read.  The result of a sequence does not depend on
+//   the rest of the batch, on unused room after its keys, or on pages.  Each warp has a ring of its
+//   own and waits for no other warp.
 #include "common/attention.cuh"
 #include "common/codes.cuh"
 #include "common/last_block.cuh"
@@ -40,16 +42,16 @@ using ValueTile = Tile<T, padded(VALUE_DIM)>;
 constexpr bool CODES = sizeof(C) == 1;
 constexpr int BOTH = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);  // a tile of keys and values
 constexpr int STAGE = CODES ? TILE_KEYS * (DIM + VALUE_DIM) / (int)sizeof(T) : BOTH;
-constexpr int RING = 2 * STAGE + (CODES ? BOTH : 0);  // of a warp
+constexpr int RING = 2 * STAGE + (CODES ? BOTH : 0);  // of one warp
 static_assert(!CODES || (DIM % 16 == 0 && VALUE_DIM % 16 == 0 && !BLOCK_MASK), "16 codes a copy");
 constexpr int TURN = WARPS * TILE_KEYS;  // keys that a block works on at a time
 static_assert(BLOCK_MASK_TILE % TILE_KEYS == 0, "a tile lies in one of block_mask");
-constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may lie in several pages
-constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is not there
-constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // of a row of a part
+constexpr bool SCATTERED = PAGED && PAGE % TILE_KEYS != 0;  // a tile may extend over several pages
+constexpr unsigned NOWHERE = 0xffffffffu;                   // the token of a page that is missing
+constexpr int TOP = VALUE_DIM, SUM = VALUE_DIM + 1, PITCH = VALUE_DIM + 4;  // in a row of a part
 constexpr int QUADS = VALUE_DIM / 4;
 
-// Four columns of the merged parts of a row, its largest score times log2(e) and the sum of exp.
+// The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
 struct Merged {
     float value[4], top, sum;
 };
@@ -71,8 +73,9 @@ __device__ __forceinline__ Merged merged(const float *row, int column, int parts
     return m;
 }
 
-// Begin to copy a warp's TILE_KEYS rows, of which `count` exist.  The row of a token is token *
-// kv_heads of `from`; tokens are neighbours from `token` on or, SCATTERED, lane i knows row i's.
+// Start copying a warp's TILE_KEYS rows, of which `count` exist.  A token's row is row token *
+// kv_heads of `from`.  Tokens are consecutive from `token` on or, if SCATTERED, `token` of lane i
+// is that of row i.
 template <int USED, int COLUMNS, class E>
 __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from, unsigned token,
                                        int count, int kv_heads) {
@@ -97,7 +100,7 @@ __device__ __forceinline__ void gather(const Tile<T, COLUMNS> &to, const E *from
     }
 }
 
-// The same of codes, which lie row behind row.
+// The same for codes, whose rows are packed in shared memory.
 template <int USED, class E>
 __device__ __forceinline__ void gather_codes(signed char *to, const E *from, unsigned token,
                                              int count, int kv_heads) {
@@ -114,7 +117,8 @@ __device__ __forceinline__ void gather_codes(signed char *to, const E *from, uns
     }
 }
 
-// Codes of a warp's tile as values: times the scale of their row, which lane `row` knows, if SCALED.
+// Convert the codes of a warp's tile to values; if SCALED, times the scale of their row, which is
+// `scale` of lane `row`.
 template <int USED, bool SCALED, int COLUMNS>
 __device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const signed char *from,
                                            float scale) {
@@ -135,7 +139,7 @@ __device__ __forceinline__ void widen_tile(const Tile<T, COLUMNS> &to, const sig
     }
 }
 
-// What the last parameter but one is.
+// The second to last parameter of the kernel, as a block mask or as scales.
 __device__ __forceinline__ const bool *tiles_of(const bool *block_mask) { return block_mask; }
 __device__ __forceinline__ const bool *tiles_of(const float *) { return nullptr; }
 __device__ __forceinline__ const float *scales_of(const float *scales) { return scales; }
@@ -143,15 +147,15 @@ __device__ __forceinline__ const float *scales_of(const bool *) { return nullptr
 
 struct Call {
     Options options;
-    int chunks, slots;     // of a sequence: that the grid holds, of parts
-    int row_pages, pages;  // of page_table, of k
-    long long apart;       // tokens from the first key of a batch to that of the next, if not PAGED
-    long long values;      // of codes: scales of k before the first of v
+    int chunks, slots;     // chunks of the grid and slots for parts, of a sequence
+    int row_pages, pages;  // pages in a row of page_table, and of k
+    long long apart;       // if not PAGED: tokens from the first key of a batch to the next one's
+    long long values;      // for codes: number of scales of k before the first of v
 };
 
 // parts      (sequences, slots, rows, PITCH), with two chunks or more: a slot for each chunk, then
-//            for each FAN of these, and so on; arrived, (sequences, slots), finds zeros and leaves
-//            zeros: a counter wraps at the last to arrive
+//            for each FAN of these, and so on
+// arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
 KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const T *__restrict__ q, const C *__restrict__ k, const C *__restrict__ v,
     const G *__restrict__ page_table, const S *__restrict__ sinks, T *__restrict__ out,
@@ -176,7 +180,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     const Scores scores(call.options, {key_lengths, starts, mask, bias, alibi, tiles_of(block_mask)},
                         queries, keys, batch);
 
-    // this block's chunk, of those that some row sees; one block is there in any case
+    // this block's chunk of those that some row sees; at least one block always goes on
     const int top_query = first_row / group, bottom_query = (first_row + rows - 1) / group;
     const int first_key = LEFT ? max(0, top_query + scores.low) : 0;
     const int stop_key =
@@ -187,7 +191,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     if (chunk >= seen) return;
     const int begin = (first_chunk + chunk) * CHUNK, end = min(stop_key, begin + CHUNK);
 
-    // of two rows that a lane works on: their query, head, slope
+    // query, head and slope of the two rows that a lane works on
     int query[2], head[2];
     float slope[2];
 #pragma unroll
@@ -206,8 +210,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         if constexpr (CODES) scales += batch * call.apart * kv_heads;
     }
     if constexpr (CODES) scales += kv_head;
-    float key_scales[2] = {}, value_scales[2] = {};  // of codes: of row `lane` of both stages
-    auto find = [&](int key) {  // the token where this key lies
+    float key_scales[2] = {}, value_scales[2] = {};  // for codes: of row `lane` of both stages
+    auto find = [&](int key) {  // the token that holds this key
         if constexpr (!PAGED) return (unsigned)key;
         const long long number = page_table[(long long)batch * call.row_pages + key / PAGE];
         return number < 0 || number >= call.pages ? NOWHERE : (unsigned)number * PAGE + key % PAGE;
@@ -226,7 +230,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 scales + (unsigned long long)(token + (SCATTERED ? 0 : lane)) * kv_heads;
             const float of_key = there ? own[0] : 0, of_value = there ? own[call.values] : 0;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {  // registers have no index
+            for (int i = 0; i < 2; i++) {  // registers cannot be indexed
                 key_scales[i] = i == stage ? of_key : key_scales[i];
                 value_scales[i] = i == stage ? of_value : value_scales[i];
             }
@@ -247,7 +251,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                     q + (token * heads + kv_head * group + own % group) * DIM + (there ? column : 0),
                     there);
     }
-    auto seen_from = [&](int key) {  // the first of a warp's tiles from there on that a row sees
+    auto seen_from = [&](int key) {  // the warp's first tile from `key` on that some row sees
         if constexpr (BLOCK_MASK)
             while (key < end &&
                    !__any_sync(0xffffffffu, !scores.skipped(head[0], query[0], key) ||
@@ -258,11 +262,11 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     int here = seen_from(begin + warp * TILE_KEYS);
     load(here, 0);
     cp_async_commit();
-    int ahead = seen_from(here + TURN);  // with BLOCK_MASK; else TURN keys further in any case
+    int ahead = seen_from(here + TURN);  // without BLOCK_MASK simply TURN keys further
     load(ahead, 1);
     cp_async_commit();
     cp_async_wait<1>();
-    __syncthreads();  // queries are there for all warps
+    __syncthreads();  // queries have arrived, for all warps
     uint32_t kept[KEPT ? STEPS : 1][1][4];
     if constexpr (KEPT)
 #pragma unroll
@@ -272,7 +276,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     float top[2] = {NO_SCORE, NO_SCORE}, sum[2] = {0, 0};  // sum: of this lane's columns
     for (int stage = 0; here < end; stage ^= 1) {
         cp_async_wait<1>();
-        __syncwarp();  // this tile is there for all lanes
+        __syncwarp();  // this tile has arrived, for all lanes
         const KeyTile key_tile{ring + (CODES ? 2 : stage) * STAGE};
         const ValueTile value_tile{key_tile.start + TILE_KEYS * KeyTile::PITCH};
         if constexpr (CODES) {
@@ -281,7 +285,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
             widen_tile<DIM, false>(key_tile, from, 0);
             widen_tile<VALUE_DIM, true>(value_tile, from + TILE_KEYS * DIM,
                                         stage == 0 ? value_scales[0] : value_scales[1]);
-            __syncwarp();  // the tile is there for all lanes
+            __syncwarp();  // all lanes have written the tile
         }
         float s[1][PARTS][4];
         product_abt<KEPT>(s, kept, query_tile, 0, key_tile);
@@ -308,7 +312,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 for (int e = 0; e < 2; e++) {
                     float &x = s[0][n][half * 2 + e];
                     const int key = here + lane % 4 * 2 + n * 8 + e;
-                    // rounded as by Scores::score, from which backward makes p again
+                    // rounded as in Scores::score, from which backward recomputes p
                     if constexpr (!FOLD) x *= scores.factor;
                     if constexpr (SOFTCAP) x = scores.cap * tanhf(x);
                     if constexpr (BIAS)
@@ -360,8 +364,8 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
                 for (int i = 0; i < 4; i++) s[0][n][i] = words[i] < scores.dropped ? 0 : s[0][n][i];
             }
         }
-        add_product_ab<1>(o, s, value_tile);  // of a chunk, a warp has few keys
-        __syncwarp();                      // all lanes have left this tile
+        add_product_ab<1>(o, s, value_tile);  // a warp has few keys of a chunk
+        __syncwarp();                      // all lanes are done with this tile
         const int later = BLOCK_MASK ? seen_from(ahead + TURN) : here + 2 * TURN;
         load(later, stage);
         cp_async_commit();
@@ -369,13 +373,13 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
         ahead = later;
     }
 
-    // what the warps found becomes one part, in the memory of their rings
+    // merge the results of the warps into one part, in the memory of their rings
     __syncthreads();
-    float *const found = reinterpret_cast<float *>(memory);
+    float *const results = reinterpret_cast<float *>(memory);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         sum[half] = quad_sum(sum[half]);
-        float *const to = found + (warp * ROWS + lane / 4 + half * 8) * PITCH;
+        float *const to = results + (warp * ROWS + lane / 4 + half * 8) * PITCH;
         if (lane % 4 == 0) {
             to[TOP] = __fmul_rn(top[half], scores.unit);
             to[SUM] = sum[half];
@@ -389,12 +393,12 @@ KERNEL(32 * WARPS, RESIDENT) attention_decode(
     }
     __syncthreads();
 
-    // The same of parts of other blocks, which the barriers and the fence make known to this one.
+    // The same for the parts of other blocks, which barriers and fences make visible to this one.
     const long long sequence = head_of_all * row_blocks + blockIdx.x % row_blocks;
     const int part = min(ROWS, group * queries) * PITCH;  // floats
-    const float *from = found;
+    const float *from = results;
     int several = WARPS, stride = ROWS * PITCH;
-    long long slot = sequence * call.slots;  // of the first part of as many as there are now
+    long long slot = sequence * call.slots;  // of the first part of this level
     for (int own = chunk, there = seen; there > 1;) {
         float *const to = parts + (slot + own) * part;
         for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {

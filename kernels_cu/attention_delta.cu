@@ -1,19 +1,20 @@
-// What attention's backward needs of every query, and the sums that end it.
+// Before attention backward: the statistics of every query.  After it: sums over batches, heads or
+// rows.
 //
 //   delta = rowsum(dout * out) - dlse
-//   sum = the sum over batches, heads or rows of what one pair of a batch and a head gave each row;
+//   sum = sum over batches, heads or rows of numbers that each batch and head has for every row;
 //   with SINKS, of -exp(sink - lse) * delta
 //
-//   traffic     delta: dout and out once; 12 to 16 bytes a row
+//   traffic     delta: dout and out once; 12 to 16 bytes per row
 //   constants   T                    dtype of dout and out
 //               G, S                 dtypes of the sum, of sinks
 //               VALUE_DIM            columns of dout and out: a multiple of 8
 //               ROW_THREADS          a power of two up to 32
-//               THREADS              of a block
-//               FOLD                 lse is kept times log2(e)
-//               VARLEN, P            batches lie end to end, each with stats of its own; the dtype
-//                                    of their offsets
-//               SINKS                the sum is that of the sinks' gradient
+//               THREADS              threads of a block
+//               FOLD                 lse is stored times log2(e)
+//               VARLEN, P            sequences are concatenated, each with its own tiles of stats;
+//                                    dtype of their offsets
+//               SINKS                the sum is the gradient of the sinks
 //               KEEP_BATCH, KEEP_HEADS, KEEP_ROWS   axes that are not summed
 #include "common/reduce.cuh"
 #include "common/segment.cuh"
@@ -23,9 +24,9 @@ constexpr int LANES = 16 / sizeof(T);
 constexpr float LOG2E = 1.4426950408889634f, UNIT = FOLD ? LOG2E : 1.0f;
 
 // stats   (batch, heads, stat_rows, 2): lse * UNIT, +inf where a query sees no key, and delta;
-//         beyond `queries` +inf and 0, so that p is 0 there
-//         in float32, then (batch, heads, stat_rows): rests, at first what a query's sink adds to
-//         the sum of its p
+//         in the padding beyond `queries` +inf and 0, so that p is 0 there
+//         for float32, then (batch, heads, stat_rows): rests, which start as the contribution of a
+//         query's sink to the sum of its p
 KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict__ out,
                                 const float *__restrict__ lse, const float *__restrict__ dlse,
                                 const S *__restrict__ sinks, float *__restrict__ stats,
@@ -46,7 +47,7 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
     float sum = 0;
     if (real) {
         const long long from = ((batch * queries + query) * heads + head) * VALUE_DIM;
-#pragma unroll 1  // two loads at once would take more registers: half of the warps
+#pragma unroll 1  // two loads at once would need more registers, with half as many warps resident
         for (int at = lane * LANES; at < VALUE_DIM; at += ROW_THREADS * LANES) {
             float a[LANES], b[LANES];
             load(a, dout + from + at);
@@ -70,10 +71,10 @@ KERNEL(THREADS) attention_delta(const T *__restrict__ dout, const T *__restrict_
             sinks == nullptr ? 0 : exp2f(((float)sinks[head] * UNIT - total) * (LOG2E / UNIT));
 }
 
-// from   (batch, heads, rows); with SINKS stats, whose rests begin at that float, or at 0 for none;
-//        with VARLEN (heads, rows), and a batch has the rows that its offsets say, padded_rows at
-//        most
-// A thread sums alone where rows are kept; else a block shares out the rows.
+// from   (batch, heads, rows); with VARLEN (heads, rows), and a batch has the rows between its
+//        offsets, at most padded_rows; with SINKS stats
+// rests  with SINKS, the index of the first rest in stats; 0 for none
+// With KEEP_ROWS each thread sums alone; else the threads of a block divide up the rows.
 KERNEL(THREADS) attention_sum(const float *__restrict__ from, const S *__restrict__ sinks,
                               G *__restrict__ to, long long rests, int batch, int heads, int rows,
                               const P *__restrict__ offsets, int padded_rows) {

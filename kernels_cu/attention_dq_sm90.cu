@@ -1,17 +1,18 @@
-// The gradient of q, of what attention_backward_sm90.cu added up with TURNS: dq = scale * sums.
+// The gradient of q from the sums of attention_backward_sm90.cu with TURNS: dq = scale * sums.
 //
 //   traffic     the sums once, of 4 bytes; dq once
 //   constants   T              dtype of dq, of 16 bits
 //               DIM            columns of q: a multiple of 8 up to 128
-//               VARLEN, P      batches lie end to end; the dtype of their offsets
+//               VARLEN, P      sequences are concatenated; dtype of their offsets
 #include "common/segment.cuh"
 #include "common/tile.cuh"
 #include "common/turns.cuh"
 
 constexpr int TILE = 64, COLUMNS = turn_columns(DIM);
 
-// sums    of each tile of stats (batch, heads, stat_rows) what common/turns.cuh says
-// turns   bits of ints: behind the first, how many have added to each tile: a sum of none is 0
+// sums    for each tile of stats (batch, heads, stat_rows), in the layout of common/turns.cuh
+// turns   ints in a float array: after the first, how many blocks have added to each tile; where
+//         none has, the sums are not initialized and dq is 0
 KERNEL(256) attention_dq_sm90(const float *__restrict__ sums, const float *__restrict__ turns,
                               T *__restrict__ dq, float scale, int heads, int queries,
                               int stat_rows, const P *__restrict__ offsets, int sequences) {

@@ -3,37 +3,37 @@
 //   score = cap * tanh(scale * q @ k.T / cap) + bias - slope * abs(query position - key position)
 //   -inf where mask, window, lengths or block_mask hide a key; dropout after the softmax
 //
-//   traffic     q and out once; k and v once a block of ROWS queries, and a group's query heads
-//               read them from L2; 4 * queries * keys * DIM operations a head
+//   traffic     q and out once; k and v once per block of ROWS queries, which the query heads of a
+//               group read from L2; 4 * queries * keys * DIM operations per head
 //   constants   those of common/attention.cuh, and
 //               T, S             dtypes of q, k, v and out; of sinks
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8
-//               WARPS, RESIDENT  of a block; blocks that an SM must hold
-//               WARP_TILES       tiles of 16 queries a warp
+//               WARPS, RESIDENT  warps of a block; blocks that an SM must hold
+//               WARP_TILES       tiles of 16 queries per warp
 //               TILE_KEYS        keys of a stage of the ring
-//               STAGES           of the ring: 2, or 1 where shared memory holds no more
+//               STAGES           stages of the ring: 2, or 1 where shared memory holds no more
 //               SLICE            columns of v that a block owns: VALUE_DIM, or about half of them
 //               KEPT             a warp's queries stay in registers; else they are read again
 //
-//   The trick: scores never leave registers.  A warp owns whole rows, and a product has the layout
-//   that the next one wants.  While a tile is worked on, cp.async brings the next; with one stage,
-//   its values come while keys are multiplied, and the next keys while values are.  Tiles that no
-//   row sees are never loaded; only tiles at an edge pay for comparing positions.  A sum of more
-//   than 256 columns would not fit into registers: two blocks share it out, and each makes the
-//   scores for itself.
+//   The trick: scores never leave registers.  A warp owns whole rows, and the result of a product
+//   has the layout that the next product takes.  While one tile is multiplied, cp.async loads the
+//   next; with one stage, a tile's values are loaded while its keys are multiplied, and the next
+//   keys while its values are.  Tiles that no row sees are never loaded, and positions are compared
+//   only in tiles at an edge of the mask.  A sum of more than 256 columns would not fit into
+//   registers: two blocks then divide the columns, and each computes the scores.
 #include "common/attention.cuh"
 #include "common/segment.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARPS * WARP_ROWS;
 constexpr int STEPS = padded(DIM) / 16, PARTS = TILE_KEYS / 8, VALUE_PARTS = padded(SLICE) / 8;
-constexpr int REST = VALUE_DIM - SLICE;  // of the first of two slices; the second begins there
+constexpr int REST = VALUE_DIM - SLICE;  // columns before the second of two slices
 constexpr int SLICES = REST == 0 ? 1 : 2;
 static_assert(0 <= REST && REST <= SLICE && 1 <= STAGES && STAGES <= 2);
 using KeyTile = Tile<T, padded(DIM)>;  // also of queries
 using ValueTile = Tile<T, padded(SLICE)>;
 constexpr int STAGE = TILE_KEYS * (KeyTile::PITCH + ValueTile::PITCH);
-constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many turns to copy
+constexpr int UNROLLED = DIM > 256 ? 2 : 64;  // a long row takes many iterations to copy
 
 // apart   tokens from the first key of a batch to that of the next
 KERNEL(32 * WARPS, RESIDENT) attention_forward(
@@ -46,7 +46,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
     const KeyTile query_tile{memory};
     T *const ring = memory + ROWS * KeyTile::PITCH;
 
-    // the last rows first: with RIGHT they see most keys
+    // the last rows first: with RIGHT they see the most keys
     const int heads = options.heads, kv_heads = options.kv_heads, sequences = options.sequences;
     int queries = options.queries, keys = options.keys;
     const int row_blocks = (queries + ROWS - 1) / ROWS + (VARLEN ? sequences : 0);
@@ -124,7 +124,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         tile = seen_from(tile + 1);
         const bool more = tile * TILE_KEYS < stop_key;
         cp_async_wait<0>();
-        __syncthreads();  // this tile's keys are there, and everyone has left the one before
+        __syncthreads();  // this tile's keys have arrived, and all warps are done with the last one
         if constexpr (STAGES == 1) load_values(own, 0);
         else if (more) load_keys(tile, stage ^ 1), load_values(tile, stage ^ 1);
         cp_async_commit();
@@ -153,7 +153,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         }
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();
-            __syncthreads();  // its values are there, and everyone has left the keys
+            __syncthreads();  // its values have arrived, and all warps are done with the keys
             if (more) load_keys(tile, 0);
             cp_async_commit();
         }
@@ -175,7 +175,7 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         }
         add_product_ab(o, s, values_at(stage));
     }
-    cp_async_wait<0>();  // rows that see no key have not met their queries
+    cp_async_wait<0>();  // a block that sees no key has not waited for its queries
 
     out += first_query * out_stride + head * VALUE_DIM + slice * REST;
     lse += (VARLEN ? first_query : first_query * heads) + (long long)head * all_queries;
@@ -190,6 +190,6 @@ KERNEL(32 * WARPS, RESIDENT) attention_forward(
         if constexpr (DROPOUT) share *= scores.grown;
         T *const to = out + (long long)row * out_stride;
         if (slice == SLICES - 1) put_row<SLICE>(to, o[m], half, share);
-        else put_row<REST>(to, o[m], half, share);  // the other slice writes what it has too
+        else put_row<REST>(to, o[m], half, share);  // the other slice writes the columns of both
     });
 }

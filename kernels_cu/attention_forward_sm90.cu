@@ -1,6 +1,6 @@
 // Attention forward on Hopper: out = softmax(score) @ v and lse = log(sum(exp(score))), row by row,
 // with the scores of attention_forward.cu, by warpgroup products (wgmma) of tiles that the tensor
-// memory accelerator (TMA) brings.
+// memory accelerator (TMA) loads.
 //
 //   traffic     that of attention_forward.cu
 //   constants   those of common/attention.cuh, and
@@ -8,16 +8,17 @@
 //               DIM, VALUE_DIM   columns of q and k, of v: multiples of 8 up to 256
 //               CONSUMERS        warpgroups that compute, of 64 queries each
 //               TILE             keys of a stage
-//               STAGES           of the rings of keys and of values
-//               REGISTERS        of a thread that computes; PRODUCER of one that loads
-//   Nothing is dropped.
+//               STAGES           stages of the rings of keys and of values
+//               REGISTERS        registers of a thread that computes; PRODUCER, of one that loads
+//   There is no dropout.
 //
-//   The trick: whoever computes never loads, and tensor cores never wait for exp2.  A warp of its
-//   own keeps tiles coming.  A warpgroup asks for the scores of the next tile and for the values of
-//   this one together, and works on the former while tensor cores are busy with the latter; and
-//   warpgroups take turns to ask, so that one has products under way while another exponentiates.
-//   Probabilities are an operand where they stand, in registers.  Blocks stay for many jobs, the
-//   longest first, and the queries of the next job come while the last values are multiplied.
+//   The trick: computing warps never load, and tensor cores never wait for exp2.  A separate warp
+//   loads the tiles.  A warpgroup issues the score products of the next tile together with the
+//   value products of this one, and works on the former while tensor cores are busy with the
+//   latter.  Warpgroups take turns at issuing, so that one has products under way while another
+//   exponentiates.  Probabilities are an operand in the registers where they were computed.  Blocks
+//   are persistent and take many jobs, the longest first; the queries of the next job are loaded
+//   while the last values are multiplied.
 #include "common/attention.cuh"
 #include "common/jobs.cuh"
 
@@ -29,7 +30,8 @@ constexpr int KEY_BYTES = panels(DIM) * TILE * PANEL_ROW;
 constexpr int VALUE_BYTES = panels(VALUE_DIM) * TILE * PANEL_ROW;
 constexpr int SHARED_END = QUERY_BYTES + STAGES * (KEY_BYTES + VALUE_BYTES);
 
-// Barriers behind the tiles: `full` when the bytes are there, `empty` when every warp has done.
+// The barriers, stored after the tiles.  `full`: the bytes have arrived; `empty`: every warp is
+// done with them.
 struct Barriers {
     uint64_t queries_full, queries_empty, landed;
     uint64_t keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
@@ -38,13 +40,13 @@ struct Barriers {
 using Place = Ring<STAGES>;
 
 struct Tiles {
-    int first, last;  // from the last one down: there masks hide most
+    int first, last;  // iterated from the last one down: masks hide most pairs of the last tiles
     __device__ __forceinline__ Tiles(const Scores &scores, const Job &job) {
         const Range seen = scores.seen<false, ROWS>(job.first_row);
         first = seen.from / TILE;
         last = next(scores, job, (max(seen.stop, 0) + TILE - 1) / TILE);
     }
-    // The tile before this one that some row sees; none before `first`.
+    // The last tile before this one that some row sees; less than `first` if there is none.
     __device__ __forceinline__ int next(const Scores &scores, const Job &job, int tile) const {
         tile--;
         if constexpr (BLOCK_MASK)
@@ -110,7 +112,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                             TILE, kv_head, row, batch);
 
                 unsigned char *const values = values_at + at.stage * VALUE_BYTES;
-                const int real = scores.length - tile * TILE;  // of the rows of the tile
+                const int real = scores.length - tile * TILE;  // rows of the tile that are keys
                 const bool clear = (LENGTHS || VARLEN) && real < TILE;
                 uint64_t *const values_full = &barriers.values_full[at.stage];
                 uint64_t *const there = clear ? &barriers.landed : values_full;
@@ -118,7 +120,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 if (lane == 0) mbarrier_arrive_expect_tx(there, VALUE_BYTES);
                 load_panels(values, values_map, there, panels(VALUE_DIM), TILE, kv_head, row,
                             batch);
-                if (clear) {  // others wrote what lies there, and 0 times NaN is NaN
+                if (clear) {  // rows past the end may hold NaN, and 0 times NaN is NaN
                     landing.settle(values_full, [&] {
                         clear_rows(values, panels(VALUE_DIM), TILE, real);
                     });
@@ -133,10 +135,10 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
     const int own_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
     const unsigned char *const own_rows = memory + group * 64 * PANEL_ROW;
     const Operand own_queries(own_rows, 16);
-    constexpr bool ANEW = BLOCK_MASK && DIM > 192;  // for each tile: kept, it would be spilled
-    Place at;  // of the tile whose scores are next; its values come a turn later
+    constexpr bool ANEW = BLOCK_MASK && DIM > 192;  // recompute own_queries: it would be spilled
+    Place at;  // of the tile whose scores are next; its values are multiplied a turn later
     int job_phase = 0;
-    if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // the first turn is the first's
+    if (group == CONSUMERS - 1) named_barrier_arrive(1, 256);  // gives warpgroup 0 the first turn
     while (jobs.next(job)) {
         const Scores scores(options, operands, job.queries, job.keys, job.batch);
         const Tiles tiles(scores, job);
@@ -148,7 +150,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
         float by[2];
         bool moved = false;
         auto shift = [&](int half) { return shift_of(top[half], scores.unit); };
-        // Turn products into probabilities; `moved` where sums so far shrink `by`.
+        // Turn products into probabilities; `moved`: earlier sums must be scaled by `by`.
         auto soften = [&](int tile, bool edge) {
             scores.score<false, LEFT>(parts_of(s), steep, job.head, top_row, tile * TILE, edge);
             const float before[2] = {top[0], top[1]};
@@ -189,7 +191,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
             soften(tile, edge_of(tile));
 
             Place of = at;  // the tile whose probabilities are in s, not yet multiplied
-            uint64_t *done = nullptr;  // behind the values that are being multiplied
+            uint64_t *done = nullptr;  // barrier to release after the products of values under way
             at.next();
             auto finish = [&] {
                 wgmma_wait<0>(o);
@@ -201,7 +203,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 narrow<T>(p, s);
             };
             auto take = [&](int tile, bool edge) {
-                // a wait that branches: what exponentiates stays before it, beside the products
+                // the wait has a branch: exponentials stay before it, and overlap the products
                 mbarrier_wait(&barriers.keys_full[at.stage], at.phase);
                 finish();
                 named_barrier_sync(own_turn, 256);
@@ -217,7 +219,7 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                 soften(tile, edge);
                 wgmma_name(s);
             };
-            // tiles whole_from .. whole_to have no pair that is hidden; lengths end in the last
+            // tiles whole_from .. whole_to have no hidden pair; a length ends in the last tile
             const int stop = RIGHT ? first_row + scores.high + 1 : scores.length;
             const int whole_to = stop / TILE - 1;
             const int whole_from = LEFT ? (first_row + 63 + scores.low + TILE - 1) / TILE : 0;
@@ -254,5 +256,5 @@ KERNEL(128 * CONSUMERS + 128, 1) attention_forward_sm90(
                              VALUE_DIM);
         }
     }
-    if (group == 0) named_barrier_sync(1, 256);  // the turn that nobody takes any more
+    if (group == 0) named_barrier_sync(1, 256);  // the last turn, which no warpgroup uses
 }

@@ -1,7 +1,7 @@
-// The weight of BitNet's linear layer as it is trained: its scale, its codes, and the end of dx.
+// BitNet's linear layer in training: scale and codes of its weight, and the last step of dx.
 //
 //   bit_scale      w_scale = max(mean |w|, 1e-5)
-//   bit_codes      codes = round(w / w_scale), -1, 0 or 1: 1 where w / w_scale > 1 / 2
+//   bit_codes      codes = round(w / w_scale) clipped to -1 .. 1: 1 where w / w_scale > 1 / 2
 //   bit_gradient   dx = sums * w_scale, where sums = dy codes
 //
 //   traffic     bit_scale     values * sizeof(T)
@@ -9,20 +9,20 @@
 //               bit_gradient  values * (4 + sizeof(T))
 //   constants   T         dtype of the weight, and of dx
 //               U         dtype of the codes: int8 for a product of integers, else T
-//               LANES     values of one access: 16 bytes of the widest dtype, or what the addresses
-//                         are multiples of
-//               THREADS   of a block
+//               LANES     values of one access: 16 bytes of the widest dtype, or fewer as the
+//                         addresses allow
+//               THREADS   threads of a block
 //               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
-//   The trick: blocks of bit_scale stay and take every gridDim-th tile, so there are few sums; the
-//   last block to end adds them, always in the same order.  Codes need no clip: what rounds to 1 or
-//   beyond is above a half, and a half itself goes to 0, which is even.
+//   The trick: a block of bit_scale takes every gridDim-th tile, so there are few sums; the last
+//   block to end adds them, always in the same order.  Codes need no clipping: a ratio that rounds
+//   to 1 or more is above a half, and a half itself rounds to 0, which is even.
 #include "common/last_block.cuh"
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr float LEAST = 1e-5f;  // of the scale, as BitNet has it
+constexpr float LEAST = 1e-5f;  // smallest scale, as in BitNet
 
 KERNEL(THREADS) bit_scale(const T *__restrict__ weight, float *sums, unsigned *arrived,
                              float *w_scale, const __grid_constant__ Rows rows, unsigned tiles,

@@ -1,16 +1,16 @@
-// Values of one dtype, rounded to another or added to float32.
+// Conversion of values to another dtype, and their addition to a float32 total.
 //
 //   cast y = (U) x        accumulate total = total + x
 //
 //   traffic     cast         elements * (sizeof(T) + sizeof(U))
 //               accumulate   elements * (sizeof(T) + 8)
 //   constants   T, U      dtypes of x and of the result, float for accumulate
-//               LANES     values of one access: 16 bytes of the wider dtype, or what the addresses
-//                         are multiples of
-//               THREADS   of a block
+//               LANES     values of one access: 16 bytes of the wider dtype, or fewer as the
+//                         addresses allow
+//               THREADS   threads of a block
 //
-//   The trick: one access of every array a thread, so that the 32 of a warp always lie side by
-//   side: 16 bytes on both sides would leave gaps on the wider one.
+//   The trick: each thread makes one access to every array, so that the 32 accesses of a warp are
+//   contiguous: 16 bytes of both dtypes would leave gaps in the wider array.
 #include "common/vector.cuh"
 
 KERNEL(THREADS) cast(const T *__restrict__ x, U *__restrict__ y, long long elements) {

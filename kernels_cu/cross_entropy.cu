@@ -5,58 +5,59 @@
 //
 //   dx = z' * (exp(z - lse) * (dloss * (1 + 2 z_loss lse) + dlse)
 //              - dloss * (smoothing / COLUMNS + (1 - smoothing) * [column == label]))
-//   where label == ignore, loss and dloss are 0; both in one launch, dlse is 0, and dloss one number
-//   times what an array may hold
+//   where label == ignore, loss and dloss are 0; with both in one launch, dlse is 0, and dloss is
+//   `scale` times the array dloss, if there is one
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T)
 //               backward  rows * COLUMNS * (sizeof(T) + sizeof(G))
 //               both      rows * COLUMNS * (sizeof(T) + sizeof(G)), where a row fits on chip;
-//                         what does not fit is read once more, from the L2 cache
+//                         the rest of a longer row is read once more, from the L2 cache
 //   constants   T, G, I       dtypes of the logits, of their gradient, of the labels
-//               COLUMNS       words of the vocabulary
+//               COLUMNS       size of the vocabulary
 //               LANES         values of one access
-//               RAGGED        rows begin where they may, and not at multiples of LANES
+//               RAGGED        rows may begin anywhere, not only at multiples of LANES
 //               ROW_THREADS   threads of a row: a power of two up to 32, or the block
-//               THREADS       of a block;  BLOCKS, both: of them that an SM holds at least
+//               THREADS       threads of a block;  BLOCKS, both: blocks that an SM must hold
 //               HELD, STORED  both: accesses that a thread keeps in registers, in shared memory
 //               SOFTCAP, SMOOTHING
 //
-//   The trick: a row is read once, whatever its length: every thread keeps the greatest value so
-//   far and rescales its sum when that grows.  Both in one launch, values wait on chip for that
-//   sum, so the gradient may lie over the logits; a row without a label is not even read.
-//   Accesses are 16 bytes wide for any vocabulary: they begin where memory is aligned, which may
-//   be before the row, and what lies outside of it is left out.
-//   A label that is neither a column nor ignore gives NaN, no access out of bounds, and a report.
+//   The trick: a row is read once, whatever its length: every thread keeps the maximum so far and
+//   rescales its sum when that grows.  With both in one launch, values stay on chip until the sum
+//   is known, so the gradient may overwrite the logits; a row without a label is not even read.
+//   Accesses are 16 bytes wide for any vocabulary: they begin at aligned addresses, which may be
+//   before the row, and values outside of the row are ignored.
+//   A label that is neither a column nor `ignore` gives NaN and a report, and no access out of
+//   bounds.
 #include "common/faults.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
-constexpr int ROWS = THREADS / ROW_THREADS;  // that a block holds, where threads share a row
+constexpr int ROWS = THREADS / ROW_THREADS;  // rows of a block in kernels whose threads share rows
 constexpr int STEP = ROW_THREADS * LANES;    // columns between two vectors of a thread
 constexpr int FLIGHT = 4;                    // vectors of a thread whose loads are in flight
 constexpr int WARPS = THREADS / 32;
-constexpr int WIDTH = COLUMNS + (RAGGED ? LANES - 1 : 0);  // that the accesses of a row cover
-constexpr bool REST = WIDTH > HELD * STEP;                 // what registers do not hold
+constexpr int WIDTH = COLUMNS + (RAGGED ? LANES - 1 : 0);  // columns covered by a row's accesses
+constexpr bool REST = WIDTH > HELD * STEP;                 // registers do not hold the whole row
 
 using Values = Vector<T, LANES>;
 
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
 __device__ __forceinline__ float capped(float x, float softcap) {
-    if constexpr (SOFTCAP) return softcap * tanhf(x * (1 / softcap));  // one division a thread
+    if constexpr (SOFTCAP) return softcap * tanhf(x * (1 / softcap));  // one division per thread
     else return x;
 }
 
 // ---- accesses ---------------------------------------------------------------------------------
-// How many columns before the row the first access of the row begins.
+// The number of columns from the start of a row's first access to the start of the row.
 __device__ __forceinline__ int lead(long long start) { return RAGGED ? (int)(start % LANES) : 0; }
 
 __device__ __forceinline__ bool inside(int column) {
     return !RAGGED || (column >= 0 && column < COLUMNS);
 }
 
-// Whether an access reaches into a neighbouring row.
+// Whether an access extends into a neighbouring row.
 __device__ __forceinline__ bool cut(int column) {
     return RAGGED && (column < 0 || column + LANES > COLUMNS);
 }
@@ -76,7 +77,7 @@ __device__ __forceinline__ void store_row(G *dlogits, long long start, int colum
 }
 
 // ---- losses -----------------------------------------------------------------------------------
-// What is known of a row: its greatest z, the sum of exp(z - top), and that of z.
+// Sums of a row: `top` is its maximum z, `sum` that of exp(z - top), `total` that of z.
 struct Sums {
     float top, sum, total;
 };
@@ -96,7 +97,7 @@ __device__ __forceinline__ void absorb(Sums &s, const Values &v, int column, flo
     for (int j = 0; j < LANES; j++) s.sum += exp_below(z[j] - s.top);
 }
 
-// Absorb the vectors of a thread from `column` on, and keep the first STORED of them if asked to.
+// Absorb the vectors of a thread from `column` on, and keep the first KEEP of them in `stored`.
 template <int KEEP>
 __device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, float softcap,
                                            Values *stored) {
@@ -117,22 +118,22 @@ __device__ __forceinline__ void absorb_row(Sums &s, const T *row, int column, fl
     }
 }
 
-// From the sums of every thread to those of the row, which all of its threads get.
+// Combine the sums of a row's threads into those of the row, in all of its threads.
 __device__ __forceinline__ void reduce_row(Sums &s) {
     __shared__ Exchange<2 * WARPS> exchange;
     __shared__ Exchange<WARPS> totals;
     row_exp_sum<ROW_THREADS>(s.top, s.sum, exchange);
     if constexpr (SMOOTHING) s.total = row_sum<ROW_THREADS>(s.total, totals);
-    if (s.sum == 0) s.top = 0;  // nothing but -inf
+    if (s.sum == 0) s.top = 0;  // all logits are -inf
 }
 
-// The loss of a row whose label is a column; target is the logit there.
+// The loss of a row whose label is valid; `target` is the logit of the label.
 __device__ __forceinline__ float loss_of(const Sums &s, float target, float smoothing,
                                          float z_loss, float softcap) {
     target = capped(target, softcap);
     if constexpr (SMOOTHING)
         target = (1 - smoothing) * target + smoothing * divided_by<COLUMNS>(s.total);
-    const float log = s.sum == 0 ? 0 : logf(s.sum);  // lse - top, which does not cancel far from 0
+    const float log = s.sum == 0 ? 0 : logf(s.sum);  // lse - top; far from 0, lse would cancel
     return log + (s.top - target) + z_loss * (log + s.top) * (log + s.top);
 }
 
@@ -162,7 +163,7 @@ KERNEL(THREADS) cross_entropy_forward(
 }
 
 // ---- gradients --------------------------------------------------------------------------------
-// What the gradient of a row is made of: z' * (exp(z - lse) * weight - uniform - on_label).
+// The coefficients of a row's gradient: z' * (exp(z - lse) * weight - uniform - on_label).
 struct LogitGradient {
     float lse, weight, uniform, on_label;
     long long label;
@@ -181,7 +182,7 @@ __device__ __forceinline__ void gradient_of(float (&d)[LANES], const Values &v, 
 }
 
 constexpr int TILE = THREADS * LANES;             // columns of a block
-constexpr int TILES = (WIDTH + TILE - 1) / TILE;  // of a row
+constexpr int TILES = (WIDTH + TILE - 1) / TILE;  // tiles of a row
 
 KERNEL(THREADS) cross_entropy_backward(
     const float *__restrict__ dloss, const float *__restrict__ dlse, const T *logits,
@@ -195,14 +196,14 @@ KERNEL(THREADS) cross_entropy_backward(
 
     const long long label = labels[row];
     const bool counts = label != ignore;
-    float its_lse = lse[row], its_dloss = counts ? dloss[row] : 0;
-    if (its_lse < LOWEST) its_lse = 0;  // nothing but -inf
-    if (counts && (label < 0 || label >= COLUMNS)) its_dloss = not_a_number();
-    const float weight = its_dloss * (1 + 2 * z_loss * its_lse) + (dlse == nullptr ? 0 : dlse[row]);
-    const LogitGradient g = {its_lse, weight, its_dloss * divided_by<COLUMNS>(smoothing),
-                             (1 - smoothing) * its_dloss, label};
+    float row_lse = lse[row], row_dloss = counts ? dloss[row] : 0;
+    if (row_lse < LOWEST) row_lse = 0;  // all logits are -inf
+    if (counts && (label < 0 || label >= COLUMNS)) row_dloss = not_a_number();
+    const float weight = row_dloss * (1 + 2 * z_loss * row_lse) + (dlse == nullptr ? 0 : dlse[row]);
+    const LogitGradient g = {row_lse, weight, row_dloss * divided_by<COLUMNS>(smoothing),
+                             (1 - smoothing) * row_dloss, label};
     float d[LANES] = {};
-    // a row without a label is 0, whatever its logits hold, NaN too
+    // the gradient of a row without a label is 0 whatever its logits are, NaN included
     if (counts || dlse != nullptr) gradient_of(d, v, column, g, softcap);
     store_row(dlogits, start, column, d);
 }
@@ -218,7 +219,7 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
     const int first = threadIdx.x % ROW_THREADS * LANES, column = first - lead(start);
     const long long label = row < rows ? labels[row] : ignore;
     const bool counts = label != ignore, wrong = counts && (label < 0 || label >= COLUMNS);
-    // read now: the gradient may be written over it
+    // read now: the gradient may overwrite it
     const float target = counts && !wrong ? (float)logits[start + label] : 0;
 
     Sums s = {LOWEST, 0, 0};
@@ -242,13 +243,13 @@ KERNEL(THREADS, BLOCKS) cross_entropy_over_(
         if (wrong) loss[row] = not_a_number();
         if (wrong) report(faults, who, row, label, COLUMNS);
     }
-    float its_dloss = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
-    if (wrong) its_dloss = not_a_number();
+    float row_dloss = counts ? scale * (dloss == nullptr ? 1 : dloss[row]) : 0;
+    if (wrong) row_dloss = not_a_number();
     const float log = s.sum == 0 ? 0 : logf(s.sum), share = s.sum == 0 ? 0 : 1 / s.sum;
     // exp(z - lse) is exp(z - top) / sum
-    const LogitGradient g = {s.top, share * its_dloss * (1 + 2 * z_loss * (log + s.top)),
-                             its_dloss * divided_by<COLUMNS>(smoothing),
-                             (1 - smoothing) * its_dloss, label};
+    const LogitGradient g = {s.top, share * row_dloss * (1 + 2 * z_loss * (log + s.top)),
+                             row_dloss * divided_by<COLUMNS>(smoothing),
+                             (1 - smoothing) * row_dloss, label};
 #pragma unroll
     for (int k = 0; k < HELD; k++) {
         const int at = column + k * STEP;

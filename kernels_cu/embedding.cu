@@ -6,20 +6,20 @@
 //               backward  (tokens + vocab) * HIDDEN * sizeof(T)
 //   constants   T, I      dtypes of the table, of tokens
 //               HIDDEN    length of a row
-//               LANES     values of one access: 16 bytes, or what HIDDEN and the addresses are
-//                         multiples of
-//               THREADS   of a block
-//               CHUNK     sorted tokens that are added first, where they are all the same
+//               LANES     values of one access: 16 bytes, or fewer as HIDDEN and the addresses
+//                         allow
+//               THREADS   threads of a block
+//               CHUNK     sorted tokens that are summed in advance, if they are all the same
 //
-//   The trick: backward, tokens come sorted, so the t of a row are neighbours, between two
+//   The trick: backward takes sorted tokens, so the t of a row are neighbours, between two
 //   `starts`.  A thread owns one vector of one row of dweight and adds its dx in their order: no
-//   atomics, equal bits, rounded once; a row without a token gets its 0 in the same launch.  A
-//   frequent token would hold up its thread: whole chunks of it are added before, side by side.
-//   Forward, a token outside the table gives NaN and a report; backward it is passed over.
+//   atomics, equal bits, one rounding; a row without a token gets its 0 in the same launch.  A
+//   frequent token would make its thread slow: whole chunks of it are summed in advance, in
+//   parallel.  Forward, a token outside the table gives NaN and a report; backward skips it.
 #include "common/faults.cuh"
 #include "common/vector.cuh"
 
-constexpr int VECTORS = HIDDEN / LANES;                      // of a row
+constexpr int VECTORS = HIDDEN / LANES;                      // vectors of a row
 constexpr int TILES = (VECTORS + THREADS - 1) / THREADS;  // blocks of a row
 
 KERNEL(THREADS) embedding(const I *__restrict__ tokens, const T *__restrict__ weight,
@@ -40,7 +40,7 @@ KERNEL(THREADS) embedding(const I *__restrict__ tokens, const T *__restrict__ we
     put(x + token * HIDDEN + column, v);
 }
 
-// starts[v] is the first of the sorted tokens that is v or more, for v of 0 .. vocab.
+// starts[v] is the index of the first sorted token that is v or more, for v = 0 .. vocab.
 KERNEL(THREADS) embedding_starts(const I *__restrict__ sorted, long long *__restrict__ starts,
                                  long long count, long long vocab) {
     const long long v = (long long)blockIdx.x * THREADS + threadIdx.x;
@@ -54,7 +54,7 @@ KERNEL(THREADS) embedding_starts(const I *__restrict__ sorted, long long *__rest
     starts[v] = low;
 }
 
-// Add rows of dx: those of the sorted tokens `from` to `end`, at one vector of columns.
+// Add the rows of dx of the sorted tokens from .. end - 1, in one vector of columns.
 __device__ __forceinline__ void add(float (&sum)[LANES], const T *dx, const long long *order,
                                     long long from, long long end) {
 #pragma unroll 4
@@ -78,7 +78,7 @@ KERNEL(THREADS) embedding_partial(const T *__restrict__ dx, const I *__restrict_
     store(partial + chunk * HIDDEN + column, sum);
 }
 
-// order[i] is the t of the i-th of the sorted tokens.
+// order[i] is the t of the i-th sorted token.
 KERNEL(THREADS) embedding_backward(const T *__restrict__ dx, const long long *__restrict__ order,
                                    const long long *__restrict__ starts,
                                    const float *__restrict__ partial, T *__restrict__ dweight) {

@@ -9,20 +9,20 @@
 //   traffic     forward   elements * sizeof(T) * 3
 //               backward  elements * sizeof(T) * 5
 //   constants   T             dtype of every array
-//               LANES         values of one access: 16 bytes, or what the addresses are multiples of
-//               THREADS       of a block
+//               LANES         values of one access: 16 bytes, or fewer as the addresses allow
+//               THREADS       threads of a block
 //               STRIDED       some array is a slice of a wider one: see rows.cuh
 //               APPROXIMATE   the formula with tanh
 //
-//   The trick: neither form of s cancels where x is far below 0, and the second costs one exp.
-//   All loads stand before the first store, so that dgate may lie over gate and dup over up, and
-//   arrays are read where they lie: gate and up may be halves of one array.
+//   The trick: neither form of s suffers from cancellation where x is far below 0, and the second
+//   costs one exp.  All loads come before the first store, so that dgate may overwrite gate and dup
+//   overwrite up.  Slices are read without a copy: gate and up may be halves of one array.
 #include "common/math.cuh"
 #include "common/rows.cuh"
 
 constexpr float STEEPNESS = 0.7978845608028654f, CUBIC = 0.044715f;  // sqrt(2 / pi)
-constexpr float SATURATION = 10;  // from here on s is 0 or 1, and x^3 may not overflow
-// Blocks that an SM holds, backward; 0 leaves it to the compiler.
+constexpr float SATURATION = 10;  // beyond it s is 0 or 1; clamping keeps x^3 from overflowing
+// Blocks that an SM must hold, in backward; 0 leaves it to the compiler.
 constexpr int RESIDENT = STRIDED && APPROXIMATE && sizeof(T) == 2 ? 6 : 0;
 
 __device__ __forceinline__ float share(float x) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ float share(float x) {
     else return 0.5f * erfcf(-0.7071067811865476f * x);
 }
 
-// x times the derivative of its share
+// x * s'
 __device__ __forceinline__ float rise(float x, float s) {
     if constexpr (APPROXIMATE) {
         x = fminf(fmaxf(x, -SATURATION), SATURATION);

@@ -1,16 +1,16 @@
-// What becomes of all gradients of a step between the backward pass and the optimizer.
+// All gradients of a step between backward and optimizer: their norm, and their rescaling.
 //
 //   measure   norm = sqrt(sum of (g / divisor)^2), finite, factor = min(1, max_norm / norm) / divisor;
 //             WRITE: also out = g / divisor, float32
-//   rescale   g *= factor, in place; nothing where factor is 1 or a gradient is not finite
+//   rescale   g *= factor, in place; no change where factor is 1 or a gradient is not finite
 //
 //   traffic     measure: elements * sizeof(g), and + 4 with WRITE; rescale: 2 * elements * sizeof(g)
 //   constants   those of common/many.cuh, with the fields GRADIENT and OUT; a kind is a dtype
-//               WRITE     whether measure writes
+//               WRITE     whether measure writes `out`
 //
-//   The trick: blocks stay and take every gridDim-th chunk, so there are few sums; the last block to
-//   end adds them, always in the same order.  Eight squares are added in float32, what is beyond its
-//   range in float64, the sums of eight in float64.
+//   The trick: a block takes every gridDim-th chunk, so there are few sums; the last block to end
+//   adds them, always in the same order.  Eight squares are added in float32, or in float64 where
+//   they are outside of its range; the sums of eight are added in float64.
 #include "common/last_block.cuh"
 #include "common/many.cuh"
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ double squares(const Values &v) {
     return wide;
 }
 
-// Give the threads of a chunk's warps the spans they hold: (the tensor's address, offset, count).
+// Call use(address of the tensor, offset, count) for each of the chunk's spans that this warp owns.
 template <class Use>
 __device__ __forceinline__ void spans(const long long *tensor, long long first, Use use) {
     with_kind(tensor[KIND], [&](auto kind) {
@@ -80,10 +80,10 @@ KERNEL(THREADS, 4) measure(const long long *tensors, const int *owners, int chun
     for (int i = threadIdx.x; i < gridDim.x; i += THREADS) total += __ldcg(&sums[i]);
     total = block_sum(total, partial[1]);
     if (threadIdx.x == 0) {
-        const double found = sqrt(total);
-        *norm = found;
-        *finite = found < 1e300;  // finite squares of float32 end far below
-        *factor = (float)(found > max_norm ? max_norm / found : 1.0) * inverse;
+        const double root = sqrt(total);
+        *norm = root;
+        *finite = root < 1e300;  // squares of finite float32 stay far below
+        *factor = (float)(root > max_norm ? max_norm / root : 1.0) * inverse;
     }
 }
 

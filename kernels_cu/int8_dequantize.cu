@@ -1,14 +1,14 @@
-// Integers of eight bits and a scale a row, as floats.
+// 8-bit integers with one scale per row, converted to floats.
 //
 //   w[r, c] = codes[r, c] * absmax[r] / 127
 //
 //   traffic     rows * columns * (sizeof(T) + 1)
 //   constants   T, A      dtypes of w, of absmax
-//               LANES     values of one access: 16 codes, or what the addresses are multiples of
-//               THREADS   of a block
+//               LANES     values of one access: 16 codes, or fewer as the addresses allow
+//               THREADS   threads of a block
 //
-//   The trick: codes become floats by bytes and differences, and w is written where it lies: a
-//   chunk that the product behind it finds in L2.
+//   The trick: codes become floats by a byte permutation and a subtraction, see codes.cuh; w is a
+//   chunk of the weight that the following product still finds in L2.
 #include "common/codes.cuh"
 #include "common/math.cuh"
 #include "common/rows.cuh"

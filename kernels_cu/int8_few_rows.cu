@@ -1,19 +1,19 @@
-// A few rows by a weight of integers of eight bits.
+// The product of a few rows and a weight of 8-bit integers.
 //
 //   y[r, o] = (sum of x[r, i] * codes[o, i] over i) * absmax[o] / 127        y += ... with ADD
 //
-//   traffic     outputs * inputs, codes once; outputs * rows * sizeof(U); x out of L2
+//   traffic     outputs * inputs, codes once; outputs * rows * sizeof(U); x from L2
 //   constants   T, U, A   dtypes of x, y and absmax
 //               ROWS      rows of x, rounded up to a power of two: at most 16
 //               OUTPUTS   rows of the weight that a block takes
-//               LANES     codes of one access: 16 or 8, or what inputs and the addresses are multiples of
-//               PART      values of x that are floats at a time: 8, or what LANES and the address
-//                         of x allow
-//               ADD       y holds what the product is added to
+//               LANES     codes of one access: 16 or 8, or fewer as inputs and the addresses allow
+//               PART      values of x that are converted at a time: 8, or fewer as LANES and the
+//                         address of x allow
+//               ADD       the product is added to y
 //
-//   The trick: a block takes few outputs and all inputs, shared out among its threads: so the
-//   blocks are many and each code is asked for at once.  A thread multiplies every code of its by
-//   all rows.  Sums of threads are added in a fixed order.
+//   The trick: a block takes few outputs and all inputs, divided among its threads: there are many
+//   blocks, and all codes are requested at once.  A thread multiplies each of its codes by all
+//   rows.  Sums of threads are added in a fixed order.
 #include "common/codes.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -26,16 +26,16 @@ KERNEL(THREADS, ROWS <= 4 ? 4 : ROWS <= 8 ? 3 : 2) int8_few_rows_(const T *__res
     __shared__ Exchange<OUTPUTS * ROWS * WARPS> exchange;
     const long long first = (long long)blockIdx.x * OUTPUTS;
     float sum[OUTPUTS * ROWS] = {};
-    const signed char *its_codes[OUTPUTS];
+    const signed char *code_rows[OUTPUTS];
 #pragma unroll
-    for (int o = 0; o < OUTPUTS; o++)  // one beyond the last reads that again
-        its_codes[o] = codes + min(first + o, outputs - 1) * inputs;
+    for (int o = 0; o < OUTPUTS; o++)  // past the end, the last row is read again
+        code_rows[o] = codes + min(first + o, outputs - 1) * inputs;
 #pragma unroll(ROWS <= 4 ? 2 : 1)
     for (int at = threadIdx.x * LANES; at < inputs; at += THREADS * LANES) {
         Vector<signed char, LANES> code[OUTPUTS];
 #pragma unroll
         for (int o = 0; o < OUTPUTS; o++)
-            fetch(code[o], its_codes[o] + at);
+            fetch(code[o], code_rows[o] + at);
 #pragma unroll
         for (int part = 0; part < LANES; part += PART) {
             float w[OUTPUTS][PART];
@@ -57,7 +57,7 @@ KERNEL(THREADS, ROWS <= 4 ? 4 : ROWS <= 8 ? 3 : 2) int8_few_rows_(const T *__res
     }
     row_sums<THREADS>(sum, exchange);
 #pragma unroll
-    for (int i = 0; i < OUTPUTS * ROWS; i++) {  // thread i has the i-th: registers have no index
+    for (int i = 0; i < OUTPUTS * ROWS; i++) {  // thread i takes sum i; registers cannot be indexed
         const long long output = first + i / ROWS;
         const int row = i % ROWS;
         if (threadIdx.x != i % THREADS || row >= rows || output >= outputs) continue;

@@ -1,28 +1,29 @@
-// Rows by a weight, both integers of eight bits: exact sums, then scales.
+// The product of rows and a weight, both 8-bit integers: exact sums, then scales.
 //
 //   y[r, o] = (sum of x_codes[r, i] * codes[o, i] over i * scales[r]
 //              + sum of x[r, c] * codes[o, c] over the columns c of list) * absmax[o] / 127
 //
-//   or, with one scale of all outputs, (sum of x_codes[r, i] * codes[o, i]) * (scales[r] * scale)
+//   or, with one scale for all outputs, (sum of x_codes[r, i] * codes[o, i]) * (scales[r] * scale)
 //   + bias[o]
 //
-//   traffic     (rows + outputs) * inputs of codes, again for each column or row of tiles, out of L2;
+//   traffic     (rows + outputs) * inputs of codes, again for each column or row of tiles, from L2;
 //               rows * outputs * sizeof(T)
 //   constants   T, A, B        dtypes of x and y, of absmax, of bias
-//               TILE_ROWS, TILE_OUTPUTS    of y, for a block
+//               TILE_ROWS, TILE_OUTPUTS    rows and columns of y that a block computes
 //               DEPTH, STAGES  inputs of a stage, and stages of the ring
 //               DOWN, RIGHT    warps of a block, along rows and outputs
-//               RESIDENT       blocks that an SM holds at least
+//               RESIDENT       blocks that an SM must hold
 //               WIDE           inputs, and addresses, are multiples of 16
 //               OUTLIERS       there is a list
-//               PAIRS          outputs are even
+//               PAIRS          the number of outputs is even
 //               ONE            absmax is one scale
-//               BIAS           there is a bias, beside one scale
+//               BIAS           there is a bias, with one scale
 //
-//   The trick: both operands lie along their sums, as mma m16n8k32 takes them: ldmatrix brings 16
-//   codes of a row where it brings 8 values of 16 bits.  Sums are integers until the end: equal
-//   bits in any order.  Columns of the list are few; their codes are 0 in x_codes, and x itself
-//   meets the weight's there, in float32, before the one rounding.
+//   The trick: both operands are contiguous along the axis that is summed, as mma m16n8k32 takes
+//   them: ldmatrix loads 16 codes of a row where it would load 8 values of 16 bits.  Sums are
+//   integers until the end: equal bits in any order.  The list has few columns; their codes are 0
+//   in x_codes, and x itself is multiplied by the weight's codes there, in float32, before the only
+//   rounding.
 #include "common/math.cuh"
 #include "common/tile.cuh"
 #include "common/vector.cuh"
@@ -33,7 +34,7 @@ using Codes = Tile<signed char, DEPTH>;
 constexpr int STAGE = (TILE_ROWS + TILE_OUTPUTS) * Codes::PITCH;
 static_assert(N % 2 == 0 && DEPTH % 32 == 0, "ldmatrix brings 16 outputs of 32 inputs");
 
-// Begin to copy COUNT rows from `row` on, DEPTH inputs from `first` on; beyond either end are zeros.
+// Start copying COUNT rows from `row` on, DEPTH inputs from `first` on, with zeros past either end.
 template <int COUNT>
 __device__ __forceinline__ void copy(const Codes &to, const signed char *from, long long row,
                                      long long rows, int first, int inputs) {
@@ -79,7 +80,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
     for (int step = 0; step < STAGES - 1; step++) load(step);
     for (int step = 0; step < steps; step++) {
         cp_async_wait<STAGES - 2>();
-        __syncthreads();  // this stage is there for all, and all have left the one before it
+        __syncthreads();  // this stage has arrived, and all warps are done with the previous one
         load(step + STAGES - 1);
         const Codes left{memory + step % STAGES * STAGE};
         const Codes top{left.start + TILE_ROWS * Codes::PITCH};
@@ -107,12 +108,12 @@ KERNEL(THREADS, RESIDENT) int8_linear(
         const long long own = row + down + m * 16 + half * 8 + lane / 4;
         if (own >= rows) return;
         const float scale = ONE ? scales[own] * (float)*absmax : scales[own];
-        float found[N][2];
+        float result[N][2];
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                found[n][e] = (float)sum[m][n][half * 2 + e] * scale;
+                result[n][e] = (float)sum[m][n][half * 2 + e] * scale;
         if constexpr (OUTLIERS) {
             const int last = *count;
 #pragma unroll 1
@@ -125,7 +126,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
                     for (int e = 0; e < 2; e++) {
                         const int o = min(column + n * 8 + e, outputs - 1);
                         const float code = (float)codes[(long long)o * inputs + c];
-                        found[n][e] = fmaf(value, code, found[n][e]);
+                        result[n][e] = fmaf(value, code, result[n][e]);
                     }
             }
         }
@@ -138,7 +139,7 @@ KERNEL(THREADS, RESIDENT) int8_linear(
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int at = min(o + e, outputs - 1);
-                both[e] = ONE ? found[n][e] : found[n][e] * divided_by<127>((float)absmax[at]);
+                both[e] = ONE ? result[n][e] : result[n][e] * divided_by<127>((float)absmax[at]);
                 if constexpr (BIAS) both[e] += (float)bias[at];
             }
             if constexpr (PAIRS) store(to, both);

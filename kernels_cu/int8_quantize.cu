@@ -1,26 +1,26 @@
-// Rows as integers of eight bits, and a scale a row.
+// Quantizes rows to 8-bit integers, with one scale per row.
 //
 //   absmax = max |x|      codes = round(x * (127 / absmax))      scale = absmax / 127
 //
-//   absmax counts as `least` where it is less; a row below TINY is 0; one that holds NaN or infinity
-//   has codes of 0, and NaN for its scale
+//   absmax is at least `least`; a row whose absmax is below TINY counts as 0; a row with a NaN or
+//   an infinity has codes of 0 and the scale NaN
 //
 //   traffic     rows * COLUMNS * (sizeof(T) * (KEEP ? 1 : 2) + 1)
 //   constants   T             dtype of x
 //               COLUMNS       length of a row
-//               LANES         values of one access: 16 bytes of x, or what COLUMNS and the
-//                             addresses are multiples of
+//               LANES         values of one access: 16 bytes of x, or fewer as COLUMNS and the
+//                             addresses allow
 //               ROW_THREADS   threads of a block that share a row: a power of two up to 32, or all
-//               THREADS       of a block
+//               THREADS       threads of a block
 //               CLUSTER       blocks that share a row: 1, or up to 8 from sm_90 on
-//               RESIDENT      blocks that an SM holds at least
+//               RESIDENT      blocks that an SM must hold
 //               KEEP          a row stays in registers
-//               OUTLIERS      what is beyond a threshold counts as 0, and so does each code of a
+//               OUTLIERS      a value beyond the threshold counts as 0, and so does each code of a
 //                             column that holds such a value
 //
-//   The trick: a row that fits is read once, and is kept as it lies in memory, so that a register
-//   holds two values of 16 bits.  Both roundings, of 127 / absmax and of the product, are those of
-//   float32 on any machine: codes are equal to the bit.
+//   The trick: a row that fits is read once, and is kept in its own dtype, so that a register holds
+//   two values of 16 bits.  Both roundings, of 127 / absmax and of the product, are those of
+//   float32 on any machine: codes have equal bits.
 #include "common/math.cuh"
 #include "common/row_threads.cuh"
 #include "common/rows.cuh"
@@ -35,8 +35,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
     __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
-    const T *its_x = x + start(row, {inner, outer, step}) + first;
-    signed char *its_codes = codes + row * COLUMNS + first;
+    const T *x_row = x + start(row, {inner, outer, step}) + first;
+    signed char *codes_row = codes + row * COLUMNS + first;
     cluster_start<CLUSTER>(exchange);
 
     Vector<T, LANES> kept[KEEP ? DEPTH : 1];
@@ -44,7 +44,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (row >= rows || !inside(first + k * STEP, k)) continue;
-        fetch(kept[KEEP ? k : 0], its_x + k * STEP);
+        fetch(kept[KEEP ? k : 0], x_row + k * STEP);
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
             const float size = fabsf((float)kept[KEEP ? k : 0].at[j]);
@@ -61,7 +61,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (!inside(first + k * STEP, k)) continue;
-        if constexpr (!KEEP) fetch(kept[0], its_x + k * STEP);
+        if constexpr (!KEEP) fetch(kept[0], x_row + k * STEP);
         Vector<signed char, LANES> code;
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
@@ -69,7 +69,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) int8_quantize(
             const bool there = !broken && !(OUTLIERS && outliers[first + k * STEP + j]);
             code.at[j] = there ? (signed char)__float2int_rn(value * factor) : 0;
         }
-        put(its_codes + k * STEP, code);
+        put(codes_row + k * STEP, code);
     }
     if (column_of(0) != 0) return;
     scales[row] = broken ? __uint_as_float(0x7fc00000u) : divided_by<127>(top);

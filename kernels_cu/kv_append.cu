@@ -1,29 +1,28 @@
-// New keys and values into a cache, in place, both in one launch.
+// Writes new keys and values into a cache, in place, both in one launch.
 //
-//   keys[b, slot(start + i)] = k[b, i]        values alike, start of each b its own
+//   keys[b, slot(start + i)] = k[b, i]        likewise for values; each b has its own start
 //
-//   slot(p) = p                                         for p < sinks: these stay
-//             sinks + (p - sinks) % (slots - sinks)     of the others the last stay: a ring
+//   slot(p) = p                                         for p < sinks: these tokens stay
+//             sinks + (p - sinks) % (slots - sinks)     else, in a ring that keeps the last tokens
 //   paged:    page_table[b, p / page] * page + p % page
 //
 //   traffic     4 * batch * tokens * ROW * sizeof(T)
 //   constants   T        dtype of keys and values
 //               P, G     dtypes of starts and of page_table
 //               ROW      values of a token: kv_heads * dim
-//               LANES    values of one access: 16 bytes, or what ROW and the addresses are
-//                        multiples of
-//               THREADS  of a block
+//               LANES    values of one access: 16 bytes, or fewer as ROW and the addresses allow
+//               THREADS  threads of a block
 //
-//   New tokens are read where they lie: they may be columns of a longer row.
+//   New tokens are read without a copy: they may be columns of a longer row.
 //
-//   The trick: where a row stands is read on the device, so a captured launch can be played again
-//   for every token.  Of tokens that would meet in one slot only the last is written; a token
-//   that has no slot is dropped.
+//   The trick: positions are read on the device, so a captured launch can be replayed for every
+//   token.  Of several tokens with the same slot only the last is written; a token that has no slot
+//   is dropped.
 #include "common/vector.cuh"
 
-constexpr int VECTORS = ROW / LANES;  // of a token
+constexpr int VECTORS = ROW / LANES;  // vectors of a token
 
-// One vector of a token, from its place among the new ones to its slot.
+// Copy one vector of a new token to its slot.
 __device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values, long long slot,
                                      int column) {
     const long long to = slot * ROW + column;
@@ -35,8 +34,8 @@ __device__ __forceinline__ void copy(const T *k, const T *v, T *keys, T *values,
 }
 
 // count             tokens of all rows
-// start             position of the first new token, without starts
-// k_row .. v_token  values between neighbouring rows, and tokens of a row, of k and v
+// start             position of the first new token, if there are no starts
+// k_row .. v_token  distances between neighbouring rows, and tokens of a row, of k and v, in values
 KERNEL(THREADS) kv_append_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict__ keys,
                            T *__restrict__ values, const P *__restrict__ starts, long long start,
                            long long count, long long tokens, long long slots, long long sinks,

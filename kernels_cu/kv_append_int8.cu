@@ -1,22 +1,22 @@
-// New keys and values into a cache of integers of eight bits, in place, with a scale a token and head.
+// Writes new keys and values into a cache of 8-bit integers, in place; a scale per token and head.
 //
 //   absmax = max |k[b, i, h]|      codes = round(k * (127 / absmax))      scale = absmax / 127
 //
-//   keys[b, slot(start + i), h] = codes, scales[0, b, slot(start + i), h] = scale; values alike, in
-//   scales[1]; slots, and pages, as in kv_append.cu
+//   keys[b, slot(start + i), h] = codes, scales[0, b, slot(start + i), h] = scale; likewise for
+//   values, in scales[1]; slots and pages as in kv_append.cu
 //
 //   traffic     2 * batch * tokens * kv_heads * (DIM * (sizeof(T) + 1) + 4)
 //   constants   T            dtype of k and v
 //               P, G         dtypes of starts and of page_table
 //               DIM          values of a head
-//               LANES        values of one access: 16 bytes, or what DIM and the addresses are
-//                            multiples of
+//               LANES        values of one access: 16 bytes, or fewer as DIM and the addresses
+//                            allow
 //               ROW_THREADS  threads that share a head: a power of two up to 32
-//               THREADS      of a block
-//               PAGED        tokens lie in pages of page_table
+//               THREADS      threads of a block
+//               PAGED        tokens are in pages of page_table
 //
-//   The trick: one launch for both, which reads a head once and keeps it as it lies in memory.  A
-//   head with NaN or infinity has NaN for its scale, and codes of 0.
+//   The trick: one launch for keys and values, which reads a head once and keeps it in its own
+//   dtype.  A head with a NaN or an infinity has the scale NaN and codes of 0.
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -25,8 +25,9 @@ constexpr int STEP = ROW_THREADS * LANES, DEPTH = (DIM + STEP - 1) / STEP;
 constexpr float TINY = 1.504632769052528e-36f;  // 2^-119: 127 / TINY is finite
 constexpr float LARGEST = 3.402823466e38f;
 
-// k_row .. v_token  values between neighbouring rows, and tokens of a row, of k and v
-// pages, slots      of the cache, without pages batch and slots; row_pages of page_table
+// k_row .. v_token  distances between neighbouring rows, and tokens of a row, of k and v, in values
+// pages, slots      of the cache: pages and their tokens, or without pages the batch and its slots
+// row_pages         pages in a row of page_table
 struct Cache {
     long long start, count, tokens, kv_heads, pages, slots, sinks, row_pages;
     long long k_row, k_token, v_row, v_token;
@@ -45,7 +46,7 @@ KERNEL(THREADS) kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v
     const long long row = token / call.tokens, at = token % call.tokens;
     const int first = threadIdx.x % ROW_THREADS * LANES;
 
-    long long slot = -1;  // of all tokens of the cache
+    long long slot = -1;  // index among all tokens of the cache
     if (own < each) {
         const long long start = starts == nullptr ? call.start : (long long)starts[row];
         const long long position = start + at;

@@ -1,8 +1,8 @@
-// The two products of a gradient dy with the low rank of an adapter, from one pass over dy.
+// The two products of a gradient dy with the low-rank matrices of an adapter, in one pass over dy.
 //
 //   up = dy @ b      db = dy.T @ low
 //
-//   traffic     dy once; low once a slab of columns, b once a group of rows, both out of L2; with
+//   traffic     dy once; low once per slab of columns, b once per group of rows, both from L2; with
 //               several slabs or groups, float32 sums that are written here and read by column_sum:
 //               slabs * rows * rank and groups * outputs * rank of them
 //   constants   T       dtype of dy, b and low
@@ -10,10 +10,11 @@
 //               RANK    16, 32 or 64: the rank, rounded up
 //               LANES   values of dy that are copied at a time: 16 bytes of them, or 1
 //
-//   The trick: a block owns a slab of columns and a group of rows, whose tiles pass by in a ring.
-//   db of the slab stays in registers until the end: a warp holds some columns and all of the rank.
-//   Of up of a tile a warp has 16 rows and 16 of the rank and, where there are more warps than
-//   that, a share of the columns; shares are added in a fixed order, as are the sums of blocks.
+//   The trick: a block owns a slab of columns and a group of rows, and loads the tiles of these
+//   rows into a ring.  db of the slab stays in registers until the end: a warp holds some columns
+//   and the whole rank.  Of the up of a tile, a warp computes 16 rows by 16 columns of the rank; if
+//   there are more warps than such parts, each sums over some of the slab's columns.  These partial
+//   sums are added in a fixed order, as are the sums of blocks.
 #include "common/tile.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 32;
@@ -21,13 +22,13 @@ constexpr int COLUMNS = 512 / sizeof(T), WARP_COLUMNS = COLUMNS / WARPS;
 constexpr int PARTS = RANK / 16, SPLITS = WARPS / (ROWS / 16 * PARTS);
 constexpr int PITCH = RANK + 8, DEPTH = COLUMNS / SPLITS;
 constexpr int M = WARP_COLUMNS / 16, N = RANK / 8;
-// of an SM, as most have shared memory for
+// blocks that an SM must hold, which the shared memory of most has room for
 constexpr int RESIDENT = RANK == 64 && sizeof(T) == 4 ? 1 : 2;
 using Slab = Tile<T, COLUMNS>;
 using Low = Tile<T, RANK>;
 constexpr int STAGE = ROWS * (Slab::PITCH + Low::PITCH);
 
-// Copy rows first .. first + COUNT of a matrix of `rank` columns, with 0 beyond either end.
+// Copy rows first .. first + COUNT - 1 of a matrix of `rank` columns, with 0 past either end.
 template <int COUNT>
 __device__ __forceinline__ void put_low(const Low &to, const T *from, long long first,
                                         long long stop, int rank) {
@@ -49,9 +50,9 @@ __device__ __forceinline__ void add_four(float (&sum)[4], float x, const float *
     sum[3] = fmaf(x, y.w, sum[3]);
 }
 
-// found += 16 rows of dy by 16 columns of b, over a share of the slab's columns.
+// sums += 16 rows of dy by 16 columns of b, over part `split` of the slab's columns.
 template <class E>
-__device__ __forceinline__ void add_up(float (&found)[1][2][4], const Tile<E, COLUMNS> &dy,
+__device__ __forceinline__ void add_up(float (&sums)[1][2][4], const Tile<E, COLUMNS> &dy,
                                        const Tile<E, RANK> &b, int row, int part, int split) {
     const int lane = threadIdx.x % 32, first = split * DEPTH;
     if constexpr (sizeof(E) == 2) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void add_up(float (&found)[1][2][4], const Tile<E, CO
             uint32_t right[4];
             fetch(left, dy, row, k / 16);
             ldmatrix_x4_trans(right, from.at(k, part * 2));
-            multiply_two<E>(found, 0, left, right);
+            multiply_two<E>(sums, 0, left, right);
         }
     } else {
 #pragma unroll 4
@@ -70,12 +71,12 @@ __device__ __forceinline__ void add_up(float (&found)[1][2][4], const Tile<E, CO
             const float x = dy.at(row + lane / 2, k / 4)[k % 4];
 #pragma unroll
             for (int n = 0; n < 2; n++)
-                add_four(found[0][n], x, b.at(k, part * 4 + lane % 2 * 2 + n));
+                add_four(sums[0][n], x, b.at(k, part * 4 + lane % 2 * 2 + n));
         }
     }
 }
 
-// held += columns of a warp of dy, turned, by all of low.
+// held += dy.T @ low, for a warp's columns of dy.
 template <class E>
 __device__ __forceinline__ void add_db(float (&held)[M][N][4], const Tile<E, COLUMNS> &dy,
                                        const Tile<E, RANK> &low, int column) {
@@ -123,7 +124,7 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
     up += blockIdx.x % slabs * rows * rank;
     db += (long long)group * outputs * rank;
 
-    auto load = [&](int step) {  // few at a time: addresses take registers
+    auto load = [&](int step) {  // few accesses at a time: addresses take registers
         const Slab to{ring + step % 2 * STAGE};
         const long long top = first + (long long)step * ROWS;
 #pragma unroll(LANES > 1 ? 2 : 1)
@@ -152,14 +153,14 @@ KERNEL(32 * WARPS, RESIDENT) lora_gradients(
         __syncthreads();
         if (step + 1 < steps) load(step + 1);
 
-        float found[1][2][4] = {};
-        add_up(found, tile, own_b, row, part, split);
+        float up_sums[1][2][4] = {};
+        add_up(up_sums, tile, own_b, row, part, split);
         add_db(held, tile, lows, warp * WARP_COLUMNS);
 
         float *const to = sums + (split * ROWS + row) * PITCH + part * 16;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const float *sum = found[0][n];
+            const float *sum = up_sums[0][n];
             if constexpr (sizeof(T) == 2) {
                 float *const there = to + lane / 4 * PITCH + n * 8 + lane % 4 * 2;
                 *reinterpret_cast<float2 *>(there) = make_float2(sum[0], sum[1]);

@@ -1,12 +1,12 @@
-// The state of a loss scaler after a step whose gradients were finite, or not.
+// Updates the state of a loss scaler after a step, by whether the gradients were finite.
 //
-//   finite: good += 1, and at `interval` of them scale = min(scale * growth, maximum), good = 0
+//   finite: good += 1; when good == interval: scale = min(scale * growth, maximum), good = 0
 //   else:   scale = max(scale * backoff, minimum), good = 0, skipped += 1
 //
 //   traffic     40 bytes
 //   constants   none
 //
-//   The trick: the host never learns which of the two it was, so it need not wait.
+//   The trick: the host never reads which of the two it was, so it need not wait.
 KERNEL(1) loss_scaler(double *scale, float *factor, unsigned *counts, const bool *finite,
                       double growth, double backoff, double minimum, double maximum,
                       unsigned interval, bool dynamic) {
@@ -23,6 +23,6 @@ KERNEL(1) loss_scaler(double *scale, float *factor, unsigned *counts, const bool
     counts[0] = good;
     if (dynamic) {
         *scale = value;
-        *factor = (float)value;  // what a loss is multiplied by
+        *factor = (float)value;  // the factor of the loss
     }
 }

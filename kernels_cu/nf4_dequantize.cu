@@ -1,21 +1,21 @@
-// A part of a weight of 4 bits as a dense one.
+// Converts a part of a 4-bit weight to a dense matrix.
 //
 //   w[r, c] = level[code] * absmax of the block of the value at start + r * columns + c
 //
 //   traffic     values * (sizeof(T) + 1 / 2) + blocks * 4, or * 1 with DOUBLE
 //   constants   T         dtype of w
-//               LANES     values of one access, and of one absmax: the part begins, and its rows lie
-//                         apart, by multiples
-//               THREADS   of a block
+//               LANES     values of one access, with one absmax: start and row distance of the part
+//                         are multiples of it
+//               THREADS   threads of a block
 //               FP4       the levels are those of FP4
-//               DOUBLE    absmax is kept in 8 bits
+//               DOUBLE    absmax is stored in 8 bits
 //
-//   The trick: the 16 levels lie in 16 banks of shared memory, so that lanes which read different
-//   ones do not wait for each other, and those that read one share it.
+//   The trick: the 16 levels are in 16 banks of shared memory: lanes that read different levels
+//   have no bank conflict, and lanes that read the same level share one access.
 #include "common/four_bits.cuh"
 #include "common/vector.cuh"
 
-constexpr int DEPTH = 4;  // accesses of a thread, all under way together
+constexpr int DEPTH = 4;  // accesses of a thread, all in flight together
 constexpr int BYTES = LANES < 2 ? 1 : LANES / 2;
 
 KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
@@ -58,7 +58,7 @@ KERNEL(THREADS, 1536 / THREADS) nf4_dequantize_(
             const unsigned pair = pairs[k].at[j / 2];
             value[j] = levels[low ? pair & 15 : pair >> 4] * size[k];
         }
-        if (left - at >= LANES) store(w, first + at, value);  // in one piece: see vector.cuh
+        if (left - at >= LANES) store(w, first + at, value);  // not split in four: see vector.cuh
         else store(w + first + at, value, left - at);
     }
 }

@@ -1,28 +1,28 @@
-// Few rows times a weight of 4 bits, which is read packed, once.
+// The product of few rows and a 4-bit weight, which is read packed, once.
 //
 //   out[n, o] = sum over d of x[n, d] * level[code[o, d]] * absmax[block of (o, d)]    + out, if ADD
 //
-//   traffic     outputs * inputs / 2 + blocks * 4, or * 1 with DOUBLE, and once more out of L2 for each
-//               further ROWS; x once a block of threads, out of L2; rows * outputs * sizeof(O)
+//   traffic     outputs * inputs / 2 + blocks * 4, or * 1 with DOUBLE, and again from L2 for every
+//               further ROWS rows; x once per block of threads, from L2; rows * outputs * sizeof(O)
 //   constants   T, O       dtypes of x; of out
-//               UNIT       columns that share an absmax wherever they lie: 64, or 32
-//               UNITS      that a warp takes at a time
-//               ROWS       that a block has room for: 8 or 16, in float32 4
-//               TILES      of 16 outputs that a block has
-//               WARPS      of a block, which share out the columns
+//               UNIT       columns that always share an absmax: 64, or 32
+//               UNITS      units that a warp takes at a time
+//               ROWS       rows of x that a block has room for: 8 or 16, in float32 4
+//               TILES      tiles of 16 outputs of a block
+//               WARPS      warps of a block, which divide up the columns
 //               RESIDENT   blocks that an SM must hold
 //               WIDE       units of the weight can be read in one access
 //               X_WIDE     rows of x can be read 16 bytes at a time
 //               FP4        the levels are those of FP4
-//               DOUBLE     absmax is kept in 8 bits
+//               DOUBLE     absmax is stored in 8 bits
 //               ADD        the product is added to out
 //
-//   The trick: a byte of two codes chooses two levels as tensor cores take them, out of a table that
-//   each lane has in a bank of its own: one access of shared memory makes two weights.  Which columns
-//   stand where in a product is free, as long as x has the same order, so a lane reads neighbours.
-//   Sums of a unit are multiplied by absmax in float32.  Levels are rounded to T, as a dense weight
-//   is; x of float32 is multiplied in float32.  The next units are under way meanwhile.  Warps add
-//   their sums in one order.
+//   The trick: a byte of two codes selects two levels, in the layout of tensor cores, from a table
+//   that each lane has in a bank of its own: one access to shared memory gives two weights.  The
+//   order of columns in a product is free as long as x has the same order, so a lane reads
+//   neighbouring columns.  Sums of a unit are multiplied by absmax in float32.  Levels are rounded
+//   to T, as those of a dense weight are; x of float32 is multiplied in float32.  The next units
+//   are loaded meanwhile.  The sums of warps are added in a fixed order.
 #include "common/four_bits.cuh"
 #include "common/vector.cuh"
 #include <common/ptx.cuh>
@@ -30,15 +30,15 @@
 constexpr bool EXACT = sizeof(T) == 4;             // no tensor cores
 constexpr int THREADS = 32 * WARPS, OUTPUTS = 16 * TILES;
 constexpr int OWN = 2 * TILES;                     // rows of the weight that a lane reads
-constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that it reads of a unit of each
+constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that a lane reads of a unit of a row
 constexpr int GROUPS = EXACT ? 1 : ROWS / 8;
-constexpr int PITCH = OUTPUTS + 4;                 // of sums: lanes write to banks of their own
+constexpr int PITCH = OUTPUTS + 4;                 // of sums: lanes write to different banks
 constexpr int TABLE_WORDS = EXACT ? 16 : 256 * 32, SUMS = WARPS * ROWS * PITCH;
 
-// What a lane has under way of a unit.
+// The values of a unit that a lane has loaded or is loading.
 struct Part {
     unsigned codes[OWN][WORDS];
-    float size[OWN];         // absmax; with DOUBLE what its code is multiplied by
+    float size[OWN];         // absmax; with DOUBLE the scale of its code
     unsigned char code[OWN];
 };
 
@@ -48,7 +48,7 @@ struct Reader {
     const float *absmax;
     const unsigned char *codes;
     unsigned first[OWN];  // units before each row
-    int shift;            // of units, to blocks
+    int shift;            // block = unit >> shift
 
     __device__ __forceinline__ void read(Part &part, unsigned unit) const {
 #pragma unroll
@@ -73,7 +73,7 @@ struct Reader {
     }
 };
 
-// The neighbours of x that a lane multiplies.
+// Read the N neighbouring values of x that a lane multiplies.
 template <int N> __device__ __forceinline__ void read(Vector<T, N> &to, const T *from) {
     if constexpr (X_WIDE) {
         fetch(to, from);
@@ -101,7 +101,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     __shared__ __align__(16) unsigned memory[TABLE_WORDS > SUMS ? TABLE_WORDS : SUMS];
     __shared__ float levels[16], values[DOUBLE ? TABLE : 1];
     const int lane = threadIdx.x % 32, high = lane / 4, low = lane % 4;
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // one number to the compiler
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all
     const int parts = (rows + ROWS - 1) / ROWS, top = blockIdx.x % parts * ROWS;
     const int first = blockIdx.x / parts * OUTPUTS;
     rows = min(ROWS, rows - top);
@@ -112,10 +112,10 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     Reader weight = {packed + low * (VALUES / 2), absmax, codes, {}, shift};
 #pragma unroll
     for (int i = 0; i < OWN; i++) weight.first[i] = min(first + 8 * i + high, outputs - 1) * units;
-    unsigned its_x[GROUPS];  // where the lane's values of x begin; 16 rows are below 2^32
+    unsigned x_offset[GROUPS];  // offset of the lane's values of x; 16 rows are below 2^32
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)
-        its_x[i] =
+        x_offset[i] =
             opaque((EXACT ? 0 : min(8 * i + high, rows - 1) * x_apart) + low * VALUES);
 
     Part now[UNITS], next[UNITS];
@@ -124,7 +124,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
     for (int u = 0; u < UNITS; u++)
         if (unit + u < units) weight.read(now[u], unit + u);
 
-    // the tables: 16 levels; of each byte a pair of them, 32 times
+    // the tables: 16 levels; for each byte a pair of them, in 32 copies
     if (threadIdx.x < 16) levels[threadIdx.x] = level_of<FP4>(threadIdx.x);
     if constexpr (DOUBLE)
         for (int i = threadIdx.x; i < TABLE; i += THREADS) values[i] = absmax[i];
@@ -153,7 +153,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
         for (int u = 0; u < (EXACT ? 0 : UNITS); u++)
 #pragma unroll
             for (int i = 0; i < GROUPS; i++)
-                if (unit + u < units) read(xs[u][i], x + (its_x[i] + (unit + u) * UNIT));
+                if (unit + u < units) read(xs[u][i], x + (x_offset[i] + (unit + u) * UNIT));
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
             if (unit + u >= units) continue;
@@ -176,7 +176,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         Vector<T, 4> v;
-                        read(v, x + (its_x[0] + min(r, rows - 1) * x_apart + (unit + u) * UNIT +
+                        read(v, x + (x_offset[0] + min(r, rows - 1) * x_apart + (unit + u) * UNIT +
                                      c * 4));
 #pragma unroll
                         for (int i = 0; i < OWN; i++)
@@ -220,7 +220,7 @@ KERNEL(32 * WARPS, RESIDENT) nf4_product_(
         for (int u = 0; u < UNITS; u++) now[u] = next[u];
     }
 
-    __syncthreads();  // nobody reads the table any more
+    __syncthreads();  // all warps are done with the table
     float *const own = reinterpret_cast<float *>(memory) + warp * ROWS * PITCH;
     if constexpr (EXACT) {
 #pragma unroll

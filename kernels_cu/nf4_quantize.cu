@@ -1,32 +1,33 @@
-// Values as codes of 4 bits and the largest size of each block, in one pass.
+// Quantizes values to 4-bit codes and the absmax of each block, in one pass.
 //
-//   absmax = max |w|          code = the level nearest to w * (1 / absmax), the lower of two
+//   absmax = max |w|          code = the level nearest to w * (1 / absmax), the lower of a tie
 //
-//   the last block, where it is short, counts 1e-38 as its least absmax, and divides
+//   a last block that is short has an absmax of at least 1e-38, and divides w / absmax instead
 //
 //   traffic     size * (sizeof(T) + 1 / 2) + blocks * 4
 //   constants   T          dtype of w
 //               BLOCK      values that share an absmax: a power of two, 32 to 4096
 //               LANES      values of one access
-//               THREADS    of a block of threads
+//               THREADS    threads of a block
 //               FP4        the levels are those of FP4
 //
-//   The trick: a thread keeps 16 values, so all are read once.  The greatest is found among bit
-//   patterns, which order sizes as numbers do, and in which infinity and NaN are greatest: they show
-//   in absmax.  A code is found by four comparisons of the 15 that define it.  The remainder of a
-//   product by the rounded reciprocal makes it the rounded quotient.  Below 2^-126 a block has the
-//   codes of zeros; beyond 2^126, where float32 has no reciprocal, it is scaled first.
+//   The trick: a thread keeps 16 values, so all are read once.  The maximum is taken over bit
+//   patterns, which have the order of absolute values, with infinity and NaN as the largest: these
+//   show in absmax.  A binary search finds a code by four comparisons with 15 bounds.  The
+//   remainder of a product with the rounded reciprocal corrects it to the rounded quotient.  A
+//   block below 2^-126 has the codes of zeros; one above 2^126, where float32 has no normal
+//   reciprocal, is scaled first.
 #include "common/four_bits.cuh"
 #include "common/vector.cuh"
 
-constexpr int VALUES = 16;                        // of a thread
-constexpr int CHUNK = LANES < 2 ? 2 : LANES;      // neighbours among them: whole bytes of codes
+constexpr int VALUES = 16;                        // values of a thread
+constexpr int CHUNK = LANES < 2 ? 2 : LANES;      // contiguous ones: whole bytes of codes
 constexpr int DEPTH = VALUES / CHUNK;
 constexpr int GROUP = BLOCK / VALUES;             // threads that share a block
 constexpr unsigned NORMAL = 0x00800000u, LARGE = 0x7e800000u;  // 2^-126, 2^126
 constexpr unsigned LEAST = 0x006ce3eeu;                        // 1e-38
 
-// Half-way between a level and the next, by their order.
+// Half-way between level I, in ascending order, and the next.
 template <int I> __device__ __forceinline__ float bound() {
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 1 / 6.0f, 0.25f, 1 / 3.0f, 0.5f, 2 / 3.0f, 1.0f};
     if constexpr (!FP4) return (nf4_level(I) + nf4_level(I + 1)) / 2;

@@ -8,31 +8,31 @@
 //
 //   traffic     forward   rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 2)
 //               backward  rows * HIDDEN * sizeof(T) * (RESIDUAL ? 4 : 3)
-//               and 4 bytes of a row's rstd and mean; w and bias stay in L1, the partial sums of dw
-//               and dbias in L2, and so does, without KEEP, what is read twice
+//               and 4 bytes each for a row's rstd and mean; w and bias stay in L1, the partial sums
+//               of dw and dbias in L2, and so do, without KEEP, the arrays that are read twice
 //   constants   CENTRED           layer norm, whose offset is 0; else RMS norm, whose mean is null
 //               T, W, B           dtypes of x, weight and bias
 //               HIDDEN            length of a row
-//               LANES             values of one access: 16 bytes, or what HIDDEN, the distances
-//                                 of rows and the addresses are multiples of
+//               LANES             values of one access: 16 bytes, or fewer as HIDDEN, the distances
+//                                 of rows and the addresses allow
 //               ROW_THREADS       threads of a block that share a row: a power of two up to 32,
 //                                 or all
-//               THREADS           of a block
+//               THREADS           threads of a block
 //               CLUSTER           blocks that share a row: 1, or up to 8 from sm_90 on
-//               RESIDENT          blocks that an SM holds at least
+//               RESIDENT          blocks that an SM must hold
 //               KEEP              a row stays on chip
-//               RESIDUAL, BIAS    h is another array than x, or dh is given; a bias is added
+//               RESIDUAL, BIAS    there is a residual, or in backward a dh; there is a bias
 //
 //   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
 //   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
-//   through shared memory.  Backward, a block walks many rows, and every thread adds what its
-//   columns give to dw and dbias in shared memory, in float32, where nobody else comes.  A block
-//   writes one row of partial sums, which column_sum.cu adds in a fixed order: no atomics, equal
-//   bits.
+//   through shared memory.  In backward, a block takes many rows, and every thread adds the
+//   contributions of its columns to dw and dbias in shared memory, in float32, at addresses that no
+//   other thread uses.  A block writes one row of partial sums, which column_sum.cu adds in a fixed
+//   order: no atomics, equal bits.
 //
-//   A row in registers is centred before it is squared.  In a row too long for that, every thread
-//   merges the mean and the centred squares of one vector after the other: no digits are lost far
-//   from zero, and the row is read twice, not three times.
+//   A row in registers is centred before it is squared.  In a row too long for registers, every
+//   thread merges the mean and the centred squares of one vector after the other: no digits are
+//   lost far from zero, and the row is read twice instead of three times.
 constexpr int COLUMNS = HIDDEN;
 #include "common/row_threads.cuh"
 #include "common/rows.cuh"
@@ -142,8 +142,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) norm_forward(
 
 // ---- backward ---------------------------------------------------------------------------------
 constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS ? 2 : 4;  // rows read before they are read again
-constexpr int MEANS = 1 + CENTRED;           // of a row: of g * hhat; of g
-constexpr int SUMS = 1 + BIAS;               // of a column: dw; dbias
+constexpr int MEANS = 1 + CENTRED;           // means of a row: of g * hhat; of g
+constexpr int SUMS = 1 + BIAS;               // sums of a column: dw; dbias
 // Whether dh fits into registers beside dy and h before the means are known.
 constexpr bool EARLY = KEEP && RESIDUAL && !CENTRED && !BIAS && sizeof(T) == 2;
 constexpr int QUAD = LANES < 4 ? LANES : 4;  // floats of one access to shared memory
@@ -166,7 +166,7 @@ __device__ __forceinline__ void dot(float (&sum)[MEANS], const Vector<T, LANES> 
     }
 }
 
-// Write one vector of dx, at `at`, and add what it gives to dw, and dbias.
+// Write one vector of dx, at `at`, and add its contributions to dw and dbias.
 __device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUMS][LANES],
                                           const Vector<T, LANES> &of_dy,
                                           const Vector<T, LANES> &of_h,
@@ -188,7 +188,8 @@ __device__ __forceinline__ void gradients(T *dx, long long at, float (&sums)[SUM
     store(dx, at, d);
 }
 
-// partial[0, i] is what the rows of the i-th block, or cluster, give to dw; partial[1, i] to dbias.
+// partial[0, i] is the sum over the rows of the i-th block, or cluster, for dw; partial[1, i] that
+// for dbias.
 __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, const W *weight,
                                          const float *mean, const float *rstd, T *dx,
                                          float *partial, long long rows, const Layout &of_dy,
@@ -198,8 +199,8 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
     const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
     int turn = 0;
     cluster_start<CLUSTER>(exchange[0], exchange[1]);
-    // Where four sums of a thread lie; neighbours 16 bytes apart, so that no bank is asked twice.
-    // Without KEEP they are too many, and lie where they end.
+    // The address of four sums of a thread; neighbouring threads are 16 bytes apart, which avoids
+    // bank conflicts.  Without KEEP the sums are too many for shared memory, and are in `partial`.
     const auto place = [&](int which, int k, int q, int thread) {
         if constexpr (KEEP)
             return held + (((which * DEPTH + k) * (LANES / QUAD) + q) * THREADS + thread) * QUAD;
@@ -247,7 +248,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *dh, const T *h, c
                 fetch(kept_h[KEEP ? k : 0], hs + column_of(k));
             };
 #pragma unroll
-            for (int k = 0; KEEP && k < DEPTH; k++) read(k);  // all of them under way at once
+            for (int k = 0; KEEP && k < DEPTH; k++) read(k);  // all loads in flight at once
 #pragma unroll(KEEP ? DEPTH : 2)
             for (int k = 0; k < DEPTH; k++) {
                 if constexpr (!KEEP) read(k);

@@ -1,52 +1,52 @@
-// Queries and keys, each head normalised to unit mean square and then turned; and backward.
+// RMS norm of each head of queries and keys, then rotary position embedding; forward and backward.
 //
 //   rstd = 1 / sqrt(mean(x^2) + eps)      z = x * rstd * (w + offset)
 //   y1 = z1 cos - z2 sin                  y2 = z2 cos + z1 sin
-//   of the pairs (i, i + HALF), or INTERLEAVED (2 i, 2 i + 1), of each head; cos and sin are row
-//   p of tables, p the token's position.  From column 2 HALF on y is z.
+//   for the pairs (i, i + HALF), or INTERLEAVED (2 i, 2 i + 1), of each head; cos and sin are row
+//   p of the tables, where p is the token's position.  From column 2 HALF on, y is z.
 //
 //   dz1 = dy1 cos + dy2 sin    dz2 = dy2 cos - dy1 sin    xhat = x * rstd    g = dz * (w + offset)
 //   dx = rstd * (g - xhat * mean(g * xhat))      dw = sum(dz * xhat) over tokens and heads
 //
-//   traffic     a token, with H = HEADS + KV_HEADS and a row of the tables,
+//   traffic     per token, with H = HEADS + KV_HEADS and a row of the tables:
 //               forward   H * (DIM * sizeof(T) * 2 + 4) + HALF * sizeof(C) * 2
 //               backward  H * (DIM * sizeof(T) * 3 + 4) + HALF * sizeof(C) * 2
 //               weights stay in L1, the partial sums of dw in L2
 //   constants   T, C, I           dtypes of q and k, of the tables, of positions
 //               W, B              dtypes of the weights of q and of k
 //               HEADS, KV_HEADS   heads of q and of k
-//               DIM, HALF         columns of a head; pairs of them that turn
-//               LANES             values of one access: 16 bytes, or what DIM, HALF, the steps and
-//                                 the addresses are multiples of
+//               DIM, HALF         columns of a head; pairs of them that are rotated
+//               LANES             values of one access: 16 bytes, or fewer as DIM, HALF, the steps
+//                                 and the addresses allow
 //               GROUP             threads of a head: a power of two up to 32
-//               THREADS           of a block
-//               FORWARD_RESIDENT, RESIDENT    blocks that an SM holds, forward and backward
+//               THREADS           threads of a block
+//               FORWARD_RESIDENT, RESIDENT    blocks that an SM must hold, forward and backward
 //               INTERLEAVED
 //
 //   The trick: a warp takes a token.  It reads the row of the tables once, into registers, and
-//   walks the heads of q, then of k, as many at a time as fit side by side.  A thread holds both
-//   columns of a pair, so nothing is exchanged but the sums of a head.  Backward, a warp walks
-//   tokens and adds to dw in float32, of q and of k in turn: the other is parked in shared
-//   memory, for registers.  A block writes one row of partial sums, which column_sum.cu adds in
-//   a fixed order: no atomics, equal bits.
+//   iterates over the heads of q, then of k, SLOTS at a time.  A thread holds both columns of a
+//   pair, so threads only exchange the sums of a head.  In backward, a warp iterates over tokens
+//   and adds to dw in float32, that of q and that of k in turn: the other is kept in shared memory,
+//   to save registers.  A block writes one row of partial sums, which column_sum.cu adds in a fixed
+//   order: no atomics, equal bits.
 //   A position outside the tables gives NaN and a report, and no read out of bounds.
 #include "common/faults.cuh"
 #include "common/heads.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
-constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a chunk
+constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // pairs of a chunk
 constexpr int PARTS = 2 * PAIRS / LANES;                             // accesses of a chunk
-constexpr int CHUNKS = (DIM + 2 * PAIRS - 1) / (2 * PAIRS);          // of a head
-constexpr int DEPTH = (CHUNKS + GROUP - 1) / GROUP;                  // of a thread
+constexpr int CHUNKS = (DIM + 2 * PAIRS - 1) / (2 * PAIRS);          // chunks of a head
+constexpr int DEPTH = (CHUNKS + GROUP - 1) / GROUP;                  // chunks of a thread
 constexpr int SLOTS = 32 / GROUP;                                    // heads of a warp at a time
 constexpr int WARPS = THREADS / 32;
-constexpr int VALUES = DEPTH * 2 * PAIRS;                            // of a head, in a thread
+constexpr int VALUES = DEPTH * 2 * PAIRS;                            // values of a head per thread
 
-// A chunk is PAIRS pairs that turn or, from column 2 HALF on, 2 PAIRS neighbours that stay.
+// A chunk is PAIRS rotated pairs or, from column 2 HALF on, 2 PAIRS neighbours without rotation.
 template <class E> struct Chunk { Vector<E, LANES> part[PARTS]; };
 using Angles = float[DEPTH][PAIRS];
-using Parked = float[VALUES][32];  // what a warp keeps in shared memory: a column a thread
+using Parked = float[VALUES][32];  // a warp's dw in shared memory, one column per thread
 
 __device__ __forceinline__ int chunk_of(int k) { return threadIdx.x % GROUP + k * GROUP; }
 __device__ __forceinline__ bool exists(int chunk) { return CHUNKS % GROUP == 0 || chunk < CHUNKS; }
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool inside(int column) {
     return DIM % (2 * PAIRS) == 0 || column < DIM;
 }
 
-// Read a head; what it does not hold, or is not there, counts as 0.
+// Read a head; columns past its end, and a head that does not exist, become 0.
 template <class E>
 __device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool there = true) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void fetch(Chunk<E> (&to)[DEPTH], const E *head, bool
         }
 }
 
-// Value j of the first and of the second columns of the pairs.
+// Convert a chunk to floats: to[0] and to[1] are the first and the second columns of its pairs.
 template <class E>
 __device__ __forceinline__ void widen(float (&to)[2][PAIRS], const Chunk<E> &from) {
 #pragma unroll
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store(T *base, long long head, const float (&fro
     }
 }
 
-// Row positions[index] of the tables, or row `index` without positions; returns which.
+// Read row positions[index] of the tables, or without positions row `index`; return its number.
 __device__ __forceinline__ long long look_up(Angles &c, Angles &s, const C *cos, const C *sin,
                                              const I *positions, long long index,
                                              long long length) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void forward(const T *x, long long step, const E *wei
                                         float offset) {
     Chunk<E> w[DEPTH];
     fetch(w, weight);
-#pragma unroll 1  // rounds side by side would spill
+#pragma unroll 1  // unrolled iterations would spill
     for (int first = 0; first < COUNT; first += SLOTS) {
         const int head = first + threadIdx.x % 32 / GROUP;
         const bool there = head < COUNT;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *x, long long step
     float dw[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; i++) dw[i] = parked[i][threadIdx.x % 32];
-#pragma unroll 1  // rounds side by side would spill
+#pragma unroll 1  // unrolled iterations would spill
     for (int first = 0; first < COUNT; first += SLOTS) {
         const int head = first + threadIdx.x % 32 / GROUP;
         const bool there = head < COUNT;
@@ -237,7 +237,7 @@ __device__ __forceinline__ void backward(const T *dy, const T *x, long long step
     for (int i = 0; i < VALUES; i++) parked[i][threadIdx.x % 32] = dw[i];
 }
 
-// partial[0, block] is what a block adds to the gradient of q_weight, partial[1, block] of k_weight.
+// partial[0, block] is the block's part of the gradient of q_weight, partial[1, block] of k_weight.
 KERNEL(THREADS, RESIDENT) qk_norm_rope_backward(
     const T *__restrict__ dturned_q, const T *__restrict__ dturned_k, const T *__restrict__ q,
     const T *__restrict__ k, const W *__restrict__ q_weight, const B *__restrict__ k_weight,

@@ -1,19 +1,19 @@
-// The squared rectifier of BitNet's feed-forward layer, forward and backward.
+// The squared ReLU of BitNet's feed-forward layer, forward and backward.
 //
 //   y = max(x, 0)^2        dx = 2 max(x, 0) dy
 //
 //   traffic     forward   elements * sizeof(T) * 2
 //               backward  elements * sizeof(T) * 3
 //   constants   T         dtype of every array
-//               LANES     values of one access: 16 bytes, or what the addresses are multiples of
-//               THREADS   of a block
+//               LANES     values of one access: 16 bytes, or fewer as the addresses allow
+//               THREADS   threads of a block
 //               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
-//   The trick: one access of every array a thread, loads before the store, so that dx may lie over
-//   x or over dy.  Arrays are read where they lie.
+//   The trick: each thread makes one access to every array, and loads before it stores, so that dx
+//   may overwrite x or dy.  Slices are read and written without a copy.
 #include "common/rows.cuh"
 
-// max(x, 0) that keeps a NaN
+// max(x, 0); a NaN stays a NaN.
 __device__ __forceinline__ float positive(float x) { return x < 0 ? 0 : x; }
 
 KERNEL(THREADS) relu2(const T *x, T *y, const __grid_constant__ Rows rows) {

@@ -1,37 +1,36 @@
-// Rotary position embedding of queries and keys, in one launch, in place too.
+// Rotary position embedding of queries and keys, in one launch; also in place.
 //
-//   y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        INVERSE: sin changes its sign
-//   of the pairs (i, i + HALF), or INTERLEAVED (2 i, 2 i + 1), of each head; cos and sin are row
-//   p of tables, p the token's position, or, ANGLES, those of p * base^(-i / HALF).  Columns from
-//   2 HALF on are copied where y is another array.
+//   y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        INVERSE: with -sin for sin
+//   for the pairs (i, i + HALF), or INTERLEAVED (2 i, 2 i + 1), of each head; cos and sin are row
+//   p of the tables, where p is the token's position, or with ANGLES those of p * base^(-i / HALF).
+//   Columns from 2 HALF on are copied if y is another array.
 //
-//   traffic     a token, (HEADS + KV_HEADS) * DIM * sizeof(T) * 2 + (ANGLES ? 0 : HALF *
-//               sizeof(C) * 2) + sizeof(I); IN_PLACE 2 HALF stands for DIM
+//   traffic     per token, (HEADS + KV_HEADS) * DIM * sizeof(T) * 2 + (ANGLES ? 0 : HALF *
+//               sizeof(C) * 2) + sizeof(I); IN_PLACE, with 2 HALF for DIM
 //   constants   T, C, I           dtypes of q and k, of the tables, of positions
 //               HEADS, KV_HEADS   heads of q and of k; no k where KV_HEADS is 0
-//               DIM, HALF         columns of a head; pairs of them that turn
-//               LANES             values of one access: 16 bytes, or what DIM, HALF and the
-//                                 addresses are multiples of
+//               DIM, HALF         columns of a head; pairs of them that are rotated
+//               LANES             values of one access: 16 bytes, or fewer as DIM, HALF and the
+//                                 addresses allow
 //               COLUMNS           threads of a head
-//               SLOTS             heads of a token that a block turns at a time
-//               TOKENS            of a block
+//               SLOTS             heads of a token that a block rotates at a time
+//               TOKENS            tokens of a block
 //               INTERLEAVED, INVERSE, IN_PLACE, ANGLES
 //
-//   The trick: a thread keeps its cosines and sines in registers and walks heads, so a table is
-//   read once a token.  It loads both values of a pair before it stores one: y may be x.
-//   A position outside the tables gives NaN and a report, and no read out of bounds.  ANGLES, a
-//   block works out the cosines and sines of its tokens once, into shared memory, and all its
-//   heads take them.
+//   The trick: a thread keeps its cosines and sines in registers and iterates over heads, so a
+//   table is read once per token.  It loads both values of a pair before it stores one: y may be x.
+//   A position outside the tables gives NaN and a report, and no read out of bounds.  With ANGLES a
+//   block computes the cosines and sines of its tokens once, in shared memory, for all its heads.
 #include "common/faults.cuh"
 #include "common/heads.cuh"
 #include "common/math.cuh"
 #include "common/vector.cuh"
 
-constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // of a thread at a time
+constexpr int PAIRS = INTERLEAVED && LANES > 1 ? LANES / 2 : LANES;  // pairs of a thread at a time
 constexpr int TURNED = 2 * HALF;
 constexpr int ALL_HEADS = HEADS + KV_HEADS;
 
-// Heads are counted through: those of q, then those of k.
+// Heads are numbered from those of q to those of k.
 __device__ __forceinline__ bool of_q(int head) { return KV_HEADS == 0 || head < HEADS; }
 __device__ __forceinline__ long long start(long long token, int head, Steps q, Steps k) {
     return of_q(head) ? token * q.token + head * q.head
@@ -45,7 +44,8 @@ __device__ __forceinline__ long long position(const I *positions, long long toke
 }
 
 // cos and sin of position * base^(-pair / HALF), with wavelength and angle rounded to float32.
-// The angle loses its half turns in float64, for any position: sinf would take local memory.
+// Half turns are subtracted from the angle in float64, which is right for any position: sinf would
+// use local memory.
 __device__ __forceinline__ void turn_by(float &c, float &s, long long position, int pair,
                                         double log2_base) {
     constexpr double PI = 3.141592653589793, PI_LOW = 1.2246467991473532e-16, INVERSE_PI = 1 / PI;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void turn_by(float &c, float &s, long long position, 
     }
 }
 
-// Turn the pairs from `pair` on of the head at x, which goes to y + head.
+// Rotate the pairs from `pair` on of the head at x, and write them to the head at y + head.
 __device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
                                      const float (&c)[PAIRS], const float (&s)[PAIRS]) {
     float first[PAIRS], second[PAIRS];
@@ -89,7 +89,8 @@ __device__ __forceinline__ void turn(const T *x, T *y, long long head, int pair,
     }
 }
 
-// 4 blocks an SM are half of its threads, and 64 registers: left alone, ptxas spills to save some.
+// 4 blocks on an SM are half of its threads, with 64 registers each; without this bound, ptxas
+// spills in order to use fewer.
 KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
     const T *q, const T *k, const C *__restrict__ cos, const C *__restrict__ sin,
     const I *__restrict__ positions, T *turned_q, T *turned_k,
@@ -108,9 +109,9 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
         __syncthreads();
     }
     if (token >= tokens.count) return;
-    const Steps of_q_given = tokens.q, of_k_given = tokens.k;
-    const Steps of_q_turned = IN_PLACE ? of_q_given : Steps{HEADS * DIM, DIM};  // packed
-    const Steps of_k_turned = IN_PLACE ? of_k_given : Steps{KV_HEADS * DIM, DIM};
+    const Steps q_steps = tokens.q, k_steps = tokens.k;
+    const Steps q_out_steps = IN_PLACE ? q_steps : Steps{HEADS * DIM, DIM};  // packed
+    const Steps k_out_steps = IN_PLACE ? k_steps : Steps{KV_HEADS * DIM, DIM};
     const long long row = ANGLES ? 0 : position(positions, token, period);
     for (int pair = column * PAIRS; pair < HALF; pair += COLUMNS * PAIRS) {
         float c[PAIRS], s[PAIRS];
@@ -129,17 +130,17 @@ KERNEL(TOKENS *SLOTS *COLUMNS, 4) rope(
         for (int j = 0; j < PAIRS; j++) s[j] = INVERSE ? -s[j] : s[j];
 #pragma unroll 4
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
-            turn((of_q(head) ? q : k) + start(token, head, of_q_given, of_k_given),
-                 of_q(head) ? turned_q : turned_k, start(token, head, of_q_turned, of_k_turned),
+            turn((of_q(head) ? q : k) + start(token, head, q_steps, k_steps),
+                 of_q(head) ? turned_q : turned_k, start(token, head, q_out_steps, k_out_steps),
                  pair, c, s);
     }
     if constexpr (TURNED < DIM && !IN_PLACE) {
         for (int head = slot; head < ALL_HEADS; head += SLOTS)
             for (int rest = TURNED + column * LANES; rest < DIM; rest += COLUMNS * LANES) {
                 float v[LANES];
-                load(v, (of_q(head) ? q : k) + start(token, head, of_q_given, of_k_given) + rest);
+                load(v, (of_q(head) ? q : k) + start(token, head, q_steps, k_steps) + rest);
                 store(of_q(head) ? turned_q : turned_k,
-                      start(token, head, of_q_turned, of_k_turned) + rest, v);
+                      start(token, head, q_out_steps, k_out_steps) + rest, v);
             }
     }
 }

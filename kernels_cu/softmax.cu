@@ -1,33 +1,34 @@
 // Softmax over rows, forward and backward.
 //
 //   y = exp(scale * x - top) / sum(exp(scale * x - top))        top = max(scale * x)
-//   dx = scale * y * (dy - sum(y * dy))        a row of nothing but -inf gives 0
+//   dx = scale * y * (dy - sum(y * dy))        a row whose values are all -inf gives 0
 //
 //   traffic     forward   rows * COLUMNS * sizeof(T) * (KEEP ? 2 : 3)
 //               backward  rows * COLUMNS * sizeof(T) * (KEEP ? 3 : 5)
-//               without KEEP, with clusters, what is read twice may lie in L2 yet
+//               without KEEP, with clusters, the second read may still find the row in L2
 //   constants   T             dtype of every array
 //               COLUMNS       length of a row
-//               LANES         values of one access: 16 bytes, or what COLUMNS and the addresses
-//                             are multiples of
+//               LANES         values of one access: 16 bytes, or fewer as COLUMNS and the addresses
+//                             allow
 //               ROW_THREADS   threads of a block that share a row: a power of two up to 32, or all
-//               THREADS       of a block
+//               THREADS       threads of a block
 //               CLUSTER       blocks that share a row: 1, or up to 8 from sm_90 on
-//               RESIDENT      blocks that an SM holds at least
+//               RESIDENT      blocks that an SM must hold
 //               KEEP          a row stays in registers
 //
-//   The trick: a row that fits is read once.  Every thread takes exp(value - its own greatest), so
-//   that threads exchange the greatest value and the sum together: in a warp, by shuffles, through
-//   shared memory, or through that of the other blocks of a cluster.  A longer row is read twice:
-//   a thread rescales its sum when its greatest value grows.  Rows are read where they lie, in
+//   The trick: a row that fits is read once.  Every thread computes exp(value - its own maximum),
+//   so that threads exchange the maximum and the sum together: by shuffles in a warp, through
+//   shared memory in a block, or through that of the other blocks of a cluster.  A longer row is
+//   read twice: a thread rescales its sum when its maximum grows.  Rows are read without a copy, in
 //   slices of wider arrays too.
 //
-//   Registers hold a row, and not shared memory, at every length.  Two blocks whose threads fill 32
-//   of them keep 128 KiB on an SM, and while one waits for the sum of its row the other loads or
-//   stores.  Shared memory has 227 KiB on sm_90, 99 KiB on sm_86, 89 and 120: a row of more than
-//   half of it has the SM for itself, which idles in every exchange, where a cluster would hold
-//   that row by halves.  Before sm_90 it would save the second reading of a few lengths alone:
-//   those of 16 bits from 32,768 to 50,000 columns, or 80,000 on sm_80.
+//   Rows of every length are kept in registers, not in shared memory.  Two blocks whose threads use
+//   32 registers each for that keep 128 KiB on an SM, and while one waits for the sum of its row,
+//   the other loads or stores.  Shared memory has 227 KiB on sm_90, and 99 KiB on sm_86, 89 and
+//   120: a row of more than half of it would occupy the SM alone, which would idle in every
+//   exchange, while a cluster holds that row in halves.  Before sm_90 shared memory would only save
+//   the second read of a few lengths: those of 16 bits from 32,768 to 50,000 columns, or 80,000 on
+//   sm_80.
 #include "common/math.cuh"
 #include "common/row_threads.cuh"
 #include "common/rows.cuh"
@@ -40,8 +41,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     __shared__ Exchange<2 * WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
-    const T *its_x = x + start(row, {inner, x_outer, x_step}) + first;
-    const long long place = row * COLUMNS + first;  // of y; stored in one piece: see vector.cuh
+    const T *x_row = x + start(row, {inner, x_outer, x_step}) + first;
+    const long long place = row * COLUMNS + first;  // of y; see `store` in vector.cuh
     cluster_start<CLUSTER>(exchange);
 
     float kept[KEEP ? DEPTH : 1][LANES], top = LOWEST, sum = 0;
@@ -49,7 +50,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
     for (int k = 0; k < DEPTH; k++) {
         if (row >= rows || !inside(first + k * STEP, k)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0];
-        load(v, its_x + k * STEP);
+        load(v, x_row + k * STEP);
         const float before = top;
 #pragma unroll
         for (int j = 0; j < LANES; j++) {
@@ -81,7 +82,7 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax(
         if (!inside(first + k * STEP, k)) continue;
         float(&v)[LANES] = kept[KEEP ? k : 0];
         if constexpr (!KEEP) {
-            load(v, its_x + k * STEP);
+            load(v, x_row + k * STEP);
 #pragma unroll
             for (int j = 0; j < LANES; j++) v[j] = exp_below(v[j] * scale - top);
         }
@@ -98,8 +99,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
     __shared__ Exchange<WARPS, CLUSTER> exchange;
     const long long row = (long long)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / ROW_THREADS;
     const int first = column_of(0);
-    const T *its_dy = dy + start(row, {inner, dy_outer, dy_step}) + first;
-    const T *its_y = y + start(row, {inner, y_outer, y_step}) + first;
+    const T *dy_row = dy + start(row, {inner, dy_outer, dy_step}) + first;
+    const T *y_row = y + start(row, {inner, y_outer, y_step}) + first;
     const long long place = row * COLUMNS + first;  // of dx
     cluster_start<CLUSTER>(exchange);
 
@@ -108,8 +109,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
 #pragma unroll(KEEP ? DEPTH : 2)
     for (int k = 0; k < DEPTH; k++) {
         if (row >= rows || !inside(first + k * STEP, k)) continue;
-        fetch(kept_dy[KEEP ? k : 0], its_dy + k * STEP);
-        fetch(kept_y[KEEP ? k : 0], its_y + k * STEP);
+        fetch(kept_dy[KEEP ? k : 0], dy_row + k * STEP);
+        fetch(kept_y[KEEP ? k : 0], y_row + k * STEP);
         float d[LANES], v[LANES];
         widen(d, kept_dy[KEEP ? k : 0]);
         widen(v, kept_y[KEEP ? k : 0]);
@@ -123,8 +124,8 @@ CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT) softmax_backward(
     for (int k = 0; k < DEPTH; k++) {
         if (!inside(first + k * STEP, k)) continue;
         if constexpr (!KEEP) {
-            fetch(kept_dy[0], its_dy + k * STEP);
-            fetch(kept_y[0], its_y + k * STEP);
+            fetch(kept_dy[0], dy_row + k * STEP);
+            fetch(kept_y[0], y_row + k * STEP);
         }
         float d[LANES], v[LANES];
         widen(d, kept_dy[KEEP ? k : 0]);

@@ -6,13 +6,13 @@
 //   traffic     forward   elements * sizeof(T) * 3
 //               backward  elements * sizeof(T) * 5
 //   constants   T         dtype of every array
-//               LANES     values of one access: 16 bytes, or what the addresses are multiples of
-//               THREADS   of a block
+//               LANES     values of one access: 16 bytes, or fewer as the addresses allow
+//               THREADS   threads of a block
 //               STRIDED   some array is a slice of a wider one: see rows.cuh
 //
-//   The trick: one access of every array a thread, all loads before the first store, so that a
-//   result may lie over an operand: dgate over gate, dup over up.  Arrays are read where they lie:
-//   gate and up may be halves of one array.
+//   The trick: each thread makes one access to every array, and all loads before the first store,
+//   so that a result may overwrite an operand: dgate may overwrite gate, and dup up.  Slices are
+//   read and written without a copy: gate and up may be halves of one array.
 #include "common/math.cuh"
 #include "common/rows.cuh"
 

@@ -1,14 +1,14 @@
-// A part of a ternary weight as a dense one.
+// Converts a part of a ternary weight to a dense matrix.
 //
 //   w[r, c] = codes[row + r, column + c] * scale of its group
 //
 //   traffic     rows * columns * (sizeof(T) + 1 / 4)
 //   constants   T, S      dtypes of w and of the scales
-//               LANES     values that are stored together: 8, of a byte of each plane, or 1
+//               LANES     values that are stored together: 8, from a byte of each plane, or 1
 //               GROUPED   a row has several scales
 //
-//   The trick: a thread has 8 columns, so a byte of each plane; neighbours store neighbouring 16 bytes
-//   of 16-bit values.
+//   The trick: a thread has 8 columns, so it reads one byte of each plane; neighbouring threads
+//   store neighbouring 16 bytes of 16-bit values.
 #include "common/vector.cuh"
 
 constexpr int THREADS = 256;

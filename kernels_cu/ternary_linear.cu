@@ -1,41 +1,42 @@
-// Rows times a weight of codes -1, 0 and 1, which is read packed, once for all rows of a tile.
+// The product of rows and a weight of codes -1, 0 and 1, read packed, once for all rows of a tile.
 //
 //   y[n, o] = x_scale[n] * sum over groups of scale[o, group] * sum over d of x[n, d] * code[o, d]
 //
-//   traffic     tiles of rows * outputs * inputs / 4 bytes of planes; x once a tile of outputs, out
-//               of L2; rows * outputs * sizeof(T)
-//   constants   X         dtype that x is multiplied in: signed char, of codes with a scale a row, or
-//                         T, of up to 16 rows
+//   traffic     tiles of rows * outputs * inputs / 4 bytes of planes; x once per tile of outputs,
+//               from L2; rows * outputs * sizeof(T)
+//   constants   X         dtype in which x is multiplied: signed char, for codes with a scale per
+//                         row, or T, for up to 16 rows
 //               T, S      dtypes of y and of the scales
-//               N_TILES   8 rows each that a block has
-//               WM, WK    warps that share out the outputs of a block, 16 each, and the columns
+//               N_TILES   tiles of 8 rows of a block
+//               WM, WK    warps that divide up the outputs of a block, 16 each, and the columns
 //               GROUPED   a row has several scales
 //               WIDE      rows of the planes allow accesses of 16 bytes
 //               X_WIDE    rows of x do
-//               MARKED    marks say which 256 columns of a row are not all 0: others are not read
+//               MARKED    marks say which 256 columns of a row are not all 0; others are not read
 //
-//   The trick: a code is a nibble that chooses a byte, so that one instruction makes 4 of them, or
-//   2 halves, of weights that lie neighbouring bits apart.  Which columns stand where in a product
-//   is free, as long as x has the same order.  Of 16-bit floats a code is a high byte alone: 1 in
-//   float16 and a half in bfloat16.  A float is the sum of three bfloat16, so its products with codes
-//   are exact too, and of 512 columns at a time their sums, so that few of them meet a large one and
-//   lose digits.  Weights of the next columns are under way while x comes to shared memory.  One
-//   row takes the same way as eight: an mma does 512 products of it, and dp4a 128.
+//   The trick: a code is a nibble that selects a byte, so that one instruction expands 4 codes to
+//   bytes, or 2 to 16-bit floats.  The order of columns in a product is free as long as x has the
+//   same order.  As a 16-bit float a code needs only its high byte: 1 in float16, and one half in
+//   bfloat16.  A float32 is the sum of three bfloat16, so its products with codes are exact too.
+//   Their sums are taken over 512 columns at a time and then added, so that few small terms meet a
+//   large sum and lose digits.  Weights of the next columns are loaded while x is written to shared
+//   memory.  One row takes the same path as eight: an mma does 512 of its products, and dp4a would
+//   do 128.
 #include "common/vector.cuh"
 #include <common/ptx.cuh>
 
 constexpr bool INT8 = sizeof(X) == 1;
-constexpr int PARTS = sizeof(X) == 4 ? 3 : 1;     // of x, as bfloat16
+constexpr int PARTS = sizeof(X) == 4 ? 3 : 1;     // bfloat16 parts of a value of x
 constexpr int WARPS = WM * WK, THREADS = 32 * WARPS, N = 8 * N_TILES, M = 16 * WM;
 constexpr int COLUMNS = 512, WORDS = COLUMNS / 32;  // that the warp takes at a time
-constexpr int VALUES = INT8 ? 16 : 8;             // of 16 bytes in shared memory: a chunk
+constexpr int VALUES = INT8 ? 16 : 8;             // of a chunk: 16 bytes in shared memory
 constexpr int CHUNKS = COLUMNS / VALUES, WORD_CHUNKS = 32 / VALUES;
-constexpr int HALVES = INT8 ? 1 : 2;              // of a word: parts of four products each
-constexpr int PITCH = M + 4;                      // of sums: lanes write to banks of their own
+constexpr int HALVES = INT8 ? 1 : 2;              // parts of a word, of four products each
+constexpr int PITCH = M + 4;                      // of sums: lanes write to different banks
 constexpr int SPAN = GROUPED ? 1 : 4;             // neighbouring words of a lane
-constexpr bool SHORT = GROUPED || PARTS > 1;      // sums are of few columns, then added
+constexpr bool SHORT = GROUPED || PARTS > 1;      // sums of few columns are added to a total
 
-template <class E> struct Codes;  // the bytes of 0, 1 and -1, and what a sum of them lacks
+template <class E> struct Codes;  // high bytes of 0, 1 and -1; the factor that their sums need
 template <> struct Codes<signed char> { static constexpr unsigned BYTES = 0x00ff0100, FACTOR = 1; };
 template <> struct Codes<__half> { static constexpr unsigned BYTES = 0x00bc3c00, FACTOR = 1; };
 template <> struct Codes<__nv_bfloat16> { static constexpr unsigned BYTES = 0x00bf3f00, FACTOR = 2; };
@@ -47,19 +48,19 @@ using Acc = Sum<INT8>::type;
 
 struct alignas(16) Four { unsigned at[4]; };
 
-// The word of a lane's turn among those of 512 columns.
+// The word, among those of 512 columns, that a lane takes in a turn.
 __device__ __forceinline__ int word_of(int lane, int turn) {
     return SPAN == 4 ? lane % 4 * 4 + turn : turn * 4 + lane % 4;
 }
 
-// Where chunk j of a word of row n lies: in another group of banks for each lane of a quarter.
+// The index of chunk j of a word of row n: each lane of a quarter warp has another group of banks.
 __device__ __forceinline__ int place(int n, int word, int j) {
     const int owner = SPAN == 4 ? word / 4 : word % 4;
     const int mixed = (SPAN == 4 ? owner * 2 : owner / 2 * 2) ^ (n & 1);
     return n * CHUNKS + ((word * WORD_CHUNKS + j) ^ mixed);
 }
 
-// Four by four bytes, turned: byte j of word c is byte c of word j.
+// The transpose of four by four bytes: byte j of word c is byte c of word j.
 __device__ __forceinline__ Four turned(const Four &w) {
     const unsigned a = __byte_perm(w.at[0], w.at[1], 0x5140), b = __byte_perm(w.at[0], w.at[1], 0x7362);
     const unsigned c = __byte_perm(w.at[2], w.at[3], 0x5140), d = __byte_perm(w.at[2], w.at[3], 0x7362);
@@ -72,7 +73,7 @@ __device__ __forceinline__ Four as_four(const Vector<E, 16 / sizeof(E)> &v) {
     return reinterpret_cast<const Four &>(v);
 }
 
-// Write a chunk of x, which is 0 beyond its columns, as the products read it.
+// Write a chunk of x, with 0 past its last column, in the layout that the products read.
 __device__ __forceinline__ void stage(Four *to, const signed char *x, int left) {
     Vector<signed char, 16> v;
     if (X_WIDE && left >= 16) {
@@ -99,7 +100,7 @@ template <class E> __device__ __forceinline__ void stage(Four *to, const E *x, i
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float rest = v.at[j];
-            const bool whole = fabsf(rest) <= 3.3e38f;  // what rounds to no infinity
+            const bool whole = fabsf(rest) <= 3.3e38f;  // does not round to infinity
 #pragma unroll
             for (int p = 0; p < 3; p++) {
                 part[p].at[j] = __nv_bfloat16(p == 0 || whole ? rest : 0.0f);
@@ -111,7 +112,7 @@ template <class E> __device__ __forceinline__ void stage(Four *to, const E *x, i
     }
 }
 
-// The planes' words of a lane, of rows `output` and `output + 8`: [row][plane][turn].
+// A lane's words of the planes, for rows `output` and `output + 8`: [row][plane][turn].
 struct Weights { unsigned at[2][2][4]; };
 
 __device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
@@ -146,23 +147,24 @@ __device__ __forceinline__ void fetch(Weights &w, const unsigned char *planes,
     }
 }
 
-// Codes of a word as selectors: of signed char, class c is that of columns c, c + 4, .. c + 28, a
-// nibble each; of halves, of columns 2 c, 2 c + 1 and 16 beyond, in the odd nibbles.
-__device__ __forceinline__ void select(unsigned (&found)[4], unsigned plus, unsigned minus, int half) {
+// Turn the codes of a word into byte selectors, one nibble per code.  For signed char, word c has
+// columns c, c + 4, .. c + 28; for 16-bit floats columns 2 c, 2 c + 1 and those 16 further on, in
+// the odd nibbles.
+__device__ __forceinline__ void select(unsigned (&codes)[4], unsigned plus, unsigned minus, int half) {
     const unsigned even = plus & 0x55555555u | minus << 1 & 0xaaaaaaaau;
     const unsigned odd = plus >> 1 & 0x55555555u | minus & 0xaaaaaaaau;
     if constexpr (INT8) {
-        found[0] = even & 0x33333333u;
-        found[1] = odd & 0x33333333u;
-        found[2] = even >> 2 & 0x33333333u;
-        found[3] = odd >> 2 & 0x33333333u;
+        codes[0] = even & 0x33333333u;
+        codes[1] = odd & 0x33333333u;
+        codes[2] = even >> 2 & 0x33333333u;
+        codes[3] = odd >> 2 & 0x33333333u;
     } else {
         const unsigned both = half == 0 ? even & 0x00ff00ffu | odd << 8 & 0xff00ff00u
                                         : even >> 8 & 0x00ff00ffu | odd & 0xff00ff00u;
-        found[0] = both << 4 & 0x30303030u;
-        found[1] = both << 2 & 0x30303030u;
-        found[2] = both & 0x30303030u;
-        found[3] = both >> 2 & 0x30303030u;
+        codes[0] = both << 4 & 0x30303030u;
+        codes[1] = both << 2 & 0x30303030u;
+        codes[2] = both & 0x30303030u;
+        codes[3] = both >> 2 & 0x30303030u;
     }
 }
 
@@ -180,7 +182,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4],
     mma_m16n8k16_bf16(d, a, b, d);
 }
 
-// sums += codes of a turn by x, whose chunks of this warp's columns begin at `tile`.
+// sums += codes of a turn times x; the chunks of x for this warp's columns start at `tile`.
 __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, const Four *tile,
                                     int turn, int lane) {
 #pragma unroll
@@ -212,7 +214,7 @@ __device__ __forceinline__ void add(Acc (&sums)[N_TILES][4], const Weights &w, c
     }
 }
 
-// Floats fill 48 KiB of shared memory: two blocks have all registers they want.
+// x of float32 fills 48 KiB of shared memory: two blocks have all the registers that they need.
 constexpr int RESIDENT = PARTS > 1 ? 2 : 0;
 
 KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
@@ -231,7 +233,7 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
         const int column = top + part * COLUMNS;
         Weights w;
         fetch(w, planes, marks, output, outputs, column / 32, words, lane);
-        __syncthreads();  // what the last columns were read from is free
+        __syncthreads();  // all warps are done with the previous columns of x
         for (int i = threadIdx.x; i < WK * N * CHUNKS; i += THREADS) {
             const int chunk = i % CHUNKS, n = i / CHUNKS % N, k = i / (CHUNKS * N);
             const int at = top + k * COLUMNS + chunk * VALUES;
@@ -243,13 +245,13 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
         __syncthreads();
 #pragma unroll
         for (int turn = 0; turn < 4; turn++) {
-            if constexpr (MARKED) {  // a product with nothing but 0 adds 0
+            if constexpr (MARKED) {  // a product with zeros only adds 0
                 const unsigned any = w.at[0][0][turn] | w.at[0][1][turn] | w.at[1][0][turn] |
                                      w.at[1][1][turn];
-                if (!__any_sync(0xffffffffu, any != 0)) continue;  // to save time, no more
+                if (!__any_sync(0xffffffffu, any != 0)) continue;  // only to save time
             }
             add(sums, w, own, turn, lane);
-            if constexpr (GROUPED) {  // 128 columns, which are of one group
+            if constexpr (GROUPED) {  // 128 columns, all of one group
                 const int at = (column + turn * 128) / group;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -277,13 +279,13 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
         }
     }
     __syncthreads();
-    float *found = reinterpret_cast<float *>(memory);  // [WK][N][PITCH]
+    float *partial = reinterpret_cast<float *>(memory);  // [WK][N][PITCH]
 #pragma unroll
     for (int t = 0; t < N_TILES; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = t * 8 + lane % 4 * 2 + i % 2, m = warp % WM * 16 + lane / 4 + i / 2 * 8;
-            found[(part * N + n) * PITCH + m] = SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
+            partial[(part * N + n) * PITCH + m] = SHORT ? total[SHORT ? t : 0][i] : (float)sums[t][i];
         }
     __syncthreads();
     for (int i = threadIdx.x; i < N * M; i += THREADS) {
@@ -291,7 +293,7 @@ KERNEL(32 * WM * WK, RESIDENT) ternary_linear(
         if (first_row + n >= rows || to >= outputs) continue;
         float sum = 0;
 #pragma unroll
-        for (int k = 0; k < WK; k++) sum += found[(k * N + n) * PITCH + i % M];
+        for (int k = 0; k < WK; k++) sum += partial[(k * N + n) * PITCH + i % M];
         if constexpr (!GROUPED) sum *= (float)scale[(long long)to * scale_step];
         if constexpr (INT8) sum *= x_scale[first_row + n];
         y[(first_row + n) * outputs + to] = (T)(sum * Codes<X>::FACTOR);

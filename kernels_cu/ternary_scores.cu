@@ -2,21 +2,22 @@
 //
 //   s[i, j] = q_scale[i] * k_scale[j] * (ones(both) - 2 ones(both & differ))
 //
-//   both      bits of columns where neither code is 0       differ    bits where the signs do
+//   ones      number of set bits
+//   both      bits of columns where neither code is 0       differ    bits where the signs differ
 //
 //   traffic     tiles of k * q + tiles of q * k bytes of planes; q_rows * k_rows * sizeof(T)
 //   constants   T      dtype of scales and scores
 //               OWN    rows of q of a thread: 1, or 4
 //
-//   The trick: two counts a word and not four, as what agrees is what is there and does not differ.
-//   16 by 16 threads share tiles of 16 OWN rows of q and 64 of k; a thread has those 16 apart, so that
-//   neighbours read neighbouring words.
+//   The trick: two counts per word instead of four, because codes that are not 0 and do not differ
+//   agree.  16 by 16 threads share tiles of 16 OWN rows of q and 64 of k; the rows of a thread are
+//   16 apart, so that neighbouring threads read neighbouring words.
 #include "common/vector.cuh"
 
-constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 8;  // words of a row at a time
+constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 8;  // STEP: words of a row at a time
 constexpr int Q = SIDE * OWN, K = SIDE * 4;
 
-// Where codes are not 0, and where they are 1, of some rows: [word][row].
+// Bit masks of ROWS rows, [word][row]: `used` where codes are not 0, `plus` where they are 1.
 template <int ROWS> struct Side {
     unsigned used[STEP][ROWS + 1], plus[STEP][ROWS + 1];
 

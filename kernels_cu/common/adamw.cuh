@@ -2,7 +2,8 @@
 #pragma once
 
 struct Rates {
-    float beta1, rest1, beta2, rest2, rate, eps, kept;  // rest = 1 - beta
+    // rest = 1 - beta; kept: factor of weight decay, 1 - rate * weight_decay
+    float beta1, rest1, beta2, rest2, rate, eps, kept;
 };
 
 __device__ __forceinline__ void update(float &p, float g, float &m, float &s, const Rates &r) {

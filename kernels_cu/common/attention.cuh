@@ -1,15 +1,17 @@
-// Scores of attention: which pairs of a query and a key there are, and what options make of a
-// product.
+// Scores of attention: which pairs of a query and a key are visible, and how the options turn a
+// product of q and k into a score.
 //
 //   constants   B, A             dtypes of bias and alibi
 //               L, P             dtypes of key_lengths and starts
-//               LEFT, RIGHT      a query sees no key further than that from its own position
-//               BLOCK_MASK       tiles of 128 x 128 are left out
-//               LENGTHS, STARTS  each batch has a number of keys, a position of its first query
+//               LEFT, RIGHT      a limit on how far before and after its own position a query sees
+//               BLOCK_MASK       tiles of 128 x 128 are skipped
+//               LENGTHS, STARTS  each batch has its own number of keys, position of its first query
 //               MASK, BIAS, ALIBI, SOFTCAP, DROPOUT
-//               FOLD             nothing comes between the product and exp2: it takes the factor
-//               VARLEN           batches lie end to end: queries and keys are tokens of all; mask,
-//                                bias and block_mask have the rows and columns of a padded batch
+//               FOLD             no option acts between the product and exp2, so exp2 also applies
+//                                the scale
+//               VARLEN           sequences are concatenated: queries and keys count the tokens of
+//                                all; mask, bias and block_mask have the rows and columns of a
+//                                padded batch
 #pragma once
 #include "common/philox.cuh"
 #include "common/softmax.cuh"
@@ -17,14 +19,15 @@
 
 constexpr int BLOCK_MASK_TILE = 128;
 
-// Elements between neighbours, 0 where an array is broadcast.
+// Distances between neighbours along each axis, in elements; 0 where an array is broadcast.
 struct Strides {
     long long batch, head, query;
     int key;
 };
 
-// The options of a call.  Numbers that all variants read have none of their kind beside them: two
-// neighbours are loaded at once, which keeps both in registers, and one is read where it lies.
+// The options of a call.  A number that all variants read never has another such number as its
+// neighbour: the compiler loads two neighbours at once and keeps both in registers, but reads a
+// single one from parameter memory where it is used.
 struct Options {
     int heads, starts_batch, kv_heads, alibi_batch;
     int queries, padded_queries, keys, padded_keys;  // with VARLEN, pairs beyond padded_queries and
@@ -32,25 +35,26 @@ struct Options {
     float factor;           // scale; with FOLD scale * log2(e), with SOFTCAP scale / cap
     int sequences;          // with VARLEN
     float cap;
-    bool started;           // without STARTS, the first query stands at `start`
+    bool started;           // without STARTS: the position of the first query is `start`
     long long start;
     long long left, right;  // keys seen before and after a query's own position
     Strides of_mask, of_bias, of_block_mask;
-    unsigned seed_low, seed_high, dropped;  // words below it drop a probability
-    float grown;                            // by which the others grow
+    unsigned seed_low, seed_high, dropped;  // a random word below `dropped` drops a probability
+    float grown;                            // scale of the other probabilities: 1 / (1 - dropout)
 };
 
-// What they are given beside q, k and v, in the order of their parameters.
+// The operands beside q, k and v, in the order of the kernels' parameters.
 struct Operands {
-    const L *key_lengths;  // with LENGTHS; with VARLEN the offsets of the keys of each batch
-    const P *starts;       // with STARTS, positions of the first query; with VARLEN offsets alike
+    const L *key_lengths;  // with LENGTHS; with VARLEN, the offsets of the keys of each sequence
+    const P *starts;       // with STARTS, positions of the first query; with VARLEN, the offsets of
+                           // the queries of each sequence
     const bool *mask;
     const B *bias;
     const A *alibi;
     const bool *block_mask;
 };
 
-__device__ __forceinline__ int clipped(long long offset) {  // no query or key is as far
+__device__ __forceinline__ int clipped(long long offset) {  // no query or key is that far away
     return (int)max(-(1ll << 29), min(1ll << 29, offset));
 }
 
@@ -59,14 +63,14 @@ struct Range {
     int from, stop;
 };
 
-// The scores of one batch.  A lane's part of a product, float[M][N][4] as tile.cuh lays it out,
-// begins at (row, column) of its warp: queries by keys or, BY_KEYS, keys by queries.
+// The scores of one batch.  A warp's part of a product begins at (row, column): queries by keys or,
+// with BY_KEYS, keys by queries.  A lane holds float[M][N][4] of it, in the layout of tile.cuh.
 struct Scores : Options, Operands {
     int batch, length;      // keys that exist
-    int low, high, origin;  // query r stands at r + origin and sees keys r + low .. r + high
-    float unit;             // exp(score) is exp2(unit * what `score` leaves)
+    int low, high, origin;  // query r has position r + origin and sees keys r + low .. r + high
+    float unit;             // exp(score) = exp2(unit * result of `score`)
 
-    // The batch has some of the queries and keys that options count.
+    // `queries` and `keys` are those of this batch; with VARLEN options count those of all.
     __device__ __forceinline__ Scores(const Options &options, const Operands &operands, int queries,
                                       int keys, int batch)
         : Options(options), Operands(operands), batch(batch), length(keys),
@@ -83,8 +87,8 @@ struct Scores : Options, Operands {
         if constexpr (BLOCK_MASK) block_mask += batch * of_block_mask.batch;
     }
 
-    // The keys of which some of ROWS queries, from the first on, may see some; BY_KEYS the queries
-    // that may see some of ROWS keys.
+    // The range of keys that at least one of the ROWS queries from `first` on may see; with BY_KEYS
+    // the range of queries that may see at least one of the ROWS keys from `first` on.
     template <bool BY_KEYS, int ROWS> __device__ __forceinline__ Range seen(int first) const {
         const int last = min(first + ROWS, BY_KEYS ? length : queries) - 1;
         Range range{0, BY_KEYS ? queries : length};
@@ -94,14 +98,15 @@ struct Scores : Options, Operands {
             range.stop = min(range.stop, (BY_KEYS ? last - low : last + high) + 1);
         return range;
     }
-    // Queries top .. bottom see none of the keys first .. last; some pair of them is hidden.
+    // Queries top .. bottom see none of the keys first .. last; `some`: at least one pair of them
+    // is hidden.
     __device__ __forceinline__ bool none(int top, int bottom, int first, int last) const {
         return first >= length || (LEFT && last < top + low) || (RIGHT && first > bottom + high);
     }
     __device__ __forceinline__ bool some(int top, int bottom, int first, int last) const {
         return last >= length || (LEFT && first < bottom + low) || (RIGHT && last > top + high);
     }
-    // The tile of block_mask that a query and a key lie in is left out.
+    // block_mask skips the tile of this query and this key.
     __device__ __forceinline__ bool skipped(int head, int query, int key) const {
         if constexpr (!BLOCK_MASK) return false;
         if (VARLEN && (query >= padded_queries || key >= padded_keys)) return false;
@@ -111,9 +116,10 @@ struct Scores : Options, Operands {
                            (long long)(query / BLOCK_MASK_TILE) * columns + key / BLOCK_MASK_TILE];
     }
 
-    // Turn products into scores; `edge` where some pair may be hidden.  With SOFTCAP, steep
-    // becomes the derivative of the capped score by the score.  FROM_LANE: bounds are counted from
-    // a lane's first column, and compared with constants: columns of their own would be spilled.
+    // Turn products into scores, in place; `edge`: some pair may be hidden.  With SOFTCAP, steep
+    // becomes the derivative of the capped score with respect to the score.  FROM_LANE: bounds are
+    // relative to a lane's first column and are compared with constants, because registers that
+    // hold column numbers would spill.
     template <bool BY_KEYS, bool FROM_LANE = false, int M, int N>
     __device__ __forceinline__ void score(float (&s)[M][N][4], float (&steep)[M][N][4], int head,
                                           int row, int column, bool edge) const {
@@ -125,7 +131,7 @@ struct Scores : Options, Operands {
         const int real_queries = VARLEN ? min(queries, padded_queries) : queries;
         const int real_keys = VARLEN ? min(keys, padded_keys) : keys;
         row += lane / 4, column += lane % 4 * 2;
-        auto hide = [&](int m, int half) {  // of a row, the columns first .. last are seen
+        auto hide = [&](int m, int half) {  // a row sees its columns first .. last
             constexpr bool BEFORE = BY_KEYS ? RIGHT : LEFT;
             const int own = row + m * 16 + half * 8;
             int first = -(1 << 30), last = 1 << 30;
@@ -148,7 +154,7 @@ struct Scores : Options, Operands {
                         s[m][n][half * 2 + e] = NO_SCORE;
                 }
         };
-        if constexpr (FOLD && !MASK) {  // nothing else is done: one branch for all rows
+        if constexpr (FOLD && !MASK) {  // no other work: one branch for all rows
             if (edge) each_row<M>(hide);
         } else {
 #pragma unroll
@@ -186,36 +192,36 @@ struct Scores : Options, Operands {
     }
 
     // The random words of the four pairs of one [m][n], which begins at (row, column).
-    // Four keys of a query share a counter, and lanes share those keys: each draws for some of the
-    // others, and they swap the words that they do not need.
+    // One call of philox gives the words of four keys of a query, and several lanes hold these
+    // keys: each lane draws for a part of the pairs, and the lanes exchange words by shuffles.
     template <bool BY_KEYS>
     __device__ __forceinline__ void draw(unsigned (&words)[4], int head, int row,
                                          int column) const {
         const int lane = threadIdx.x % 32;
         row += lane / 4, column += lane % 4 * 2;
-        if constexpr (BY_KEYS) {  // four lanes hold four keys; of each pair one of them draws
+        if constexpr (BY_KEYS) {  // four lanes hold four keys: two queries x two groups of keys
             const int mine = lane / 4 % 4;
             const uint4 w = philox(batch, head, column + mine % 2, row / 4 + mine / 2 * 2,
                                    seed_low, seed_high);
-            unsigned found[4];
+            unsigned received[4];
 #pragma unroll
             for (int away = 0; away < 4; away++) {
                 const int to = mine ^ away;
                 const unsigned word = to & 2 ? (to & 1 ? w.w : w.z) : (to & 1 ? w.y : w.x);
-                found[away] = __shfl_xor_sync(0xffffffffu, word, 4 * away);
+                received[away] = __shfl_xor_sync(0xffffffffu, word, 4 * away);
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int away = mine ^ i;
-                words[i] = away & 2 ? (away & 1 ? found[3] : found[2])
-                                    : (away & 1 ? found[1] : found[0]);
+                words[i] = away & 2 ? (away & 1 ? received[3] : received[2])
+                                    : (away & 1 ? received[1] : received[0]);
             }
-        } else {  // two lanes hold four keys: one draws for the upper row, one for the lower
+        } else {  // two lanes hold four keys: one draws for the upper row, the other for the lower
             const int odd = lane % 2;
             share_out(words, philox(batch, head, row + odd * 8, column / 4, seed_low, seed_high));
         }
     }
-    // An odd lane drew for the lower row of both, an even one for the upper row.
+    // The odd lane of a pair drew for the lower row of both lanes, the even one for the upper row.
     static __device__ __forceinline__ void share_out(unsigned (&words)[4], uint4 w) {
         const int odd = threadIdx.x % 2;
         const unsigned x = __shfl_xor_sync(0xffffffffu, odd ? w.x : w.z, 1);

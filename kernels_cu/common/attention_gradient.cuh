@@ -1,4 +1,4 @@
-// Gradients of scores, as attention's backward kernels share them.
+// Gradients of scores, shared by the backward kernels of attention.
 //
 //   p = exp(score - lse)      ds = p * (dout @ v.T - delta)      delta = rowsum(dout * out) - dlse
 #pragma once
@@ -8,19 +8,20 @@
 struct Call {
     Options options;
     float scale;
-    int stat_rows;    // of a head in stats: see attention_delta.cu
-    long long rests;  // from the start of stats to its rests, in floats
+    int stat_rows;    // rows of a head in stats: see attention_delta.cu
+    long long rests;  // offset in floats from the start of stats to its `rest` values
 };
 
-// What is unrolled, where sums and options leave few registers for addresses: turns of a copy, rows
-// of up to so many columns.
+// Limits on unrolling, because sums and options leave few registers for addresses: the iterations
+// of a copy that are unrolled, and the widest rows whose loops are.
 constexpr int UNROLLED = sizeof(T) == 4 && (DIM > 128 || VALUE_DIM > 128) ? 2 : 4;
 constexpr int WIDEST = FOLD ? 128 : 64;
 
-// A row of p sums to 1 but for the rounding of lse and of scores, which grows with them and which
-// exp turns into an error of the whole row.  In float32 the kernel that owns queries adds p up, and
-// `rest`, the log2 of the sum, is taken off.  Not of a sum that is 1 but for its own rounding, nor
-// where it is further from 1 than scores are rounded: lse may be that of more keys than are here.
+// A row of p sums to 1 except for the rounding of lse and of the scores, which grows with their
+// size and which exp turns into a relative error of the whole row.  In float32 the kernel that owns
+// queries sums p, and `rest`, the log2 of that sum, is subtracted from exponents.  `rest` is 0 for
+// a sum that differs from 1 only by its own rounding, and for one further from 1 than the rounding
+// of scores explains: lse may then cover more keys than this call has.
 constexpr bool RESTS = sizeof(T) == 4;
 constexpr float EPS = 1.0f / (1 << 23);
 __device__ __forceinline__ float rest_of(float sum, float lse) {
@@ -28,11 +29,12 @@ __device__ __forceinline__ float rest_of(float sum, float lse) {
     return 2 * EPS < away && away < most ? log2f(sum) : 0.0f;
 }
 
-// Of a query: lse, with FOLD times log2(e), +inf where it sees no key or is none; delta; rest.
+// Statistics of a query: lse (with FOLD times log2(e); +inf where it sees no key, and in padding
+// rows), delta and rest.
 struct Stat {
     float lse, delta, rest;
 };
-// A lane holds those of its rows or, where columns are queries, of its two columns of each n.
+// A lane holds those of its rows or, where queries are columns, those of its two columns of each n.
 template <int M> struct RowStats {
     float2 both[M][2];
     float rest[M][2];
@@ -59,16 +61,16 @@ template <int N> struct ColumnStats {
     }
 };
 
-// exp(score - lse).  Without FOLD scores may be large: their difference to lse is exact before it
-// grows.
+// exp(score - lse).  Without FOLD scores may be large, so the difference to lse is taken first,
+// while it is exact, and multiplied by `unit` afterwards.
 __device__ __forceinline__ float probability(float score, float unit, const Stat &stat) {
     float power = FOLD ? fmaf(score, unit, -stat.lse) : (score - stat.lse) * unit;
     if constexpr (RESTS) power -= stat.rest;
     return exp2f(power);
 }
 
-// Turn scores s into p with dropout, what values are weighted by, and products g of dout and v
-// into ds, where DS; each(m, half, column, p, ds) sees them one by one.
+// Turn scores s into p with dropout, the weights of the values, and with DS the products g of dout
+// and v into ds; each(m, half, column, p, ds) is called for every pair.
 template <bool DS, bool BY_KEYS, int M, int N, class Stats, class Each>
 __device__ __forceinline__ void differentiate(const Scores &scores, float (&s)[M][N][4],
                                               float (&g)[M][N][4], const Stats &stats, int head,

@@ -1,10 +1,10 @@
-// The blocks of a cluster as one wide block.  Clusters begin with sm_90; before, SIZE is 1.
+// The blocks of a cluster used as one wide block.  Clusters need sm_90; before that, SIZE is 1.
 #pragma once
 #include <common/hopper.cuh>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define CLUSTER_KERNEL(size, ...) KERNEL(__VA_ARGS__)
-__device__ uint32_t cluster_rank();  // named below, never called
+__device__ uint32_t cluster_rank();  // referred to below, never called
 __device__ void cluster_arrive_relaxed();
 __device__ void cluster_wait();
 __device__ void mbarrier_init(uint64_t *bar, int count);
@@ -13,7 +13,7 @@ __device__ void mbarrier_arrive_expect_tx(uint64_t *bar, int bytes);
 __device__ void mbarrier_wait(uint64_t *bar, int parity);
 __device__ void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank);
 #else
-// CLUSTER_KERNEL(blocks of a cluster, and what KERNEL takes) name(parameters)
+// CLUSTER_KERNEL(blocks of a cluster, arguments of KERNEL) name(parameters)
 #define CLUSTER_KERNEL(size, ...) KERNEL(__VA_ARGS__) __cluster_dims__(size, 1, 1)
 #endif
 
@@ -22,16 +22,16 @@ template <int SIZE> __device__ __forceinline__ int rank_in() {
     else return 0;
 }
 
-// Shared memory for FLOATS partial results that the warps of all blocks share; of a cluster, with a
-// barrier that counts their bytes.  A barrier of the whole cluster would wait for all stores to
-// global memory too, and empty the L1 cache.
+// Shared memory for FLOATS partial results that the warps of all blocks exchange; in a cluster with
+// an mbarrier that counts their bytes.  A barrier of the whole cluster would also wait for all
+// stores to global memory and flush the L1 cache.
 template <int CLUSTER> struct Landing { uint64_t landed; };
 template <> struct Landing<1> {};
 template <int FLOATS, int CLUSTER = 1> struct Exchange : Landing<CLUSTER> {
     float partials[FLOATS];
 };
 
-// Before anything else: a neighbour whose block does not run yet has no shared memory.
+// Call it first: the shared memory of a block that does not run yet cannot be written.
 template <int SIZE, class... E> __device__ __forceinline__ void cluster_start(E &...exchanges) {
     if constexpr (SIZE > 1) {
         if (threadIdx.x == 0) {
@@ -43,9 +43,9 @@ template <int SIZE, class... E> __device__ __forceinline__ void cluster_start(E 
     }
 }
 
-// Give all blocks v, as numbers `mine`, `mine` + stride, .. of the N * stride that all warps give,
-// and wait for those of the others.  A warp calls it together.  An exchange is used again, its
-// `turn` one higher, behind the use of another.
+// Send v to all blocks, as partials `mine`, `mine` + stride, .. of the N * stride that all warps
+// send together, and wait for those of the others.  All lanes of a warp call it together.  An
+// exchange may be used again, with `turn` one higher, after another exchange has been used.
 template <int SIZE, int N, class E>
 __device__ __forceinline__ void share_partials(E &exchange, const float (&v)[N], int mine,
                                                int stride, int turn) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void share_partials(E &exchange, const float (&v)[N],
             if (lane < SIZE)
                 store_async_b32(&exchange.partials[i * stride + mine], __float_as_uint(v[i]),
                                 &exchange.landed, lane);
-        mbarrier_wait(&exchange.landed, turn & 1);  // counts what has landed: L1 need not be emptied
+        mbarrier_wait(&exchange.landed, turn & 1);  // counts arrived bytes: no flush of L1
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++)

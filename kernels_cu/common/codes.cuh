@@ -1,9 +1,9 @@
-// Integers of eight bits as floats.
+// Conversion of 8-bit integers to floats.
 #pragma once
 #include "common/vector.cuh"
 
-// Four neighbours of a word.  A byte b, 128 higher, is the tail of 2^23 + b + 128: two instructions
-// each, of those that run at full speed, as conversions do not.
+// The four bytes of a word.  A byte b + 128 is the low mantissa byte of the float 2^23 + b + 128.
+// That takes two instructions for each byte, both at full rate, which conversions do not have.
 __device__ __forceinline__ void widen_four(float *to, unsigned word) {
     word ^= 0x80808080u;
 #pragma unroll

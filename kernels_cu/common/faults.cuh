@@ -1,10 +1,11 @@
-// What a kernel met that no host could look at before: kept until the host asks for it.
+// Invalid values that only the kernel can see, such as an index out of range: the report stays in
+// device memory until the host reads it.
 //
-//   faults[0]  who reports, 0 for nobody      faults[1]  the place      faults[2]  the number there
-//   faults[3]  the end of 0 .. end, where it had to be
+//   faults[0]  number of the reporting kernel, 0 without a report     faults[1]  index of the value
+//   faults[2]  the value      faults[3]  the end of its legal range 0 .. end - 1
 #pragma once
 
-// The first report stays; later ones are let go.
+// The first report is kept; later ones are dropped.
 __device__ __forceinline__ void report(long long *faults, long long who, long long place,
                                        long long number, long long end) {
     if (atomicCAS((unsigned long long *)faults, 0ull, (unsigned long long)who) != 0) return;

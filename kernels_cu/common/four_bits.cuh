@@ -1,7 +1,8 @@
-// Codes of 4 bits: their levels, and the largest size of a block, as float32 or in 8 bits.
+// 4-bit codes: the level of each code, and the largest absolute value (absmax) of a block of
+// values, stored in float32 or in 8 bits.
 #pragma once
 
-// The level of a code of NF4.
+// The level of an NF4 code.
 __device__ constexpr float nf4_level(int code) {
     constexpr float LEVELS[16] = {
         -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
@@ -11,7 +12,7 @@ __device__ constexpr float nf4_level(int code) {
     return LEVELS[code];
 }
 
-// The level of a code: NF4's, or FP4's, whose codes are a sign, two bits of exponent and one of
+// The level of an NF4 or an FP4 code.  An FP4 code has a sign, two bits of exponent and one of
 // mantissa.
 template <bool FP4> __device__ __forceinline__ float level_of(unsigned code) {
     constexpr float SIZES[8] = {0.0f, 1 / 192.0f, 2 / 3.0f, 1.0f, 1 / 3.0f, 0.5f, 1 / 6.0f, 0.25f};
@@ -24,8 +25,8 @@ template <bool FP4> __device__ __forceinline__ float level_of(unsigned code) {
     return level;
 }
 
-// With DOUBLE the array of absmax holds a table of 256 values, an offset, and a scale for each 256
-// blocks, which have a code in the table each.
+// DOUBLE quantization: each block has an 8-bit code instead of its absmax.  The array `absmax` then
+// holds a table of 256 values for these codes, an offset, and a scale for every 256 blocks.
 constexpr int TABLE = 256, OFFSET = 256, SCALES = 257;
 
 __device__ __forceinline__ float decoded(float value, float scale, float offset) {

@@ -1,11 +1,12 @@
-// Heads of queries and keys, for kernels that turn them by their tokens' positions.
+// Layout of the heads of q and k, for kernels that rotate them by the positions of their tokens.
 #pragma once
 
-// Values from one token, and from one head, to the next: q and k may be slices of a wider array.
+// Distances from one token, and from one head, to the next, in values: q and k may be slices of a
+// wider array.
 struct Steps { long long token, head; };
 
-// The tokens of a call: token t, of `count`, takes row positions[t % period] of tables of `length`
-// rows, or row t % period without positions.
+// The tokens of a call.  Token t of `count` uses row positions[t % period] of tables of `length`
+// rows; without positions, row t % period.
 struct Tokens {
     long long count, period, length;
     Steps q, k;

@@ -1,5 +1,5 @@
-// The PTX instructions that begin with sm_90: mbarrier, TMA, clusters, and the warpgroup products of
-// sm_90a; see ptx.cuh.
+// PTX instructions that need sm_90: mbarrier, TMA, clusters, and the warpgroup products of sm_90a;
+// see ptx.cuh.
 #pragma once
 #include <common/ptx.cuh>
 struct alignas(64) TensorMap {
@@ -64,7 +64,7 @@ PTX void tma_reduce_add_2d(const TensorMap *m, const void *src, int c0, int c1) 
                ::"l"(m), "r"(smem_u32(src)), "r"(c0), "r"(c1)
                : "memory");
 }
-// Neighbouring bytes, without a tensor map: a multiple of 16, both addresses too.
+// Copy contiguous bytes without a tensor map; both addresses and the size are multiples of 16.
 PTX void bulk_load(void *dst, const void *src, int bytes, uint64_t *bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];"
@@ -76,7 +76,7 @@ PTX void bulk_store(void *dst, const void *src, int bytes) {
                ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
                : "memory");
 }
-// Added to what is there: a multiple of four floats.
+// Add contiguous floats to those in global memory; their number is a multiple of four.
 PTX void bulk_add(float *dst, const void *src, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                ::"l"(dst), "r"(smem_u32(src)), "r"(bytes)
@@ -86,13 +86,14 @@ PTX void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "me
 template <int N> PTX void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
-// What was to be stored has been read, and may be overwritten; it may not be there yet.
+// Wait until the sources of the stores have been read and may be overwritten; the data may not have
+// arrived at the destination yet.
 template <int N> PTX void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 PTX void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Between what was acquired of global memory and copies to it.
+// Order an acquire of global memory before asynchronous copies to it.
 PTX void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- sm_90: clusters --------------------------------------------------------------------------
@@ -107,13 +108,13 @@ PTX uint32_t cluster_size() {
   return r;
 }
 PTX void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-// The same, and what was written before need not be seen by those who wait: nothing is waited for,
-// and no cache is emptied.  What fence.mbarrier_init published is seen.
+// The same without making earlier writes visible to those who wait: it waits for no store and
+// flushes no cache.  What fence.mbarrier_init has published is visible all the same.
 PTX void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 PTX void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// Where a pointer to one's own shared memory lies in the block of a rank.
+// The address in the block of `rank` that corresponds to a pointer to this block's shared memory.
 PTX void *cluster_map(const void *p, int rank) {
   void *r;
   asm("mapa.u64 %0, %1, %2;" : "=l"(r) : "l"(p), "r"(rank));
@@ -136,8 +137,8 @@ PTX void mbarrier_wait_cluster(uint64_t *bar, int parity) {
                ::"r"(smem_u32(bar)), "r"(parity)
                : "memory");
 }
-// Four bytes into the block of a rank, counted by its mbarrier when they are there.  The compiler of
-// CUDA 12.0 does not know st.async: there they are stored, published and then counted.
+// Store four bytes in the block of `rank`; its mbarrier counts them when they arrive.  The compiler
+// of CUDA 12.0 lacks st.async: there a plain store, a fence and a complete_tx take its place.
 PTX void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
 #if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ == 0
   asm volatile("st.shared::cluster.u32 [%0], %1;\n"
@@ -151,7 +152,7 @@ PTX void store_async_b32(void *dst, uint32_t value, uint64_t *bar, int rank) {
                : "memory");
 #endif
 }
-// The same tile into every block whose bit is set, each with its own mbarrier.
+// Load the same tile into every block whose bit in `ranks` is set; each has its own mbarrier.
 PTX void tma_load_multicast_2d(void *dst, const TensorMap *m, uint64_t *bar, int c0, int c1,
                                int ranks) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -170,12 +171,12 @@ template <int R> PTX void setmaxnreg_inc() {
 template <int R> PTX void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R));
 }
-// Both name the accumulators, which no instruction but a product's own may touch between them: to
-// the compiler these are values that are there as soon as the product is asked for, and what
-// computes with them, or makes them, could move past an instruction that does not name them.
+// wgmma_fence and wgmma_wait both name the accumulators, which only the products themselves may
+// touch between the two.  To the compiler an accumulator is ready as soon as its product has been
+// issued, so instructions that compute or use it could move past an asm that does not name it.
 #define WGMMA_NAME(d, count) \
   _Pragma("unroll") for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory")
-// What is named here has been computed before what follows, such as the wait for other products.
+// Values named here are computed before what follows, such as the wait for other products.
 template <int R> PTX void wgmma_name(float (&d)[R]) { WGMMA_NAME(d, R); }
 template <int R> PTX void wgmma_name(uint32_t (&a)[R][4]) {
   _Pragma("unroll") for (int i = 0; i < R; i++) asm volatile(
@@ -191,8 +192,8 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
   WGMMA_NAME(d, R);
 }
 
-// d += A * B, 64 rows by N columns.  A comes from shared memory or, as four registers in the layout
-// of mma_m16n8, from each warp's own 16 rows; TA and TB say that an operand is MN-major.
+// d += A * B, 64 rows by N columns.  A is in shared memory or, with `_registers`, in four registers
+// of each lane in the layout of mma_m16n8, 16 rows for each warp; TA, TB: the operand is MN-major.
 #define WGMMA_OUT8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -221,7 +222,7 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define WGMMA_D_128 WGMMA_D_112 \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-// I0 to I6 number the operands behind the R results.
+// I0 to I6 are the numbers of the operands that follow the R results.
 #define WGMMA_OF(TYPE, N, R, I0, I1, I2, I3, I4, I5, I6)                                           \
   template <int TA, int TB>                                                                        \
   PTX void wgmma_m64n##N##k16_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
@@ -241,7 +242,7 @@ template <int N, int R> PTX void wgmma_wait(float (&d)[R]) {
                  : WGMMA_OUT_##R                                                                   \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TB));     \
   }
-// 8-bit floats have no MN-major operands.
+// Operands of 8-bit floats cannot be MN-major.
 #define WGMMA8_OF(TYPE, N, R, I0, I1, I2, I3, I4, I5, I6)                                          \
   PTX void wgmma_m64n##N##k32_##TYPE(float (&d)[R], uint64_t a, uint64_t b, int scale_d) {         \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                    \

@@ -1,10 +1,11 @@
-// Jobs of attention on warpgroups: rows of a head that a block owns, and tiles that pass by.  A
-// block stays for many jobs, the longest first, and one warp of it brings what they read.
+// Scheduling of attention on warpgroups.  A job is a tile of rows of one head, which a block owns,
+// and all the tiles of columns that the rows are multiplied with.  A block is persistent: it takes
+// many jobs, the longest first, and one of its warps loads their tiles.
 #pragma once
 #include "common/segment.cuh"
 #include "common/warpgroup.cuh"
 
-// A place in a ring of stages, and how often it came round, modulo 2.
+// A position in a ring of stages, and the parity of the number of times that it has wrapped around.
 template <int STAGES> struct Ring {
     int stage = 0, phase = 0;
     __device__ __forceinline__ void next() {
@@ -13,20 +14,21 @@ template <int STAGES> struct Ring {
     }
 };
 
-// Which job comes when.
+// The order of the jobs.
 struct Order {
-    int row_blocks;  // of a head, over all sequences
-    int heads;       // whose rows are owned, of all batches; of one with VARLEN
-    int together;    // heads that are worked on until all their rows are done: what passes by them
-                     // stays in L2
+    int row_blocks;  // tiles of rows of a head, over all sequences
+    int heads;       // heads that rows are taken from, of all batches; with VARLEN of one
+    int together;    // heads of a group; the jobs of a group end before those of the next begin, so
+                     // that the tiles of their columns stay in L2
 };
-// One way and back: who had the longest of a round has the shortest of the next.
+// Blocks take jobs in alternating direction: the block with the longest job of a round has the
+// shortest of the next.
 __device__ __forceinline__ int turn_of(int round) {
     const int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * (int)gridDim.x + place;
 }
 
-// ROWS queries of a head or, BY_KEYS, ROWS keys; the sequence that they are of.
+// A job: ROWS queries of a head or, with BY_KEYS, ROWS keys, and the sequence that they belong to.
 struct Job {
     int head, batch, first_row, queries, keys, first_query, first_key, index;
     bool there;
@@ -38,7 +40,7 @@ __device__ __forceinline__ Job job_of(int index, const Order &order, const Optio
     const int own = index - group * order.together * order.row_blocks;
     const int first_head = group * order.together;
     const int heads = min(order.together, order.heads - first_head);
-    // with RIGHT the last queries see most keys, and the first keys are seen by most queries
+    // with RIGHT the last queries see the most keys, and the first keys the most queries
     const int row_block = BY_KEYS ? own / heads : order.row_blocks - 1 - own / heads;
     const int head = first_head + own % heads;
     const int of_batch = BY_KEYS ? options.kv_heads : options.heads;
@@ -68,7 +70,8 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
     const P *starts;
     int round = 0;
 
-    // The next job that there is, by the numbers that `number` gives; false where none is left.
+    // Set `job` to the next non-empty job, of the indices that `number` returns; false where none
+    // is left.
     template <class F> __device__ __forceinline__ bool next(Job &job, F number) {
         const int jobs = order.row_blocks * order.heads;
         for (int at; (at = number()) < jobs;) {
@@ -80,14 +83,14 @@ template <int ROWS, bool BY_KEYS> struct Jobs {
     __device__ __forceinline__ bool next(Job &job) {
         return next(job, [&] { return turn_of(round++); });
     }
-    // The same job, found once more: what is known of it fills no registers in between.
+    // The same job, computed again, so that its fields need no registers in between.
     __device__ __forceinline__ Job again(const Job &job) const {
         const int index = (int)opaque((uint32_t)job.index);
         return job_of<ROWS, BY_KEYS>(index, order, options, key_lengths, starts);
     }
 };
 
-// One barrier counts the bytes of a tile that come, the other the warps that have done with it.
+// One barrier counts the bytes of a tile that arrive, the other the warps that no longer need it.
 __device__ __forceinline__ void init_handover(uint64_t *full, uint64_t *empty, int warps) {
     mbarrier_init(full, 1);
     mbarrier_init(empty, warps);
@@ -96,7 +99,7 @@ __device__ __forceinline__ void release(uint64_t *empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-// Ask for the panels of a tile of `rows` rows, by the first lane of a warp.
+// Start the TMA loads of a tile of `rows` rows, panel by panel, from the first lane of a warp.
 __device__ __forceinline__ void load_panels(unsigned char *to, const TensorMap &map, uint64_t *full,
                                             int count, int rows, int head, int row, int batch) {
     if (threadIdx.x % 32 == 0)
@@ -104,19 +107,20 @@ __device__ __forceinline__ void load_panels(unsigned char *to, const TensorMap &
             tma_load_4d(to + panel * rows * PANEL_ROW, &map, full, panel * PANEL, head, row, batch);
 }
 
-// Write 0 over the rows of a tile that nobody may see, once they are there: 0 times NaN is NaN.
+// Write 0 over the rows of a tile from `real` on, which are outside of the sequence, once they have
+// arrived: a probability of 0 times NaN would be NaN.
 __device__ __forceinline__ void clear_rows(unsigned char *tile, int count, int rows, int real) {
     for (int panel = 0; panel < count; panel++)
         for (int i = real * 8 + threadIdx.x % 32; i < rows * 8; i += 32)
             reinterpret_cast<uint4 *>(tile)[panel * rows * 8 + i] = {};
 }
 
-// Where tiles land of which a part is cleared before those who compute may see them.
+// A barrier for tiles of which a part is cleared before the computing warps may read them.
 struct Landing {
     uint64_t *landed;
     int phase = 0;
 
-    // Once the bytes are there, clear what `clear` clears, and say that the tile is full.
+    // Wait for the bytes, call clear(), and signal that the tile is full.
     template <class F> __device__ __forceinline__ void settle(uint64_t *full, F clear) {
         mbarrier_wait(landed, phase);
         phase ^= 1;

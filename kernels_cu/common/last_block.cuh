@@ -1,9 +1,10 @@
-// Which block ends last: it finishes what blocks have left in parts, always in one order.
+// Finds the block that ends last; it combines the partial results of all blocks in a fixed order.
 #pragma once
 
-// Say to all threads of a block whether it is the last of `several` to come here: it then sees what
-// thread 0 of each of them has written, and what others have that met it at a barrier since.  `last`
-// lies in shared memory.  The counter, which begins at 0, is 0 again.
+// Return, to all threads of a block, whether it is the last of `several` blocks to arrive here.
+// The last one sees what thread 0 of every block has written, and what other threads had written
+// before a barrier with that thread 0.  `last` is in shared memory.  The counter starts at 0 and is
+// 0 again afterwards.
 __device__ __forceinline__ bool last_to_arrive(unsigned *counter, unsigned several, bool &last) {
     if (threadIdx.x == 0) {
         __threadfence();

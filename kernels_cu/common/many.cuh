@@ -2,24 +2,24 @@
 //
 //   tensors     a record for every tensor: addresses, then ELEMENTS, FIRST (its first chunk), KIND
 //   owners      for every chunk, the number of its tensor
-//   constants   FIELDS    numbers of a record, where the constant of a field's name is its place
+//   constants   FIELDS    numbers in a record; the constant of a field's name is its index there
 //               KINDS     a bit for every kind in the launch: a Dtype, and flags of the kernel
-//               LANES     values of one access: 4, or what all addresses are multiples of
+//               LANES     values of one access: 4, or fewer as the addresses allow
 //               CHUNK     elements of a chunk
-//               THREADS   of a block
+//               THREADS   threads of a block
 #pragma once
 #include "common/vector.cuh"
 
 constexpr int SPAN = 256, GROUPS = SPAN / 32 / LANES;
 
-enum Dtype { FLOAT16, BFLOAT16, FLOAT32, DTYPE = 3 };  // DTYPE: the bits of a kind that say it
+enum Dtype { FLOAT16, BFLOAT16, FLOAT32, DTYPE = 3 };  // DTYPE: mask of a kind's dtype bits
 
 template <int> struct Number { using type = float; };
 template <> struct Number<FLOAT16> { using type = __half; };
 template <> struct Number<BFLOAT16> { using type = __nv_bfloat16; };
 template <int KIND> using NumberOf = typename Number<KIND & DTYPE>::type;
 
-// Call use with the kind of a tensor as a constant, one of those that the launch has.
+// Call `use` with the kind of a tensor as a compile-time constant, one of KINDS.
 template <int VALUE> struct Constant { static constexpr int value = VALUE; };
 template <int K = 0, class Use> __device__ __forceinline__ void with_kind(int kind, Use use) {
     if constexpr (K < 32) {
@@ -29,13 +29,13 @@ template <int K = 0, class Use> __device__ __forceinline__ void with_kind(int ki
     }
 }
 
-// What one thread holds of a span: neighbouring lanes hold neighbouring values, so that an access
-// of any dtype leaves no gap.
+// The values of a span that one thread holds.  Neighbouring lanes hold neighbouring values, so that
+// a warp's access has no gap in any dtype.
 struct Values {
     float at[GROUPS][LANES];
 };
 
-// use(i, j) for each of them.
+// Call use(i, j) for each of them.
 template <class Use> __device__ __forceinline__ void each(Use use) {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++)

@@ -1,13 +1,13 @@
-// Functions that several kernels share, in float32.
+// Functions in float32 that several kernels share.
 #pragma once
 
-// 1 / (1 + exp(-x)), exact at both ends: an infinite exp gives 0.
+// 1 / (1 + exp(-x)), exact in both limits: an infinite exp gives 0.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1 + expf(-x)); }
 
-// exp(x) for x <= 0, two instructions and a product; relative error |x| * 2^-23.
+// exp(x) for x <= 0, in two instructions and a multiplication; relative error |x| * 2^-23.
 __device__ __forceinline__ float exp_below(float x) { return exp2f(x * 1.4426950408889634f); }
 
-// x / N, rounded once: x / 3.0f is x * (1 / 3.0f) for NVRTC from sm_100 on, under -ftz=true.
+// x / N, rounded once: from sm_100 on, NVRTC with -ftz=true turns x / 3.0f into x * (1 / 3.0f).
 template <int N> __device__ __forceinline__ float divided_by(float x) {
     return (N & (N - 1)) == 0 ? x * (1.0f / N) : __fdiv_rn(x, N);
 }

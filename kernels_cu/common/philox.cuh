@@ -1,7 +1,7 @@
-// Random bits of a position: Philox4x32-10, as in Salmon, Moraes, Dror and Shaw, 2011.
+// Counter-based random bits: Philox4x32-10 of Salmon, Moraes, Dror and Shaw, 2011.
 #pragma once
 
-// Four random words, for a counter of four words and a key of two.
+// Four random words for a counter of four words, a .. d, and a key of two, first and second.
 __device__ __forceinline__ uint4 philox(unsigned a, unsigned b, unsigned c, unsigned d,
                                         unsigned first, unsigned second) {
 #pragma unroll

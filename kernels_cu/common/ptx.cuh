@@ -1,14 +1,14 @@
-// The PTX instructions that kernels use, behind one function each, from sm_80 on; those of sm_90
-// stand in hopper.cuh.  No other file holds inline assembly.  Include both in angle brackets, as
-// <common/ptx.cuh>, so that the include path decides.
+// The PTX instructions that kernels use, one function for each, for sm_80 and later; those of sm_90
+// are in hopper.cuh.  No other file has inline assembly.  Include both files in angle brackets, as
+// <common/ptx.cuh>, so that the include path decides which file is used.
 #pragma once
 typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 #define PTX __device__ __forceinline__
 
 PTX uint32_t smem_u32(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// x, of which the compiler knows no bit: a constant added to it stays with the access, which has
-// room for one, and costs no instruction.
+// x, hidden from the compiler's analysis of bits: a constant added to it is then left to the offset
+// field of the access and costs no instruction.
 PTX uint32_t opaque(uint32_t x) {
   asm("" : "+r"(x));
   return x;
@@ -47,7 +47,7 @@ PTX void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
                  "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
-// The 19 bits of a float that a tf32 product looks at, rounded to nearest, ties away from zero.
+// A float rounded to the 19 bits that a tf32 product reads: to nearest, ties away from zero.
 PTX uint32_t round_tf32(float x) {
   uint32_t r;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
@@ -86,8 +86,8 @@ PTX void named_barrier_sync(int id, int threads) {
 PTX void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// A number in global memory by which blocks tell each other: who reads what one has stored sees all
-// that it had seen and written before.
+// A flag in global memory between blocks: the thread that reads a stored value also sees all that
+// the storing thread had seen and written before.
 PTX int load_acquire(const int *p) {
   int value;
   asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -115,7 +115,7 @@ PTX void mma_m16n8k32_e5m2(float (&d)[4], const uint32_t (&a)[4], const uint32_t
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
                  "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
-// 8-bit floats, two in 16 bits; too large becomes the largest, and NaN stays NaN.
+// Two 8-bit floats in 16 bits; values out of range become the largest, and NaN stays NaN.
 PTX uint32_t pack_e4m3(float low, float high) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(low), "f"(high));
@@ -126,7 +126,7 @@ PTX uint32_t pack_e5m2(float low, float high) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(r) : "f"(low), "f"(high));
   return r;
 }
-// ... as two float16
+// The same two as float16.
 PTX uint32_t unpack_e4m3(uint32_t pair) {
   uint32_t r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((unsigned short)pair));

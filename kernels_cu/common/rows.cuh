@@ -1,11 +1,11 @@
-// Rows of arrays that may be slices of wider ones, for kernels that read them where they lie.
+// Rows of arrays that may be slices of wider ones, for kernels that read them without a copy.
 //
 //   constants   LANES, THREADS and, for Access, STRIDED: some array is such a slice
 #pragma once
 #include "common/vector.cuh"
 
-// Where rows of an array start: `inner` of them `step` values apart, and such groups `outer`.  Rows
-// that make several groups are fewer than 2^32.
+// Where the rows of an array start: groups of `inner` rows, `step` values apart in a group; groups
+// are `outer` values apart.  With more than one group there are fewer than 2^32 rows.
 struct Layout { long long inner, outer, step; };
 
 __device__ __forceinline__ long long start(long long row, const Layout &of) {
@@ -13,7 +13,7 @@ __device__ __forceinline__ long long start(long long row, const Layout &of) {
     return turn * of.outer + (row - turn * of.inner) * of.step;
 }
 
-// The same of all arrays of a kernel, at most five, in the order of its parameters.
+// The layouts of all arrays of a kernel, at most five, in the order of its parameters.
 struct Layouts {
     long long inner, outer[5], step[5];
 };
@@ -22,18 +22,18 @@ __device__ __forceinline__ Layout layout(const Layouts &of, int array) {
     return {of.inner, of.outer[array], of.step[array]};
 }
 
-// The rows of a kernel that goes element by element: block i has tile i % tiles of row i / tiles.
-// Packed arrays are one row.
+// The rows of an elementwise kernel: block i has tile i % tiles of row i / tiles.  Packed arrays
+// are one row.
 struct Rows {
     Layouts layouts;
     long long columns;
     unsigned tiles;  // of a row
 };
 
-// One access of a thread to every array of Rows, which it names by their numbers.
+// One access of a thread to every array of Rows; `array` is an index into Layouts.
 template <bool STRIDED> struct Access {
     const Rows &rows;
-    long long row = 0, column, left;  // left: columns from there on
+    long long row = 0, column, left;  // left: number of columns from `column` on
 
     __device__ __forceinline__ Access(const Rows &rows, unsigned tile = blockIdx.x) : rows(rows) {
         if constexpr (STRIDED) {
@@ -56,7 +56,7 @@ template <bool STRIDED> struct Access {
 
     template <class E>
     __device__ __forceinline__ void store(E *to, int array, const float (&from)[LANES]) const {
-        if (left >= LANES) ::store(to, in(array), from);  // in one piece: see vector.cuh
+        if (left >= LANES) ::store(to, in(array), from);  // not split in four: see vector.cuh
         else ::store(to + in(array), from, left);
     }
 };

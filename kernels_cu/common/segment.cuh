@@ -1,7 +1,8 @@
-// Sequences that lie end to end: which one a block works on, and which tile of it.
+// Concatenated sequences: which sequence a block works on, and which tile of it.
 #pragma once
 
-// Tokens first .. first + count - 1 of an array of `tokens`, whatever the offsets hold.
+// The tokens first .. first + count - 1 of a sequence, clipped to the array of `tokens` tokens, so
+// that invalid offsets do no harm.
 struct Run {
     int first, count;
 };
@@ -12,14 +13,15 @@ __device__ __forceinline__ Run run_of(const O *offsets, int sequence, int tokens
     return {(int)first, (int)(stop - first)};
 }
 
-// Where the stats of a sequence begin, which are padded: no two sequences share PADDING of them.
+// The first row of the stats of a sequence.  They are padded: no two sequences share a tile of
+// PADDING rows.
 constexpr int PADDING = 128;
 template <class O>
 __device__ __forceinline__ int stats_of(const O *offsets, int sequence, int tokens) {
     return (run_of(offsets, sequence, tokens).first / PADDING + sequence) * PADDING;
 }
 
-// The last sequence whose stats begin at a row or before.
+// The last sequence whose stats begin at `row` or before.
 template <class O>
 __device__ __forceinline__ int sequence_of(const O *offsets, int sequences, int tokens, int row) {
     int low = 0, high = sequences;
@@ -32,11 +34,11 @@ __device__ __forceinline__ int sequence_of(const O *offsets, int sequences, int 
 }
 
 struct Segment {
-    int sequence, tile;  // sequence is -1 beyond the last tile
+    int sequence, tile;  // sequence is -1 past the last tile
 };
 
-// The index-th of the tiles of all sequences; each has its own, of ROWS tokens but the last.  All
-// lanes of a warp ask together: 32 sequences at a time.
+// The index-th of the tiles of all sequences.  Tiles have ROWS tokens, the last of a sequence may
+// have fewer.  All lanes of a warp call it together: they search 32 sequences at a time.
 template <int ROWS, class O>
 __device__ __forceinline__ Segment segment(const O *offsets, int sequences, int tokens, int index) {
     const int lane = threadIdx.x % 32;
@@ -44,7 +46,7 @@ __device__ __forceinline__ Segment segment(const O *offsets, int sequences, int 
         int count = 0;
         if (first + lane < sequences)
             count = (run_of(offsets, first + lane, tokens).count + ROWS - 1) / ROWS;
-        int stop = count;  // tiles up to this lane's sequence
+        int stop = count;  // tiles up to and including this lane's sequence
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
             const int other = __shfl_up_sync(0xffffffffu, stop, d);

@@ -1,14 +1,14 @@
-// A softmax whose scores come tile by tile: of each row the largest score so far, and the sum of
+// Online softmax, tile by tile: each row keeps its largest score so far, and the sum of
 // exp(score - largest), which is rescaled when that grows (Milakov and Gimelshein, 2018).
 //
-// Scores are a product as tile.cuh lays it out: four neighbouring lanes share the upper row (half
-// 0) and the lower (half 1) of each part.  Exponents are of 2: exp(x) is exp2(unit * x).
+// Scores are a product in the layout of tile.cuh: four neighbouring lanes share the upper row (half
+// 0) and the lower row (half 1) of each part.  Exponents have base 2: exp(x) is exp2(unit * x).
 #pragma once
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define NO_SCORE __int_as_float(0xff800000)  // -inf
 
-// What the lanes of a row hold together.
+// Sum and maximum over the four lanes of a row.
 __device__ __forceinline__ float quad_sum(float v) {
     v += __shfl_xor_sync(0xffffffffu, v, 1);
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -18,7 +18,7 @@ __device__ __forceinline__ float quad_max(float v) {
     return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-// The largest score of a row, or `top` where that is larger.
+// The largest score of a row, or `top` if that is larger.
 template <int N>
 __device__ __forceinline__ float row_max(float top, const float (&s)[N][4], int half) {
 #pragma unroll
@@ -26,17 +26,18 @@ __device__ __forceinline__ float row_max(float top, const float (&s)[N][4], int 
     return quad_max(top);
 }
 
-// What is subtracted from exponents: a row that has seen no key gives exp2(-inf - 0) = 0, not NaN.
+// The number subtracted from exponents; it is 0 for a row that has seen no key, so that the row
+// gives exp2(-inf - 0) = 0, not NaN.
 __device__ __forceinline__ float shift_of(float top, float unit) {
     return top == NO_SCORE ? 0.0f : __fmul_rn(top, unit);
 }
 
-// What sums and values of before are multiplied by when the largest score of a row has grown.
+// The factor of earlier sums and values when the largest score of a row has grown.
 __device__ __forceinline__ float rescale_of(float before, float unit, float shift) {
     return exp2f(__fmul_rn(before, unit) - shift);
 }
 
-// Turn the scores of a row into exp(score - top); return the sum of this lane's.
+// Turn the scores of a row into exp(score - top); return the sum over this lane's columns.
 template <int N>
 __device__ __forceinline__ float exponentiate(float (&s)[N][4], int half, float unit,
                                               float shift) {
@@ -60,8 +61,8 @@ __device__ __forceinline__ void scale_row(float (&o)[N][4], int half, float by) 
         for (int e = 0; e < 2; e++) o[n][half * 2 + e] *= by;
 }
 
-// Add exp(sink) to the sum of a row; return what its values are multiplied by.  Here and below
-// `top` and sink are times log2(e).
+// Add exp(sink) to the sum of a row; return the factor of its values.  Here and below, `top` and
+// `sink` have been multiplied by log2(e).
 __device__ __forceinline__ float add_sink(float &top, float &sum, float sink) {
     const float both = fmaxf(top, sink);
     if (both == NO_SCORE) return 1;

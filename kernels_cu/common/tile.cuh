@@ -1,19 +1,20 @@
-// Rows in shared memory, and what a warp multiplies from them: 16-bit values on tensor cores,
+// Tiles in shared memory, and the products of a warp with them: 16-bit values on tensor cores,
 // float32 by FMAs in the same layout, with 16-byte reads that a quarter or an eighth of a warp
 // shares.
 //
-// Of a result of 16 * M rows by 8 * N columns, float[M][N][4], a lane holds in each part of
-// 16 x 8: [0] and [1] of row lane / 4, [2] and [3] of 8 rows below.
+// A lane holds float[M][N][4] of a result of 16 * M rows by 8 * N columns.  In each part of 16 x 8,
+// [0] and [1] are of row lane / 4, [2] and [3] of the row 8 below; the columns are lane % 4 * 2 and
+// the next, except where `column` says otherwise.
 #pragma once
 #include <common/ptx.cuh>
 
-// The number of a warp, as the compiler sees that all its lanes have it: what follows from it then
-// takes uniform registers, and branches on it need no reconvergence.
+// The number of the warp, in a form that the compiler knows to be the same in all lanes: values
+// derived from it take uniform registers, and branches on it need no reconvergence.
 __device__ __forceinline__ int own_warp() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 }
 
-// Every row that a lane holds a part of: use(m, half), where half is 1 for the 8 rows below.
+// Call use(m, half) for every row that a lane holds a part of; half is 1 for the row 8 below.
 template <int M, class Use> __device__ __forceinline__ void each_row(Use use) {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -23,8 +24,8 @@ template <int M, class Use> __device__ __forceinline__ void each_row(Use use) {
 
 constexpr int padded(int columns) { return (columns + 15) / 16 * 16; }  // depth of a product
 
-// Rows of 16-byte chunks.  Eight neighbours at one chunk lie in eight groups of banks: by xor
-// where a row fills all banks, by an odd number of chunks elsewhere.
+// Rows of 16-byte chunks.  Eight neighbouring rows have the same chunk in eight different groups of
+// banks: by an xor where a row fills all banks, else because a row has an odd number of chunks.
 template <class E, int COLUMNS> struct Tile {
     static constexpr int CHUNK = 16 / sizeof(E);
     static constexpr int CHUNKS = COLUMNS / CHUNK;
@@ -36,11 +37,12 @@ template <class E, int COLUMNS> struct Tile {
     __device__ __forceinline__ E *at(int row, int chunk) const {
         return start + row * PITCH + (XOR ? chunk ^ (row & 7) : chunk) * CHUNK;
     }
-    // A place of a thread's own, and what lies `rows` and `chunks` beyond it.  They share no bit
-    // with its own row and chunk, so that they are a constant: of the address, or of one xor.
+    // A position of each thread, and the addresses `rows` and `chunks` further on.  These offsets
+    // share no bit with the thread's own row and chunk, so that they become a constant: in the
+    // address, or in a single xor.
     struct Lane {
         char *start;   // the same in all threads
-        uint32_t own;  // bytes
+        uint32_t own;  // offset of this thread in bytes
 
         __device__ __forceinline__ char *at(int rows, int chunks) const {
             const int mixed = XOR ? (rows ^ chunks) & 7 : 0, added = XOR ? chunks & ~7 : chunks;
@@ -51,12 +53,13 @@ template <class E, int COLUMNS> struct Tile {
         return {reinterpret_cast<char *>(start),
                 opaque(row * PITCH_BYTES + (XOR ? chunk ^ (row & 7) : chunk) * 16)};
     }
-    // Begin to copy rows first .. first + COUNT, USED columns of them, with THREADS threads; rows
-    // from `stop` on and padding become 0.  UNROLLED turns have registers for their addresses.
+    // Start an asynchronous copy of USED columns of the rows first .. first + COUNT - 1 by THREADS
+    // threads; rows from `stop` on and padding become 0.  UNROLLED: iterations whose addresses fit
+    // into registers.
     template <int COUNT, int USED, int THREADS, int UNROLLED = COUNT * CHUNKS>
     __device__ __forceinline__ void copy(const E *from, int first, int stop, int stride) const {
         constexpr int TURNS = (COUNT * CHUNKS + THREADS - 1) / THREADS;
-        // where all turns of a thread are at one chunk of a row, each leads it down by DOWN rows
+        // STAYS: a thread copies the same chunk of every row, and goes down by DOWN rows each time
         constexpr bool STAYS = THREADS % CHUNKS == 0;
         constexpr int DOWN = THREADS / CHUNKS;
         const int row = STAYS ? threadIdx.x / CHUNKS : 0, chunk = STAYS ? threadIdx.x % CHUNKS : 0;
@@ -81,7 +84,7 @@ template <class E, int COLUMNS> struct Tile {
 };
 
 // ---- products ----------------------------------------------------------------------------------
-template <int M> using Fragment = uint32_t[M][4];  // 16 columns of 16 * M rows: what mma takes
+template <int M> using Fragment = uint32_t[M][4];  // 16 columns of 16 * M rows: operand a of mma
 
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4],
                                          const uint32_t (&b)[2], __half) {
@@ -100,7 +103,7 @@ __device__ __forceinline__ uint32_t pair(float low, float high, __nv_bfloat16) {
     return *reinterpret_cast<const uint32_t *>(&both);
 }
 
-// d[..][n] and d[..][n + 1] += a @ b, of the 16 columns that one ldmatrix_x4 brings.
+// d[..][n] and d[..][n + 1] += a @ b, where b are the 16 columns that one ldmatrix_x4 loads.
 template <class E, int M, int N>
 __device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const Fragment<M> &a,
                                              const uint32_t (&b)[4]) {
@@ -112,7 +115,7 @@ __device__ __forceinline__ void multiply_two(float (&d)[M][N][4], int n, const F
     }
 }
 
-// Rows from `row` on, columns from 16 * step on.
+// Load the fragment of the rows from `row` on and the columns from 16 * step on.
 template <int M, class E, int COLUMNS>
 __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS> &tile, int row,
                                       int step) {
@@ -121,9 +124,9 @@ __device__ __forceinline__ void fetch(uint32_t (&a)[M][4], const Tile<E, COLUMNS
     for (int m = 0; m < M; m++) ldmatrix_x4(a[m], from.at(m * 16, step * 2));
 }
 
-// s = a @ b.T for rows of a from `row` on, with KEPT held as fragments, and 8 * N rows of b.
-// Here and below, loops along rows of more than WIDEST columns stay loops: what is read ahead and
-// its addresses would take the registers that other sums fill.
+// s = a @ b.T for the rows of a from `row` on (with KEPT, its fragments `kept`) and 8 * N rows of
+// b.  Here and below, loops along rows of more than WIDEST columns are not fully unrolled:
+// prefetched values and their addresses would need the registers of other sums.
 template <bool KEPT, int WIDEST = 1024, int M, int N, int STEPS, class E, int COLUMNS>
 __device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept)[STEPS][M][4],
                                            const Tile<E, COLUMNS> &a, int row,
@@ -181,8 +184,8 @@ __device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            // sums of eight first: fewer roundings in a row; of sixteen or fewer,
-                            // in the order of a plain product, whose roundings are its own
+                            // sums of eight first: shorter chains of roundings; with sixteen
+                            // columns or fewer, the order and the roundings of a plain product
                             float &sum = s[m][n][half * 2 + e];
                             float part = COLUMNS > 16 ? 0.0f : sum;
 #pragma unroll
@@ -199,15 +202,15 @@ __device__ __forceinline__ void product_abt(float (&s)[M][N][4], uint32_t (&kept
     }
 }
 
-// The first column of o[..][n] that a lane holds of a product below.  Of float32 it holds runs of
-// four, in two n.
+// The first column of o[..][n] that a lane holds of the product below.  In float32 a lane holds
+// runs of four columns, in two n.
 template <class E> __device__ __forceinline__ int column(int n) {
     const int quarter = threadIdx.x % 4;
     return sizeof(E) == 2 ? n * 8 + quarter * 2 : n / 2 * 16 + quarter * 4 + n % 2 * 2;
 }
 
-// o += p @ b, of 8 * K rows of b; p is the result of a product above, rounded to E.  Of float32,
-// PART rows are summed before o is added to: of n rows, o then loses n / PART roundings.
+// o += p @ b with 8 * K rows of b; p is the result of product_abt, rounded to E.  In float32, PART
+// rows are summed before they are added to o: for n rows, o is then rounded n / PART times.
 template <int PART = 8, int M, int K, int N, class E, int COLUMNS>
 __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float (&p)[M][K][4],
                                             const Tile<E, COLUMNS> &b) {
@@ -232,7 +235,7 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
             }
         }
     } else {
-        auto share = [&](int m, int k, int half, int row) {  // one lane of four has it
+        auto share = [&](int m, int k, int half, int row) {  // one of four lanes has it
             return __shfl_sync(0xffffffffu, p[m][k][half * 2 + row % 2], row / 2, 4);
         };
         const auto from = b.lane(0, lane % 4);
@@ -298,7 +301,7 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
             if constexpr (PART > 1) {
 #pragma unroll
                 for (int from = 0; from < 8; from += PART) together(k, from);
-            } else {  // along a wide row, what is read ahead would take the registers of its sums
+            } else {  // wide rows: prefetched values would take the registers of the sums
 #pragma unroll(COLUMNS > 128 ? 1 : 4)
                 for (int quarter = 0; quarter < 4; quarter++) {
                     one_by_one(k, quarter * 2);
@@ -309,7 +312,8 @@ __device__ __forceinline__ void add_product_ab(float (&o)[M][N][4], const float 
     }
 }
 
-// Write USED columns of one row of such a sum, o[..] of a lane's upper (half 0) or lower 8 rows.
+// Write USED columns of one row of such a sum, times `share`: of a lane's upper row (half 0) or of
+// the row 8 below (half 1).
 template <int USED, int N, class E>
 __device__ __forceinline__ void put_row(E *to, const float (&o)[N][4], int half, float share) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// LANES neighbouring values of a row: widened on load, narrowed on store, moved 16 bytes at a time.
+// LANES neighbouring values of a row: converted to float on load and back on store, moved in
+// accesses of up to 16 bytes.
 #pragma once
 
 template <int BYTES> struct Word { using type = uint4; };
@@ -7,7 +8,7 @@ template <> struct Word<4> { using type = unsigned; };
 template <> struct Word<2> { using type = unsigned short; };
 template <> struct Word<1> { using type = unsigned char; };
 
-// Values as they lie in memory: what a kernel keeps when it wants to keep few registers.
+// Values in the dtype of memory, for kernels that keep them in few registers.
 template <class T, int LANES> struct Vector {
     static constexpr int BYTES = sizeof(T) * LANES;
     using Word = typename ::Word<BYTES < 16 ? BYTES : 16>::type;
@@ -33,8 +34,8 @@ __device__ __forceinline__ void put(T *to, const Vector<T, LANES> &from) {
             reinterpret_cast<const typename V::Word *>(&from)[i];
 }
 
-// The same at base + at, where base is aligned and LANES divides `at`.  To the compiler base + at
-// is a sum like any other: in a loop whose step it does not know, it splits such an access in four.
+// The same at base + at, where base is aligned and LANES divides `at`.  The compiler cannot tell
+// that base + at is aligned: in a loop with an unknown step it splits such an access in four.
 template <int LANES, class T>
 __device__ __forceinline__ void put(T *base, long long at, const Vector<T, LANES> &from) {
     using V = Vector<T, LANES>;
@@ -77,8 +78,8 @@ __device__ __forceinline__ void store(T *base, long long at, const float (&from)
     put(base, at, v);
 }
 
-// The same for the first `count` values where fewer than LANES are left of a flat array; those
-// that are not there load as 0.
+// The same for the first `count` values where a flat array has fewer than LANES left; values past
+// its end load as 0.
 template <int LANES, class T>
 __device__ __forceinline__ void load(float (&to)[LANES], const T *from, long long count) {
     if (count >= LANES) return load(to, from);

@@ -1,14 +1,15 @@
-// Products of a warpgroup: 64 rows that four warps share, of tiles that TMA laid into shared memory.
+// Products of a warpgroup, 64 rows that four warps share, with tiles that TMA has loaded into
+// shared memory.
 //
-// A tile lies in panels of 64 16-bit columns, rows of 128 bytes under the 128-byte swizzle; a panel
-// begins at a multiple of 1024 bytes.  Of a result of 64 x N a lane holds float[N / 2]: what
-// tile.cuh says of float[1][N / 8][4], its warp's 16 rows.
+// A tile is stored in panels of 64 16-bit columns, rows of 128 bytes with the 128-byte swizzle; a
+// panel starts at a multiple of 1024 bytes.  A lane holds float[N / 2] of a result of 64 x N: the
+// float[1][N / 8][4] of tile.cuh for its warp's 16 rows.
 #pragma once
 #include <common/descriptor.cuh>
 
 constexpr int PANEL = 64, PANEL_ROW = 128;  // columns; bytes
 constexpr int panels(int columns) { return (columns + PANEL - 1) / PANEL; }
-constexpr int product_columns(int columns) {  // that products have functions for
+constexpr int product_columns(int columns) {  // rounded up to a size that products are defined for
     return columns <= 64 ? 64 : (columns + 31) / 32 * 32;
 }
 
@@ -17,9 +18,10 @@ template <int R> __device__ __forceinline__ Parts<R / 4> &parts_of(float (&d)[R]
     return reinterpret_cast<Parts<R / 4> &>(d);
 }
 
-// What wgmma is told of a tile: the distance between rows of eight lies in the upper half, and
-// bytes from the first one on are added to the lower, where nothing carries over.  It comes by a
-// shuffle, so that the compiler sees that all lanes have the same: sums take uniform registers.
+// The wgmma descriptor of a tile.  The upper half holds the distance between groups of eight rows;
+// an offset in bytes is added to the lower half, which does not overflow.  The lower half passes
+// through a shuffle, so that the compiler knows it to be the same in all lanes: sums with it take
+// uniform registers.
 struct Operand {
     uint32_t low;
     static constexpr uint32_t HIGH = 1u << 30 | 1024 >> 4;
@@ -31,7 +33,7 @@ struct Operand {
     }
 };
 
-// d = a @ b.T, or d += with `add`, of 16 columns of 64 rows of a and N of b.
+// d = a @ b.T, or with `add` d += a @ b.T, for 16 columns of 64 rows of a and N rows of b.
 template <int N>
 __device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], uint64_t a, uint64_t b, int add,
                                                __nv_bfloat16) {
@@ -47,7 +49,7 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[N / 2], uint64_t a, ui
     if constexpr (N == 128) wgmma_m64n128k16_f16<0, 0>(d, a, b, add);
 }
 
-// d += a @ b, of 16 columns of a, which lie in registers as mma takes them, and N columns of b.
+// d += a @ b for 16 columns of a, in registers in the layout of mma, and N columns of b.
 #define WARPGROUP_REGISTERS(E, TYPE)                                                               \
     template <int N>                                                                               \
     __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t (&a)[4],  \
@@ -64,7 +66,7 @@ WARPGROUP_REGISTERS(__nv_bfloat16, bf16)
 WARPGROUP_REGISTERS(__half, f16)
 #undef WARPGROUP_REGISTERS
 
-// d = a.T @ b, or d += with `add`, of 16 rows of 64 columns of a and N of b.
+// d = a.T @ b, or with `add` d += a.T @ b, for 16 rows of 64 columns of a and N columns of b.
 #define WARPGROUP_TRANSPOSED(E, TYPE)                                                              \
     template <int N>                                                                               \
     __device__ __forceinline__ void multiply_transposed(float (&d)[N / 2], uint64_t a, uint64_t b, \
@@ -76,7 +78,8 @@ WARPGROUP_TRANSPOSED(__nv_bfloat16, bf16)
 WARPGROUP_TRANSPOSED(__half, f16)
 #undef WARPGROUP_TRANSPOSED
 
-// s = a @ b.T, or s += with `add`, of DEPTH columns; rows of a lie A_ROWS to a panel, those of b N.
+// s = a @ b.T, or with `add` s += a @ b.T, over DEPTH columns; a panel of a has A_ROWS rows, one of
+// b has 2 * N.
 template <class E, int DEPTH, int A_ROWS, int N>
 __device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b,
                                              bool add = false) {
@@ -90,7 +93,7 @@ __device__ __forceinline__ void begin_scores(float (&s)[N], Operand a, Operand b
     wgmma_commit();
 }
 
-// o += p @ b, of 16 * STEPS rows of b.
+// o += p @ b with 16 * STEPS rows of b.
 template <class E, int STEPS, int N>
 __device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[STEPS][4],
                                              Operand b) {
@@ -100,7 +103,7 @@ __device__ __forceinline__ void begin_values(float (&o)[N], const uint32_t (&p)[
     wgmma_commit();
 }
 
-// o = p.T @ b, of 16 * STEPS rows of p and of b, which both lie in shared memory.
+// o = p.T @ b with 16 * STEPS rows of p and b, both in shared memory.
 template <class E, int STEPS, int N>
 __device__ __forceinline__ void begin_transposed(float (&o)[N], Operand p, Operand b) {
 #pragma unroll
@@ -110,20 +113,19 @@ __device__ __forceinline__ void begin_transposed(float (&o)[N], Operand p, Opera
     wgmma_commit();
 }
 
-// Lay what a warp's lanes hold of 16 of 64 rows, of up to 64 columns, into a panel, as products
-// take it.
+// Store a warp's 16 of 64 rows, of up to 64 columns, in a panel, in the layout that products read.
 template <int STEPS>
 __device__ __forceinline__ void put_operand(unsigned char *panel, const uint32_t (&p)[STEPS][4]) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < STEPS * 4; i++) {  // the swizzle of a row is that of the row eight further
+    for (int i = 0; i < STEPS * 4; i++) {  // rows 8 apart have the same swizzle
         const int chunk = i / 4 * 2 + i % 4 / 2, at = (row + i % 2 * 8) * PANEL_ROW;
         *reinterpret_cast<uint32_t *>(panel + at + (chunk ^ lane / 4) * 16 + lane % 4 * 4) =
             p[i / 4][i % 4];
     }
 }
 
-// Round what a lane holds of 64 rows to 16 bits, as products take it for their operand.
+// Round a lane's part of 64 rows to 16 bits, in the layout of a product's operand.
 template <class E, int STEPS, int R>
 __device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&from)[R]) {
     static_assert(R == STEPS * 8);
@@ -135,8 +137,9 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[STEPS][4], const float (&f
     wgmma_name(to);
 }
 
-// Write the columns of one row of 16 bits, `used` of them, where it is `there`: 16 bytes a lane.
-// Four lanes have two columns each of every eight: they swap until each has all of its own eight.
+// Write the first `used` columns of one row in 16 bits, 16 bytes per lane, if the row is `there`.
+// Four lanes hold two of every eight columns each: they exchange them until each lane has a whole
+// group of eight.
 template <class E, int R>
 __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int half, float share,
                                                  bool there, int used) {
@@ -157,8 +160,8 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
                 if (i / away % 2 == 0) {
                     uint32_t &low = words[i], &high = words[i + away];
                     const bool upper = lane & away;
-                    const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? low : high, away);
-                    (upper ? low : high) = got;
+                    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? low : high, away);
+                    (upper ? low : high) = theirs;
                 }
         const int column = (first + lane) * 8;
         if (there && column < used)
@@ -166,7 +169,7 @@ __device__ __forceinline__ void put_row_of_lanes(E *to, const float (&o)[R], int
     }
 }
 
-// Wait for products whose operand lies in registers: from here on these are the compiler's.
+// Wait for products whose operand is in registers; afterwards the compiler may reuse these.
 template <int N, int R, int STEPS>
 __device__ __forceinline__ void wgmma_free(float (&sum)[R], uint32_t (&p)[STEPS][4]) {
     wgmma_wait<N>(sum);

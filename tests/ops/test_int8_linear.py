@@ -65,6 +65,13 @@ class TestInt8Linear(KernelParity):
             threshold=6.0,
         ),
         Case("all are outliers", rows=[3], inputs=16, outputs=4, threshold=1e-6),
+        Case(
+            "outliers in the second 1024 columns",
+            arrays={"x": spiked(3, 1040, 5, 1030)},
+            inputs=1040,
+            outputs=3,
+            threshold=6.0,
+        ),
         Case("a row of zeros", arrays={"x": np.eye(4)[:, :3]}, inputs=3, outputs=3),
     )
     test_gradient_matches_finite_differences = None  # rounding has none: see below
